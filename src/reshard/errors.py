@@ -1,0 +1,100 @@
+"""Every error a user of reshard can cause.
+
+::
+
+    ReshardError
+    ├── UsageError             an argument that cannot be meant: unknown option, bad number
+    │   └── MissingExtraError  a feature whose optional dependency is not installed
+    ├── LayoutError            a description of a layout that cannot be
+    │   ├── MeshError          a device mesh: sizes, names, devices, sub-axes
+    │   ├── RuleError          a cut rule that does not fit the length it is given
+    │   ├── SpecError          a sharding: axes used twice, wrong number of dimensions
+    │   └── NotationError      text that is not a sharding or a mesh
+    ├── PlanError              two layouts that cannot be planned, or a plan that is wrong
+    ├── ShardError             arrays that do not fit the layout they are said to have
+    ├── RecipeError            a recipe or rule that cannot be applied
+    ├── CheckpointError        a checkpoint on disk that cannot be used
+    │   ├── FormatError        a file whose bytes are not what its format promises
+    │   ├── CoverageError      shards that overlap, disagree or leave part of a tensor out
+    │   └── DigestError        bytes that are not the bytes that were written
+    └── RunError               a failure while running; what was there before is untouched
+        ├── SourceChangedError a source that changed under the run
+        └── InterruptedRunError  stopped by the user
+
+The first line of every message names the offending value; the rest says what was
+expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ReshardError(Exception):
+    """The root of every error this package raises on purpose."""
+
+
+class UsageError(ReshardError, ValueError):
+    """An argument that cannot be meant."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+
+class LayoutError(ReshardError, ValueError):
+    """A description of a layout that cannot be."""
+
+
+class MeshError(LayoutError):
+    """A device mesh that cannot be: sizes, names, devices or sub-axes."""
+
+
+class RuleError(LayoutError):
+    """A cut rule that does not fit the length or the number of parts it is given."""
+
+
+class SpecError(LayoutError):
+    """A sharding that cannot be: an axis used twice, a wrong number of dimensions."""
+
+
+class NotationError(LayoutError):
+    """Text that is not a sharding, a rule or a mesh."""
+
+
+class PlanError(ReshardError, ValueError):
+    """Two layouts that cannot be planned, or a plan that does not do what it says."""
+
+
+class ShardError(ReshardError, ValueError):
+    """Arrays that do not fit the layout they are said to have."""
+
+
+class RecipeError(ReshardError, ValueError):
+    """A recipe or a rule that cannot be applied to these tensors."""
+
+
+class CheckpointError(ReshardError):
+    """A checkpoint on disk that cannot be used."""
+
+
+class FormatError(CheckpointError, ValueError):
+    """A file whose bytes are not what its format promises."""
+
+
+class CoverageError(CheckpointError, ValueError):
+    """Shards of one tensor that overlap, disagree, or leave part of it out."""
+
+
+class DigestError(CheckpointError):
+    """Bytes that are not the bytes that were written."""
+
+
+class RunError(ReshardError):
+    """A failure while running. The source and any earlier target are untouched."""
+
+
+class SourceChangedError(RunError):
+    """A source file that is not what it was when the run began."""
+
+
+class InterruptedRunError(RunError):
+    """Stopped by the user; the same command continues where it stopped."""
