@@ -1,0 +1,48 @@
+"""Values that exist once: equal means identical.
+
+Layouts are compared and looked up far more often than they are built, and some are
+large. An interned class keeps one object per key, so equality is identity, hashing is
+free, and a result can be cached by the objects it was computed from.
+
+>>> class Point(Interned):
+...     def __init__(self, x: int) -> None:
+...         self.x = x
+...     def interning_key(self) -> object:
+...         return self.x
+>>> Point(1) is Point(1), Point(1) is Point(2)
+(True, False)
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakValueDictionary
+
+_lock = threading.Lock()
+_values: WeakValueDictionary[tuple[type, object], Any] = WeakValueDictionary()
+
+
+class _InterningType(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = super().__call__(*args, **kwargs)
+        key = (cls, value.interning_key())
+        with _lock:
+            return _values.setdefault(key, value)
+
+
+class Interned(metaclass=_InterningType):
+    """A base class whose equal values are one object.
+
+    A subclass builds and validates itself as usual and answers `interning_key()`: a hashable
+    value that says everything about it. It must not change after it is built.
+    """
+
+    def interning_key(self) -> object:
+        raise NotImplementedError
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self

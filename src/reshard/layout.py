@@ -1,0 +1,460 @@
+"""Where does every element of a tensor live?
+
+A `Layout` is concrete: a shape, and for each of the slots 0..n-1 the elements it holds.
+Slots are places; a layout that comes from a sharding has the ranks as its slots.
+
+What a slot holds is a list of *cells*. A cell takes one part of each dimension's run table
+and holds the product of them, so a layout whose dimensions are cut one by one has one cell a
+slot, and a flat buffer cut anywhere has a few::
+
+    6 x 6, rows over 2 and columns over 3        4 x 4, elements 0:6 on slot 0, 6:16 on slot 1
+
+    +----+----+----+                             +-----------+
+    | 0  | 1  | 2  |   slot 4 holds              | 0  0  0  0|   slot 0: 2 cells (1x4, 1x2)
+    +----+----+----+   part 1 of dim 0           | 0  0 +----+   slot 1: 2 cells (1x2, 2x4)
+    | 3  | 4  | 5  |   part 1 of dim 1           +------+ 1  1
+    +----+----+----+                             | 1  1  1  1
+
+In the slot's own memory a cell is a dense array, row major, of shape `local_shape`; the
+cells of one slot lie one behind the other.
+
+A slot of a partial layout carries a *contribution*: the tensor is the reduction over the
+contributions 0..c-1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.errors import LayoutError
+from reshard.interning import Interned
+from reshard.runs import OWNED, PAD, IntArray, RunTable
+
+REDUCTIONS = ("sum", "max", "min", "mean", "product")
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor: indices `start[d]:stop[d]` in each dimension.
+
+    >>> Box((0, 2), (4, 5)).shape
+    (4, 3)
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Indices along each dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """How many elements lie inside."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+class Layout(Interned):
+    """Which slot holds which elements of a tensor of `shape`, interned.
+
+    Args:
+        shape: of the tensor.
+        tables: one run table a dimension.
+        slots: how many places there are; a slot without a cell holds nothing.
+        cell_slot: the slot of each cell, shape `(cells,)`.
+        cell_part: the part of each dimension that a cell takes, shape `(cells, dims)`.
+        contribution: which contribution each cell carries, shape `(cells,)`; zeros when None.
+        contributions: how many there are; 1 for a layout that is not partial.
+        reduction: how they combine; one of `REDUCTIONS`, or None when there is one.
+
+    Raises:
+        LayoutError: tables, parts or slots that do not fit the shape or one another.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        tables: Sequence[RunTable],
+        slots: int,
+        cell_slot: Sequence[int] | IntArray,
+        cell_part: Sequence[Sequence[int]] | IntArray,
+        contribution: Sequence[int] | IntArray | None = None,
+        contributions: int = 1,
+        reduction: str | None = None,
+    ) -> None:
+        self.shape = tuple(int(size) for size in shape)
+        self.tables = tuple(tables)
+        self.slots = int(slots)
+        slot = np.array(cell_slot, dtype=np.int64).reshape(-1)
+        part = np.array(cell_part, dtype=np.int64).reshape(len(slot), len(self.shape))
+        if contribution is None:
+            carried = np.zeros(len(slot), dtype=np.int64)
+        else:
+            carried = np.array(contribution, dtype=np.int64).reshape(-1)
+        self.contributions = int(contributions)
+        self.reduction = reduction
+        self._check(slot, part, carried)
+        order = np.argsort(slot, kind="stable")
+        self.cell_slot: IntArray = slot[order]
+        self.cell_part: IntArray = part[order]
+        self.cell_contribution: IntArray = carried[order]
+        for array in (self.cell_slot, self.cell_part, self.cell_contribution):
+            array.flags.writeable = False
+
+    def _check(self, slot: IntArray, part: IntArray, carried: IntArray) -> None:
+        lengths = tuple(table.dimension_length for table in self.tables)
+        if lengths != self.shape:
+            raise LayoutError(
+                f"run tables of lengths {list(lengths)} for a tensor of shape {list(self.shape)}"
+            )
+        if len(slot) and (slot.min() < 0 or slot.max() >= self.slots):
+            raise LayoutError(f"cells on slots up to {slot.max()}, but there are {self.slots}")
+        for dimension, table in enumerate(self.tables):
+            column = part[:, dimension]
+            if len(column) and (column.min() < 0 or column.max() >= table.parts):
+                raise LayoutError(
+                    f"dimension {dimension} has {table.parts} parts, a cell takes part "
+                    f"{column.max() if column.max() >= table.parts else column.min()}"
+                )
+        if (self.contributions > 1) != (self.reduction is not None):
+            raise LayoutError(
+                f"{self.contributions} contributions with reduction {self.reduction!r}: a "
+                "reduction is given exactly when there is more than one contribution"
+            )
+        if self.reduction is not None and self.reduction not in REDUCTIONS:
+            raise LayoutError(
+                f"unknown reduction {self.reduction!r}; it is one of {', '.join(REDUCTIONS)}"
+            )
+        if len(carried) != len(slot) or (
+            len(carried) and (carried.min() < 0 or carried.max() >= self.contributions)
+        ):
+            raise LayoutError(
+                f"every cell carries one of the {self.contributions} contributions, got "
+                f"{carried.tolist()}"
+            )
+
+    def interning_key(self) -> object:
+        return (
+            self.shape,
+            self.tables,
+            self.slots,
+            self.cell_slot.tobytes(),
+            self.cell_part.tobytes(),
+            self.cell_contribution.tobytes(),
+            self.contributions,
+            self.reduction,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            Layout,
+            (
+                self.shape,
+                self.tables,
+                self.slots,
+                self.cell_slot,
+                self.cell_part,
+                self.cell_contribution,
+                self.contributions,
+                self.reduction,
+            ),
+        )
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], slots: int = 1) -> Layout:
+        """The whole tensor on every slot.
+
+        >>> Layout.replicated((2, 3), 4).local_shape(3)
+        (2, 3)
+        """
+        return cls.whole(shape, range(slots), slots)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
+        """The whole tensor on the slots `holders` of `slots`, nothing on the others."""
+        tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
+        holders = list(holders)
+        return cls(shape, tables, slots, holders, np.zeros((len(holders), len(tables)), np.int64))
+
+    @classmethod
+    def from_boxes(
+        cls, shape: Sequence[int], boxes: Iterable[tuple[int, Box]], slots: int | None = None
+    ) -> Layout:
+        """Boxes on slots: `(slot, box)` pairs; a slot's boxes lie in its memory in this order.
+
+        >>> halves = [(0, Box((0, 0), (1, 4))), (1, Box((1, 0), (2, 4)))]
+        >>> Layout.from_boxes((2, 4), halves) is Layout.from_boxes((2, 4), halves, slots=2)
+        True
+        """
+        pairs = list(boxes)
+        slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
+        for _, box in pairs:
+            inside = all(
+                0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False)
+            )
+            if len(box.start) != len(shape) or not inside:
+                raise LayoutError(f"box {box} does not lie in a tensor of shape {list(shape)}")
+        tables, columns = [], []
+        for dimension, size in enumerate(shape):
+            windows = [(box.start[dimension], box.stop[dimension]) for _, box in pairs]
+            number = {window: i for i, window in enumerate(sorted(set(windows)))}
+            rows = [(i, a, b - a, 0) for (a, b), i in number.items()]
+            tables.append(RunTable(size, max(len(number), 1), rows))
+            columns.append([number[window] for window in windows])
+        part = np.array(columns, dtype=np.int64).reshape(len(shape), len(pairs)).T
+        return cls(shape, tables, slots, [slot for slot, _ in pairs], part)
+
+    @classmethod
+    def flat_ranges(
+        cls,
+        shape: Sequence[int],
+        ranges: Mapping[int, tuple[int, int]],
+        dims: int | None = None,
+        slots: int | None = None,
+    ) -> Layout:
+        """Ranges of the flattened leading `dims` dimensions (all when None), by slot.
+
+        A range becomes at most `2 * dims - 1` boxes. Sources: ragged shards of veScale and
+        FSDP, the flat buffers of ZeRO.
+
+        >>> Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)}).boxes(1)
+        (Box(start=(1, 2), stop=(2, 4)), Box(start=(2, 0), stop=(4, 4)))
+        """
+        dims = len(shape) if dims is None else dims
+        total = math.prod(shape[:dims])
+        boxes: list[tuple[int, Box]] = []
+        for slot, (start, stop) in ranges.items():
+            if not 0 <= start <= stop <= total:
+                raise LayoutError(
+                    f"range {start}:{stop} of slot {slot} does not lie in the {total} indices of "
+                    f"the leading {dims} dimensions of {list(shape)}"
+                )
+            rest = tuple(shape[dims:])
+            for box in flat_range_boxes(shape[:dims], start, stop):
+                full = Box(box.start + (0,) * len(rest), box.stop + rest)
+                boxes.append((slot, full))
+        if slots is None:
+            slots = max(ranges, default=0) + 1
+        return cls.from_boxes(shape, boxes, slots)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dimensions."""
+        return len(self.shape)
+
+    @property
+    def cells(self) -> int:
+        """Number of cells."""
+        return len(self.cell_slot)
+
+    def cells_of(self, slot: int) -> range:
+        """The cells of one slot. Raises LayoutError for a slot that is not there."""
+        if not 0 <= slot < self.slots:
+            raise LayoutError(f"slot {slot} of a layout over {self.slots} slots")
+        low, high = np.searchsorted(self.cell_slot, (slot, slot + 1))
+        return range(int(low), int(high))
+
+    @cached_property
+    def cell_shape(self) -> IntArray:
+        """The local shape of every cell, pads and halos included: shape `(cells, dims)`."""
+        return self._cell_lengths([table.local_lengths for table in self.tables])
+
+    @cached_property
+    def cell_elements(self) -> IntArray:
+        """How many elements of the tensor every cell has, halos included: shape `(cells,)`."""
+        lengths = self._cell_lengths([table.element_lengths for table in self.tables])
+        elements: IntArray = lengths.prod(axis=1)
+        return elements
+
+    def _cell_lengths(self, lengths: list[IntArray]) -> IntArray:
+        columns = [column[self.cell_part[:, d]] for d, column in enumerate(lengths)]
+        return np.array(columns, dtype=np.int64).reshape(self.ndim, self.cells).T
+
+    def local_shape(self, slot: int) -> tuple[int, ...] | None:
+        """The shape of a slot's memory: its cell's, or `(elements,)` when it has several.
+
+        None when the slot holds nothing.
+        """
+        cells = self.cells_of(slot)
+        if not cells:
+            return None
+        shapes = self.cell_shape[cells.start : cells.stop]
+        if len(cells) == 1:
+            return tuple(shapes[0].tolist())
+        return (int(shapes.prod(axis=1).sum()),)
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The slots that hold a cell, in order."""
+        return tuple(np.unique(self.cell_slot).tolist())
+
+    def boxes(self, slot: int) -> tuple[Box, ...]:
+        """The boxes a slot owns, in the order of its memory (halos and pads left out)."""
+        boxes: list[Box] = []
+        for cell in self.cells_of(slot):
+            runs = []
+            for dimension, table in enumerate(self.tables):
+                part = int(self.cell_part[cell, dimension])
+                runs.append([(a, b) for a, b, _, role in table.runs_of(part) if role == OWNED])
+            boxes += [
+                Box(tuple(a for a, _ in product), tuple(b for _, b in product))
+                for product in itertools.product(*runs)
+            ]
+        return tuple(boxes)
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether some slot has positions that are no element of the tensor."""
+        return any((table.single_runs().role == PAD).any() for table in self.tables)
+
+    def __repr__(self) -> str:
+        partial = f", {self.contributions} contributions by {self.reduction}"
+        return (
+            f"<Layout of {list(self.shape)} on {len(self.holders)} of {self.slots} slots"
+            f"{partial if self.reduction else ''}>"
+        )
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The range `start:stop` of a flattened array of `shape`, as boxes in order.
+
+    At most `2 * len(shape) - 1` of them: going in, one a dimension up to the largest whole
+    block; going out, one a dimension again.
+
+    >>> [str(box) for box in flat_range_boxes((2, 2, 4), 3, 14)]
+    ['[0:1, 0:1, 3:4]', '[0:1, 1:2, 0:4]', '[1:2, 0:1, 0:4]', '[1:2, 1:2, 0:2]']
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if len(shape) == 1:
+        return [Box((start,), (stop,))]
+
+    def below(index: int, low: int, high: int) -> list[Box]:
+        return [
+            Box((index, *box.start), (index + 1, *box.stop))
+            for box in flat_range_boxes(shape[1:], low, high)
+        ]
+
+    head, tail = start - first * inner, stop - last * inner
+    if first == last and (head > 0 or tail < inner):
+        return below(first, head, tail)
+    boxes: list[Box] = []
+    if head > 0:
+        boxes += below(first, head, inner)
+        first += 1
+    whole = last + 1 if tail == inner else last
+    if first < whole:
+        boxes.append(Box((first, *(0 for _ in shape[1:])), (whole, *shape[1:])))
+    if whole == last:
+        boxes += below(last, 0, tail)
+    return boxes
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a shard lies in memory that is not its own: element `offset` and `strides`.
+
+    `strides` has one entry a dimension, in elements, so column-major, transposed and
+    flattened shards are ordinary.
+
+    >>> View.row_major((2, 3))
+    View(offset=0, strides=(3, 1))
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
+        """The dense view of `shape`, last dimension fastest."""
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return cls(offset, tuple(strides))
+
+    def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
+        """The position of every element of a shard of `shape`."""
+        index = np.full(tuple(shape), self.offset, dtype=np.int64)
+        for dimension, stride in enumerate(self.strides):
+            steps = np.arange(shape[dimension], dtype=np.int64) * stride
+            index += steps.reshape((-1,) + (1,) * (len(shape) - dimension - 1))
+        return index
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """An address: the buffer of one rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """An address: bytes `start_bytes` onwards of a file."""
+
+    path: str
+    start_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """An address: another tensor, by name."""
+
+    name: str
+
+
+Address = RankMemory | FileRange | TensorName
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where the slots of a layout are: an address and a view for each slot that has one.
+
+    A slot without a view is dense and row major. A slot without an address is not there: two
+    slots that hold the same cell may share one copy, which then has one address.
+
+    Raises:
+        LayoutError: an address for a slot that holds nothing, or a view of the wrong rank.
+    """
+
+    layout: Layout
+    addresses: Mapping[int, Address]
+    views: Mapping[int, View]
+
+    def __post_init__(self) -> None:
+        holders = set(self.layout.holders)
+        for slot in self.addresses:
+            if slot not in holders:
+                raise LayoutError(f"slot {slot} has an address, but holds nothing of the tensor")
+        for slot, view in self.views.items():
+            shape = self.layout.local_shape(slot)
+            if shape is None or len(view.strides) != len(shape):
+                raise LayoutError(
+                    f"the view of slot {slot} has {len(view.strides)} strides for a shard of "
+                    f"shape {shape}"
+                )
+
+    @classmethod
+    def to_ranks(cls, layout: Layout) -> Binding:
+        """Every slot in the memory of the rank of the same number."""
+        return cls(layout, {slot: RankMemory(slot) for slot in layout.holders}, {})
+
+    def view(self, slot: int) -> View:
+        """How a slot's shard lies behind its address."""
+        shape = self.layout.local_shape(slot)
+        if shape is None:
+            raise LayoutError(f"slot {slot} holds nothing of the tensor")
+        return self.views.get(slot) or View.row_major(shape)

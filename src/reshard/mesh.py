@@ -1,0 +1,235 @@
+"""Devices in a grid with named axes.
+
+A mesh is a shape, a name for each axis, and the ranks of the devices in row-major order::
+
+    DeviceMesh.of(dp=2, tp=3)          tp 0   tp 1   tp 2
+                                 dp 0     0      1      2
+                                 dp 1     3      4      5
+
+An axis may be taken in part. The sub-axis `x:(pre)size` of an axis `x` splits it into
+`pre` x `size` x the rest, major to minor, and is the middle one: on an axis of 8, `x:(1)2`
+is its upper half-bit, `x:(4)2` its lowest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import MeshError, NotationError
+from reshard.interning import Interned
+from reshard.runs import IntArray
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)(?::\((\d+)\)(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Axis:
+    """A mesh axis by name, or the part `name:(pre)size` of it.
+
+    >>> Axis("x"), Axis("x", 2, 4), Axis.parse("x:(2)4") == Axis("x", 2, 4)
+    (x, x:(2)4, True)
+    """
+
+    name: str
+    pre: int = 1
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise MeshError(
+                f"axis name {self.name!r} must be letters, digits, `_` and `.`, not beginning "
+                "with a digit"
+            )
+        if self.size is None and self.pre != 1:
+            raise MeshError(f"sub-axis of {self.name!r} with pre {self.pre} needs a size")
+        if self.size is not None and (self.pre < 1 or self.size < 1):
+            raise MeshError(f"sub-axis {self}: pre and size must be at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """The axis that `x` or `x:(2)4` names. Raises NotationError for anything else."""
+        match = _AXIS.fullmatch(text.strip())
+        if not match:
+            raise NotationError(f"cannot read the axis {text!r}; write `x`, or `x:(2)4` for a part")
+        return cls(match[1]) if match[2] is None else cls(match[1], int(match[2]), int(match[3]))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the whole axis."""
+        return self.size is None
+
+    def __str__(self) -> str:
+        return self.name if self.size is None else f"{self.name}:({self.pre}){self.size}"
+
+    __repr__ = __str__
+
+
+class DeviceMesh(Interned):
+    """A grid of devices with named axes, interned.
+
+    Args:
+        name: for messages and texts only, but part of what the mesh is.
+        shape: devices along each axis.
+        axis_names: one name an axis.
+        devices: the ranks in row-major order; 0, 1, 2... when None.
+
+    Raises:
+        MeshError: sizes below 1, a wrong number of names or devices, a name or device twice.
+
+    >>> mesh = DeviceMesh("cluster", (2, 4), ("dp", "tp"))
+    >>> mesh is DeviceMesh.of(name="cluster", dp=2, tp=4)
+    True
+    >>> mesh.size, mesh.groups(["dp"])
+    (8, ((0, 4), (1, 5), (2, 6), (3, 7)))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        axis_names: Sequence[str],
+        devices: Iterable[int] | None = None,
+    ) -> None:
+        self.name = name
+        self.shape = tuple(int(size) for size in shape)
+        self.axis_names = tuple(axis_names)
+        if len(self.shape) != len(self.axis_names):
+            raise MeshError(
+                f"{len(self.axis_names)} axis names {list(self.axis_names)} for a mesh of "
+                f"{len(self.shape)} axes {list(self.shape)}; give one name an axis"
+            )
+        for axis, size in zip(self.axis_names, self.shape, strict=True):
+            Axis(axis)
+            if size < 1:
+                raise MeshError(f"axis {axis!r} has size {size}, at least 1 was expected")
+        if len(set(self.axis_names)) != len(self.axis_names):
+            raise MeshError(f"axis names {list(self.axis_names)} must differ from each other")
+        self.size = math.prod(self.shape)
+        self.devices = tuple(range(self.size) if devices is None else (int(d) for d in devices))
+        if len(self.devices) != self.size:
+            raise MeshError(
+                f"{len(self.devices)} devices for a mesh of {self.size} "
+                f"({' x '.join(map(str, self.shape))}); give one for each place, in row-major order"
+            )
+        if len(set(self.devices)) != self.size or min(self.devices) < 0:
+            raise MeshError(
+                f"devices {list(self.devices)} must be ranks from 0 up, each in one place"
+            )
+
+    @classmethod
+    def of(
+        cls, *, name: str = "mesh", devices: Iterable[int] | None = None, **axes: int
+    ) -> DeviceMesh:
+        """A mesh from its axes, major to minor: `DeviceMesh.of(dp=2, tp=4)`."""
+        return cls(name, tuple(axes.values()), tuple(axes), devices)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "mesh") -> DeviceMesh:
+        """The mesh that `tp=2,dp=2` writes, major to minor.
+
+        >>> DeviceMesh.parse("dp=2, tp=4").shape
+        (2, 4)
+        """
+        axes: list[tuple[str, int]] = []
+        for item in text.split(",") if text.strip() else ():
+            axis, equals, size = (word.strip() for word in item.partition("="))
+            if not equals or not size.isdigit():
+                raise NotationError(
+                    f"cannot read {item.strip()!r} in the mesh {text!r}; write axes with their "
+                    "sizes, such as tp=2,dp=4"
+                )
+            axes.append((axis, int(size)))
+        return cls(name, [size for _, size in axes], [axis for axis, _ in axes])
+
+    def interning_key(self) -> object:
+        return (self.name, self.shape, self.axis_names, self.devices)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DeviceMesh, (self.name, self.shape, self.axis_names, self.devices))
+
+    def axis_size(self, axis: str | Axis) -> int:
+        """Devices along an axis or a sub-axis. Raises MeshError where there is none such."""
+        axis = Axis.parse(axis) if isinstance(axis, str) else axis
+        if axis.name not in self.axis_names:
+            raise MeshError(
+                f"unknown axis {axis.name!r}; the mesh {self.name!r} has "
+                f"{', '.join(self.axis_names) or 'no axes'}"
+            )
+        full = self.shape[self.axis_names.index(axis.name)]
+        if axis.size is None:
+            return full
+        if full % (axis.pre * axis.size):
+            raise MeshError(
+                f"sub-axis {axis} does not divide axis {axis.name!r} of size {full}: "
+                f"{axis.pre} x {axis.size} must be a divisor of {full}"
+            )
+        return axis.size
+
+    def coordinates(self, axes: Iterable[str | Axis]) -> IntArray:
+        """Where each device lies along `axes`, taken as one axis, major to minor.
+
+        Shape `(size,)`, in the order of `devices`.
+
+        >>> DeviceMesh.of(x=2, y=2).coordinates(["y", "x"]).tolist()
+        [0, 2, 1, 3]
+        """
+        index = np.zeros(self.size, dtype=np.int64)
+        for item in axes:
+            axis = Axis.parse(item) if isinstance(item, str) else item
+            size = self.axis_size(axis)
+            position = self.axis_names.index(axis.name)
+            full = self.shape[position]
+            along = np.arange(self.size) // math.prod(self.shape[position + 1 :]) % full
+            index = index * size + along // (full // (axis.pre * size)) % size
+        return index
+
+    def groups(self, axes: Iterable[str | Axis]) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ along `axes` only, each group in the order of those axes."""
+        chosen = [Axis.parse(a) if isinstance(a, str) else a for a in axes]
+        along = self.coordinates(chosen)
+        rest = self.coordinates(self.remaining_axes(chosen))
+        order = np.lexsort((along, rest))
+        width = int(along.max()) + 1
+        ranks = np.array(self.devices)[order].reshape(-1, width)
+        return tuple(tuple(row) for row in ranks.tolist())
+
+    def remaining_axes(self, used: Iterable[Axis]) -> tuple[Axis, ...]:
+        """What is left of the mesh's axes beside `used`, in mesh order, as full and sub-axes.
+
+        >>> DeviceMesh.of(x=8, y=2).remaining_axes([Axis("x", 2, 2)])
+        (x:(1)2, x:(4)2, y)
+        """
+        used = list(used)
+        left: list[Axis] = []
+        for name, full in zip(self.axis_names, self.shape, strict=True):
+            taken = sorted((a for a in used if a.name == name), key=lambda a: a.pre)
+            if not taken:
+                left.append(Axis(name))
+                continue
+            pre = 1
+            for axis in taken:
+                if axis.pre > pre:
+                    left.append(Axis(name, pre, axis.pre // pre))
+                pre = axis.pre * self.axis_size(axis)
+            if pre < full:
+                left.append(Axis(name, pre, full // pre))
+        return tuple(left)
+
+    @cached_property
+    def text(self) -> str:
+        """The axes with their sizes, as `parse` reads them: `dp=2,tp=4`."""
+        pairs = zip(self.axis_names, self.shape, strict=True)
+        return ",".join(f"{name}={size}" for name, size in pairs)
+
+    def __repr__(self) -> str:
+        order = "" if self.devices == tuple(range(self.size)) else f", devices={list(self.devices)}"
+        name = "" if self.name == "mesh" else f"{self.name!r}, "
+        return f"DeviceMesh({name}{self.text}{order})"
