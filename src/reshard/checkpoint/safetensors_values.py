@@ -1,0 +1,220 @@
+"""What does one safetensors file hold, and does every byte of it have one owner?
+
+The values are the same whether a header was read or is about to be written, and cannot be
+built unless they are right:
+
+1. a `TensorHeader` takes exactly the bytes that its type and shape need;
+2. in a `FileHeader` each tensor starts where the one before it stops, the first at the
+   start of the data, and the last stops at the end of the file. That one comparison, done
+   for all tensors at once, proves that there is no overlap, no hole and nothing cut off.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.errors import FormatError
+
+__all__ = ["FileHeader", "TensorHeader", "tensor_size_bytes"]
+
+#: The length of the header, in front of it.
+LENGTH_BYTES = 8
+
+#: Of a file, and of what NumPy can index.
+LARGEST_OFFSET = 2**63 - 1
+
+_MOST_DIMENSIONS = 32  # of an array, in the oldest NumPy supported
+
+# What a broken header holds may be of any size and depth; an error shows its beginning.
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = 200
+shown = _shortener.repr
+
+
+def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
+    """How many bytes a tensor of this type and `shape` takes; 0-d tensors hold one element.
+
+    >>> from reshard.dtypes import dtype
+    >>> tensor_size_bytes(dtype("bfloat16"), (2, 3)), tensor_size_bytes(dtype("I64"), ())
+    (12, 8)
+    """
+    return math.prod(shape) * element.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a file: its bytes are `start_bytes` to `stop_bytes` of the whole file.
+
+    Raises FormatError if the shape is impossible or the range does not hold exactly it.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    start_bytes: int
+    stop_bytes: int
+
+    def __post_init__(self) -> None:
+        check_shape(self.name, self.dtype, self.shape)
+        if not 0 <= self.start_bytes <= self.stop_bytes <= LARGEST_OFFSET:
+            raise FormatError(
+                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} are "
+                f"no range of a file, expected 0 <= start <= stop < 2**63"
+            )
+        expected = tensor_size_bytes(self.dtype, self.shape)
+        if self.size_bytes != expected:
+            raise FormatError(
+                f"tensor {shown(self.name)}: bytes {self.start_bytes} to {self.stop_bytes} of "
+                f"the file are {self.size_bytes}, expected {expected} for {self.dtype} of shape "
+                f"{list(self.shape)}"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes of the file the tensor takes."""
+        return self.stop_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What one safetensors file holds, proven: every byte of data belongs to one tensor.
+
+    `label` names the file in errors (its path, if it has one). `tensors` are in the order
+    of their offsets, `metadata` cannot be changed.
+
+    Raises FormatError if the tensors overlap, leave holes or lie outside the file, if the
+    file ends too early or goes on after them, or if two share a name.
+    """
+
+    label: str
+    metadata: Mapping[str, str] = field(hash=False)
+    tensors: tuple[TensorHeader, ...]
+    data_start_bytes: int
+    file_size_bytes: int
+
+    def __post_init__(self) -> None:
+        check_metadata(self.label, self.metadata)
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        names = {tensor.name for tensor in self.tensors}
+        if len(names) != len(self.tensors):
+            twice = first_repeated(tensor.name for tensor in self.tensors)
+            raise FormatError(
+                f"{self.label}: tensor {shown(twice)} is there twice, expected every name once"
+            )
+        _check_coverage(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only view of a dictionary cannot be pickled, the dictionary can.
+        metadata = dict(self.metadata)
+        values = (self.label, metadata, self.tensors, self.data_start_bytes, self.file_size_bytes)
+        return FileHeader, values
+
+
+def is_text(value: object) -> bool:
+    """Whether UTF-8 can say `value`: Python's text may hold halves of UTF-16 pairs."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def first_repeated(names: Iterable[str]) -> str:
+    return next(name for name, times in Counter(names).items() if times > 1)
+
+
+def check_metadata(label: str, metadata: object) -> None:
+    if not isinstance(metadata, Mapping):
+        raise FormatError(
+            f"{label}: __metadata__ is {shown(metadata)}, expected an object of texts"
+        )
+    for key, value in metadata.items():
+        if not is_text(key) or not is_text(value):
+            raise FormatError(
+                f"{label}: __metadata__ key {shown(key)} has the value {shown(value)}, "
+                f"expected UTF-8 text for both"
+            )
+
+
+def check_shape(name: str, element: DType, shape: tuple[int, ...]) -> None:
+    if len(shape) > _MOST_DIMENSIONS:
+        raise FormatError(
+            f"tensor {shown(name)}: {len(shape)} dimensions, expected at most {_MOST_DIMENSIONS}"
+        )
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise FormatError(
+            f"tensor {shown(name)}: shape {shown(list(shape))}, expected integers from 0 up"
+        )
+    # NumPy's own limit: it counts a dimension of 0 as 1 here, since it strides over the others.
+    if math.prod(length or 1 for length in shape) * element.itemsize_bytes > LARGEST_OFFSET:
+        raise FormatError(
+            f"tensor {shown(name)}: shape {shown(list(shape))} of {element} is too large, "
+            f"expected fewer than 2**63 bytes"
+        )
+
+
+def _check_coverage(header: FileHeader) -> None:
+    """Raise FormatError unless the tensors follow each other from the data's start to the end."""
+    label, tensors, size = header.label, header.tensors, header.file_size_bytes
+    if not LENGTH_BYTES <= header.data_start_bytes <= size:
+        raise FormatError(
+            f"{label}: the data starts at byte {header.data_start_bytes} of a file of {size} "
+            f"bytes, expected {LENGTH_BYTES} to {size}. If the file was cut off, copy it again"
+        )
+    starts = np.fromiter((tensor.start_bytes for tensor in tensors), np.int64, len(tensors))
+    stops = np.fromiter((tensor.stop_bytes for tensor in tensors), np.int64, len(tensors))
+    expected = np.concatenate(([header.data_start_bytes], stops))
+    misplaced = np.flatnonzero(starts != expected[:-1])
+    if len(misplaced):
+        # Everything before the first misplaced tensor is in place, so it alone tells what is wrong.
+        first = int(misplaced[0])
+        raise _misplaced(header, first, int(expected[first]))
+    end = int(expected[-1])
+    if end > size:
+        cut = tensors[int(np.flatnonzero(stops > size)[0])]
+        raise FormatError(
+            f"{label}: the file is cut off: it has {size} bytes, expected {end}; {end - size} "
+            f"bytes are missing, from tensor {shown(cut.name)} on (bytes {cut.start_bytes} to "
+            f"{cut.stop_bytes}). Fetch or copy it again"
+        )
+    if end < size:
+        raise FormatError(
+            f"{label}: the file has {size} bytes, expected {end}: the last {size - end} bytes "
+            f"belong to no tensor"
+        )
+
+
+def _misplaced(header: FileHeader, index: int, expected: int) -> FormatError:
+    tensor = header.tensors[index]
+    found = (
+        f"{header.label}: tensor {shown(tensor.name)} takes bytes {tensor.start_bytes} to "
+        f"{tensor.stop_bytes} of the file"
+    )
+    if tensor.start_bytes > header.file_size_bytes:
+        return FormatError(
+            f"{found}, which lie outside it: it has {header.file_size_bytes} bytes. The tensor "
+            f"was expected at byte {expected}"
+        )
+    if tensor.start_bytes > expected:
+        return FormatError(
+            f"{found}, expected a start at {expected}: the {tensor.start_bytes - expected} bytes "
+            f"from {expected} to {tensor.start_bytes} belong to no tensor"
+        )
+    if index == 0:
+        return FormatError(f"{found}, but the data starts at byte {header.data_start_bytes}")
+    other = header.tensors[index - 1]
+    return FormatError(
+        f"{found} and overlaps tensor {shown(other.name)}, which takes bytes "
+        f"{other.start_bytes} to {other.stop_bytes}. Expected no byte in two tensors"
+    )
