@@ -24,6 +24,7 @@ contributions 0..c-1.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -241,12 +242,26 @@ class Layout(Interned):
                     f"the leading {dims} dimensions of {list(shape)}"
                 )
             rest = tuple(shape[dims:])
-            for box in flat_range_boxes(shape[:dims], start, stop):
+            empty = [Box((0,) * dims, (0,) * dims)]
+            for box in flat_range_boxes(shape[:dims], start, stop) or empty:
                 full = Box(box.start + (0,) * len(rest), box.stop + rest)
                 boxes.append((slot, full))
         if slots is None:
             slots = max(ranges, default=0) + 1
         return cls.from_boxes(shape, boxes, slots)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are the same in every process for the same layout."""
+        hasher = hashlib.blake2b(digest_size=16)
+        numbers = (self.shape, self.slots, self.contributions, self.reduction)
+        hasher.update(repr(numbers).encode())
+        for table in self.tables:
+            hasher.update(repr((table.dimension_length, table.parts)).encode())
+            hasher.update(table.rows.tobytes())
+        for column in (self.cell_slot, self.cell_part, self.cell_contribution):
+            hasher.update(column.tobytes())
+        return hasher.digest()
 
     @property
     def ndim(self) -> int:

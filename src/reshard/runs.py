@@ -139,7 +139,7 @@ class RunTable(Interned):
         single = single.take(single.length > 0)
         single = single.take(np.lexsort((single.local_start, single.part)))
         self._check(single)
-        single = _joined(single)
+        single = joined(single)
         self._single = single
         self.rows: IntArray = _progressions(single)
         for array in (self.rows, *(getattr(single, field.name) for field in fields(single))):
@@ -304,22 +304,23 @@ def _single_runs(matrix: IntArray) -> SingleRuns:
     return SingleRuns(part[row], begin, length[row], local, role[row])
 
 
-def _joined(single: SingleRuns) -> SingleRuns:
-    """Join runs that continue the one before them."""
+def joined(single: SingleRuns) -> SingleRuns:
+    """Sorted runs, with those that continue the one before them joined to it."""
     if len(single.part) < 2:
         return single
     same = (single.part[1:] == single.part[:-1]) & (single.role[1:] == single.role[:-1])
     follows = same & ((single.start[1:] == single.stop[:-1]) | (single.role[1:] == PAD))
+    follows &= single.local_start[1:] == single.local_start[:-1] + single.length[:-1]
     if not follows.any():
         return single
     first = np.flatnonzero(np.append(True, ~follows))
-    joined = single.take(first)
+    runs = single.take(first)
     return SingleRuns(
-        joined.part,
-        joined.start,
+        runs.part,
+        runs.start,
         np.add.reduceat(single.length, first),
-        joined.local_start,
-        joined.role,
+        runs.local_start,
+        runs.role,
     )
 
 

@@ -1,0 +1,142 @@
+"""How few elements can possibly move?
+
+Every rank must receive what its part of the target needs and it does not hold: for each
+element and each contribution that is combined there, one copy. A direct exchange that never
+sends what the receiver has reaches this bound.
+
+The count does not look at any plan:
+
+1. what a target slot needs is the size of its cells, times the contributions it combines;
+2. what it holds of that is the overlap of its source cells with its target cells, a product
+   of one-dimensional overlaps, taken as a union where its source cells overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from reshard.layout import Layout
+from reshard.runs import FRESH_HALO, OWNED, PAD, IntArray, RunTable
+
+
+def lower_bound_elements(
+    source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
+) -> IntArray:
+    """The elements each slot of the target must receive: shape `(target.slots,)`.
+
+    `combines[c]` are the source contributions that target contribution `c` adds up.
+
+    >>> from reshard.mesh import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> a, b = (spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
+    >>> lower_bound_elements(a, b, ((0,),)).tolist()
+    [2, 5, 6, 6, 5, 2]
+    """
+    bound = np.zeros(target.slots, dtype=np.int64)
+    overlaps: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for slot in target.holders:
+        mine = source.cells_of(slot) if slot < source.slots else range(0)
+        for cell in target.cells_of(slot):
+            wanted = combines[int(target.cell_contribution[cell])]
+            needed = int(target.cell_elements[cell]) * len(wanted)
+            for contribution in wanted:
+                held = [
+                    _shared(source, int(own), target, cell, overlaps)
+                    for own in mine
+                    if source.cell_contribution[own] == contribution
+                ]
+                needed -= _union(held)
+            bound[slot] += needed
+    return bound
+
+
+_Intervals = list[tuple[int, int]]
+
+
+def _shared(
+    source: Layout,
+    own: int,
+    target: Layout,
+    cell: int,
+    known: dict[tuple[int, int, int], _Intervals],
+) -> list[_Intervals]:
+    """Per dimension, the positions of a target cell that a source cell holds too."""
+    shared = []
+    for d in range(target.ndim):
+        source_part, target_part = int(source.cell_part[own, d]), int(target.cell_part[cell, d])
+        key = (d, source_part, target_part)
+        if key not in known:
+            known[key] = _positions(source.tables[d], source_part, target.tables[d], target_part)
+        shared.append(known[key])
+    return shared
+
+
+def _positions(
+    source: RunTable, source_part: int, target: RunTable, target_part: int
+) -> _Intervals:
+    """Local intervals of a target part whose elements a source part holds."""
+    held = [
+        (start, stop)
+        for start, stop, _, role in source.runs_of(source_part)
+        if role in (OWNED, FRESH_HALO)
+    ]
+    found: _Intervals = []
+    for start, stop, local, role in target.runs_of(target_part):
+        if role == PAD:
+            continue
+        pieces = [(max(start, a), min(stop, b)) for a, b in held if max(start, a) < min(stop, b)]
+        found += [(local + a - start, local + b - start) for a, b in pieces]
+    return found
+
+
+def _union(held: list[list[_Intervals]]) -> int:
+    """The volume of the union of products of intervals."""
+    if not held:
+        return 0
+    if len(held) == 1:
+        return _volume(held[0])
+    # Inclusion and exclusion over the few cells that one slot holds would be exponential;
+    # a grid over all boundaries is exact and small.
+    dims = len(held[0])
+    if dims == 0:
+        return 1
+    edges = [
+        np.unique([edge for product in held for interval in product[d] for edge in interval])
+        for d in range(dims)
+    ]
+    if any(len(edge) < 2 for edge in edges):
+        return 0
+    covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
+    for product in held:
+        for box in itertools.product(*product):
+            at = tuple(
+                slice(int(np.searchsorted(edges[d], a)), int(np.searchsorted(edges[d], b)))
+                for d, (a, b) in enumerate(box)
+            )
+            covered[at] = True
+    volume = covered.astype(np.int64)
+    for d in range(dims):
+        shape = [1] * dims
+        shape[d] = -1
+        volume = volume * np.diff(edges[d]).reshape(shape)
+    return int(volume.sum())
+
+
+def _volume(product: list[_Intervals]) -> int:
+    volume = 1
+    for intervals in product:
+        volume *= sum(stop - start for start, stop in _merged(intervals))
+    return volume
+
+
+def _merged(intervals: _Intervals) -> _Intervals:
+    merged: _Intervals = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,252 @@
+"""Who holds each element of the source?
+
+An element may be held by many: replicas, parts that overlap (key/value heads), halos that are
+declared fresh. The question is answered one dimension at a time, by stretches of indices that
+the same set of parts holds, and only then for whole cells:
+
+1. Cells that carry the same contribution and take the same parts are copies of each other:
+   one *key*, with the slots that hold it.
+2. If different keys never share an element, a dimension's stretches are simply its runs, and
+   every stretch has one holder part. This is the common case, and the only one in which cells
+   need not form a grid (ragged shards, chunk lists).
+3. Otherwise the dimension is cut at every boundary of every run, and each stretch is held by
+   the set of parts whose runs contain it::
+
+       part 0  |------------|            stretches  a   b    c   d   e
+       part 1        |--------------|    held by    {0} {0,1} {1}
+       part 2                |-----|                          {1,2} {2}..
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout import Layout
+from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, ragged_arange
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DimensionHolders:
+    """One dimension of the source as stretches, and the parts that hold them.
+
+    `start`, `stop` and `holder_set` have shape `(stretches,)` and are sorted by start. Set `s`
+    has the parts `set_part[set_begin[s]:set_begin[s + 1]]`. `entry_key` lists
+    `stretch * parts + part` in rising order, with the local position of the stretch in that
+    part in `entry_local`.
+    """
+
+    parts: int
+    start: IntArray
+    stop: IntArray
+    holder_set: IntArray
+    set_begin: IntArray
+    set_part: IntArray
+    entry_key: IntArray
+    entry_local: IntArray
+
+    @property
+    def sets(self) -> int:
+        """Number of holder sets."""
+        return len(self.set_begin) - 1
+
+    def local_start(self, stretch: IntArray, part: IntArray) -> IntArray:
+        """Where a stretch begins in the local order of a part that holds it."""
+        at = np.searchsorted(self.entry_key, stretch * self.parts + part)
+        return self.entry_local[at]
+
+
+class KeyCode:
+    """One number for a contribution and a part a dimension, equal only for equal ones.
+
+    The number is positional. Where it would outgrow 64 bits, what was read so far is first
+    replaced by its rank among the prefixes that occur in the layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._sizes = [table.parts for table in layout.tables]
+        self._prefixes: list[IntArray | None] = []
+        code, bound = layout.cell_contribution, layout.contributions
+        for dimension, size in enumerate(self._sizes):
+            prefix = None
+            if bound * size >= 2**62:
+                prefix = np.unique(code)
+                code, bound = np.searchsorted(prefix, code), len(prefix)
+            self._prefixes.append(prefix)
+            code, bound = code * size + layout.cell_part[:, dimension], bound * size
+        self.of_cells: IntArray = code
+
+    def of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
+        """The number of each contribution and parts; -1 where the layout has nothing like it."""
+        code = contribution
+        known = np.ones(len(code), dtype=bool)
+        for size, prefix, part in zip(self._sizes, self._prefixes, parts, strict=True):
+            if prefix is not None:
+                code, known = find_in(prefix, code, known)
+            code = code * size + part
+        return np.where(known, code, -1)
+
+
+def find_in(
+    values: IntArray, wanted: IntArray, known: BoolArray | None = None
+) -> tuple[IntArray, BoolArray]:
+    """Where in the rising `values` each wanted one is, and whether it is there at all."""
+    if not len(values):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=bool)
+    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
+    found = values[at] == wanted
+    return at, found if known is None else found & known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """The whole source: dimensions, keys, and the cells that are copies of each key.
+
+    `keys` has shape `(keys,)`, rising; the cells of key `k` are
+    `cells[cell_begin[k]:cell_begin[k + 1]]`, in the order of their slots.
+    `is_exclusive` says that no element has two keys (of one contribution).
+    """
+
+    layout: Layout
+    is_exclusive: bool
+    dimensions: tuple[DimensionHolders, ...]
+    code: KeyCode
+    keys: IntArray
+    cell_begin: IntArray
+    cells: IntArray
+    slot_key: IntArray
+    slot_key_cell: IntArray
+
+    def key_of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
+        """The key number of a contribution and a part a dimension, or -1 where no cell has it."""
+        at, found = find_in(self.keys, self.code.of(contribution, parts))
+        return np.where(found, at, -1)
+
+    def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
+        """The cell of a key that lies on a slot, or -1 where the slot has no copy."""
+        real = (key >= 0) & (slot < self.layout.slots)
+        at, found = find_in(self.slot_key, np.where(real, key * self.layout.slots + slot, -1))
+        if not len(self.slot_key_cell):
+            return np.full(len(key), -1, dtype=np.int64)
+        return np.where(found, self.slot_key_cell[at], -1)
+
+
+def find_holders(layout: Layout) -> Holders:
+    """Who holds each element of `layout`, as a source."""
+    key_code = KeyCode(layout)
+    code = key_code.of_cells
+    order = np.lexsort((layout.cell_slot, code))
+    keys, first = np.unique(code[order], return_index=True)
+    begin = np.append(first, layout.cells).astype(np.int64)
+    number = np.searchsorted(keys, code[order])
+    slot_key = number * layout.slots + layout.cell_slot[order]
+    by_slot = np.argsort(slot_key, kind="stable")
+    runs = [_stretches(table) for table in layout.tables]
+    exclusive = _is_grid(layout, runs) or _keys_are_disjoint(layout, order[first])
+    if not exclusive:
+        runs = [_split(dimension) for dimension in runs]
+    return Holders(
+        layout,
+        exclusive,
+        tuple(runs),
+        key_code,
+        keys,
+        begin,
+        order,
+        slot_key[by_slot],
+        order[by_slot],
+    )
+
+
+def _stretches(table: RunTable) -> DimensionHolders:
+    """The runs of a table that may be sources, each held by its one part."""
+    single = table.single_runs()
+    single = single.take((single.role == OWNED) | (single.role == FRESH_HALO))
+    single = single.take(np.argsort(single.start, kind="stable"))
+    stretch = np.arange(len(single.part))
+    every_part = np.arange(table.parts + 1)
+    key = stretch * table.parts + single.part
+    return DimensionHolders(
+        table.parts,
+        single.start,
+        single.stop,
+        single.part,
+        every_part,
+        every_part[:-1],
+        key,
+        single.local_start,
+    )
+
+
+def _is_grid(layout: Layout, dimensions: list[DimensionHolders]) -> bool:
+    """Whether the parts that cells take are disjoint in every dimension."""
+    for d, dimension in enumerate(dimensions):
+        used = np.zeros(dimension.parts, dtype=bool)
+        used[layout.cell_part[:, d]] = True
+        runs = used[dimension.holder_set]
+        start, stop = dimension.start[runs], dimension.stop[runs]
+        if (start[1:] < np.maximum.accumulate(stop)[:-1]).any():
+            return False
+    return True
+
+
+def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
+    """Whether the given cells, one a key, share no element within a contribution."""
+    if (layout.cell_elements[cells] == 0).any():
+        cells = cells[layout.cell_elements[cells] > 0]
+    share: BoolArray | None = None
+    size = len(cells)
+    if size > 20_000:
+        return False
+    for d, table in enumerate(layout.tables):
+        stretches = _stretches(table)
+        touch = np.eye(table.parts, dtype=bool)
+        first = stretches.start
+        reach = np.maximum.accumulate(stretches.stop) if len(first) else first
+        low = np.searchsorted(reach, first, side="right")
+        count = np.maximum(np.arange(len(first)) - low, 0)
+        left = np.repeat(np.arange(len(first)), count)
+        right = np.repeat(low, count) + ragged_arange(count)
+        meet = stretches.stop[right] > first[left]
+        a, b = stretches.holder_set[left[meet]], stretches.holder_set[right[meet]]
+        touch[a, b] = touch[b, a] = True
+        part = layout.cell_part[cells, d]
+        pairs = touch[part[:, None], part[None, :]]
+        share = pairs if share is None else share & pairs
+    same = layout.cell_contribution[cells][:, None] == layout.cell_contribution[cells][None, :]
+    share = same if share is None else share & same
+    return int(share.sum()) == size
+
+
+def _split(dimension: DimensionHolders) -> DimensionHolders:
+    """Cut the stretches at every boundary, and collect the parts that hold each piece."""
+    edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
+    low = np.searchsorted(edges, dimension.start)
+    count = np.searchsorted(edges, dimension.stop) - low
+    run = np.repeat(np.arange(len(count)), count)
+    piece = np.repeat(low, count) + ragged_arange(count)
+    key = piece * dimension.parts + dimension.holder_set[run]
+    key, first = np.unique(key, return_index=True)
+    piece, run = piece[first], run[first]
+    local = dimension.entry_local[run] + edges[piece] - dimension.start[run]
+    begin = np.flatnonzero(np.diff(piece, prepend=-1))
+    members = np.split(key % dimension.parts, begin[1:]) if len(begin) else []
+    numbers: dict[bytes, int] = {}
+    holder_set = [numbers.setdefault(group.tobytes(), len(numbers)) for group in members]
+    sets = [np.frombuffer(group, dtype=np.int64) for group in numbers]
+    held = piece[begin]
+    stretch_of_piece = np.repeat(np.arange(len(held)), np.diff(np.append(begin, len(piece))))
+    return DimensionHolders(
+        dimension.parts,
+        edges[held],
+        edges[held + 1] if len(held) else edges[:0],
+        np.array(holder_set, dtype=np.int64),
+        np.cumsum([0, *(len(group) for group in sets)]),
+        np.concatenate(sets) if sets else np.zeros(0, dtype=np.int64),
+        stretch_of_piece * dimension.parts + key % dimension.parts,
+        local,
+    )

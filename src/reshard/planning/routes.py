@@ -1,0 +1,234 @@
+"""Which cell of the source feeds which cell of the target?
+
+A *route* is one target cell, one contribution, one holder set a dimension, and the source
+cell chosen among the holders. It stands for a product of pieces, which stay unexpanded.
+
+1. For each target cell, take the pairs of its part in every dimension, and every source
+   contribution it combines: their product is what the cell needs, each element once.
+2. Look up who holds each of them; what nobody holds is an error, found by volume.
+3. If the target's own slot holds it, it stays. Otherwise the holders take turns by the number
+   of the target slot.
+
+Nothing here depends on other target cells, so one rank's part is found without building the
+others', and every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.layout import Layout
+from reshard.planning.holders import Holders
+from reshard.planning.overlap import Overlap
+from reshard.runs import IntArray, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Routes as columns of shape `(routes,)`; `pair` has shape `(dims, routes)`.
+
+    `order` counts the contributions of a target cell in the order they are combined.
+    """
+
+    target_cell: IntArray
+    source_cell: IntArray
+    order: IntArray
+    pair: IntArray
+    elements: IntArray
+    stays: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteFinder:
+    """Finds routes between two layouts. See the module's docstring.
+
+    `combines[c]` are the source contributions that target contribution `c` adds up.
+    """
+
+    source: Layout
+    target: Layout
+    holders: Holders
+    overlaps: tuple[Overlap, ...]
+    combines: tuple[tuple[int, ...], ...]
+
+    def into(self, cells: IntArray) -> Routes:
+        """The routes that end in the given target cells.
+
+        Raises:
+            PlanError: an element that no source slot holds.
+        """
+        needs = self._needs(cells, None)
+        routes = self._choose(needs)
+        self._check_complete(cells, routes)
+        return routes
+
+    def out_of(self, slot: int) -> Routes:
+        """The routes that begin on a source slot and end on another."""
+        source, target = self.source, self.target
+        mine = source.cells_of(slot) if slot < source.slots else range(0)
+        if not mine or not target.cells:
+            return self._choose(self._needs(np.zeros(0, dtype=np.int64), None))
+        reached = np.ones(target.cells, dtype=bool)
+        allowed = []
+        for d, overlap in enumerate(self.overlaps):
+            sets = overlap.holders
+            owns = np.isin(sets.set_part, source.cell_part[mine.start : mine.stop, d])
+            touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
+            touched &= np.diff(sets.set_begin) > 0
+            pairs = touched[overlap.pair_set] if len(touched) else np.zeros(0, dtype=bool)
+            parts = np.zeros(len(overlap.part_begin) - 1, dtype=bool)
+            parts[overlap.pair_part[pairs]] = True
+            reached &= parts[target.cell_part[:, d]]
+            allowed.append(pairs)
+        routes = self._choose(self._needs(np.flatnonzero(reached), allowed))
+        chosen = (source.cell_slot[routes.source_cell] == slot) & ~routes.stays
+        return _take(routes, chosen)
+
+    def _needs(
+        self, cells: IntArray, allowed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] | None
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """What cells need: target cell, order, source contribution, and pairs `(dims, needs)`."""
+        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
+        first = np.concatenate(([0], np.cumsum(counts)))
+        flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
+        carried = self.target.cell_contribution[cells]
+        cell = np.repeat(cells, counts[carried])
+        order = ragged_arange(counts[carried])
+        contribution = flat[np.repeat(first[carried], counts[carried]) + order]
+        if allowed is None and self._is_sparse(cell):
+            return self._needs_by_cell(cell, order, contribution)
+        pairs = np.zeros((0, len(cell)), dtype=np.int64)
+        for d, overlap in enumerate(self.overlaps):
+            part = self.target.cell_part[cell, d]
+            low = overlap.part_begin[part]
+            count = overlap.part_begin[part + 1] - low
+            row = np.repeat(np.arange(len(cell)), count)
+            pair = np.repeat(low, count) + ragged_arange(count)
+            if allowed is not None:
+                keep = allowed[d][pair]
+                row, pair = row[keep], pair[keep]
+            cell, order, contribution = cell[row], order[row], contribution[row]
+            pairs = np.concatenate((pairs[:, row], pair[None]))
+        return cell, order, contribution, pairs
+
+    def _is_sparse(self, cell: IntArray) -> bool:
+        """Whether most products of pairs would be held by nobody.
+
+        So it is with boxes that form no grid (ragged shards), whose dimensions are cut in many
+        places while each box meets few others. Then comparing all cells costs less.
+        """
+        if not self.holders.is_exclusive or not self.overlaps:
+            return False
+        products = np.ones(len(cell), dtype=np.float64)
+        for d, overlap in enumerate(self.overlaps):
+            part = self.target.cell_part[cell, d]
+            products *= overlap.part_begin[part + 1] - overlap.part_begin[part]
+        return float(products.sum()) > 2.0 * len(cell) * len(self.holders.keys)
+
+    def _needs_by_cell(
+        self, cell: IntArray, order: IntArray, contribution: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """The same as `_needs`, by comparing every cell with every key of the source."""
+        holders = self.holders
+        key_cell = holders.cells[holders.cell_begin[:-1]]
+        found: list[IntArray] = []
+        pieces: list[list[IntArray]] = [[] for _ in self.overlaps]
+        rows = max(1, 4_000_000 // max(len(key_cell), 1))
+        for low in range(0, len(cell), rows):
+            block = np.arange(low, min(low + rows, len(cell)))
+            meets = contribution[block][:, None] == self.source.cell_contribution[key_cell][None, :]
+            tables = []
+            for d, overlap in enumerate(self.overlaps):
+                table = np.full((len(overlap.part_begin) - 1, overlap.holders.sets), -1)
+                table[overlap.pair_part, overlap.pair_set] = np.arange(len(overlap.pair_part))
+                part = self.target.cell_part[cell[block], d]
+                tables.append(table[part[:, None], self.source.cell_part[key_cell, d][None, :]])
+                meets &= tables[-1] >= 0
+            row, key = np.nonzero(meets)
+            found.append(block[row])
+            for column, table in zip(pieces, tables, strict=True):
+                column.append(table[row, key])
+        need = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        pairs = np.array([np.concatenate(column) if column else need for column in pieces])
+        return cell[need], order[need], contribution[need], pairs.astype(np.int64)
+
+    def _choose(self, needs: tuple[IntArray, IntArray, IntArray, IntArray]) -> Routes:
+        """The source cell of each need; needs that nobody holds are left out."""
+        cell, order, contribution, pairs = needs
+        holders, slot = self.holders, self.target.cell_slot[cell]
+        need = np.arange(len(cell))
+        parts: list[IntArray] = []
+        for d, overlap in enumerate(self.overlaps):
+            sets = overlap.pair_set[pairs[d][need]]
+            begin = overlap.holders.set_begin
+            count = begin[sets + 1] - begin[sets]
+            row = np.repeat(np.arange(len(need)), count)
+            member = np.repeat(begin[sets], count) + ragged_arange(count)
+            parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
+            need = need[row]
+        key = holders.key_of(contribution[need], parts)
+        held = key >= 0
+        key, need = key[held], need[held]
+        copies = holders.cell_begin[key + 1] - holders.cell_begin[key]
+        total = np.zeros(len(cell), dtype=np.int64)
+        np.add.at(total, need, copies)
+        before = np.cumsum(copies) - copies
+        base = np.zeros(len(cell), dtype=np.int64)
+        first = np.flatnonzero(np.diff(need, prepend=-1))
+        base[need[first]] = before[first]
+        # Among all copies of all keys of a need, in order, the turn picks one.
+        turn = base[need] + slot[need] % np.maximum(total[need], 1) - before
+        picked = (turn >= 0) & (turn < copies)
+        chosen = np.full(len(cell), -1, dtype=np.int64)
+        chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
+        own = holders.cell_on_slot(key, slot[need])
+        chosen[need[own >= 0]] = own[own >= 0]
+        stays = np.zeros(len(cell), dtype=bool)
+        stays[need[own >= 0]] = True
+        elements = np.ones(len(cell), dtype=np.int64)
+        for d, overlap in enumerate(self.overlaps):
+            elements *= overlap.pair_length[pairs[d]]
+        return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
+
+    def _check_complete(self, cells: IntArray, routes: Routes) -> None:
+        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
+        needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
+        found = np.zeros(self.target.cells, dtype=np.int64)
+        np.add.at(found, routes.target_cell, routes.elements)
+        short = np.flatnonzero(found[cells] != needed)
+        if len(short):
+            cell = int(cells[short[0]])
+            slot = int(self.target.cell_slot[cell])
+            raise PlanError(
+                f"the source holds only {found[cell]} of the {needed[short[0]]} elements that slot "
+                f"{slot} of the target needs{self._example(cell)}; every element of the tensor "
+                "must be held somewhere in the source"
+            )
+
+    def _example(self, cell: int) -> str:
+        """The first indices along one dimension that no source part holds, if that is why."""
+        for d, table in enumerate(self.target.tables):
+            holders = self.overlaps[d].holders
+            for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
+                at = start
+                for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
+                    if low > at:
+                        break
+                    at = max(at, high)
+                if at < stop and role < 3:
+                    return f" (nobody holds index {at} of dimension {d})"
+        return ""
+
+
+def _take(routes: Routes, index: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Routes:
+    return Routes(
+        routes.target_cell[index],
+        routes.source_cell[index],
+        routes.order[index],
+        routes.pair[:, index],
+        routes.elements[index],
+        routes.stays[index],
+    )

@@ -1,0 +1,150 @@
+"""Routes written out: one row for every box that is copied.
+
+A route is a product of one-dimensional pieces. Its pieces are found and joined in each
+dimension first, and only then multiplied, all as columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout import Box, Layout
+from reshard.planning.overlap import Overlap
+from reshard.planning.routes import Routes
+from reshard.runs import IntArray, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Boxes to copy, as columns: `(transfers,)`, or `(transfers, dims)` for the last four.
+
+    `start` and `shape` are the box in the tensor; `source_start` and `target_start` are where
+    it begins in the local array of its source cell and target cell. `order` is the place of
+    its contribution among those that are combined there. What `stays` is on the right slot
+    already.
+    """
+
+    source_slot: IntArray
+    target_slot: IntArray
+    source_cell: IntArray
+    target_cell: IntArray
+    order: IntArray
+    stays: NDArray[np.bool_]
+    start: IntArray
+    shape: IntArray
+    source_start: IntArray
+    target_start: IntArray
+
+    def __len__(self) -> int:
+        return len(self.source_slot)
+
+    @property
+    def elements(self) -> IntArray:
+        """Elements of each transfer: shape `(transfers,)`."""
+        elements: IntArray = self.shape.prod(axis=1)
+        return elements
+
+    @property
+    def moving(self) -> Transfers:
+        """Only those between different slots."""
+        return self.take(~self.stays)
+
+    def take(self, index: Any) -> Transfers:
+        """The chosen rows, in the order asked for."""
+        return Transfers(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def replace(self, **columns: Any) -> Transfers:
+        """A copy with other columns."""
+        return replace(self, **columns)
+
+    def box(self, row: int) -> Box:
+        """The box of the tensor that a row copies."""
+        start, shape = self.start[row].tolist(), self.shape[row].tolist()
+        return Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
+
+    def __str__(self) -> str:
+        lines = []
+        for row in range(len(self)):
+            verb = "keeps" if self.stays[row] else f"-> {self.target_slot[row]}"
+            lines.append(f"{self.source_slot[row]} {verb} {self.box(row)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
+
+    begin: IntArray
+    count: IntArray
+    start: IntArray
+    length: IntArray
+    source_local: IntArray
+    target_local: IntArray
+
+
+def dimension_pieces(overlap: Overlap, pair: IntArray, source_part: IntArray) -> Pieces:
+    """The pieces of pairs taken from chosen source parts, those that continue joined."""
+    parts = overlap.holders.parts
+    units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
+    unit_pair, unit_part = units // parts, units % parts
+    low = overlap.piece_begin[unit_pair]
+    count = overlap.piece_begin[unit_pair + 1] - low
+    unit = np.repeat(np.arange(len(units)), count)
+    piece = np.repeat(low, count) + ragged_arange(count)
+    start, length = overlap.start[piece], overlap.length[piece]
+    target_local, stretch = overlap.target_local[piece], overlap.stretch[piece]
+    source_local = overlap.holders.local_start(stretch, unit_part[unit])
+    source_local = source_local + start - overlap.holders.start[stretch]
+    follows = (
+        (np.diff(unit) == 0)
+        & (start[:-1] + length[:-1] == start[1:])
+        & (target_local[:-1] + length[:-1] == target_local[1:])
+        & (source_local[:-1] + length[:-1] == source_local[1:])
+    )
+    if follows.any():
+        first = np.flatnonzero(np.append(True, ~follows))
+        length = np.add.reduceat(length, first)
+        unit, start = unit[first], start[first]
+        source_local, target_local = source_local[first], target_local[first]
+    begin = np.searchsorted(unit, np.arange(len(units) + 1))
+    return Pieces(
+        begin[:-1][of_route],
+        np.diff(begin)[of_route],
+        start,
+        length,
+        source_local,
+        target_local,
+    )
+
+
+def expand(
+    source: Layout, target: Layout, overlaps: tuple[Overlap, ...], routes: Routes
+) -> Transfers:
+    """Every box that the routes copy, in the order of the routes."""
+    route = np.arange(len(routes.target_cell))
+    columns: list[list[IntArray]] = [[], [], [], []]
+    for d, overlap in enumerate(overlaps):
+        pieces = dimension_pieces(overlap, routes.pair[d], source.cell_part[routes.source_cell, d])
+        count = pieces.count[route]
+        row = np.repeat(np.arange(len(route)), count)
+        piece = pieces.begin[route][row] + ragged_arange(count)
+        values = (pieces.start, pieces.length, pieces.source_local, pieces.target_local)
+        for column, value in zip(columns, values, strict=True):
+            column[:] = [earlier[row] for earlier in column] + [value[piece]]
+        route = route[row]
+    boxes = [
+        np.array(column, dtype=np.int64).reshape(len(overlaps), len(route)).T for column in columns
+    ]
+    return Transfers(
+        source.cell_slot[routes.source_cell][route],
+        target.cell_slot[routes.target_cell][route],
+        routes.source_cell[route],
+        routes.target_cell[route],
+        routes.order[route],
+        routes.stays[route],
+        *boxes,
+    )

@@ -1,0 +1,293 @@
+"""How a tensor is laid out over a mesh, as people say it.
+
+A `ShardingSpec` is symbolic: it names mesh axes, not devices, and fits any tensor with the
+right number of dimensions. Each dimension has a `DimSpec`: levels of mesh axes, major to
+minor. One level of several axes is one flat cut over their product; several levels cut what
+the level above left::
+
+    6 rows over dp=2, tp=2        "dp tp"   2 2 2 0      one level, by ceil over 4 parts
+                                  "dp / tp" 2 1 2 1      halves of 3, each cut again
+
+Axes that no dimension uses hold copies. Partial axes hold contributions to be reduced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.cut_rules import Ceil, CutRule, Nested
+from reshard.errors import SpecError
+from reshard.interning import Interned
+from reshard.layout import REDUCTIONS, Layout
+from reshard.mesh import Axis, DeviceMesh
+from reshard.runs import RunTable
+
+
+def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
+    """Axes as values, neighbouring parts of one axis joined: `x:(1)2 x:(2)2` is `x:(1)4`."""
+    joined: list[Axis] = []
+    for item in axes:
+        axis = Axis.parse(item) if isinstance(item, str) else item
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.name == axis.name
+            and last.size is not None
+            and axis.size is not None
+            and axis.pre == last.pre * last.size
+        ):
+            joined[-1] = Axis(axis.name, last.pre, last.size * axis.size)
+        else:
+            joined.append(axis)
+    return tuple(joined)
+
+
+class Level(Interned):
+    """Mesh axes, major to minor, and the rule that cuts over their product.
+
+    >>> Level(["dp", "tp"])
+    Level('dp tp')
+    """
+
+    def __init__(self, axes: Iterable[str | Axis], rule: CutRule | None = None) -> None:
+        self.axes = _as_axes(axes)
+        self.rule = Ceil() if rule is None else rule
+        if not self.axes:
+            raise SpecError("a level of a dimension needs at least one mesh axis")
+
+    def interning_key(self) -> object:
+        return (self.axes, self.rule)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Level, (self.axes, self.rule))
+
+    def __str__(self) -> str:
+        rule = "" if self.rule.is_default else f"@{self.rule.text}"
+        return " ".join(map(str, self.axes)) + rule
+
+    def __repr__(self) -> str:
+        return f"Level({str(self)!r})"
+
+
+class DimSpec(Interned):
+    """How one dimension is cut.
+
+    Args:
+        levels: `Level`s, major to minor; axes (or their names) alone make one level.
+        is_open: whether propagation may cut it further.
+        priority: of this annotation in propagation; lower is stronger.
+
+    >>> DimSpec(["x"]) is DimSpec([Level(["x"])])
+    True
+    >>> DimSpec([Level(["dp"]), Level(["tp"])], is_open=True, priority=2)
+    DimSpec('dp / tp ?!2')
+    """
+
+    def __init__(
+        self,
+        levels: Iterable[Level | str | Axis] = (),
+        is_open: bool = False,
+        priority: int = 0,
+    ) -> None:
+        items = list(levels)
+        given = [item for item in items if isinstance(item, Level)]
+        axes = [item for item in items if not isinstance(item, Level)]
+        if given and axes:
+            raise SpecError(f"levels {given} and axes {axes} in one DimSpec; give one or the other")
+        self.levels = (Level(axes),) if axes else tuple(given)
+        self.is_open = bool(is_open)
+        self.priority = int(priority)
+        if self.priority < 0:
+            raise SpecError(f"priority {priority} must be 0 or more; lower is stronger")
+
+    def interning_key(self) -> object:
+        return (self.levels, self.is_open, self.priority)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DimSpec, (self.levels, self.is_open, self.priority))
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of all levels, major to minor."""
+        return tuple(itertools.chain.from_iterable(level.axes for level in self.levels))
+
+    def table(self, mesh: DeviceMesh, length: int) -> RunTable:
+        """The run table of a dimension of `length` cut this way over `mesh`."""
+        levels = tuple((level.rule, _parts(mesh, level.axes)) for level in self.levels)
+        if len(levels) == 1:
+            rule, parts = levels[0]
+            return rule.table(length, parts)
+        return Nested(levels).table(length, math.prod(parts for _, parts in levels))
+
+    def __str__(self) -> str:
+        words = [" / ".join(map(str, self.levels))] if self.levels else []
+        mark = "?" * self.is_open + (f"!{self.priority}" if self.priority else "")
+        words += [mark] if mark else []
+        return " ".join(words) or "-"
+
+    def __repr__(self) -> str:
+        return f"DimSpec({str(self)!r})"
+
+
+def _parts(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
+    return math.prod(mesh.axis_size(axis) for axis in axes)
+
+
+class ShardingSpec(Interned):
+    """How a tensor is laid out over a mesh.
+
+    Args:
+        mesh: the devices.
+        dim_specs: one `DimSpec` a dimension of the tensor.
+        replicated_axes: axes that propagation must leave alone; the others that nothing
+            uses hold copies too.
+        partial_axes: axes along which devices hold contributions, major to minor.
+        reduction: how contributions combine: sum, max, min, mean or product.
+
+    Raises:
+        SpecError: an axis used twice, sub-axes that overlap, an unknown reduction.
+        MeshError: an axis or sub-axis that the mesh has not.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=4)
+    >>> spec = ShardingSpec(mesh, [DimSpec(["tp"]), DimSpec()], partial_axes=["dp"])
+    >>> spec
+    ShardingSpec(DeviceMesh(dp=2,tp=4), 'tp, - | sum(dp)')
+    >>> spec.layout((6, 4)).local_shape(1)
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        dim_specs: Iterable[DimSpec | Sequence[str]],
+        replicated_axes: Iterable[str | Axis] = (),
+        partial_axes: Iterable[str | Axis] = (),
+        reduction: str = "sum",
+    ) -> None:
+        self.mesh = mesh
+        self.dim_specs = tuple(
+            item if isinstance(item, DimSpec) else DimSpec(item) for item in dim_specs
+        )
+        self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
+        self.reduction = reduction if self.partial_axes else None
+        replicated = sorted(
+            _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
+        )
+        self.replicated_axes = self._without_full_parts(_as_axes(replicated))
+        self.dim_specs = tuple(
+            DimSpec(
+                [Level(self._without_full_parts(lv.axes), lv.rule) for lv in dim.levels],
+                dim.is_open,
+                dim.priority,
+            )
+            for dim in self.dim_specs
+        )
+        if reduction not in REDUCTIONS:
+            raise SpecError(
+                f"unknown reduction {reduction!r}; it is one of {', '.join(REDUCTIONS)}"
+            )
+        self._check_disjoint()
+
+    def _position(self, axis: Axis) -> int:
+        self.mesh.axis_size(axis)
+        return self.mesh.axis_names.index(axis.name)
+
+    def _without_full_parts(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Validate the axes, and write a sub-axis that is the whole axis as that axis."""
+        return tuple(
+            Axis(axis.name) if self.mesh.axis_size(axis) == self.mesh.axis_size(axis.name) else axis
+            for axis in axes
+        )
+
+    def _check_disjoint(self) -> None:
+        uses = [
+            (axis, f"dimension {d}") for d, dim in enumerate(self.dim_specs) for axis in dim.axes
+        ]
+        uses += [(axis, "the replicated axes") for axis in self.replicated_axes]
+        uses += [(axis, "the partial axes") for axis in self.partial_axes]
+        for (a, place_a), (b, place_b) in itertools.combinations(uses, 2):
+            if a.name != b.name:
+                continue
+            places = f"{place_a} and {place_b}" if place_a != place_b else f"{place_a}, twice"
+            if a.size is None or b.size is None or a == b:
+                raise SpecError(
+                    f"axis {a if a.size is None else b} is used in {places}; an axis has one use, "
+                    f"take sub-axes such as {a.name}:(1)2 to share it"
+                )
+            low, high = sorted((a, b), key=lambda axis: axis.pre)
+            if high.pre % (low.pre * (low.size or 1)):
+                raise SpecError(
+                    f"sub-axes {a} and {b} of {places} overlap; {low} ends at "
+                    f"{low.pre * (low.size or 1)}, and {high} must begin at a multiple of that"
+                )
+
+    def interning_key(self) -> object:
+        return (
+            self.mesh,
+            self.dim_specs,
+            self.replicated_axes,
+            self.partial_axes,
+            self.reduction,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduction = self.reduction or "sum"
+        args = (self.mesh, self.dim_specs, self.replicated_axes, self.partial_axes, reduction)
+        return (ShardingSpec, args)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dimensions it is for."""
+        return len(self.dim_specs)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """Where the elements of a tensor of `shape` are. The layout's slots are ranks.
+
+        Raises:
+            SpecError: a shape with another number of dimensions.
+            RuleError: a cut rule that does not fit a dimension.
+
+        >>> mesh = DeviceMesh.of(x=2, devices=[5, 3])
+        >>> ShardingSpec(mesh, [DimSpec(["x"])]).layout((4,)).boxes(5)
+        (Box(start=(0,), stop=(2,)),)
+        """
+        shape = tuple(int(size) for size in shape)
+        if len(shape) != self.ndim:
+            raise SpecError(
+                f"`{self}` is for tensors of {self.ndim} dimensions, not for shape {list(shape)}; "
+                "write one item a dimension, `-` for one that is not cut"
+            )
+        mesh = self.mesh
+        tables = [
+            dim.table(mesh, size) if dim.levels else RunTable(size, 1, [(0, 0, size, 0)])
+            for dim, size in zip(self.dim_specs, shape, strict=True)
+        ]
+        parts = [mesh.coordinates(dim.axes) for dim in self.dim_specs]
+        contributions = _parts(mesh, self.partial_axes)
+        return Layout(
+            shape,
+            tables,
+            max(mesh.devices) + 1,
+            mesh.devices,
+            np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T,
+            mesh.coordinates(self.partial_axes),
+            contributions,
+            self.reduction if contributions > 1 else None,
+        )
+
+    def __str__(self) -> str:
+        text = ", ".join(map(str, self.dim_specs))
+        marks = []
+        if self.replicated_axes:
+            marks.append(f"replicated({' '.join(map(str, self.replicated_axes))})")
+        if self.partial_axes:
+            marks.append(f"{self.reduction}({' '.join(map(str, self.partial_axes))})")
+        return f"{text} | {' '.join(marks)}".strip() if marks else text
+
+    def __repr__(self) -> str:
+        return f"ShardingSpec({self.mesh!r}, {str(self)!r})"

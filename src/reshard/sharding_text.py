@@ -1,0 +1,123 @@
+"""The native text of a sharding, read: `parse_spec(mesh, str(spec)) is spec`.
+
+::
+
+    dp tp, -                     rows over dp x tp by one flat cut, columns not cut
+    dp / tp, -                   rows over dp, each part again over tp
+    -, x:(1)2 y                  columns over a part of x, and y
+    tp@stride2, -                rows by another cut rule (see `reshard.cut_rules`)
+    tp ?, - !1                   open to propagation; priority 1
+    tp, - | replicated(dp) sum(pp)   copies along dp, contributions to a sum along pp
+
+One item a dimension, separated by commas; in it axes from major to minor, separated by
+spaces; ` / ` between levels. The text of a tensor without dimensions is empty. Where the
+number of dimensions is given, `...` stands for as many `-` as are missing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import LayoutError, NotationError
+from reshard.layout import REDUCTIONS
+from reshard.mesh import DeviceMesh
+from reshard.rule_text import parse_rule
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+_MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
+_OPEN = re.compile(r"(\?)?(?:!(\d+))?")
+_OUTSIDE_BRACKETS = r"(?![^\[]*\])"
+
+
+def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpec:
+    """The sharding that `text` writes over `mesh`.
+
+    Args:
+        mesh: the devices whose axes the text names.
+        text: in the native notation.
+        ndim: dimensions of the tensors it is for, so that `...` can be used.
+
+    Raises:
+        NotationError: text that cannot be read.
+        SpecError, MeshError: axes that are unknown, used twice, or overlap.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=4)
+    >>> print(spec(mesh, "dp / tp@stride2 ?, -"))
+    dp / tp@stride2 ?, -
+    >>> print(spec(mesh, "tp, ...", ndim=3))
+    tp, -, -
+    """
+    try:
+        return _parse(mesh, text, ndim)
+    except LayoutError as error:
+        if f"`{text}`" in str(error):
+            raise
+        raise type(error)(f"{error} (in the sharding `{text}` over the mesh {mesh.text})") from None
+
+
+def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
+    packed = re.sub(r"\[[^\]]*\]", lambda bracket: re.sub(r"\s", "", bracket[0]), text)
+    dims, bar, marks = packed.partition("|")
+    items = [item.strip() for item in re.split("," + _OUTSIDE_BRACKETS, dims)]
+    if not dims.strip():
+        items = []
+    if items.count("...") == 1 and ndim is not None:
+        at = items.index("...")
+        items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
+    if "..." in items:
+        raise NotationError("`...` can be used once, and where the number of dimensions is known")
+    replicated, partial, reduction = _parse_marks(marks) if bar else ([], [], None)
+    return ShardingSpec(
+        mesh, [_parse_dim(item) for item in items], replicated, partial, reduction or "sum"
+    )
+
+
+def _parse_dim(item: str) -> DimSpec:
+    if not item:
+        raise NotationError("an empty item; write `-` for a dimension that is not cut")
+    words = item.split()
+    match = _OPEN.fullmatch(words[-1]) if words else None
+    is_open, priority = False, 0
+    if match:
+        is_open, priority = match[1] is not None, int(match[2] or 0)
+        words = words[:-1]
+    if words == ["-"]:
+        words = []
+    body = " ".join(words)
+    levels = re.split("/" + _OUTSIDE_BRACKETS, body) if body else []
+    return DimSpec([_parse_level(level.strip(), item) for level in levels], is_open, priority)
+
+
+def _parse_level(level: str, item: str) -> Level:
+    axes, at, rule = level.partition("@")
+    if at and (not rule.strip() or not axes.strip()):
+        raise NotationError(f"cannot read {level!r}; write `axis@rule`, such as tp@stride2")
+    if not axes.strip():
+        raise NotationError(f"an empty level in {item!r}; write axes on both sides of `/`")
+    return Level(axes.split(), parse_rule(rule.strip()) if at else None)
+
+
+def _parse_marks(text: str) -> tuple[list[str], list[str], str | None]:
+    replicated: list[str] = []
+    partial: list[str] = []
+    reduction: str | None = None
+    rest = text.strip()
+    while rest:
+        match = _MARK.match(rest)
+        if not match or match[1] not in ("replicated", *REDUCTIONS) or not match[2].split():
+            raise NotationError(
+                f"cannot read {rest!r} behind the bar; write replicated(axes), or a reduction with "
+                f"its axes such as sum(x y): {', '.join(REDUCTIONS)}"
+            )
+        axes = match[2].split()
+        if match[1] == "replicated":
+            replicated += axes
+        elif reduction is None:
+            partial, reduction = axes, match[1]
+        else:
+            raise NotationError(
+                f"two reductions, {reduction} and {match[1]}; a tensor is partial in one way, "
+                "reduce the other axes first"
+            )
+        rest = rest[match.end() :]
+    return replicated, partial, reduction
