@@ -1,0 +1,43 @@
+"""What do the two roads to a disk have in common: the page cache and direct I/O?
+
+A file is opened once for each road. Direct I/O moves whole pages between the disk and our own
+memory, and is several times faster for large blocks; the page cache takes any number of bytes
+at any offset. Whether a file system does direct I/O is only known by asking, once when the file
+is opened and again at each call, so a refusal is an answer here and no error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+DIRECT_MINIMUM_BYTES = 64 * 1024
+"""Below this the page cache is quicker: it reads ahead and gathers writes."""
+
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+"""How a file system says that it does not do what was asked, as opposed to failing at it."""
+
+CONTINUES = "run the same command again, it continues"
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """A descriptor for direct I/O, or -1 where the file system has none."""
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return -1
+
+
+def close_descriptor(descriptor: int) -> int:
+    """Close what is open; answers -1, which stands for closed."""
+    if descriptor >= 0:
+        os.close(descriptor)
+    return -1
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, in its own words."""
+    return error.strerror or str(error)
