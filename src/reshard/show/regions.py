@@ -1,0 +1,255 @@
+"""Which slots hold which rectangle of two dimensions of a tensor?
+
+1. Along each drawn dimension, the starts and stops of all runs cut it into intervals no run
+   begins or ends inside of. Where there are very many, those in the middle are left out.
+2. Every pair of parts (one of the row dimension, one of the column dimension) that cells take
+   covers some intervals of each; the slots of those cells hold these rectangles.
+3. Intervals that are held alike all along become one again.
+
+::
+
+    4 x 4, elements 0:6 on slot 0, 6:16 on slot 1
+
+        0    2    4
+      0   0    0        intervals of rows: 0:1, 1:2, 2:4 (both flat pieces end in row 1)
+      1   0    1        intervals of columns: 0:2, 2:4
+      2   1    1
+
+The dimensions that are not drawn remain in a holding as a number: equal for slots that hold
+the same part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.layout import Layout
+from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
+
+MOST_INTERVALS = 64
+
+
+class Holding(NamedTuple):
+    """One slot that holds a rectangle: which part of the other dimensions, and how."""
+
+    hidden_part: int
+    contribution: int
+    is_halo: bool
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Indices `start:stop`; `left_out` of the original intervals are not drawn, 0 if it is."""
+
+    start: int
+    stop: int
+    left_out: int = 0
+
+
+Holdings = frozenset[Holding]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGrid:
+    """Rectangles and their holders: `holdings[row][column]`.
+
+    `row_dimension` and `column_dimension` are those drawn; None for a line of boxes or one box.
+    What lies in an interval that is left out has no holdings.
+    """
+
+    row_dimension: int | None
+    column_dimension: int | None
+    rows: tuple[Interval, ...]
+    columns: tuple[Interval, ...]
+    holdings: tuple[tuple[Holdings, ...], ...]
+
+    def limited(self, rows: int, columns: int) -> RegionGrid:
+        """At most so many drawn rows and columns, those in the middle left out."""
+        kept_rows, row_intervals = _leave_out_middle(self.rows, rows)
+        kept_columns, column_intervals = _leave_out_middle(self.columns, columns)
+        holdings = tuple(
+            tuple(
+                self.holdings[r][c] if r is not None and c is not None else frozenset()
+                for c in kept_columns
+            )
+            for r in kept_rows
+        )
+        return RegionGrid(
+            self.row_dimension, self.column_dimension, row_intervals, column_intervals, holdings
+        )
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some intervals are not drawn."""
+        return any(interval.left_out for interval in (*self.rows, *self.columns))
+
+
+def drawn_dimensions(layout: Layout) -> tuple[int | None, int | None]:
+    """The row and the column dimension of a picture: the two most cut, the longest among equals.
+
+    >>> drawn_dimensions(Layout.replicated((2, 5, 4)))
+    (1, 2)
+    >>> drawn_dimensions(Layout.replicated((5,)))
+    (None, 0)
+    """
+    pieces = [len(_edges(layout, dimension)) for dimension in range(layout.ndim)]
+    order = sorted(range(layout.ndim), key=lambda d: (-pieces[d], -layout.shape[d], d))
+    chosen = (None, None, *sorted(order[:2]))
+    return chosen[-2], chosen[-1]
+
+
+def region_grid(
+    layout: Layout, row_dimension: int | None, column_dimension: int | None
+) -> RegionGrid:
+    """The rectangles of two dimensions of a layout and the slots that hold them.
+
+    >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
+    >>> grid = region_grid(layout, 0, 1)
+    >>> [[sorted(h.slot for h in place) for place in row] for row in grid.holdings]
+    [[[0], [0]], [[0], [1]], [[1], [1]]]
+    """
+    rows, row_cover = _cover(layout, row_dimension)
+    columns, column_cover = _cover(layout, column_dimension)
+    places: list[list[set[Holding]]] = [[set() for _ in columns] for _ in rows]
+    for (row_part, column_part), holdings in _holdings(
+        layout, row_dimension, column_dimension
+    ).items():
+        for row, row_is_halo in row_cover[row_part].items():
+            for column, column_is_halo in column_cover[column_part].items():
+                if row_is_halo or column_is_halo:
+                    places[row][column].update(h._replace(is_halo=True) for h in holdings)
+                else:
+                    places[row][column].update(holdings)
+    lines = [[_without_own_halos(place) for place in line] for line in places]
+    rows, lines = _merge_alike(rows, lines)
+    turned = [list(line) for line in zip(*lines, strict=True)]
+    columns, turned = _merge_alike(columns, turned)
+    return RegionGrid(
+        row_dimension,
+        column_dimension,
+        tuple(rows),
+        tuple(columns),
+        tuple(zip(*turned, strict=True)),
+    )
+
+
+def _without_own_halos(place: set[Holding]) -> Holdings:
+    """A slot that owns a rectangle holds it, even if it has a halo copy of it too."""
+    return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
+
+
+def _used_parts(layout: Layout, dimension: int) -> IntArray:
+    return np.unique(layout.cell_part[:, dimension])
+
+
+def _edges(layout: Layout, dimension: int) -> IntArray:
+    """Where runs in use begin and end along a dimension, and its own ends; 0, 0 if it is empty."""
+    table = layout.tables[dimension]
+    runs = table.single_runs()
+    runs = runs.take((runs.role != PAD) & np.isin(runs.part, _used_parts(layout, dimension)))
+    ends = np.array([0, table.dimension_length])
+    edges: IntArray = np.unique(np.concatenate((ends, runs.start, runs.stop)))
+    return edges if len(edges) > 1 else ends
+
+
+def _cover(
+    layout: Layout, dimension: int | None
+) -> tuple[list[Interval], dict[int, dict[int, bool]]]:
+    """The intervals of a dimension, and for each part those it covers, True where as a halo."""
+    if dimension is None:
+        return [Interval(0, 1)], {0: {0: False}}
+    edges = _edges(layout, dimension).tolist()
+    intervals = [Interval(a, b) for a, b in itertools.pairwise(edges)]
+    _, shown = _leave_out_middle(intervals, MOST_INTERVALS)
+    table = layout.tables[dimension]
+    covers = {
+        part: _covered(table, part, shown) for part in _used_parts(layout, dimension).tolist()
+    }
+    return list(shown), covers
+
+
+def _covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> dict[int, bool]:
+    if table.dimension_length == 0:
+        return {0: False}
+    runs = table.single_runs()
+    low, high = np.searchsorted(runs.part, (part, part + 1))
+    mine = runs.take(slice(int(low), int(high)))
+    starts = np.array([interval.start for interval in intervals])
+    stops = np.array([interval.stop for interval in intervals])
+    inside = (mine.start[:, None] <= starts) & (stops <= mine.stop[:, None])
+    inside &= (mine.role != PAD)[:, None]
+    is_halo = (mine.role == HALO) | (mine.role == FRESH_HALO)
+    owned = (inside & ~is_halo[:, None]).any(axis=0)
+    drawn = [i for i, interval in enumerate(intervals) if not interval.left_out]
+    return {i: not owned[i] for i in drawn if inside[:, i].any()}
+
+
+def _holdings(
+    layout: Layout, row_dimension: int | None, column_dimension: int | None
+) -> dict[tuple[int, int], set[Holding]]:
+    """The slots of each pair of parts, those left out whose cell has no element."""
+    drawn = (row_dimension, column_dimension)
+    hidden = [d for d in range(layout.ndim) if d not in drawn]
+    contents: list[list[object]] = [
+        [tuple(layout.tables[d].runs_of(part)) for part in range(layout.tables[d].parts)]
+        for d in hidden
+    ]
+    numbers: dict[tuple[object, ...], int] = {}
+    has_elements = 0 not in layout.shape
+    holdings: dict[tuple[int, int], set[Holding]] = {}
+    elements = layout.cell_elements.tolist()
+    for cell, parts in enumerate(layout.cell_part.tolist()):
+        if has_elements and not elements[cell]:
+            continue
+        key = tuple(contents[i][parts[d]] for i, d in enumerate(hidden))
+        holding = Holding(
+            numbers.setdefault(key, len(numbers)),
+            int(layout.cell_contribution[cell]),
+            False,
+            int(layout.cell_slot[cell]),
+        )
+        row_part, column_part = (0 if d is None else parts[d] for d in drawn)
+        holdings.setdefault((row_part, column_part), set()).add(holding)
+    return holdings
+
+
+def _merge_alike(
+    intervals: list[Interval], lines: list[list[Holdings]]
+) -> tuple[list[Interval], list[list[Holdings]]]:
+    merged: list[Interval] = []
+    kept: list[list[Holdings]] = []
+    for interval, line in zip(intervals, lines, strict=True):
+        drawn = merged and not merged[-1].left_out and not interval.left_out
+        if drawn and kept[-1] == line:
+            merged[-1] = Interval(merged[-1].start, interval.stop)
+        else:
+            merged.append(interval)
+            kept.append(line)
+    return merged, kept
+
+
+def _leave_out_middle(
+    intervals: Sequence[Interval], limit: int
+) -> tuple[list[int | None], tuple[Interval, ...]]:
+    """At most `limit` intervals drawn: their positions (None for the gap) and the intervals."""
+    drawn = sum(not interval.left_out for interval in intervals)
+    if drawn <= limit:
+        positions: list[int | None] = [
+            None if interval.left_out else i for i, interval in enumerate(intervals)
+        ]
+        return positions, tuple(intervals)
+    head = (limit + 1) // 2
+    tail = len(intervals) - (limit - head)
+    for i, interval in enumerate(intervals):
+        if interval.left_out:  # one gap grows, there are never two
+            head, tail = min(head, i), max(tail, i + 1)
+    gap = intervals[head:tail]
+    count = sum(interval.left_out or 1 for interval in gap)
+    shown = (*intervals[:head], Interval(gap[0].start, gap[-1].stop, count), *intervals[tail:])
+    return [*range(head), None, *range(tail, len(intervals))], shown

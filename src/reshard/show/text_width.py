@@ -1,0 +1,42 @@
+"""How many columns does a text take on a terminal, and how is it padded to a number of them?"""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def display_width(text: str) -> int:
+    """Columns a line of text takes: wide East Asian characters two, combining marks none.
+
+    >>> display_width("rank"), display_width("層"), display_width("e\\u0301")
+    (4, 2, 1)
+    """
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def padded(text: str, width: int, align: str = "left") -> str:
+    """`text` filled with spaces to `width` columns; a longer text is left as it is.
+
+    >>> padded("ab", 5, "right"), padded("ab", 5, "center"), padded("abc", 2)
+    ('   ab', ' ab  ', 'abc')
+    """
+    missing = max(0, width - display_width(text))
+    before = {"left": 0, "right": missing, "center": missing // 2}[align]
+    return " " * before + text + " " * (missing - before)
+
+
+def shortened(text: str, width: int, mark: str = "…") -> str:
+    """`text`, or as much of its beginning as fits into `width` columns with `mark` behind it.
+
+    >>> shortened("model.embeddings", 8)
+    'model.e…'
+    """
+    if display_width(text) <= width:
+        return text
+    kept = text
+    while kept and display_width(kept) + len(mark) > width:
+        kept = kept[:-1]
+    return (kept + mark)[:width]
