@@ -242,10 +242,12 @@ class Layout(Interned):
                     f"the leading {dims} dimensions of {list(shape)}"
                 )
             rest = tuple(shape[dims:])
-            empty = [Box((0,) * dims, (0,) * dims)]
-            for box in flat_range_boxes(shape[:dims], start, stop) or empty:
-                full = Box(box.start + (0,) * len(rest), box.stop + rest)
-                boxes.append((slot, full))
+            for box in flat_range_boxes(shape[:dims], start, stop):
+                boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
+            if start == stop and shape:
+                # A slot with nothing still has an (empty) array; only a scalar has no such box.
+                cut = max(dims, 1)
+                boxes.append((slot, Box((0,) * len(shape), (0,) * cut + tuple(shape[cut:]))))
         if slots is None:
             slots = max(ranges, default=0) + 1
         return cls.from_boxes(shape, boxes, slots)

@@ -1,0 +1,294 @@
+"""The slow answer, to compare the quick one with: what does each device hold, element by element?
+
+Nothing here knows of runs, intervals or overlaps. A cut rule is read from the definition of
+the system it comes from, index by index; a sharding by the coordinates of each device; a
+movement by sets of elements. It is meant for tests, on tensors of at most some thousand
+elements.
+
+1. `rule_definitions` deals the indices of one dimension to parts.
+2. `contents_of_spec` and its sisters number the elements of a tensor in row-major order and
+   write down, for every slot, the number at each position of its local array: `Contents`.
+3. `shards_of` cuts dense arrays accordingly, `dense_of` puts them together again.
+4. `least_moved` counts what a slot needs and has not, as sets.
+
+>>> from reshard import DeviceMesh, spec
+>>> mesh = DeviceMesh.of(x=2, y=3)
+>>> rows = contents_of_spec(spec(mesh, "x, y"), (6, 6))
+>>> rows.elements[4].tolist()
+[[20, 21], [26, 27], [32, 33]]
+>>> least_moved(rows, contents_of_spec(spec(mesh, "y, x"), (6, 6)))
+26
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.errors import ShardError
+from reshard.layout import Box
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.testing.rule_definitions import NO_ELEMENT, Part, nested_parts
+
+_SOURCE_ROLES = ("owned", "fresh halo")
+
+
+Combines = Sequence[Sequence[int]]
+
+
+def coordinate(mesh: DeviceMesh, position: int, axes: Iterable[Axis]) -> int:
+    """Where the device at row-major `position` of the mesh lies along `axes`, major to minor.
+
+    >>> coordinate(DeviceMesh.of(x=8), 6, [Axis("x", 1, 2)])
+    1
+    """
+    along: dict[str, tuple[int, int]] = {}
+    for name, size in reversed(list(zip(mesh.axis_names, mesh.shape, strict=True))):
+        position, here = divmod(position, size)
+        along[name] = (here, size)
+    found = 0
+    for axis in axes:
+        here, full = along[axis.name]
+        size = full if axis.size is None else axis.size
+        below = full // (axis.pre * size)
+        found = found * size + here // below % size
+    return found
+
+
+def _size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
+    full = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return math.prod(axis.size or full[axis.name] for axis in axes)
+
+
+def places_of_dimension(mesh: DeviceMesh, dim: DimSpec, length: int, position: int) -> Part:
+    """The places of one dimension on the device at row-major `position` of the mesh."""
+    levels = [(level.rule, _size(mesh, level.axes)) for level in dim.levels]
+    part = 0
+    for level, (_, count) in zip(dim.levels, levels, strict=True):
+        part = part * count + coordinate(mesh, position, level.axes)
+    return nested_parts(levels, length)[part]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What every slot of a layout holds, element by element.
+
+    `elements[slot]` has the slot's local shape and says which element, numbered in row-major
+    order of the tensor, is at each position (`NO_ELEMENT` for padding). `is_source[slot]`
+    says where the slot may be a source of it. `contribution[slot]` is the contribution that
+    the slot carries.
+    """
+
+    shape: tuple[int, ...]
+    elements: Mapping[int, NDArray[np.int64]]
+    is_source: Mapping[int, NDArray[np.bool_]]
+    contribution: Mapping[int, int]
+    contributions: int = 1
+    reduction: str | None = None
+
+    def held(self, slot: int) -> set[tuple[int, int]]:
+        """The (element, contribution) pairs that a slot may be a source of."""
+        if slot not in self.elements:
+            return set()
+        held = self.elements[slot][self.is_source[slot]].tolist()
+        return {(element, self.contribution[slot]) for element in held}
+
+    def missing(self) -> set[tuple[int, int]]:
+        """The (element, contribution) pairs that no slot has."""
+        every = {
+            (element, contribution)
+            for element in range(math.prod(self.shape))
+            for contribution in range(self.contributions)
+        }
+        return every.difference(*(self.held(slot) for slot in self.elements))
+
+
+def contents_of_spec(spec: ShardingSpec, shape: Sequence[int]) -> Contents:
+    """What every device of a sharding holds of a tensor of `shape`; slots are ranks."""
+    mesh = spec.mesh
+    elements, is_source, contribution = {}, {}, {}
+    known: dict[tuple[int, int], Part] = {}
+    for position, rank in enumerate(mesh.devices):
+        places: list[Part] = []
+        for dim, length in zip(spec.dim_specs, shape, strict=True):
+            part = (coordinate(mesh, position, dim.axes), len(places))
+            if part not in known:
+                known[part] = places_of_dimension(mesh, dim, length, position)
+            places.append(known[part])
+        elements[rank], is_source[rank] = _product(places, shape)
+        contribution[rank] = coordinate(mesh, position, spec.partial_axes)
+    count = _size(mesh, spec.partial_axes)
+    reduction = spec.reduction if count > 1 else None
+    return Contents(tuple(shape), elements, is_source, contribution, count, reduction)
+
+
+def _product(
+    places: Sequence[Part], shape: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The elements at every combination of the dimensions' places, and which may be sources."""
+    local_shape = tuple(len(part) for part in places)
+    elements = np.zeros(local_shape, dtype=np.int64)
+    is_pad = np.zeros(local_shape, dtype=bool)
+    is_source = np.ones(local_shape, dtype=bool)
+    for dimension, part in enumerate(places):
+        column = tuple(len(part) if d == dimension else 1 for d in range(len(shape)))
+        stride = math.prod(shape[dimension + 1 :])
+        elements += np.array([place.global_index * stride for place in part], np.int64).reshape(
+            column
+        )
+        is_pad |= np.array([place.role == "pad" for place in part], bool).reshape(column)
+        is_source &= np.array([place.role in _SOURCE_ROLES for place in part], bool).reshape(column)
+    return np.where(is_pad, NO_ELEMENT, elements), is_source
+
+
+def contents_of_boxes(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) -> Contents:
+    """What slots hold that have the given `(slot, box)` pairs, in this order in memory."""
+    numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(tuple(shape))
+    pieces: dict[int, list[NDArray[np.int64]]] = {}
+    for slot, box in boxes:
+        window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        pieces.setdefault(slot, []).append(numbers[window])
+    return _owned(
+        shape,
+        {
+            slot: several[0] if len(several) == 1 else np.concatenate([p.ravel() for p in several])
+            for slot, several in pieces.items()
+        },
+    )
+
+
+def contents_of_whole(shape: Sequence[int], holders: Iterable[int]) -> Contents:
+    """The whole tensor on each of the slots `holders`."""
+    numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(tuple(shape))
+    return _owned(shape, dict.fromkeys(holders, numbers))
+
+
+def contents_of_flat_ranges(
+    shape: Sequence[int],
+    ranges: Mapping[int, tuple[int, int]],
+    dims: int,
+    local_shapes: Mapping[int, tuple[int, ...]] | None = None,
+) -> Contents:
+    """What slots hold that have ranges of the flattened leading `dims` dimensions.
+
+    The local arrays are flat, or of `local_shapes`, which a range that is one box has.
+    """
+    width = math.prod(shape[dims:])
+    elements = {}
+    for slot, (start, stop) in ranges.items():
+        numbers = [i * width + j for i in range(start, stop) for j in range(width)]
+        local_shape = (len(numbers),) if local_shapes is None else local_shapes[slot]
+        elements[slot] = np.array(numbers, dtype=np.int64).reshape(local_shape)
+    return _owned(shape, elements)
+
+
+def _owned(shape: Sequence[int], elements: dict[int, NDArray[np.int64]]) -> Contents:
+    everywhere = {slot: np.ones(array.shape, dtype=bool) for slot, array in elements.items()}
+    return Contents(tuple(shape), elements, everywhere, dict.fromkeys(elements, 0))
+
+
+def shards_of(
+    contents: Contents, dense: Sequence[NDArray[Any]], rubbish: Any = 0
+) -> dict[int, NDArray[Any]]:
+    """The local arrays of all slots, cut from one dense array a contribution.
+
+    Padding, and copies that are not fresh, get `rubbish`: nothing may depend on them.
+    """
+    shards = {}
+    for slot, elements in contents.elements.items():
+        whole = dense[contents.contribution[slot]].reshape(-1)
+        shard = np.full(elements.shape, rubbish, dtype=whole.dtype)
+        usable = contents.is_source[slot]
+        shard[usable] = whole[elements[usable]]
+        shards[slot] = shard
+    return shards
+
+
+def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> list[NDArray[Any]]:
+    """The dense array of every contribution, put together from shards.
+
+    Every position that is an element counts, halos included, and all must agree.
+
+    Raises:
+        ShardError: two shards that disagree, a shard of the wrong shape, one that is missing
+            or too many, or an element that no shard has.
+    """
+    if set(shards) != set(contents.elements):
+        raise ShardError(f"shards on {sorted(shards)}, expected {sorted(contents.elements)}")
+    dtype = next(iter(shards.values())).dtype
+    size = math.prod(contents.shape)
+    dense = [np.zeros(size, dtype=dtype) for _ in range(contents.contributions)]
+    seen = np.zeros((contents.contributions, size), dtype=bool)
+    for slot, elements in contents.elements.items():
+        shard, carried = shards[slot], contents.contribution[slot]
+        if shard.shape != elements.shape:
+            raise ShardError(
+                f"slot {slot} has shape {list(shard.shape)}, expected {list(elements.shape)}"
+            )
+        real = elements != NO_ELEMENT
+        for element, value in zip(elements[real].tolist(), shard[real], strict=True):
+            known = dense[carried][element]
+            if (
+                seen[carried, element]
+                and value != known
+                and not (value != value and known != known)
+            ):
+                raise ShardError(
+                    f"element {element} is {value} on slot {slot} and {known} elsewhere"
+                )
+            dense[carried][element] = value
+            seen[carried, element] = True
+    if not seen.all():
+        where = np.argwhere(~seen)[0].tolist()
+        raise ShardError(f"no shard has element {where[1]} of contribution {where[0]}")
+    return [array.reshape(contents.shape) for array in dense]
+
+
+def reduced(reduction: str | None, dense: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Contributions, given as dense arrays, combined into the tensor they mean.
+
+    >>> reduced("mean", [np.array([1.0]), np.array([4.0])]).tolist()
+    [2.5]
+    """
+    if reduction is None:
+        return dense[0]
+    operation = {
+        "sum": np.add,
+        "mean": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "product": np.multiply,
+    }[reduction]
+    total: NDArray[Any] = functools.reduce(operation, dense)
+    return total / len(dense) if reduction == "mean" else total
+
+
+def dense_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+    """The tensor that shards mean. Raises ShardError as `contributions_of` does."""
+    return reduced(contents.reduction, contributions_of(contents, shards))
+
+
+def least_moved(source: Contents, target: Contents, combines: Combines | None = None) -> int:
+    """How many elements must move at least, when each slot keeps what it has.
+
+    `combines[c]` are the source contributions that target contribution `c` is made of; all of
+    them for each when None.
+    """
+    if combines is None:
+        combines = [range(source.contributions)] * target.contributions
+    moved = 0
+    for slot, elements in target.elements.items():
+        needed = {
+            (element, contribution)
+            for element in elements[elements != NO_ELEMENT].tolist()
+            for contribution in combines[target.contribution[slot]]
+        }
+        moved += len(needed - source.held(slot))
+    return moved

@@ -1,0 +1,332 @@
+"""Hypothesis strategies for everything a layout can be.
+
+Small on purpose: dimensions of 0 to 9 indices, meshes of at most 12 devices, so that
+`reshard.testing.oracle` can follow element by element, and so that a failing example can be
+read.
+
+>>> import warnings
+>>> warnings.simplefilter("ignore")
+>>> from hypothesis import given, settings
+>>> @settings(max_examples=5, database=None)
+... @given(specs_with_shapes())
+... def every_spec_can_be_read_back(pair):
+...     spec, shape = pair
+...     assert reshard.spec(spec.mesh, str(spec)) is spec
+>>> import reshard
+>>> every_spec_can_be_read_back()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from reshard.cut_rules import (
+    Balanced,
+    BlockCyclic,
+    Blocks,
+    Ceil,
+    CutRule,
+    Halo,
+    Heads,
+    Padded,
+    Sizes,
+    Strided,
+    WholeBlocks,
+    Windows,
+)
+from reshard.errors import MissingExtraError
+from reshard.layout import REDUCTIONS, Box, Layout
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.testing.oracle import (
+    Contents,
+    contents_of_boxes,
+    contents_of_flat_ranges,
+    contents_of_spec,
+    contents_of_whole,
+)
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise MissingExtraError(
+        "reshard.testing needs hypothesis, which is not installed; install it with: "
+        "pip install hypothesis"
+    ) from error
+
+Shape = tuple[int, ...]
+
+MAX_ELEMENTS = 600
+AXIS_NAMES = ("x", "y", "z")
+
+
+def shapes(
+    min_rank: int = 0, max_rank: int = 5, max_size: int = 9, max_elements: int = MAX_ELEMENTS
+) -> st.SearchStrategy[Shape]:
+    """Shapes of `min_rank` to `max_rank` dimensions, of 0 to `max_size` indices each."""
+
+    @st.composite
+    def shape(draw: st.DrawFn) -> Shape:
+        ranks = sorted(range(min_rank, max_rank + 1), key=lambda rank: abs(rank - 2))
+        rank = draw(st.sampled_from(ranks))
+        largest = min(max_size, round(max_elements ** (1 / max(rank, 1))))
+        # An empty tensor is worth few examples: nothing of it can go wrong twice.
+        size = st.sampled_from([*range(1, largest + 1), *range(1, largest + 1), 0])
+        return tuple(draw(size) for _ in range(rank))
+
+    return shape()
+
+
+@st.composite
+def meshes(draw: st.DrawFn, max_devices: int = 12, max_axes: int = 3) -> DeviceMesh:
+    """Meshes whose devices are ranks in any order, with gaps between them."""
+    sizes: list[int] = []
+    counts = [count for count in (2, 1, 3, 2, 3, 0) if count <= max_axes]
+    for _ in range(draw(st.sampled_from(counts))):
+        room = max_devices // math.prod(sizes)
+        sizes.append(draw(st.sampled_from([n for n in (2, 3, 4, 1, 6, 8) if n <= room])))
+    size = math.prod(sizes)
+    devices = None
+    if draw(st.booleans()):
+        ranks = st.integers(0, size + 2)
+        devices = draw(st.lists(ranks, min_size=size, max_size=size, unique=True))
+    return DeviceMesh("mesh", sizes, AXIS_NAMES[: len(sizes)], devices)
+
+
+@st.composite
+def sizes_adding_up_to(draw: st.DrawFn, total: int, count: int) -> tuple[int, ...]:
+    """`count` sizes of 0 or more that add up to `total`."""
+    edges = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
+    return tuple(b - a for a, b in zip([0, *edges], [*edges, total], strict=True))
+
+
+@st.composite
+def windows(draw: st.DrawFn, length: int, parts: int) -> Windows:
+    """One interval a part, that overlap and together cover `length`."""
+    cut = draw(sizes_adding_up_to(length, parts))
+    found, start = [], 0
+    for size in cut:
+        before = draw(st.integers(0, min(2, start)))
+        after = draw(st.integers(0, min(2, length - start - size)))
+        found.append((start - before, start + size + after))
+        start += size
+    order = draw(st.permutations(found))
+    return Windows(tuple(order))
+
+
+@st.composite
+def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
+    """Cut rules that can cut each of `lengths` into `parts`.
+
+    Several lengths arise below another level. Rules with numbers of their own (sizes,
+    windows, blocks) are given only where there is one length for them to add up to.
+    """
+    small = st.integers(1, 4)
+    whole: list[st.SearchStrategy[CutRule]] = [st.builds(Ceil, small), st.just(Balanced())]
+    heads = [n for n in range(1, 7) if all(length % n == 0 for length in lengths)]
+    whole.append(st.sampled_from(heads).map(Heads))
+    other: list[st.SearchStrategy[CutRule]] = [
+        st.builds(Strided, small),
+        st.builds(BlockCyclic, small, st.integers(0, parts - 1)),
+        st.builds(Padded, small),
+    ]
+    if len(set(lengths)) == 1:
+        (length,) = set(lengths)
+        pieces = st.integers(1, 5).flatmap(lambda count: sizes_adding_up_to(length, count))
+        whole.append(sizes_adding_up_to(length, parts).map(Sizes))
+        whole.append(windows(length, parts))
+        whole.append(st.builds(WholeBlocks, pieces))
+        whole.append(whole_blocks_with_counts(length, parts))
+        other.append(st.builds(Blocks, pieces, st.sampled_from([Ceil(), Balanced(), Padded(2)])))
+        other.append(strided_with_local_lengths(length, parts))
+    widths = st.integers(0, 2)
+    inside = st.one_of(whole)
+    other.append(st.builds(Halo, widths, widths, st.booleans(), st.booleans(), inside))
+    found: CutRule = draw(st.one_of(*whole, *other))
+    return found
+
+
+@st.composite
+def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeBlocks:
+    """Blocks dealt whole, a given number of them to each part."""
+    blocks = draw(st.integers(1, 6))
+    counts = draw(sizes_adding_up_to(blocks, parts))
+    return WholeBlocks(draw(sizes_adding_up_to(length, blocks)), counts)
+
+
+@st.composite
+def strided_with_local_lengths(draw: st.DrawFn, length: int, parts: int) -> Strided:
+    """A stride with the local lengths that it gives."""
+    stride = draw(st.integers(1, 4))
+    return Strided(stride, tuple(Strided(stride).table(length, parts).local_lengths.tolist()))
+
+
+@st.composite
+def axis_parts(draw: st.DrawFn, mesh: DeviceMesh) -> list[Axis]:
+    """The axes of a mesh, some of them in parts, in any order. Together they are the mesh."""
+    found: list[Axis] = []
+    for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        if size == 1 or not draw(st.booleans()):
+            found.append(Axis(name))
+            continue
+        pre = 1
+        while pre < size:
+            rest = size // pre
+            part = draw(st.sampled_from([n for n in range(2, rest + 1) if rest % n == 0]))
+            found.append(Axis(name, pre, part))
+            pre *= part
+    return draw(st.permutations(found))
+
+
+@st.composite
+def dim_specs(draw: st.DrawFn, mesh: DeviceMesh, axes: Sequence[Axis], length: int) -> DimSpec:
+    """A dimension of `length` cut over `axes`, in one or several levels."""
+    levels: list[Level] = []
+    rest = list(axes)
+    while rest:
+        count = draw(st.integers(1, len(rest)))
+        chosen, rest = rest[:count], rest[count:]
+        lengths = DimSpec(levels).table(mesh, length).local_lengths.tolist() if levels else [length]
+        parts = math.prod(mesh.axis_size(axis) for axis in chosen)
+        levels.append(Level(chosen, draw(rules(lengths, parts))))
+    return DimSpec(levels, draw(st.booleans()), draw(st.sampled_from((0, 0, 1, 12))))
+
+
+@st.composite
+def specs(
+    draw: st.DrawFn,
+    mesh: DeviceMesh,
+    shape: Shape,
+    reductions: Sequence[str] = REDUCTIONS,
+) -> ShardingSpec:
+    """Shardings of tensors of `shape`: levels, rules, sub-axes, replicated and partial axes.
+
+    Without `reductions` none is partial.
+    """
+    uses: dict[object, list[Axis]] = {}
+    reduction = draw(st.sampled_from(reductions)) if reductions else "sum"
+    dims = range(len(shape))
+    places = [*dims, *dims, "replicated", "unused"]
+    if len(reductions) > 0 and draw(st.booleans()):
+        places += ["partial"] * (len(shape) + 1)
+    for axis in draw(axis_parts(mesh)):
+        uses.setdefault(draw(st.sampled_from(places)), []).append(axis)
+    return ShardingSpec(
+        mesh,
+        [draw(dim_specs(mesh, uses.get(d, []), size)) for d, size in enumerate(shape)],
+        uses.get("replicated", ()),
+        uses.get("partial", ()),
+        reduction,
+    )
+
+
+@st.composite
+def specs_with_shapes(
+    draw: st.DrawFn, reductions: Sequence[str] = REDUCTIONS
+) -> tuple[ShardingSpec, Shape]:
+    """A sharding over some mesh, and a shape that it can lay out."""
+    shape = draw(shapes())
+    return draw(specs(draw(meshes()), shape, reductions)), shape
+
+
+@st.composite
+def partitions_into_boxes(draw: st.DrawFn, shape: Shape, cuts: int = 4) -> list[Box]:
+    """Disjoint boxes that together are the tensor, cut again and again anywhere."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, cuts)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        d = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(box.start[d], box.stop[d]))
+        stop = (*box.stop[:d], at, *box.stop[d + 1 :])
+        start = (*box.start[:d], at, *box.start[d + 1 :])
+        boxes += [Box(box.start, stop), Box(start, box.stop)]
+    return draw(st.permutations(boxes))
+
+
+LayoutAndContents = tuple[Layout, Contents]
+
+
+@st.composite
+def sharded_layouts(
+    draw: st.DrawFn, shape: Shape, reductions: Sequence[str] = REDUCTIONS
+) -> LayoutAndContents:
+    """Layouts that come from a sharding."""
+    spec = draw(specs(draw(meshes()), shape, reductions))
+    return spec.layout(shape), contents_of_spec(spec, shape)
+
+
+@st.composite
+def whole_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
+    """The whole tensor on a few slots, as with ZeRO's owners or pipeline stages."""
+    slots = draw(st.integers(1, 9))
+    holders = draw(st.lists(st.integers(0, slots - 1), min_size=1, max_size=3, unique=True))
+    return Layout.whole(shape, holders, slots), contents_of_whole(shape, holders)
+
+
+@st.composite
+def flat_range_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
+    """Ranges of the flattened tensor, as with ZeRO, FSDP1 and ragged shards."""
+    dims = draw(st.integers(0, len(shape)))
+    count = draw(st.integers(1, 6))
+    cut = draw(sizes_adding_up_to(math.prod(shape[:dims]), count))
+    slots = draw(st.permutations(range(count + 2)))
+    ranges, start = {}, 0
+    for slot, size in zip(slots, cut, strict=False):
+        ranges[slot] = (start, start + size)
+        start += size
+    layout = Layout.flat_ranges(shape, ranges, dims, count + 2)
+    local = {slot: layout.local_shape(slot) or () for slot in layout.holders}
+    held = {slot: ranges[slot] for slot in layout.holders}
+    return layout, contents_of_flat_ranges(shape, held, dims, local)
+
+
+@st.composite
+def box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
+    """Boxes that form no grid, several on a slot, some on two slots."""
+    pairs: list[tuple[int, Box]] = []
+    for box in draw(partitions_into_boxes(shape)):
+        holders = draw(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True))
+        pairs += [(slot, box) for slot in holders]
+    return Layout.from_boxes(shape, pairs, 6), contents_of_boxes(shape, pairs)
+
+
+@st.composite
+def overlapping_box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
+    """One box a slot, each reaching into its neighbours."""
+    pairs: list[tuple[int, Box]] = []
+    for slot, box in enumerate(draw(partitions_into_boxes(shape))):
+        before = [draw(st.integers(0, min(2, a))) for a in box.start]
+        after = [draw(st.integers(0, min(2, n - b))) for b, n in zip(box.stop, shape, strict=True)]
+        start = tuple(a - more for a, more in zip(box.start, before, strict=True))
+        stop = tuple(b + more for b, more in zip(box.stop, after, strict=True))
+        pairs.append((slot, Box(start, stop)))
+    return Layout.from_boxes(shape, pairs), contents_of_boxes(shape, pairs)
+
+
+def layouts_with_contents(
+    shape: Shape, reductions: Sequence[str] = REDUCTIONS
+) -> st.SearchStrategy[LayoutAndContents]:
+    """Layouts of every kind, each with what the oracle says that it holds."""
+    return st.one_of(
+        *(sharded_layouts(shape, reductions) for _ in range(5)),
+        whole_layouts(shape),
+        flat_range_layouts(shape),
+        box_layouts(shape),
+        overlapping_box_layouts(shape),
+    )
+
+
+def layouts(shape: Shape, reductions: Sequence[str] = REDUCTIONS) -> st.SearchStrategy[Layout]:
+    """Layouts of every kind for tensors of `shape`."""
+    return layouts_with_contents(shape, reductions).map(lambda pair: pair[0])
+
+
+@st.composite
+def movements(
+    draw: st.DrawFn, reductions: Sequence[str] = REDUCTIONS
+) -> tuple[LayoutAndContents, LayoutAndContents]:
+    """A source and a target for one tensor, each with what it holds."""
+    shape = draw(shapes())
+    both = layouts_with_contents(shape, reductions)
+    return draw(both), draw(both)
