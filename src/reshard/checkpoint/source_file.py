@@ -203,7 +203,10 @@ class SourceFile:
         return filled
 
     def _read_pages(self, region: Region, offset: int, filled: int) -> int:
-        """Read whole pages from the one that holds byte `filled` on; answers what is filled."""
+        """Read whole pages from the one that holds byte `filled` on; answers what is filled.
+
+        That may be more than was needed: the last page is read whole.
+        """
         first, lead = offset - region.lead_bytes, region.lead_bytes
         needed = lead + region.memory.nbytes
         done = page_floor(lead + filled)
@@ -214,7 +217,8 @@ class SourceFile:
                 if error.errno not in REFUSALS:
                     raise
                 break
-            filled = max(filled, min(done + count, needed) - lead)
+            # Behind what was granted anything may lie now, also where good bytes lay before.
+            filled = max(0, done + count - lead)
             # A page that came in part is asked for again; none at all is the end of the file.
             if page_floor(done + count) == done:
                 break

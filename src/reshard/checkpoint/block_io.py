@@ -1,0 +1,188 @@
+"""One block of a tensor, read from the shards that hold it or written to those that take it.
+
+A reader gathers a block in the tensor's own row-major order; a writer spreads it. Both work
+in a `Workspace`, the memory of one thread, and never allocate more than it has.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks import BLOCK_BYTES, BlockGrid
+from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
+from reshard.checkpoint.tiles import Span, Tile, source_tiles, target_tiles
+from reshard.layout import Box
+
+
+class Workspace:
+    """The memory that one thread works in: room for one block, and for one span of a shard."""
+
+    def __init__(self, block_bytes: int, span_bytes: int) -> None:
+        self.block = AlignedBuffer(AlignedBuffer.capacity_for(block_bytes))
+        self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
+
+    @staticmethod
+    def size_bytes(block_bytes: int, span_bytes: int) -> int:
+        """The memory that a workspace takes."""
+        return AlignedBuffer.capacity_for(block_bytes) + AlignedBuffer.capacity_for(span_bytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.block.close()
+        self.span.close()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+File = TypeVar("File", bound=_Closable)
+
+
+class OpenFiles(Generic[File]):
+    """Files of one folder, each opened once, when it is first needed, by whichever thread."""
+
+    def __init__(self, open_file: Callable[[str], File]) -> None:
+        self._open = open_file
+        self._files: dict[str, File] = {}
+        self._lock = threading.Lock()
+        _raise_open_file_limit()
+
+    def __getitem__(self, name: str) -> File:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = self._open(name)
+            return self._files[name]
+
+    def __iter__(self) -> Iterator[File]:
+        with self._lock:
+            return iter(list(self._files.values()))
+
+    def close(self) -> None:
+        """Close every file that was opened."""
+        for file in self:
+            file.close()
+
+
+def _raise_open_file_limit() -> None:
+    """Allow as many open files as the system lets us: large checkpoints have thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_sources(folder: Path) -> OpenFiles[SourceFile]:
+    """The files of a checkpoint folder, for reading."""
+    return OpenFiles(lambda name: SourceFile(folder / name))
+
+
+class _BlockAccess:
+    """The tiles of one tensor, and the spans of each block in them."""
+
+    def __init__(self, tensor: StoredTensor, tiles: tuple[Tile, ...]) -> None:
+        self.tensor = tensor
+        self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
+        self._tiles = tiles
+        bounds = [tile.bounds for tile in tiles]
+        shape = (len(tiles), len(tensor.shape))
+        self._low = np.array([box.start for box in bounds], dtype=np.int64).reshape(shape)
+        self._high = np.array([box.stop for box in bounds], dtype=np.int64).reshape(shape)
+
+    @property
+    def span_bytes(self) -> int:
+        """The most bytes of a shard that are in memory at once."""
+        rows = [
+            math.prod(tile.local_shape[self.grid.dimension + 1 :]) * self.grid.itemsize_bytes
+            for tile in self._tiles
+        ]
+        return max([min(BLOCK_BYTES, self.grid.largest_bytes), *rows])
+
+    def spans(self, box: Box) -> Iterator[tuple[Tile, Span]]:
+        """Every range of every tile's file that lies in a block."""
+        met = ((self._low < box.stop) & (self._high > box.start)).all(axis=1)
+        for number in np.flatnonzero(met).tolist():
+            tile = self._tiles[number]
+            for span in tile.spans(self.grid, box, BLOCK_BYTES):
+                yield tile, span
+
+    def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Memory as an array of the tensor's bare elements."""
+        return np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(shape)
+
+
+class BlockReader(_BlockAccess):
+    """Reads the blocks of one stored tensor.
+
+    Raises:
+        CoverageError: shards that leave part of the tensor out.
+    """
+
+    def __init__(self, tensor: StoredTensor, files: OpenFiles[SourceFile]) -> None:
+        super().__init__(tensor, source_tiles(tensor))
+        self._files = files
+
+    def read(self, index: int, workspace: Workspace) -> memoryview:
+        """The bytes of block `index` in row-major order, valid until the next call.
+
+        Raises:
+            RunError: a file that cannot be read.
+            SourceChangedError: a file that became shorter.
+        """
+        box = self.grid.box(index)
+        size_bytes = box.elements * self.grid.itemsize_bytes
+        spans = list(self.spans(box))
+        if len(spans) == 1 and spans[0][1].is_all_of(box):
+            tile, span = spans[0]
+            region = workspace.block.region(span.start_bytes, size_bytes)
+            self._files[tile.file].read_into(region, span.start_bytes)
+            return region.memory
+        memory = workspace.block.region(0, size_bytes).memory
+        block = self.array(memory, box.shape)
+        for tile, span in spans:
+            region = workspace.span.region(span.start_bytes, span.size_bytes)
+            self._files[tile.file].read_into(region, span.start_bytes)
+            span.copy(block, self.array(region.memory, span.shape), into_block=True)
+        return memory
+
+
+class BlockWriter(_BlockAccess):
+    """Writes the blocks of one tensor into the files that store it."""
+
+    def __init__(self, tensor: StoredTensor, files: OpenFiles[TargetFile]) -> None:
+        super().__init__(tensor, target_tiles(tensor))
+        self._files = files
+
+    def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
+        """Write the bytes of block `index`; answers the names of the files that were written.
+
+        Raises:
+            RunError: a file that cannot be written, such as on a full disk.
+        """
+        box = self.grid.box(index)
+        block = self.array(memory, box.shape)
+        address = block.__array_interface__["data"][0]
+        written: set[str] = set()
+        for tile, span in self.spans(box):
+            file = self._files[tile.file]
+            written.add(tile.file)
+            if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
+                file.write(memory, span.start_bytes)
+                continue
+            region = workspace.span.region(span.start_bytes, span.size_bytes)
+            shard = self.array(region.memory, span.shape)
+            if span.has_gaps:
+                shard[...] = np.zeros((), dtype=shard.dtype)
+            span.copy(block, shard, into_block=False)
+            file.write(region.memory, span.start_bytes)
+        return written

@@ -1,0 +1,221 @@
+"""What does a checkpoint hold?
+
+A checkpoint is a set of named global tensors. Each has a layout whose slots are ranks, and a
+binding that says at which bytes of which file each rank's shard begins. Two ranks that hold
+the same cells may share one stored copy; then one of them has the address.
+
+Nothing here touches a file. `reshard.checkpoint.open` builds these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError, CoverageError, PlanError
+from reshard.layout import Binding, Box, FileRange, Layout
+from reshard.mesh import DeviceMesh
+from reshard.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """A tensor's digest, and those of its blocks in order (16 bytes each)."""
+
+    tensor: bytes
+    blocks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One named tensor: what it is, and which bytes of which files it lies in.
+
+    `spec` is the native text of its sharding, where it has one.
+
+    Raises:
+        CheckpointError: an address that is no file range.
+    """
+
+    name: str
+    dtype: DType
+    binding: Binding
+    spec: str | None = None
+    digest: TensorDigest | None = None
+
+    def __post_init__(self) -> None:
+        for slot, address in self.binding.addresses.items():
+            if not isinstance(address, FileRange):
+                raise CheckpointError(
+                    f"slot {slot} of {self.name!r} is bound to {address}, no file"
+                )
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank holds which part."""
+        return self.binding.layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.layout.shape
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor, held once."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
+
+    def file_range(self, slot: int) -> FileRange:
+        """Where a stored shard begins. Raises CheckpointError where the slot stores none."""
+        address = self.binding.addresses.get(slot)
+        if not isinstance(address, FileRange):
+            raise CheckpointError(f"rank {slot} stores no shard of {self.name!r}")
+        return address
+
+    def shard_size_bytes(self, slot: int) -> int:
+        """Bytes of one slot's shard, pads and halos included."""
+        shape = self.layout.local_shape(slot) or ()
+        return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize_bytes
+
+    @cached_property
+    def stored_slots(self) -> tuple[int, ...]:
+        """The slots whose shards are in files, in order."""
+        return tuple(sorted(self.binding.addresses))
+
+    @cached_property
+    def stored_layout(self) -> Layout:
+        """The layout with only the slots that are in files."""
+        layout = self.layout
+        if len(self.binding.addresses) == len(layout.holders):
+            return layout
+        kept = np.isin(layout.cell_slot, self.stored_slots)
+        return Layout(
+            layout.shape,
+            layout.tables,
+            layout.slots,
+            layout.cell_slot[kept],
+            layout.cell_part[kept],
+            layout.cell_contribution[kept],
+            layout.contributions,
+            layout.reduction,
+        )
+
+    @cached_property
+    def assembly(self) -> Plan:
+        """The plan that puts the whole tensor together, on a slot that holds none of it.
+
+        Raises:
+            CoverageError: shards that leave part of the tensor out, naming the first box.
+        """
+        stored = self.stored_layout
+        plan = Plan(stored, Layout.whole(self.shape, [stored.slots], stored.slots + 1), self.dtype)
+        try:
+            _ = plan.routes
+        except PlanError:
+            hole = missing_box(stored)
+            raise CoverageError(
+                f"tensor {self.name!r} of shape {list(self.shape)}: no shard holds "
+                f"{hole if hole is not None else 'a part of it'}; a shard file is missing, or the "
+                f"checkpoint was not written completely (found shards of ranks "
+                f"{_listed(self.stored_slots)})"
+            ) from None
+        return plan
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One tensor file of a checkpoint. `rank` is the rank whose shards it has."""
+
+    name: str
+    size_bytes: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
+
+    Attributes:
+        folder: where its files are.
+        format: `"safetensors"` or `"sharded-safetensors"`.
+        tensors: every tensor by name, in the order of the files.
+        files: the tensor files.
+        mesh: the devices it was cut for, where known.
+        metadata: the text metadata of its files.
+        carried: other files that belong to it (config, tokenizer), relative to the folder.
+        left_out: other files that are not carried along, with the reason.
+    """
+
+    folder: Path
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[StoredFile, ...]
+    mesh: DeviceMesh | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(
+                f"no tensor {name!r} in {self.folder}; it has {len(self.tensors)}, see "
+                "`reshard inspect`"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, each held once."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is cut for."""
+        if self.mesh is not None:
+            return max(self.mesh.devices) + 1
+        return max((tensor.layout.slots for tensor in self.tensors.values()), default=1)
+
+    def path(self, name: str) -> Path:
+        """The full path of one of its files."""
+        return self.folder / name
+
+
+def missing_box(layout: Layout) -> Box | None:
+    """The first box, in row-major order, that no cell of a layout owns.
+
+    >>> missing_box(Layout.from_boxes((4, 4), [(0, Box((0, 0), (4, 2))), (1, Box((2, 2), (4, 4)))]))
+    Box(start=(0, 2), stop=(2, 4))
+    """
+    boxes = [box for slot in layout.holders for box in layout.boxes(slot)]
+    if not layout.shape:
+        return None if boxes else Box((), ())
+    edges = [
+        np.unique([0, size, *(edge for box in boxes for edge in (box.start[d], box.stop[d]))])
+        for d, size in enumerate(layout.shape)
+    ]
+    covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
+    for box in boxes:
+        low = [int(np.searchsorted(edges[d], a)) for d, a in enumerate(box.start)]
+        high = [int(np.searchsorted(edges[d], b)) for d, b in enumerate(box.stop)]
+        covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] = True
+    if covered.all():
+        return None
+    at = np.unravel_index(int(np.argmin(covered)), covered.shape)
+    start = tuple(int(edge[i]) for edge, i in zip(edges, at, strict=True))
+    return Box(start, tuple(int(edge[i + 1]) for edge, i in zip(edges, at, strict=True)))
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:16]))
+    return shown + (f", ... {len(numbers) - 16} more" if len(numbers) > 16 else "")

@@ -1,0 +1,167 @@
+"""Which kind of checkpoint is at a path?
+
+1. A folder with our manifest is what the manifest says.
+2. A folder with an index, or with `model.safetensors`, or with one safetensors file, holds
+   whole tensors.
+3. A folder whose safetensors files carry sharding offsets holds shards.
+4. A safetensors file or an index file is taken by itself, with nothing beside it.
+
+Other files in a folder are carried along when they are small; reshard never reads them, but
+for `config.json`, in which recipes look up numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import huggingface, sharded_safetensors
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard.checkpoint.safetensors_header import read_header
+from reshard.errors import CheckpointError, FormatError
+
+SUFFIX = ".safetensors"
+LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
+# Weights in other formats: they say the same as the tensors, and would contradict them.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
+
+    Only headers are read. Everything that can be wrong without reading the tensors is found.
+
+    Raises:
+        CheckpointError: nothing there, or nothing that is a checkpoint.
+        FormatError: a file that is damaged, or not of its format.
+        CoverageError: shards that do not make whole tensors.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: there is nothing of that name")
+    if not path.is_dir():
+        return _open_file(path)
+    manifest = read_manifest(path)
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(SUFFIX))
+    if manifest is not None:
+        checkpoint = _open_with_manifest(path, manifest)
+    elif (path / huggingface.INDEX_NAME).exists():
+        checkpoint = huggingface.read_indexed(path / huggingface.INDEX_NAME)
+    elif not names:
+        raise CheckpointError(
+            f"no checkpoint in {path}: expected `{huggingface.SINGLE_FILE}`, "
+            f"`{huggingface.INDEX_NAME}`, or shard files ending in `{SUFFIX}`"
+        )
+    elif any(_is_sharded(path / name) for name in names):
+        checkpoint = sharded_safetensors.read_without_manifest(path, names)
+    elif huggingface.SINGLE_FILE in names or len(names) == 1:
+        single = huggingface.SINGLE_FILE if huggingface.SINGLE_FILE in names else names[0]
+        checkpoint = huggingface.read_single(path / single)
+    else:
+        raise CheckpointError(
+            f"{len(names)} safetensors files in {path} ({', '.join(names[:3])}...) and no "
+            f"`{huggingface.INDEX_NAME}` that says which belong to it; name one of them, or add "
+            "the index"
+        )
+    return _with_companions(checkpoint)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.name.endswith(".index.json"):
+        return huggingface.read_indexed(path)
+    if _is_sharded(path):
+        return sharded_safetensors.read_without_manifest(path.parent, [path.name])
+    return huggingface.read_single(path)
+
+
+def _is_sharded(path: Path) -> bool:
+    return sharded_safetensors.SHARDING_INFO_KEY in read_header(path).metadata
+
+
+def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
+    for file in manifest.files:
+        if not (folder / file.name).exists():
+            raise CheckpointError(
+                f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
+                "that belong to this checkpoint"
+            )
+    if manifest.format == sharded_safetensors.FORMAT:
+        return sharded_safetensors.read_with_manifest(folder, manifest)
+    if manifest.format != huggingface.FORMAT:
+        raise FormatError(
+            f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "
+            "not know; update it"
+        )
+    index = folder / huggingface.INDEX_NAME
+    if len(manifest.files) > 1:
+        checkpoint = huggingface.read_indexed(index)
+    else:
+        checkpoint = huggingface.read_single(folder / manifest.files[0].name)
+    for written, found in zip(manifest.files, checkpoint.files, strict=False):
+        if (written.name, written.size_bytes) != (found.name, found.size_bytes):
+            raise CheckpointError(
+                f"{folder / found.name} has {found.size_bytes} bytes, the manifest says "
+                f"{written.name} of {written.size_bytes}; the files were replaced after the "
+                f"checkpoint was written. If that was meant, delete {folder / MANIFEST_NAME}"
+            )
+    if {*checkpoint.tensors} != {*manifest.tensors}:
+        name = min({*checkpoint.tensors} ^ {*manifest.tensors})
+        raise FormatError(
+            f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
+            f"{folder}, other than the manifest says"
+        )
+    tensors = {
+        name: dataclasses.replace(tensor, digest=manifest.tensors[name].digest)
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the other files of its folder, and those that are left out."""
+    folder = checkpoint.folder
+    own = {file.name for file in checkpoint.files} | {MANIFEST_NAME, huggingface.INDEX_NAME}
+    carried, left_out = [], []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            path = Path(parent) / name
+            relative = path.relative_to(folder).as_posix()
+            if relative in own or name.startswith("."):
+                continue
+            if name.endswith(SUFFIX):
+                left_out.append((relative, "not a file of this checkpoint"))
+            elif name.endswith(_OTHER_WEIGHTS):
+                left_out.append((relative, "weights in another format"))
+            elif not path.is_file():
+                left_out.append((relative, "not a regular file"))
+            elif path.stat().st_size > LARGEST_CARRIED_BYTES:
+                left_out.append((relative, f"larger than {LARGEST_CARRIED_BYTES} bytes"))
+            else:
+                carried.append(relative)
+    return dataclasses.replace(checkpoint, carried=tuple(carried), left_out=tuple(left_out))
+
+
+def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The model's `config.json` beside the tensors, or None where there is none.
+
+    Raises:
+        FormatError: a file that is not a JSON object.
+    """
+    path = checkpoint.folder / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is not a JSON object, but a {type(content).__name__}")
+    return content

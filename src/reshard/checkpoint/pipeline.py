@@ -1,0 +1,82 @@
+"""Many independent pieces of work, a few at a time, in threads.
+
+Reading, copying and writing release the interpreter, so threads overlap them. The results
+come back to the caller's thread, in the order they are finished; leaving the loop, by an
+error or by ctrl-C, stops the threads after the piece each is at, and waits for them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Protocol, TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Memory = TypeVar("Memory", bound=_Closable)
+
+
+def run_in_threads(
+    tasks: Iterable[Task],
+    work: Callable[[Task, Memory], Result],
+    new_memory: Callable[[], Memory],
+    threads: int,
+) -> Generator[Result]:
+    """The results of `work(task, memory)` for all tasks, as they are finished.
+
+    Each thread has a memory of its own, from `new_memory()`, closed at its end. An exception
+    in a task is raised here, after the threads have stopped.
+    """
+    iterator = iter(tasks)
+    lock = threading.Lock()
+    stop = threading.Event()
+    results: queue.SimpleQueue[tuple[Result | None, BaseException | None, bool]]
+    results = queue.SimpleQueue()
+
+    def next_task() -> tuple[Task] | None:
+        with lock:
+            if stop.is_set():
+                return None
+            for task in iterator:
+                return (task,)
+            return None
+
+    def loop() -> None:
+        try:
+            memory = new_memory()
+            try:
+                while (item := next_task()) is not None:
+                    results.put((work(item[0], memory), None, False))
+            finally:
+                memory.close()
+        except BaseException as error:
+            stop.set()
+            results.put((None, error, True))
+        else:
+            results.put((None, None, True))
+
+    workers = [threading.Thread(target=loop, name=f"reshard-{n}") for n in range(threads)]
+    try:
+        for worker in workers:
+            worker.start()
+        running = threads
+        while running:
+            result, error, ended = results.get()
+            if error is not None:
+                raise error
+            if ended:
+                running -= 1
+            else:
+                yield result  # type: ignore[misc]
+    finally:
+        stop.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
