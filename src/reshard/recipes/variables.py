@@ -1,0 +1,82 @@
+"""Which numbers of a model do the braces in a rule's spec stand for?
+
+A cut often follows a number that only the model knows, such as its key/value heads. A spec
+names it as the model's config.json does, with fallbacks for configs that are older than the
+key::
+
+    tp@heads{num_key_value_heads|num_attention_heads}, -
+            1. take the first of the names that the config has; null counts as absent
+            2. write its number in place of the braces
+    tp@heads8, -
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from reshard.errors import RecipeError
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def variables(spec: str) -> tuple[tuple[str, ...], ...]:
+    """The variables of a spec's text in order, each with its alternatives.
+
+    Raises:
+        RecipeError: braces that do not pair, or do not hold names.
+
+    >>> variables("tp@heads{num_key_value_heads|num_attention_heads}, -")
+    (('num_key_value_heads', 'num_attention_heads'),)
+    """
+    found = []
+    for braces in _BRACES.finditer(spec):
+        names = tuple(name.strip() for name in braces[1].split("|"))
+        if not all(_NAME.fullmatch(name) for name in names):
+            raise RecipeError(_unreadable(spec, braces[0]))
+        found.append(names)
+    lone = re.search(r"[{}]", _BRACES.sub("", spec))
+    if lone:
+        raise RecipeError(_unreadable(spec, lone[0]))
+    return tuple(found)
+
+
+def _unreadable(spec: str, braces: str) -> str:
+    return (
+        f"cannot read {braces!r} in the spec `{spec}`; write a key of the model's config.json in "
+        "braces, such as {num_attention_heads}, with `|` between alternatives"
+    )
+
+
+def fill_in(spec: str, config: Mapping[str, object] | None) -> str:
+    """The spec's text with the numbers of `config` in place of its variables.
+
+    Raises:
+        RecipeError: a variable that the config has not, or that is not a whole number.
+
+    >>> fill_in("tp@heads{num_key_value_heads|num_attention_heads}", {"num_attention_heads": 12})
+    'tp@heads12'
+    """
+    text = spec
+    for names in variables(spec):
+        text = _BRACES.sub(str(_number(names, config)), text, count=1)
+    return text
+
+
+def _number(names: tuple[str, ...], config: Mapping[str, object] | None) -> int:
+    wanted = " or ".join(f"`{name}`" for name in names)
+    remedy = "put the model's config.json beside the checkpoint, or write the number in the rule"
+    if config is None:
+        raise RecipeError(f"{wanted} of the model's config is needed and there is none; {remedy}")
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise RecipeError(
+                f"`{name}` of the model's config is {value!r}, a whole number of at least 0 was "
+                f"expected; {remedy}"
+            )
+        return value
+    raise RecipeError(f"{wanted} is not in the model's config; {remedy}")

@@ -1,0 +1,141 @@
+"""Recipes: their files, the shipped ones, and the choice by model type."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from reshard.errors import RecipeError
+from reshard.recipes.recipe import Recipe, choose_recipe, load_recipe, shipped_recipes
+from reshard.recipes.rules import Rule
+
+TEXT = """
+name = "mine"
+description = "a recipe of my own"
+model_types = ["mine", "ours"]
+axes = ["tp", "fsdp"]
+
+[[rules]]
+pattern = "*.weight"
+spec = "tp@heads{heads}, -"
+
+[[rules]]
+pattern = "*"
+spec = "..."
+"""
+
+
+def _written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_read_in_order(tmp_path: Path) -> None:
+    path = _written(tmp_path, TEXT)
+    expected = Recipe(
+        "mine",
+        "a recipe of my own",
+        ("mine", "ours"),
+        ("tp", "fsdp"),
+        (Rule("*.weight", "tp@heads{heads}, -"), Rule("*", "...")),
+    )
+    assert load_recipe(path) == expected
+    assert load_recipe(str(path)) == expected
+
+
+def test_text_with_a_toml_ending_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _written(tmp_path, TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("mine.toml").name == "mine"
+    _written(tmp_path, TEXT).rename(tmp_path / "bert")
+    assert load_recipe("./bert").name == "mine"
+    assert load_recipe(Path("bert")).name == "mine"
+    assert load_recipe("bert").name == "bert"
+
+
+def test_description_and_model_types_may_be_left_out(tmp_path: Path) -> None:
+    text = 'name = "n"\naxes = []\nrules = [{pattern = "*", spec = "..."}]'
+    assert load_recipe(_written(tmp_path, text)) == Recipe("n", "", (), (), (Rule("*", "..."),))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "mine"', "", "the key `name` is missing"),
+        ('axes = ["tp", "fsdp"]', "", "the key `axes` is missing"),
+        (TEXT[TEXT.index("[[") :], "", "the key `rules` is missing"),
+        ('spec = "..."', "", r"the key `rules\[2\]\.spec` is missing"),
+        ('pattern = "*"', "", r"the key `rules\[2\]\.pattern` is missing"),
+        ('name = "mine"', 'nmae = "mine"', "unknown key `nmae`; the keys are name, axes, rules"),
+        ('spec = "..."', 'spec = "-"\ncut = "-"', r"unknown key `rules\[2\]\.cut`; .* pattern, sp"),
+        ('name = "mine"', "name = 3", "`name` is 3, text in quotes was expected"),
+        ('name = "mine"', 'name = " "', "the recipe name ' ' is empty"),
+        ('"a recipe of my own"', "[]", r"`description` is \[\], text"),
+        ('["mine", "ours"]', '"mine"', "`model_types` is 'mine', a list of texts"),
+        ('["tp", "fsdp"]', '["tp", 1]', r"`axes` is \['tp', 1\], a list of texts"),
+        ('["tp", "fsdp"]', '["tp", "tp"]', r"axes of recipe 'mine': .* must differ"),
+        ('["tp", "fsdp"]', '["t p"]', "axes of recipe 'mine': axis name 't p'"),
+        (TEXT[TEXT.index("[[") :], "rules = 4", r"`rules` is 4, tables, each beginning"),
+        (TEXT[TEXT.index("[[") :], "rules = [4]", r"`rules\[1\]` is 4, a table with"),
+        (TEXT[TEXT.index("[[") :], "rules = []", "recipe 'mine' has no rules"),
+        ('pattern = "*"', "pattern = 1", r"`rules\[2\]\.pattern` is 1, text"),
+        ('spec = "..."', "spec = true", r"`rules\[2\]\.spec` is True, text"),
+        ('spec = "..."', 'spec = " "', r"rules\[2\]: the rule '\*= ' has an empty spec"),
+        ("{heads}", "{heads", r"rules\[1\]: cannot read '{' in the spec"),
+        ("[[rules]]", "[[rules", "is not TOML: .*line 7"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in TEXT
+    path = _written(tmp_path, TEXT.replace(old, new))
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"absent\.toml: No such file .*; give a shipped name"):
+        load_recipe(tmp_path / "absent.toml")
+    with pytest.raises(RecipeError, match="Is a directory"):
+        load_recipe(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
+    with pytest.raises(RecipeError, match=r"latin\.toml is not TOML"):
+        load_recipe(tmp_path / "latin.toml")
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"'LLama2'; did you mean llama\? .* are bert, llama;"):
+        load_recipe("LLama2")
+    with pytest.raises(RecipeError, match=r"unknown recipe 'xyz'; The shipped recipes are bert, l"):
+        load_recipe("xyz")
+
+
+def test_every_shipped_recipe_loads_under_its_name_and_for_its_models() -> None:
+    assert set(shipped_recipes()) >= {"bert", "llama"}
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        assert recipe.description
+        assert recipe.model_types
+        for model_type in recipe.model_types:
+            assert choose_recipe({"model_type": model_type}) is recipe
+        assert len({rule.pattern for rule in recipe.rules}) == len(recipe.rules)
+
+
+def test_the_documented_keys_are_those_of_the_shipped_files() -> None:
+    for name in shipped_recipes():
+        text = (resources.files("reshard.recipes") / f"{name}.toml").read_text()
+        assert set(tomllib.loads(text)) == {"name", "description", "model_types", "axes", "rules"}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "no-such"}, {"model_type": None}, {"model_type": ["bert"]}]
+)
+def test_no_recipe_for_other_models(config: dict[str, object]) -> None:
+    assert choose_recipe(config) is None

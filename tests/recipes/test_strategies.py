@@ -1,0 +1,107 @@
+"""Strategies: whole models placed by a policy under a name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.dtypes import dtype
+from reshard.errors import RecipeError, UsageError
+from reshard.layout import Layout
+from reshard.recipes import strategies
+from reshard.recipes.strategies import (
+    StrategyFunction,
+    Tensors,
+    register_strategy,
+    strategy,
+    strategy_names,
+)
+
+ONE: Tensors = {"a": (dtype("float32"), (2, 3))}
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=9), st.integers(1, 9))
+def test_round_robin_deals_whole_tensors_in_the_order_given(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
+    # Names in falling order: the order given counts, not the alphabet.
+    tensors = {f"t{100 - i}": (dtype("bfloat16"), shape) for i, shape in enumerate(shapes)}
+    layouts = strategy("round_robin")(tensors, world_size)
+    assert list(layouts) == list(tensors)
+    for number, (name, (_, shape)) in enumerate(tensors.items()):
+        layout = layouts[name]
+        assert (layout.shape, layout.slots) == (shape, world_size)
+        for rank in range(world_size):
+            expected = shape if rank == number % world_size else None
+            assert layout.local_shape(rank) == expected
+
+
+@pytest.mark.parametrize("name", ["simple", "SIMPLE", "round_robin", "Round_Robin"])
+def test_case_does_not_matter(name: str) -> None:
+    assert strategy(name)(ONE, 3) == {"a": Layout.whole((2, 3), [0], 3)}
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"'RoundRobin'; did you mean round_robin\? .*, simple;"):
+        strategy("RoundRobin")
+    with pytest.raises(RecipeError, match="'xyz'; The known strategies are round_robin, simple"):
+        strategy("xyz")
+
+
+def _everywhere(tensors: Tensors, world_size: int) -> dict[str, Layout]:
+    return {name: Layout.replicated(shape, world_size) for name, (_, shape) in tensors.items()}
+
+
+def test_users_add_their_own() -> None:
+    register_strategy("Everywhere", _everywhere)
+    register_strategy("everywhere", _everywhere)
+    assert strategy_names() == ("round_robin", "simple", "Everywhere")
+    assert strategy("EVERYWHERE")(ONE, 2) == {"a": Layout.replicated((2, 3), 2)}
+
+
+@pytest.mark.parametrize("name", ["simple", "Simple"])
+def test_a_taken_name_is_refused_and_stays(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"the strategy name '{name}' is taken by"):
+        register_strategy(name, _everywhere)
+    assert strategy("simple")(ONE, 2) == {"a": Layout.whole((2, 3), [0], 2)}
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(RecipeError, match="the strategy name ' ' is empty"):
+        register_strategy(" ", _everywhere)
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_fewer_than_one_rank(world_size: int) -> None:
+    with pytest.raises(UsageError, match=f"world size {world_size} must be at least 1"):
+        strategy("simple")(ONE, world_size)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tensors, size: {}, "'bad' gives no layout for tensor 'a'"),
+        (
+            lambda tensors, size: {name: Layout.replicated((2, 3), size) for name in "ab"},
+            "'bad' gives a layout for unknown tensor 'b'",
+        ),
+        (
+            lambda tensors, size: {"a": Layout.replicated((3, 2), size)},
+            r"lays out tensor 'a' with shape \[3, 2\] over 2 slots; shape \[2, 3\] over 2",
+        ),
+        (
+            lambda tensors, size: {"a": Layout.replicated((2, 3), 1)},
+            r"shape \[2, 3\] over 1 slots; shape \[2, 3\] over 2, one a rank",
+        ),
+    ],
+)
+def test_what_a_strategy_answers_is_checked(function: StrategyFunction, message: str) -> None:
+    register_strategy("bad", function)
+    with pytest.raises(RecipeError, match=message):
+        strategy("bad")(ONE, 2)
