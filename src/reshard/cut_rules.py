@@ -471,7 +471,7 @@ class Halo(CutRule):
     when it is a target; it is a source only when `fresh`.
 
     >>> Halo(1, 1).table(6, 3).runs_of(1)
-    [(1, 2, 0, 1), (2, 4, 1, 0), (4, 5, 3, 1)]
+    [(1, 2, 0, 2), (2, 4, 1, 0), (4, 5, 3, 2)]
     >>> Halo(1, 1, padded_edges=True).table(6, 3).local_lengths.tolist()
     [4, 4, 4]
     """

@@ -39,8 +39,9 @@ from numpy.typing import ArrayLike, NDArray
 from reshard.errors import LayoutError
 from reshard.interning import Interned
 
-OWNED, HALO, FRESH_HALO, PAD = 0, 1, 2, 3
-ROLE_NAMES = ("owned", "halo", "fresh halo", "pad")
+# Of two roles the larger one wins where a part is cut again: a copy is fresh only if both are.
+OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
+ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
 
 IntArray = NDArray[np.int64]
 
@@ -222,7 +223,8 @@ class RunTable(Interned):
         """Cut every part again: part `p` by `inner[p]`, whose length is `p`'s local length.
 
         Part `p * q + c` of the result is part `c` of `inner[p]`, with `q` inner parts each.
-        A halo or pad of this table stays one whatever the inner table calls it.
+        A halo or pad of this table stays one whatever the inner table calls it, and what is a
+        stale copy in one of the two tables is stale.
 
         >>> outer = RunTable(6, 2, [(0, 0, 3, 0), (1, 3, 3, 0)])
         >>> inner = RunTable(3, 2, [(0, 0, 2, 0), (1, 2, 1, 0)])

@@ -23,7 +23,7 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.holders import Holders
 from reshard.planning.overlap import Overlap
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import PAD, IntArray, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +218,7 @@ class RouteFinder:
                     if low > at:
                         break
                     at = max(at, high)
-                if at < stop and role < 3:
+                if at < stop and role != PAD:
                     return f" (nobody holds index {at} of dimension {d})"
         return ""
 
