@@ -95,6 +95,11 @@ def test_an_axis_of_the_recipe_that_the_mesh_lacks_falls_out(
         assert found.layouts == {"a.weight": spec(mesh, expected).layout((8, 6))}
 
 
+def test_an_axis_along_which_contributions_lie_is_used() -> None:
+    found = assign({"a": (8,)}, MESH, [Rule("a", "- | sum(dp)")])
+    assert found.unused_axes == ("tp",)
+
+
 @given(st.dictionaries(st.sampled_from(["tp", "fsdp", "ep"]), st.integers(1, 3)))
 def test_a_recipe_on_fewer_axes_is_the_one_on_axes_of_size_one(sizes: dict[str, int]) -> None:
     recipe = _recipe(

@@ -39,7 +39,7 @@ class Assignment:
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
     those that one matched. `unmatched` tensors are replicated. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
-    all. `unused_axes` of the mesh cut no tensor, so they hold copies.
+    all. `unused_axes` of the mesh hold copies of every tensor.
     """
 
     specs: dict[str, ShardingSpec]
@@ -133,7 +133,7 @@ def assign(
         matched[name] = source.rule
         used.add(number)
     unused = [n for n in range(len(sources)) if n not in used]
-    used_axes = {axis for sharding in set(specs.values()) for axis in _cutting_axes(sharding)}
+    used_axes = {axis for sharding in set(specs.values()) for axis in _used_axes(sharding)}
     return Assignment(
         specs,
         layouts,
@@ -177,6 +177,6 @@ def _on_mesh(mesh: DeviceMesh, written: ShardingSpec) -> ShardingSpec:
     )
 
 
-def _cutting_axes(sharding: ShardingSpec) -> set[str]:
+def _used_axes(sharding: ShardingSpec) -> set[str]:
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
     return {axis.name for axis in (*axes, *sharding.partial_axes)}
