@@ -266,12 +266,10 @@ def _origins(plan: Plan) -> Origins | None:
     stop = moving.start + moving.shape
 
     def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
-        row, column = places[0]
-        slots = sorted({holding.slot for holding in grid.holdings[row][column]})
-        into = np.isin(moving.target_slot, slots)
+        # Whoever receives elements of a region holds it, so its place alone finds them.
         inside = np.zeros(len(moving), dtype=bool)
         for r, c in places:
-            meets = into.copy()
+            meets = np.ones(len(moving), dtype=bool)
             for dimension, interval in (
                 (grid.row_dimension, grid.rows[r]),
                 (grid.column_dimension, grid.columns[c]),
