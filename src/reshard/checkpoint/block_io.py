@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks import BLOCK_BYTES, BlockGrid
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
-from reshard.checkpoint.tiles import Span, Tile, source_tiles, target_tiles
+from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.layout import Box
 
 
@@ -90,31 +90,26 @@ def open_sources(folder: Path) -> OpenFiles[SourceFile]:
 class _BlockAccess:
     """The tiles of one tensor, and the spans of each block in them."""
 
-    def __init__(self, tensor: StoredTensor, tiles: tuple[Tile, ...]) -> None:
+    def __init__(self, tensor: StoredTensor, tiles: Tiles) -> None:
         self.tensor = tensor
         self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
         self._tiles = tiles
-        bounds = [tile.bounds for tile in tiles]
-        shape = (len(tiles), len(tensor.shape))
-        self._low = np.array([box.start for box in bounds], dtype=np.int64).reshape(shape)
-        self._high = np.array([box.stop for box in bounds], dtype=np.int64).reshape(shape)
 
     @property
     def span_bytes(self) -> int:
         """The most bytes of a shard that are in memory at once."""
         rows = [
             math.prod(tile.local_shape[self.grid.dimension + 1 :]) * self.grid.itemsize_bytes
-            for tile in self._tiles
+            for tile in self._tiles.tiles
         ]
         return max([min(BLOCK_BYTES, self.grid.largest_bytes), *rows])
 
-    def spans(self, box: Box) -> Iterator[tuple[Tile, Span]]:
-        """Every range of every tile's file that lies in a block."""
-        met = ((self._low < box.stop) & (self._high > box.start)).all(axis=1)
-        for number in np.flatnonzero(met).tolist():
-            tile = self._tiles[number]
-            for span in tile.spans(self.grid, box, BLOCK_BYTES):
-                yield tile, span
+    def spans(self, box: Box) -> Iterator[tuple[str, Span]]:
+        """Every range of a file that lies in a block, with the file's name."""
+        for tile in self._tiles.meeting(box):
+            address = self.tensor.file_range(tile.slot)
+            for span in tile.spans(self.grid, box, address.start_bytes, BLOCK_BYTES):
+                yield address.path, span
 
     def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
         """Memory as an array of the tensor's bare elements."""
@@ -129,7 +124,7 @@ class BlockReader(_BlockAccess):
     """
 
     def __init__(self, tensor: StoredTensor, files: OpenFiles[SourceFile]) -> None:
-        super().__init__(tensor, source_tiles(tensor))
+        super().__init__(tensor, source_tiles(tensor.assembly))
         self._files = files
 
     def read(self, index: int, workspace: Workspace) -> memoryview:
@@ -143,15 +138,15 @@ class BlockReader(_BlockAccess):
         size_bytes = box.elements * self.grid.itemsize_bytes
         spans = list(self.spans(box))
         if len(spans) == 1 and spans[0][1].is_all_of(box):
-            tile, span = spans[0]
+            name, span = spans[0]
             region = workspace.block.region(span.start_bytes, size_bytes)
-            self._files[tile.file].read_into(region, span.start_bytes)
+            self._files[name].read_into(region, span.start_bytes)
             return region.memory
         memory = workspace.block.region(0, size_bytes).memory
         block = self.array(memory, box.shape)
-        for tile, span in spans:
+        for name, span in spans:
             region = workspace.span.region(span.start_bytes, span.size_bytes)
-            self._files[tile.file].read_into(region, span.start_bytes)
+            self._files[name].read_into(region, span.start_bytes)
             span.copy(block, self.array(region.memory, span.shape), into_block=True)
         return memory
 
@@ -160,7 +155,7 @@ class BlockWriter(_BlockAccess):
     """Writes the blocks of one tensor into the files that store it."""
 
     def __init__(self, tensor: StoredTensor, files: OpenFiles[TargetFile]) -> None:
-        super().__init__(tensor, target_tiles(tensor))
+        super().__init__(tensor, target_tiles(tensor.stored_layout))
         self._files = files
 
     def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
@@ -173,9 +168,9 @@ class BlockWriter(_BlockAccess):
         block = self.array(memory, box.shape)
         address = block.__array_interface__["data"][0]
         written: set[str] = set()
-        for tile, span in self.spans(box):
-            file = self._files[tile.file]
-            written.add(tile.file)
+        for name, span in self.spans(box):
+            file = self._files[name]
+            written.add(name)
             if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
                 file.write(memory, span.start_bytes)
                 continue

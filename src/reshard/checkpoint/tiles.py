@@ -22,15 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import BlockGrid
-from reshard.checkpoint.contents import StoredTensor
-from reshard.layout import Box, FileRange
+from reshard.layout import Box, Layout
+from reshard.planning.plan import Plan
 from reshard.planning.transfers import dimension_pieces
 from reshard.runs import PAD, IntArray, ragged_arange
 
@@ -96,14 +96,14 @@ def _positions(begin: IntArray, length: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class Tile:
-    """A shard of `local_shape` at a place in a file, and the pieces of it that are used.
+    """A shard of `local_shape`, and the pieces of it that are used.
 
-    For each dimension, `start`, `length` and `local` list pieces in local order: global begin,
-    length, and begin in the shard."""
+    It begins `offset` elements into the memory of `slot`. For each dimension, `start`,
+    `length` and `local` list pieces in local order: global begin, length, begin in the shard.
+    """
 
     slot: int
-    file: str
-    start_bytes: int
+    offset: int
     local_shape: tuple[int, ...]
     start: tuple[IntArray, ...]
     length: tuple[IntArray, ...]
@@ -111,19 +111,20 @@ class Tile:
 
     @cached_property
     def bounds(self) -> Box:
-        """The smallest box of the tensor around it."""
+        """The smallest box of the tensor around it, in the tensor's indices."""
         low = tuple(int(start.min()) if len(start) else 0 for start in self.start)
         ends = zip(self.start, self.length, strict=True)
         return Box(low, tuple(int((a + n).max()) if len(a) else 0 for a, n in ends))
 
-    def spans(self, grid: BlockGrid, box: Box, most_bytes: int) -> Iterator[Span]:
-        """The ranges of the shard's file that lie in a block, each at most `most_bytes`.
+    def spans(self, grid: BlockGrid, box: Box, start_bytes: int, most_bytes: int) -> Iterator[Span]:
+        """The ranges of a file that lie in a block, each at most `most_bytes`.
 
-        One index of the block's dimension is never split, whatever its size.
+        `start_bytes` is where the memory of the tile's slot begins in the file. One index of
+        the block's dimension is never split, whatever its size.
         """
         if not box.start:
             size = grid.itemsize_bytes
-            yield Span(self.start_bytes, size, (), (), (), ())
+            yield Span(start_bytes + self.offset * size, size, (), (), (), ())
             return
         cut = grid.dimension
         lead = 0
@@ -141,13 +142,14 @@ class Tile:
         pieces = zip(begin[met].tolist(), (end - begin)[met].tolist(), local.tolist(), strict=True)
         row_bytes = math.prod(self.local_shape[cut + 1 :]) * grid.itemsize_bytes
         most_rows = max(1, most_bytes // row_bytes)
+        begin_bytes = start_bytes + self.offset * grid.itemsize_bytes
         for starts, lengths, locals_ in _stretches(pieces, most_rows):
             first = int(locals_[0])
             rows = int(locals_[-1] + lengths[-1]) - first
             one = np.ones(1, dtype=np.int64)
             zero = np.zeros(1, dtype=np.int64)
             yield Span(
-                self.start_bytes + (lead * self.local_shape[cut] + first) * row_bytes,
+                begin_bytes + (lead * self.local_shape[cut] + first) * row_bytes,
                 rows * row_bytes,
                 (1,) * cut + (rows, *self.local_shape[cut + 1 :]),
                 (zero,) * cut + (locals_ - first, *self.local[cut + 1 :]),
@@ -189,18 +191,45 @@ def _columns(group: list[tuple[int, int, int]]) -> tuple[IntArray, IntArray, Int
     return begin, length, local
 
 
-def source_tiles(tensor: StoredTensor) -> tuple[Tile, ...]:
+@dataclass(frozen=True)
+class Tiles:
+    """All tiles of a layout: `low` and `high`, of shape `(tiles, dims)`, are their bounds."""
+
+    tiles: tuple[Tile, ...]
+
+    @cached_property
+    def low(self) -> IntArray:
+        """Where each tile begins in the tensor."""
+        return self._bounds([tile.bounds.start for tile in self.tiles])
+
+    @cached_property
+    def high(self) -> IntArray:
+        """Where each tile ends in the tensor."""
+        return self._bounds([tile.bounds.stop for tile in self.tiles])
+
+    def _bounds(self, corners: list[tuple[int, ...]]) -> IntArray:
+        dims = len(corners[0]) if corners else 0
+        return np.array(corners, dtype=np.int64).reshape(len(corners), dims)
+
+    def meeting(self, box: Box) -> Iterator[Tile]:
+        """The tiles whose bounds meet a box."""
+        if not self.tiles:
+            return
+        met = ((self.low < box.stop) & (self.high > box.start)).all(axis=1)
+        for number in np.flatnonzero(met).tolist():
+            yield self.tiles[number]
+
+
+@lru_cache(maxsize=4096)
+def source_tiles(assembly: Plan) -> Tiles:
     """The shards that supply a whole tensor, with each element taken from one of them.
 
-    Raises:
-        CoverageError: shards that leave part of it out.
+    `assembly` is the plan that puts the tensor together (`StoredTensor.assembly`).
     """
-    plan = tensor.assembly
-    routes = plan.routes
-    layout = plan.source
+    routes, layout = assembly.routes, assembly.source
     pieces = [
         dimension_pieces(overlap, routes.pair[d], layout.cell_part[routes.source_cell, d])
-        for d, overlap in enumerate(plan.overlaps)
+        for d, overlap in enumerate(assembly.overlaps)
     ]
     of_cell: dict[int, list[list[_Pieces]]] = {}
     for route in range(len(routes.source_cell)):
@@ -210,10 +239,12 @@ def source_tiles(tensor: StoredTensor) -> tuple[Tile, ...]:
             values = (column.start[rows], column.length[rows], column.source_local[rows])
             product.append(sorted(zip(*(v.tolist() for v in values), strict=True), key=_local))
         of_cell.setdefault(int(routes.source_cell[route]), []).append(product)
-    return tuple(
-        _tile(tensor, int(layout.cell_slot[cell]), cell, product)
-        for cell, products in of_cell.items()
-        for product in _merged(products)
+    return Tiles(
+        tuple(
+            _tile(layout, cell, product)
+            for cell, products in of_cell.items()
+            for product in _merged(products)
+        )
     )
 
 
@@ -241,33 +272,24 @@ def _merged(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
     return products
 
 
-def target_tiles(tensor: StoredTensor) -> tuple[Tile, ...]:
-    """Every stored shard of a tensor, halos included, pads left out."""
-    layout = tensor.stored_layout
+@lru_cache(maxsize=4096)
+def target_tiles(layout: Layout) -> Tiles:
+    """Every shard of a layout, halos included, pads left out."""
     tiles = []
     for cell in range(layout.cells):
         product = []
         for d, table in enumerate(layout.tables):
             runs = table.runs_of(int(layout.cell_part[cell, d]))
             product.append([(a, b - a, local) for a, b, local, role in runs if role != PAD])
-        tiles.append(_tile(tensor, int(layout.cell_slot[cell]), cell, product))
-    return tuple(tiles)
+        tiles.append(_tile(layout, cell, product))
+    return Tiles(tuple(tiles))
 
 
-def _tile(tensor: StoredTensor, slot: int, cell: int, product: list[_Pieces]) -> Tile:
-    address: FileRange = tensor.file_range(slot)
-    layout = tensor.stored_layout
+def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
+    slot = int(layout.cell_slot[cell])
     # The cells of one slot lie one behind the other.
     before = range(layout.cells_of(slot).start, cell)
-    skipped = sum(int(layout.cell_shape[other].prod()) for other in before)
+    offset = sum(int(layout.cell_shape[other].prod()) for other in before)
     matrices = [np.array(pieces, dtype=np.int64).reshape(-1, 3).T for pieces in product]
     start, length, local = (tuple(matrix[row] for matrix in matrices) for row in range(3))
-    return Tile(
-        slot,
-        address.path,
-        address.start_bytes + skipped * tensor.dtype.itemsize_bytes,
-        tuple(layout.cell_shape[cell].tolist()),
-        start,
-        length,
-        local,
-    )
+    return Tile(slot, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)

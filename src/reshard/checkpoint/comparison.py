@@ -1,0 +1,253 @@
+"""Do two checkpoints hold the same tensors, bit for bit, however they are cut?
+
+Both are read block by block in the tensors' own order, so cuts, formats and files do not
+matter. Nothing is taken from manifests: the bytes are read, compared and digested.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion import DEFAULT_THREADS
+from reshard.checkpoint.conversion_run import Progress, ProgressFunction
+from reshard.checkpoint.opening import open_checkpoint
+from reshard.checkpoint.pipeline import run_in_threads
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that differs, and how. `elements` counts those whose bits differ, if known."""
+
+    name: str
+    problem: str
+    elements: int | None = None
+    first_index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome: `is_same`, the differences, and a digest of every tensor that is the same."""
+
+    differences: tuple[Difference, ...]
+    digests: dict[str, str]
+    compared_bytes: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both hold the same tensors, bit for bit."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedBlock:
+    """A block whose bytes are not those that were written, and the bytes of the files it is in."""
+
+    tensor: str
+    box: str
+    expected: str
+    found: str
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestReport:
+    """Digests of all tensors as found, those without a recorded digest, and damaged blocks."""
+
+    digests: dict[str, str]
+    without_digest: tuple[str, ...]
+    damaged: tuple[DamagedBlock, ...]
+    read_bytes: int
+
+
+class _PairWorkspace:
+    """The memory of one thread that reads two checkpoints."""
+
+    def __init__(self, new_workspace: Callable[[], Workspace]) -> None:
+        self.left = new_workspace()
+        self.right = new_workspace()
+
+    def close(self) -> None:
+        self.left.close()
+        self.right.close()
+
+
+def compare(
+    left: str | os.PathLike[str] | Checkpoint,
+    right: str | os.PathLike[str] | Checkpoint,
+    *,
+    threads: int = DEFAULT_THREADS,
+    progress: ProgressFunction | None = None,
+) -> Comparison:
+    """Compare two checkpoints bit for bit.
+
+    Raises:
+        CheckpointError: one of them cannot be used.
+        RunError: a file cannot be read.
+    """
+    a = left if isinstance(left, Checkpoint) else open_checkpoint(left)
+    b = right if isinstance(right, Checkpoint) else open_checkpoint(right)
+    differences = _described_differences(a, b)
+    unequal = {difference.name for difference in differences}
+    names = [name for name in a.tensors if name in b.tensors and name not in unequal]
+    total = sum(a[name].size_bytes for name in names)
+    files_a, files_b = open_sources(a.folder), open_sources(b.folder)
+    readers = lru_cache(maxsize=64)(
+        lambda name: (BlockReader(a[name], files_a), BlockReader(b[name], files_b))
+    )
+    sizes = _workspace_sizes([a, b], names)
+
+    def work(task: tuple[str, int], memory: _PairWorkspace) -> tuple[str, int, bytes, int, int]:
+        name, block = task
+        reader_a, reader_b = readers(name)
+        bytes_a = reader_a.read(block, memory.left)
+        bytes_b = reader_b.read(block, memory.right)
+        digest = block_digest(bytes_a)
+        if bytes_a == bytes_b:
+            return name, block, digest, 0, -1
+        differ = reader_a.array(bytes_a, (-1,)).view(np.uint8) != reader_b.array(
+            bytes_b, (-1,)
+        ).view(np.uint8)
+        elements = differ.reshape(-1, reader_a.grid.itemsize_bytes).any(axis=1)
+        return name, block, digest, int(elements.sum()), int(np.argmax(elements))
+
+    def new_memory() -> _PairWorkspace:
+        return _PairWorkspace(lambda: Workspace(*sizes))
+
+    blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
+    found: dict[str, tuple[int, int, int]] = {}
+    done = 0
+    try:
+        for name, block, digest, count, first in run_in_threads(
+            _tasks(a, names), work, new_memory, threads
+        ):
+            blocks[name][block] = digest
+            if count:
+                before, first_block, first_at = found.get(name, (0, math.inf, 0))
+                earliest = min((first_block, first_at), (block, first))
+                found[name] = (before + count, int(earliest[0]), int(earliest[1]))
+            done += readers(name)[0].grid.size_bytes(block)
+            if progress is not None:
+                progress(Progress(done, total, 0, name))
+    finally:
+        files_a.close()
+        files_b.close()
+    for name, (count, block, at) in found.items():
+        box = BlockGrid.of(a[name].shape, a[name].dtype.itemsize_bytes).box(block)
+        offset = np.unravel_index(at, box.shape) if box.shape else ()
+        index = tuple(int(s + o) for s, o in zip(box.start, offset, strict=True))
+        problem = (
+            f"{count} of {math.prod(a[name].shape)} elements differ, the first at {list(index)}"
+        )
+        differences.append(Difference(name, problem, count, index))
+    digests = {
+        name: tensor_digest(blocks[name][i] for i in range(len(blocks[name]))).tensor.hex()
+        for name in names
+        if name not in found
+    }
+    return Comparison(tuple(differences), digests, done)
+
+
+def _described_differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+    """What differs without a look at the bytes."""
+    differences = []
+    for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
+        if name not in b.tensors:
+            differences.append(Difference(name, f"is only in {a.folder}"))
+        elif name not in a.tensors:
+            differences.append(Difference(name, f"is only in {b.folder}"))
+        elif a[name].shape != b[name].shape:
+            shapes = f"{list(a[name].shape)} and {list(b[name].shape)}"
+            differences.append(Difference(name, f"has shapes {shapes}"))
+        elif a[name].dtype is not b[name].dtype:
+            dtypes = f"{a[name].dtype.name} and {b[name].dtype.name}"
+            differences.append(Difference(name, f"has dtypes {dtypes}"))
+    return differences
+
+
+def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, int]]:
+    for name in names:
+        tensor = checkpoint[name]
+        for block in range(BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes).count):
+            yield name, block
+
+
+def _workspace_sizes(checkpoints: list[Checkpoint], names: list[str]) -> tuple[int, int]:
+    block = span = 0
+    for checkpoint in checkpoints:
+        files = open_sources(checkpoint.folder)
+        for name in names:
+            reader = BlockReader(checkpoint[name], files)
+            block = max(block, reader.grid.largest_bytes)
+            span = max(span, reader.span_bytes)
+    return block, span
+
+
+def check_digests(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    threads: int = DEFAULT_THREADS,
+    progress: ProgressFunction | None = None,
+) -> DigestReport:
+    """Digest every tensor, and compare with the digests that the manifest recorded.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+        RunError: a file that cannot be read.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    names = list(checkpoint.tensors)
+    files = open_sources(checkpoint.folder)
+    readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files))
+    sizes = _workspace_sizes([checkpoint], names)
+    total = checkpoint.size_bytes
+
+    def work(task: tuple[str, int], memory: Workspace) -> tuple[str, int, bytes]:
+        name, block = task
+        return name, block, block_digest(readers(name).read(block, memory))
+
+    blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
+    done = 0
+    try:
+        for name, block, digest in run_in_threads(
+            _tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads
+        ):
+            blocks[name][block] = digest
+            done += readers(name).grid.size_bytes(block)
+            if progress is not None:
+                progress(Progress(done, total, 0, name))
+    finally:
+        files.close()
+    damaged = []
+    for name in names:
+        recorded = checkpoint[name].digest
+        for block in range(len(blocks[name])) if recorded else ():
+            if recorded and blocks[name][block] != recorded.blocks[block]:
+                reader = readers(name)
+                box = reader.grid.box(block)
+                damaged.append(
+                    DamagedBlock(
+                        name,
+                        str(box),
+                        recorded.blocks[block].hex(),
+                        blocks[name][block].hex(),
+                        tuple(
+                            f"{file} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
+                            for file, span in reader.spans(box)
+                        ),
+                    )
+                )
+    digests = {
+        name: tensor_digest(blocks[name][i] for i in range(len(blocks[name]))).tensor.hex()
+        for name in names
+    }
+    without = tuple(name for name in names if checkpoint[name].digest is None)
+    return DigestReport(digests, without, tuple(damaged), done)

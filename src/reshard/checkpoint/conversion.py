@@ -1,0 +1,329 @@
+"""What will a conversion read, write and move?
+
+A `Conversion` is the whole plan, made from headers alone: the source, every tensor's new
+layout, and the files of the target. It can be looked at, and it can be run
+(`reshard.checkpoint.conversion_run`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import huggingface, sharded_safetensors
+from reshard.checkpoint.arrangement import (
+    Arrangement,
+    PlannedTensor,
+    arrange_shards,
+    arrange_whole,
+)
+from reshard.checkpoint.block_io import BlockReader, BlockWriter, OpenFiles, Workspace
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.file_io import SourceFile
+from reshard.checkpoint.opening import open_checkpoint, read_config
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.planning.job import Job, JobItem
+from reshard.planning.plan import Plan
+from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.recipe import Recipe, choose_recipe, load_recipe
+from reshard.recipes.rules import Rule
+from reshard.recipes.strategies import strategy as find_strategy
+
+DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
+DEFAULT_THREADS = 4
+FORMATS = (huggingface.FORMAT, sharded_safetensors.FORMAT)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for, in words: it names the conversion in messages and journals."""
+
+    to: str
+    rules: tuple[str, ...]
+    recipe: str | None
+    strategy: str | None
+    replicas: str
+    most_file_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that is planned and not yet run.
+
+    Attributes:
+        source: the checkpoint to read.
+        target: the folder it will become.
+        arrangement: the files and tensors of the target.
+        request: what was asked for.
+        assignment: how rules and recipes matched; None where none were used.
+    """
+
+    source: Checkpoint
+    target: Path
+    arrangement: Arrangement
+    request: Request
+    assignment: Assignment | None = None
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Tensors that no rule matched: they are replicated."""
+        return self.assignment.unmatched if self.assignment else ()
+
+    @property
+    def unused_rules(self) -> tuple[Rule, ...]:
+        """Rules given for this conversion that matched no tensor."""
+        return self.assignment.unused_rules if self.assignment else ()
+
+    @cached_property
+    def job(self) -> Job:
+        """The same conversion as a movement between ranks, for what it would move."""
+        items = []
+        for name, tensor in self.arrangement.tensors.items():
+            stored = self.source.tensors[name]
+            plan = Plan(stored.layout, tensor.layout, tensor.dtype)
+            items.append(JobItem(name, tensor.dtype, plan, stored.binding, tensor.binding))
+        return Job(items)
+
+    @cached_property
+    def read_bytes_by_rank(self) -> Mapping[int, int]:
+        """Bytes read from the files of each source rank."""
+        total: dict[int, int] = {}
+        for tensor in self.source.tensors.values():
+            plan = tensor.assembly
+            slots = plan.source.cell_slot[plan.routes.source_cell]
+            elements = np.zeros(plan.source.slots, dtype=np.int64)
+            np.add.at(elements, slots, plan.routes.elements)
+            for slot in np.flatnonzero(elements).tolist():
+                size = int(elements[slot]) * tensor.dtype.itemsize_bytes
+                total[slot] = total.get(slot, 0) + size
+        return dict(sorted(total.items()))
+
+    @cached_property
+    def write_bytes_by_rank(self) -> Mapping[int, int]:
+        """Bytes of the files written for each target rank, headers included."""
+        total: dict[int, int] = {}
+        for file in self.arrangement.files:
+            total[file.stored.rank] = total.get(file.stored.rank, 0) + file.stored.size_bytes
+        return total
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that one thread needs."""
+        return Workspace.size_bytes(*self._buffers)
+
+    @cached_property
+    def _buffers(self) -> tuple[int, int]:
+        nothing: OpenFiles[Any] = OpenFiles(_no_file)
+        block = span = 0
+        for name, tensor in self.arrangement.tensors.items():
+            reader = BlockReader(self.source.tensors[name], nothing)
+            writer = BlockWriter(tensor, nothing)
+            block = max(block, reader.grid.largest_bytes)
+            span = max(span, reader.span_bytes, writer.span_bytes)
+        return block, span
+
+    def new_workspace(self) -> Workspace:
+        """The memory of one thread."""
+        return Workspace(*self._buffers)
+
+    def threads(self, memory_bytes: int, most: int | None = None) -> int:
+        """How many threads fit into `memory_bytes`.
+
+        Raises:
+            UsageError: not even one does.
+        """
+        fit = memory_bytes // self.workspace_bytes
+        if fit < 1:
+            raise UsageError(
+                f"a memory limit of {memory_bytes} bytes; one thread needs {self.workspace_bytes} "
+                "for one block of the largest tensor, give at least that"
+            )
+        return min(fit, most or DEFAULT_THREADS)
+
+    def extra_bytes(self, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> int:
+        """The peak memory that a run allocates for its work."""
+        return self.threads(memory_bytes) * self.workspace_bytes
+
+    def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
+        """What this conversion is, for a journal: two equal descriptions mean equal results."""
+        arrangement = hashlib.blake2b(digest_size=16)
+        for file in self.arrangement.files:
+            arrangement.update(file.stored.name.encode() + b"\0" + file.content)
+        for name, tensor in self.arrangement.tensors.items():
+            arrangement.update(name.encode() + b"\0" + tensor.layout.fingerprint)
+        return {
+            "source": str(self.source.folder.resolve()),
+            "source files": {
+                file.name: sources[file.name].identity.to_json() for file in self.source.files
+            },
+            **dataclasses.asdict(self.request),
+            "format": self.arrangement.format,
+            "target files": arrangement.hexdigest(),
+        }
+
+
+def _no_file(name: str) -> Any:
+    raise UsageError(f"{name} is not read while planning")
+
+
+def plan_conversion(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    *,
+    to: str | int | DeviceMesh,
+    rules: Iterable[str | Rule] = (),
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+    strategy: str | None = None,
+    format: str | None = None,
+    replicas: str = "once",
+    most_file_bytes: int | None = None,
+) -> Conversion:
+    """Plan a conversion; reads headers, writes nothing.
+
+    Args:
+        source: a checkpoint, or where it is.
+        target: the folder that will hold the new one.
+        to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors.
+        rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
+        recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
+            `"auto"` chooses by the source's config.json.
+        strategy: where whole tensors go, instead of rules; `simple` for a number of ranks.
+        format: `safetensors` or `sharded-safetensors`; by `to` when None.
+        replicas: `once` stores one copy of equal shards, `every` one for each rank.
+        most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
+
+    Raises:
+        CheckpointError: a source that cannot be used.
+        RecipeError: rules or a recipe that do not fit.
+        UsageError: arguments that contradict each other; a target inside the source.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    target = Path(target)
+    _check_apart(
+        checkpoint,
+        target,
+        whole_folder=Path(os.fspath(source)).is_dir()
+        if not isinstance(source, Checkpoint)
+        else True,
+    )
+    if format not in (None, *FORMATS):
+        raise UsageError(f"unknown format {format!r}; expected one of {', '.join(FORMATS)}")
+    parsed = tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules)
+    mesh, world_size = _parse_target(to)
+    chosen = _find_recipe(recipe, checkpoint)
+    request = Request(
+        mesh.text if mesh else str(to),
+        tuple(f"{rule.pattern}={rule.spec}" for rule in parsed),
+        chosen.name if chosen else None,
+        strategy,
+        replicas,
+        most_file_bytes,
+    )
+    metadata = {
+        key: value
+        for key, value in checkpoint.metadata.items()
+        if key not in sharded_safetensors.CONVENTION_KEYS
+    }
+    if mesh is None and world_size is None:
+        _refuse(format == sharded_safetensors.FORMAT, "to 'full'", f"the format {format}")
+        _refuse(bool(parsed), "to 'full'", "rules")
+        _refuse(chosen is not None, "to 'full'", "a recipe")
+        _refuse(strategy is not None, "to 'full'", "a strategy")
+        whole = {
+            name: PlannedTensor(tensor.dtype, Layout.whole(tensor.shape, [0], 1))
+            for name, tensor in checkpoint.tensors.items()
+        }
+        arrangement = arrange_whole(whole, {"format": "pt", **metadata}, most_file_bytes)
+        return Conversion(checkpoint, target, arrangement, request)
+    _refuse(format == huggingface.FORMAT, f"to {request.to!r}", f"the format {format}")
+    _refuse(most_file_bytes is not None, f"to {request.to!r}", "a limit for files")
+    if mesh is not None and strategy is None:
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        assignment = assign(shapes, mesh, parsed, chosen, read_config(checkpoint))
+        planned = {
+            name: PlannedTensor(
+                checkpoint.tensors[name].dtype, spec.layout(shapes[name]), str(spec)
+            )
+            for name, spec in assignment.specs.items()
+        }
+        arrangement = arrange_shards(planned, mesh, metadata, replicas)
+        return Conversion(checkpoint, target, arrangement, request, assignment)
+    _refuse(bool(parsed), f"the strategy {strategy or 'simple'!r}", "rules")
+    _refuse(chosen is not None, f"the strategy {strategy or 'simple'!r}", "a recipe")
+    place = find_strategy(strategy or "simple")
+    layouts = place(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()},
+        world_size if mesh is None else mesh.size,  # type: ignore[arg-type]
+    )
+    placed = {
+        name: PlannedTensor(tensor.dtype, layouts[name])
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return Conversion(checkpoint, target, arrange_shards(placed, mesh, metadata, replicas), request)
+
+
+def _refuse(condition: bool, what: str, other: str) -> None:
+    if condition:
+        raise UsageError(f"{other} cannot go together with {what}; leave one of them out")
+
+
+def _parse_target(to: str | int | DeviceMesh) -> tuple[DeviceMesh | None, int | None]:
+    if isinstance(to, DeviceMesh):
+        return to, None
+    text = str(to).strip()
+    if text == "full":
+        return None, None
+    if text.isdigit():
+        if int(text) < 1:
+            raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
+        return None, int(text)
+    if "=" not in text:
+        raise UsageError(
+            f"cannot read the target {text!r}; give a mesh such as tp=2,dp=2, a number of ranks, "
+            "or `full`"
+        )
+    return DeviceMesh.parse(text), None
+
+
+def _find_recipe(
+    recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
+) -> Recipe | None:
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    if os.fspath(recipe) != "auto":
+        return load_recipe(os.fspath(recipe))
+    config = read_config(checkpoint)
+    if config is None:
+        raise UsageError(
+            f"recipe 'auto' looks in config.json, and {checkpoint.folder} has none; name a recipe"
+        )
+    found = choose_recipe(config)
+    if found is None:
+        raise UsageError(
+            f"no shipped recipe for the model type {config.get('model_type')!r}; give rules, or a "
+            "recipe file"
+        )
+    return found
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
+    source, goal = checkpoint.folder.resolve(), target.resolve()
+    if whole_folder and source in goal.parents:
+        raise UsageError(
+            f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
+        )
+    if goal in source.parents or (goal == source and not whole_folder):
+        raise UsageError(
+            f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "
+            "with it; choose another target"
+        )

@@ -1,0 +1,312 @@
+"""How does a planned conversion become a checkpoint on disk?
+
+1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
+2. Make every target file, at its full size, with its header.
+3. In threads: read a block, digest it, write it. The blocks an earlier run finished are left
+   out.
+4. Whenever enough has been written, sync the files and record the blocks in the journal: what
+   the journal lists is on disk.
+5. Sync everything, see that the source is still what it was, write the other files and last
+   the manifest, and commit.
+
+An error or ctrl-C leaves the staging folder, and the same command continues from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from reshard.checkpoint import huggingface
+from reshard.checkpoint.block_io import (
+    BlockReader,
+    BlockWriter,
+    OpenFiles,
+    Workspace,
+    open_sources,
+)
+from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.contents import TensorDigest
+from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, Conversion
+from reshard.checkpoint.durability import refusals_explained
+from reshard.checkpoint.file_io import SourceFile, TargetFile
+from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.checkpoint.pipeline import run_in_threads
+from reshard.checkpoint.staging import Staging
+from reshard.errors import DigestError, InterruptedRunError, RunError
+
+# How much is written between two entries in the journal: a crash loses at most this much work.
+SYNC_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: bytes of tensors done, of all, and of those done before this run."""
+
+    done_bytes: int
+    total_bytes: int
+    resumed_bytes: int
+    tensor: str
+
+
+ProgressFunction = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a run did. `resumed_bytes` were done before it; `was_complete` says all were."""
+
+    target: Path
+    tensors: int
+    files: int
+    size_bytes: int
+    read_bytes: int
+    written_bytes: int
+    resumed_bytes: int
+    seconds_s: float
+    was_complete: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    tensor: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    task: _Task
+    digest: bytes
+    files: set[str]
+
+
+class _Run:
+    """One run of a conversion, inside its staging folder."""
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        staging: Staging,
+        sources: OpenFiles[SourceFile],
+        conversion_id: str,
+    ) -> None:
+        self.conversion = conversion
+        self.staging = staging
+        self.sources = sources
+        self.conversion_id = conversion_id
+        arrangement = conversion.arrangement
+        self.tensors = list(arrangement.tensors.values())
+        self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
+        sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
+        self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
+        self.finished = dict(staging.journal.finished)
+        self.resumed_bytes = sum(self.grids[t].size_bytes(b) for t, b in self.finished)
+        # One reader and writer a tensor, kept for as long as its blocks come up.
+        self._access = lru_cache(maxsize=64)(self._open_tensor)
+
+    def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter, TensorDigest | None]:
+        tensor = self.tensors[number]
+        stored = self.conversion.source.tensors[tensor.name]
+        reader = BlockReader(stored, self.sources)
+        return reader, BlockWriter(tensor, self.targets), stored.digest
+
+    def make_files(self) -> None:
+        """Every target file at its full size, with its header."""
+        for file in self.conversion.arrangement.files:
+            path = self.staging.content / file.stored.name
+            if self.finished and not (
+                path.exists() and path.stat().st_size == file.stored.size_bytes
+            ):
+                raise RunError(
+                    f"{path} is not what an earlier run left, though its journal lists finished "
+                    "blocks; --restart starts over"
+                )
+            self.targets[file.stored.name].write(memoryview(bytearray(file.content)), 0)
+
+    def tasks(self) -> Iterator[_Task]:
+        """The blocks that are left to do, in the order of the source's tensors."""
+        for tensor, grid in enumerate(self.grids):
+            for block in range(grid.count):
+                if (tensor, block) not in self.finished:
+                    yield _Task(tensor, block)
+
+    def work(self, task: _Task, workspace: Workspace) -> _Done:
+        """Read, digest and write one block."""
+        reader, writer, expected = self._access(task.tensor)
+        memory = reader.read(task.block, workspace)
+        digest = block_digest(memory)
+        if expected is not None and expected.blocks[task.block] != digest:
+            tensor = self.tensors[task.tensor]
+            raise DigestError(
+                f"{reader.grid.box(task.block)} of tensor {tensor.name!r} in "
+                f"{self.conversion.source.folder} is not what was written: its digest is "
+                f"{digest.hex()}, the manifest says {expected.blocks[task.block].hex()}. "
+                "`reshard inspect --digest` lists all that differ"
+            )
+        return _Done(task, digest, writer.write(task.block, memory, workspace))
+
+    def move_blocks(self, threads: int, progress: ProgressFunction | None, sync_bytes: int) -> None:
+        """Do all blocks that are left, recording them in the journal as they reach the disk."""
+        total = sum(tensor.size_bytes for tensor in self.tensors)
+        done_bytes = self.resumed_bytes
+        waiting: list[_Done] = []
+        waiting_bytes = 0
+        results = run_in_threads(self.tasks(), self.work, self.conversion.new_workspace, threads)
+        try:
+            for done in results:
+                waiting.append(done)
+                size = self.grids[done.task.tensor].size_bytes(done.task.block)
+                done_bytes += size
+                waiting_bytes += size
+                if progress is not None:
+                    name = self.tensors[done.task.tensor].name
+                    progress(Progress(done_bytes, total, self.resumed_bytes, name))
+                if waiting_bytes >= sync_bytes:
+                    self._record(waiting)
+                    waiting, waiting_bytes = [], 0
+        except BaseException as error:
+            results.close()
+            # What is done already need not be done again, if the disk still takes it.
+            with contextlib.suppress(RunError):
+                self._record(waiting)
+            if isinstance(error, KeyboardInterrupt):
+                raise InterruptedRunError(
+                    f"interrupted after {done_bytes} of {total} bytes; the same command "
+                    "continues, with --restart it starts over"
+                ) from None
+            raise
+        self._record(waiting)
+
+    def _record(self, done: list[_Done]) -> None:
+        for name in sorted(set().union(*(item.files for item in done))):
+            self.targets[name].sync()
+        blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
+        if blocks:
+            self.staging.journal.append_blocks(blocks)
+        self.finished.update(((tensor, block), digest) for tensor, block, digest in blocks)
+
+    def digests(self) -> dict[str, TensorDigest]:
+        """The digest of every tensor, from those of its blocks."""
+        return {
+            tensor.name: tensor_digest(self.finished[number, block] for block in range(grid.count))
+            for number, (tensor, grid) in enumerate(zip(self.tensors, self.grids, strict=True))
+        }
+
+    def finish(self) -> None:
+        """Everything but the tensors, the manifest last, and the commit."""
+        for target in self.targets:
+            target.sync()
+        for source in self.sources:
+            source.check_unchanged()
+        content, arrangement = self.staging.content, self.conversion.arrangement
+        with refusals_explained("write the files beside the tensors", content):
+            for name in self.conversion.source.carried:
+                (content / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.conversion.source.path(name), content / name)
+                _sync_file(content / name)
+            if arrangement.format == huggingface.FORMAT and len(arrangement.files) > 1:
+                index = huggingface.index_text(
+                    (file.stored.name, file.header) for file in arrangement.files
+                )
+                _write_synced(content / huggingface.INDEX_NAME, index)
+            manifest = manifest_of(
+                arrangement.format,
+                self.conversion_id,
+                arrangement.mesh,
+                tuple(file.stored for file in arrangement.files),
+                arrangement.tensors,
+                self.digests(),
+                self.conversion.source.carried,
+            )
+            _write_synced(content / MANIFEST_NAME, manifest.to_json())
+        self.staging.commit()
+
+
+def run_conversion(
+    conversion: Conversion,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    threads: int | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: ProgressFunction | None = None,
+    sync_bytes: int = SYNC_BYTES,
+) -> ConversionReport:
+    """Carry a conversion out.
+
+    Args:
+        conversion: from `plan_conversion`.
+        memory_bytes: what the run may allocate for its work.
+        threads: at most so many at a time; as many as fit, up to 4, when None.
+        overwrite: replace a target that exists; until the end it stays as it is.
+        restart: throw away what an earlier, unfinished run left.
+        progress: called with a `Progress` after every block.
+        sync_bytes: how much is written between two entries in the journal.
+
+    Raises:
+        UsageError: a target that exists; too small a memory limit.
+        RunError: a full disk, a read-only target, an interruption, a source that changed.
+        DigestError: a source that is not what its manifest says.
+    """
+    began_s = time.monotonic()
+    workers = conversion.threads(memory_bytes, threads)
+    sources = open_sources(conversion.source.folder)
+    try:
+        description = conversion.description(sources)
+        text = json.dumps(description, sort_keys=True).encode()
+        conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
+        with Staging.open(
+            conversion.target, conversion_id, description, overwrite=overwrite, restart=restart
+        ) as staging:
+            if staging.already_complete:
+                return _report(conversion, began_s, complete=True)
+            run = _Run(conversion, staging, sources, conversion_id)
+            try:
+                run.make_files()
+                run.move_blocks(workers, progress, sync_bytes)
+                run.finish()
+            finally:
+                run.targets.close()
+            return _report(conversion, began_s, run)
+    finally:
+        sources.close()
+
+
+def _report(
+    conversion: Conversion, began_s: float, run: _Run | None = None, *, complete: bool = False
+) -> ConversionReport:
+    size_bytes = sum(tensor.size_bytes for tensor in conversion.arrangement.tensors.values())
+    return ConversionReport(
+        conversion.target,
+        len(conversion.arrangement.tensors),
+        len(conversion.arrangement.files),
+        size_bytes,
+        sum(source.read_bytes for source in run.sources) if run else 0,
+        sum(target.written_bytes for target in run.targets) if run else 0,
+        run.resumed_bytes if run else size_bytes,
+        time.monotonic() - began_s,
+        complete,
+        conversion.arrangement.notes,
+    )
+
+
+def _write_synced(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
