@@ -5,25 +5,26 @@ of a dimension of that length, whatever the two numbers are: no rule needs one t
 other. A rule with numbers of its own (sizes, blocks) says in a `RuleError` when they do not
 add up to the length.
 
-============  ==================================================  ==========================
-text          cut                                                 found in
-============  ==================================================  ==========================
-(none)        equal parts by ceil, the last ones short or empty   MLIR, GSPMD, `torch.chunk`
-`unit64`      the same, in whole units of 64                      attention heads
-`balanced`    sizes differ by at most one                         `numpy.array_split`
-`sizes[3,1]`  these sizes                                         MLIR offsets, pipelines
-`windows[..]`  these intervals, which may overlap                 sliding windows
-`heads8`      8 equal groups, shared by parts when there are more  key/value heads
-`stride2`     2 equal blocks, each cut over all parts             Megatron, `_StridedShard`
-`blocks[6,2]`  blocks of these sizes, each cut over all parts      fused weights, Mamba
-`whole[6,2]`  blocks of these sizes, never cut                    experts
-`cyclic16`    blocks of 16 dealt in turn                          ScaLAPACK
-`pad128`      equal parts, padded to a multiple of 128            XLA, padded vocabularies
-`halo[1,1]`   the rule before it, and copies of the neighbours'   MLIR
-============  ==================================================  ==========================
+==================  ============================================  ==========================
+text                cut                                                  found in
+==================  ============================================  ==========================
+(none)              equal parts by ceil, the last ones short or empty    MLIR, GSPMD, `torch.chunk`
+`unit64`            the same, in whole units of 64                       attention heads
+`balanced`          sizes differ by at most one                          `numpy.array_split`
+`sizes[3,1]`        these sizes                                          MLIR offsets, pipelines
+`windows[0:4,2:6]`  these intervals, which may overlap                   sliding windows
+`heads8`            8 equal groups, shared by parts when there are more  key/value heads
+`pad128`            equal parts, padded to a multiple of 128             XLA, padded vocabularies
+`halo[1,1]`         the rule before it, and copies of the neighbours'    MLIR
+`stride2`           2 equal blocks, each cut over all parts              Megatron, `_StridedShard`
+`blocks[6,2]`       blocks of these sizes, each cut over all parts       fused weights, Mamba
+`pieces[4:2,1:1]`   blocks, and how much of each a part has              PartitionedShard unaligned
+`whole[6,2]`        blocks of these sizes, never cut                     PartitionedShard aligned
+`cyclic16`          blocks of 16 dealt in turn                           ScaLAPACK
+==================  ============================================  ==========================
 
-A cut of a cut (DTensor: two mesh axes on one dimension) is `Nested`, written as levels in a
-sharding's text.
+The last five are made of blocks, and live in `reshard.block_rules`. A cut of a cut
+(DTensor: two mesh axes on one dimension) is `Nested`, written as levels in a sharding's text.
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ from reshard.errors import RuleError
 from reshard.runs import FRESH_HALO, HALO, OWNED, PAD, IntArray, Run, RunTable
 
 
-def _ceil_divide(a: int, b: int) -> int:
+def ceil_divide(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _bracket(numbers: Sequence[int]) -> str:
+def bracketed(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def _positive(what: str, number: int) -> None:
+def expect_positive(what: str, number: int) -> None:
     if number < 1:
         raise RuleError(f"{what} {number} must be at least 1")
 
 
-def _not_negative(what: str, numbers: Sequence[int]) -> None:
+def expect_not_negative(what: str, numbers: Sequence[int]) -> None:
     if any(number < 0 for number in numbers):
         raise RuleError(f"{what} {list(numbers)} must not be negative")
 
 
-def _expect_count(what: str, given: Sequence[object], parts: int) -> None:
+def expect_count(what: str, given: Sequence[object], parts: int) -> None:
     if len(given) != parts:
         raise RuleError(f"{len(given)} {what} for {parts} parts; give one for each part")
 
 
-def _expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the length") -> None:
+def expect_sum(what: str, numbers: Sequence[int], total: int, of: str = "the length") -> None:
     if sum(numbers) != total:
         raise RuleError(
             f"{what} {list(numbers)} add up to {sum(numbers)}, but {of} is {total}"
@@ -92,7 +93,7 @@ class CutRule:
         return self.text == ""
 
 
-def _chained(rule: CutRule) -> str:
+def chained(rule: CutRule) -> str:
     return "" if rule.is_default else f"{rule.text}@"
 
 
@@ -106,15 +107,15 @@ def _covering(rule: CutRule, table: RunTable) -> RunTable:
     return table
 
 
-def _from_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
+def table_of_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
     stop = np.cumsum(sizes)
     return RunTable.from_columns(
         length, len(sizes), np.arange(len(sizes)), stop - sizes, np.asarray(sizes), 0
     )
 
 
-def _ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
-    chunk = _ceil_divide(_ceil_divide(length, unit), parts) * unit
+def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
+    chunk = ceil_divide(ceil_divide(length, unit), parts) * unit
     stops = np.minimum(np.arange(1, parts + 1, dtype=np.int64) * chunk, length)
     return np.diff(stops, prepend=0)
 
@@ -135,14 +136,17 @@ class Ceil(CutRule):
     name: ClassVar[str] = "unit"
 
     def __post_init__(self) -> None:
-        _positive("unit", self.unit)
+        expect_positive("unit", self.unit)
 
     def table(self, length: int, parts: int) -> RunTable:
-        return _from_sizes(length, _ceil_sizes(length, parts, self.unit))
+        return table_of_sizes(length, ceil_sizes(length, parts, self.unit))
 
     @property
     def text(self) -> str:
         return "" if self.unit == 1 else f"unit{self.unit}"
+
+
+BY_CEIL: CutRule = Ceil()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ class Balanced(CutRule):
 
     def table(self, length: int, parts: int) -> RunTable:
         small, more = divmod(length, parts)
-        return _from_sizes(length, np.where(np.arange(parts) < more, small + 1, small))
+        return table_of_sizes(length, np.where(np.arange(parts) < more, small + 1, small))
 
     @property
     def text(self) -> str:
@@ -178,7 +182,7 @@ class Sizes(CutRule):
     name: ClassVar[str] = "sizes"
 
     def __post_init__(self) -> None:
-        _not_negative("sizes", self.sizes)
+        expect_not_negative("sizes", self.sizes)
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int]) -> Sizes:
@@ -188,13 +192,13 @@ class Sizes(CutRule):
         return cls(tuple(b - a for a, b in itertools.pairwise(offsets)))
 
     def table(self, length: int, parts: int) -> RunTable:
-        _expect_count("sizes", self.sizes, parts)
-        _expect_sum("sizes", self.sizes, length)
-        return _from_sizes(length, np.array(self.sizes, dtype=np.int64))
+        expect_count("sizes", self.sizes, parts)
+        expect_sum("sizes", self.sizes, length)
+        return table_of_sizes(length, np.array(self.sizes, dtype=np.int64))
 
     @property
     def text(self) -> str:
-        return f"sizes{_bracket(self.sizes)}"
+        return f"sizes{bracketed(self.sizes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class Windows(CutRule):
                 raise RuleError(f"window {start}:{stop} must have 0 <= start <= stop")
 
     def table(self, length: int, parts: int) -> RunTable:
-        _expect_count("windows", self.windows, parts)
+        expect_count("windows", self.windows, parts)
         bad = [f"{a}:{b}" for a, b in self.windows if b > length]
         if bad:
             raise RuleError(f"window {bad[0]} reaches outside a dimension of length {length}")
@@ -246,7 +250,7 @@ class Heads(CutRule):
     name: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
-        _positive("heads", self.count)
+        expect_positive("heads", self.count)
 
     def table(self, length: int, parts: int) -> RunTable:
         width, rest = divmod(length, self.count)
@@ -256,7 +260,7 @@ class Heads(CutRule):
                 "heads this tensor has, or cut it with `sizes[...]`"
             )
         if parts <= self.count:
-            return _from_sizes(length, _ceil_sizes(self.count, parts) * width)
+            return table_of_sizes(length, ceil_sizes(self.count, parts) * width)
         part = np.arange(parts)
         return RunTable.from_columns(
             length, parts, part, part * self.count // parts * width, width, 0
@@ -265,168 +269,6 @@ class Heads(CutRule):
     @property
     def text(self) -> str:
         return f"heads{self.count}"
-
-
-@dataclass(frozen=True, slots=True)
-class Strided(CutRule):
-    """`stride` equal blocks by ceil, each cut over all parts by ceil.
-
-    Sources: Megatron's `partition_stride`, which is defined only where `stride * parts`
-    divides the length (give the `local_lengths` it claims, and they are checked), and
-    DTensor's `_StridedShard`, whose `split_factor` is the stride.
-
-    >>> Strided(2).table(8, 2).runs_of(0)
-    [(0, 2, 0, 0), (4, 6, 2, 0)]
-    >>> Strided(2).table(6, 2).local_lengths.tolist()
-    [4, 2]
-    >>> Strided(2, local_lengths=(3, 3)).table(6, 2)
-    Traceback (most recent call last):
-        ...
-    reshard.errors.RuleError: local lengths [3, 3] of stride 2 for length 6 over 2 parts: each of
-    the 2 blocks cut by ceil gives [4, 2]; Megatron defines a stride only where stride * parts
-    divides the length. Give the blocks with `blocks[...]`, or the right local lengths
-    """
-
-    stride: int
-    local_lengths: tuple[int, ...] | None = None
-    name: ClassVar[str] = "stride"
-
-    def __post_init__(self) -> None:
-        _positive("stride", self.stride)
-
-    def table(self, length: int, parts: int) -> RunTable:
-        sizes = _ceil_sizes(length, self.stride).tolist()
-        table = Blocks(tuple(sizes)).table(length, parts)
-        claimed, found = self.local_lengths, table.local_lengths.tolist()
-        if claimed is not None and list(claimed) != found:
-            raise RuleError(
-                f"local lengths {list(claimed)} of stride {self.stride} for length {length} over "
-                f"{parts} parts: each of the {self.stride} blocks cut by ceil gives {found}; "
-                "Megatron defines a stride only where stride * parts divides the length. Give "
-                "the blocks with `blocks[...]`, or the right local lengths"
-            )
-        return table
-
-    @property
-    def text(self) -> str:
-        return f"stride{self.stride}" + (_bracket(self.local_lengths) if self.local_lengths else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks(CutRule):
-    """Consecutive blocks of the given sizes, each cut over all parts by `rule`.
-
-    A part holds its piece of every block, in the order of the blocks. Sources: Megatron's
-    `partition_sizes` (Mamba's in_proj), fused query-key-value weights, an unaligned
-    PartitionedShard.
-
-    >>> Blocks((4, 2)).table(6, 2).runs_of(1)
-    [(2, 4, 0, 0), (5, 6, 2, 0)]
-    """
-
-    sizes: tuple[int, ...]
-    rule: CutRule = Ceil()
-    name: ClassVar[str] = "blocks"
-
-    def __post_init__(self) -> None:
-        _not_negative("blocks", self.sizes)
-
-    def table(self, length: int, parts: int) -> RunTable:
-        _expect_sum("blocks", self.sizes, length)
-        rows: list[IntArray] = []
-        local = np.zeros(parts, dtype=np.int64)
-        start = 0
-        tables = {size: self.rule.table(size, parts) for size in set(self.sizes)}
-        for size in self.sizes:
-            table = tables[size]
-            block = table.rows.copy()
-            block[:, Run._fields.index("start")] += start
-            block[:, Run._fields.index("local_start")] += local[block[:, 0]]
-            rows.append(block)
-            local += table.local_lengths
-            start += size
-        return RunTable(length, parts, np.concatenate(rows) if rows else [])
-
-    @property
-    def text(self) -> str:
-        return _chained(self.rule) + f"blocks{_bracket(self.sizes)}"
-
-
-@dataclass(frozen=True, slots=True)
-class WholeBlocks(CutRule):
-    """Consecutive blocks of the given sizes, dealt whole: `counts[p]` blocks to part `p`.
-
-    Without counts the blocks are dealt by ceil. Sources: experts under expert parallelism, an
-    aligned PartitionedShard.
-
-    >>> WholeBlocks((6, 10, 12, 4)).table(32, 2).local_lengths.tolist()
-    [16, 16]
-    >>> WholeBlocks((6, 10, 12, 4), counts=(1, 3)).table(32, 2).local_lengths.tolist()
-    [6, 26]
-    """
-
-    sizes: tuple[int, ...]
-    counts: tuple[int, ...] | None = None
-    name: ClassVar[str] = "whole"
-
-    def __post_init__(self) -> None:
-        _not_negative("blocks", self.sizes)
-        if self.counts is not None:
-            _not_negative("block counts", self.counts)
-            _expect_sum("block counts", self.counts, len(self.sizes), "blocks")
-
-    def table(self, length: int, parts: int) -> RunTable:
-        _expect_sum("blocks", self.sizes, length)
-        if self.counts is not None:
-            _expect_count("block counts", self.counts, parts)
-        counts = self.counts or _ceil_sizes(len(self.sizes), parts).tolist()
-        edges = np.concatenate(([0], np.cumsum(self.sizes)))[np.cumsum((0, *counts))]
-        return _from_sizes(length, np.diff(edges).astype(np.int64))
-
-    @property
-    def text(self) -> str:
-        counts = "" if self.counts is None else ";" + ",".join(map(str, self.counts))
-        return f"whole[{','.join(map(str, self.sizes))}{counts}]"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCyclic(CutRule):
-    """Blocks of `block` indices dealt to the parts in turn, beginning with part `first`.
-
-    Source: ScaLAPACK's block-cyclic distribution (`mb`, `rsrc`).
-
-    >>> print(BlockCyclic(2).table(9, 2))
-    part 0: 2 x 2 from 0 every 4
-    part 0: 1 from 8
-    part 1: 2 x 2 from 2 every 4
-    """
-
-    block: int
-    first: int = 0
-    name: ClassVar[str] = "cyclic"
-
-    def __post_init__(self) -> None:
-        _positive("block", self.block)
-        _not_negative("first part", (self.first,))
-
-    def table(self, length: int, parts: int) -> RunTable:
-        if self.first >= parts:
-            raise RuleError(f"first part {self.first} of a cyclic cut over {parts} parts")
-        full, rest = divmod(length, self.block)
-        rows = []
-        for turn in range(min(parts, full)):
-            count = _ceil_divide(full - turn, parts)
-            part = (self.first + turn) % parts
-            step = self.block * parts
-            rows.append(Run(part, turn * self.block, self.block, 0, count, step, self.block))
-        if rest:
-            part = (self.first + full) % parts
-            rows.append(Run(part, full * self.block, rest, full // parts * self.block))
-        return RunTable(length, parts, rows)
-
-    @property
-    def text(self) -> str:
-        return f"cyclic{self.block}" + (f"+{self.first}" if self.first else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,10 +288,10 @@ class Padded(CutRule):
     name: ClassVar[str] = "pad"
 
     def __post_init__(self) -> None:
-        _positive("multiple", self.multiple)
+        expect_positive("multiple", self.multiple)
 
     def table(self, length: int, parts: int) -> RunTable:
-        local = _ceil_divide(_ceil_divide(length, parts), self.multiple) * self.multiple
+        local = ceil_divide(ceil_divide(length, parts), self.multiple) * self.multiple
         rows = []
         for part in range(parts):
             start = min(part * local, length)
@@ -480,11 +322,11 @@ class Halo(CutRule):
     after: int
     fresh: bool = False
     padded_edges: bool = False
-    rule: CutRule = Ceil()
+    rule: CutRule = BY_CEIL
     name: ClassVar[str] = "halo"
 
     def __post_init__(self) -> None:
-        _not_negative("halo", (self.before, self.after))
+        expect_not_negative("halo", (self.before, self.after))
 
     def table(self, length: int, parts: int) -> RunTable:
         inner = self.rule.table(length, parts)
@@ -519,7 +361,7 @@ class Halo(CutRule):
     def text(self) -> str:
         words = [str(self.before), str(self.after)]
         words += ["fresh"] * self.fresh + ["padded"] * self.padded_edges
-        return _chained(self.rule) + f"halo[{','.join(words)}]"
+        return chained(self.rule) + f"halo[{','.join(words)}]"
 
 
 @dataclass(frozen=True, slots=True)

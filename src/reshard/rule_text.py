@@ -9,18 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
-    BlockCyclic,
-    Blocks,
     Ceil,
     CutRule,
     Halo,
     Heads,
     Padded,
     Sizes,
-    Strided,
-    WholeBlocks,
     Windows,
 )
 from reshard.errors import NotationError
@@ -34,6 +31,7 @@ _SHAPES = {
     "heads": "heads8",
     "stride": "stride2",
     "blocks": "blocks[16,8,4]",
+    "pieces": "pieces[4:2,6:4]",
     "whole": "whole[4,6,4] or whole[4,6,4;1,2]",
     "cyclic": "cyclic16 or cyclic16+1",
     "pad": "pad or pad128",
@@ -111,8 +109,9 @@ def _build(
     if name == "blocks":
         return Blocks(_numbers(bracket), inner)
     if name == "windows":
-        pairs = [window.split(":") for window in bracket.split(",")]
-        return Windows(tuple((int(start), int(stop)) for start, stop in pairs))
+        return Windows(tuple((start, stop) for start, stop in _groups(bracket)))
+    if name == "pieces":
+        return Pieces(_groups(bracket))
     if name == "whole":
         sizes, _, counts = bracket.partition(";")
         return WholeBlocks(_numbers(sizes), _numbers(counts) if counts else None)
@@ -126,3 +125,9 @@ def _build(
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",")) if text.strip() else ()
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Numbers joined by `:`, in items separated by commas."""
+    items = text.split(",") if text.strip() else ()
+    return tuple(tuple(int(number) for number in item.split(":")) for item in items)

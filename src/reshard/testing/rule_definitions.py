@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
-    BlockCyclic,
-    Blocks,
     Ceil,
     CutRule,
     Halo,
@@ -26,8 +25,6 @@ from reshard.cut_rules import (
     Nested,
     Padded,
     Sizes,
-    Strided,
-    WholeBlocks,
     Windows,
 )
 from reshard.errors import RuleError
@@ -74,6 +71,11 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
             return _blocks(sizes, Ceil(), parts)
         case Blocks():
             return _blocks(rule.sizes, rule.rule, parts)
+        case Pieces():
+            owner = [
+                p for block in rule.pieces for p, size in enumerate(block) for _ in range(size)
+            ]
+            return _dealt(parts, owner)
         case WholeBlocks():
             each = max(-(-len(rule.sizes) // parts), 1)
             block_owner = [b // each for b in range(len(rule.sizes))]

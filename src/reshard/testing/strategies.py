@@ -21,18 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
-    BlockCyclic,
-    Blocks,
     Ceil,
     CutRule,
     Halo,
     Heads,
     Padded,
     Sizes,
-    Strided,
-    WholeBlocks,
     Windows,
 )
 from reshard.errors import MissingExtraError
@@ -139,6 +136,7 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
         whole.append(st.builds(WholeBlocks, pieces))
         whole.append(whole_blocks_with_counts(length, parts))
         other.append(st.builds(Blocks, pieces, st.sampled_from([Ceil(), Balanced(), Padded(2)])))
+        other.append(pieces_of_blocks(length, parts))
         other.append(strided_with_local_lengths(length, parts))
     widths = st.integers(0, 2)
     inside = st.one_of(whole)
@@ -153,6 +151,14 @@ def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeB
     blocks = draw(st.integers(1, 6))
     counts = draw(sizes_adding_up_to(blocks, parts))
     return WholeBlocks(draw(sizes_adding_up_to(length, blocks)), counts)
+
+
+@st.composite
+def pieces_of_blocks(draw: st.DrawFn, length: int, parts: int) -> Pieces:
+    """Blocks with a piece of any size for each part."""
+    blocks = draw(st.integers(1, 4))
+    sizes = draw(sizes_adding_up_to(length, blocks * parts))
+    return Pieces(tuple(sizes[b * parts : (b + 1) * parts] for b in range(blocks)))
 
 
 @st.composite

@@ -1,0 +1,252 @@
+"""How is one dimension cut, where it is made of blocks?
+
+The blocks lie one behind another. A part gets a piece of each of them, or whole ones::
+
+    blocks of 4, 8 and 4 over 2 parts     |----|--------|----|
+    a piece of each (`Blocks`)             0  1 0   1    0  1
+    whole ones (`WholeBlocks`)             0    0        1
+    blocks of 2, in turn (`BlockCyclic`)   0 1 0 1 0 1 0 1
+
+See `reshard.cut_rules` for what a rule is, and for those without blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from reshard.cut_rules import (
+    BY_CEIL,
+    CutRule,
+    bracketed,
+    ceil_divide,
+    ceil_sizes,
+    chained,
+    expect_count,
+    expect_not_negative,
+    expect_positive,
+    expect_sum,
+    table_of_sizes,
+)
+from reshard.errors import RuleError
+from reshard.runs import IntArray, Run, RunTable
+
+
+@dataclass(frozen=True, slots=True)
+class Strided(CutRule):
+    """`stride` equal blocks by ceil, each cut over all parts by ceil.
+
+    Sources: Megatron's `partition_stride`, which is defined only where `stride * parts`
+    divides the length (give the `local_lengths` it claims, and they are checked), and
+    DTensor's `_StridedShard`, whose `split_factor` is the stride.
+
+    >>> Strided(2).table(8, 2).runs_of(0)
+    [(0, 2, 0, 0), (4, 6, 2, 0)]
+    >>> Strided(2).table(6, 2).local_lengths.tolist()
+    [4, 2]
+    >>> Strided(2, local_lengths=(3, 3)).table(6, 2)
+    Traceback (most recent call last):
+        ...
+    reshard.errors.RuleError: local lengths [3, 3] of stride 2 for length 6 over 2 parts: each of
+    the 2 blocks cut by ceil gives [4, 2]; Megatron defines a stride only where stride * parts
+    divides the length. Give the blocks with `blocks[...]`, or the right local lengths
+    """
+
+    stride: int
+    local_lengths: tuple[int, ...] | None = None
+    name: ClassVar[str] = "stride"
+
+    def __post_init__(self) -> None:
+        expect_positive("stride", self.stride)
+
+    def table(self, length: int, parts: int) -> RunTable:
+        sizes = ceil_sizes(length, self.stride).tolist()
+        table = Blocks(tuple(sizes)).table(length, parts)
+        claimed, found = self.local_lengths, table.local_lengths.tolist()
+        if claimed is not None and list(claimed) != found:
+            raise RuleError(
+                f"local lengths {list(claimed)} of stride {self.stride} for length {length} over "
+                f"{parts} parts: each of the {self.stride} blocks cut by ceil gives {found}; "
+                "Megatron defines a stride only where stride * parts divides the length. Give "
+                "the blocks with `blocks[...]`, or the right local lengths"
+            )
+        return table
+
+    @property
+    def text(self) -> str:
+        claimed = "" if self.local_lengths is None else bracketed(self.local_lengths)
+        return f"stride{self.stride}{claimed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(CutRule):
+    """Consecutive blocks of the given sizes, each cut over all parts by `rule`.
+
+    A part holds its piece of every block, in the order of the blocks. Sources: Megatron's
+    `partition_sizes` (Mamba's in_proj), fused query-key-value weights, an unaligned
+    PartitionedShard.
+
+    >>> Blocks((4, 2)).table(6, 2).runs_of(1)
+    [(2, 4, 0, 0), (5, 6, 2, 0)]
+    """
+
+    sizes: tuple[int, ...]
+    rule: CutRule = BY_CEIL
+    name: ClassVar[str] = "blocks"
+
+    def __post_init__(self) -> None:
+        expect_not_negative("blocks", self.sizes)
+
+    def table(self, length: int, parts: int) -> RunTable:
+        expect_sum("blocks", self.sizes, length)
+        rows: list[IntArray] = []
+        local = np.zeros(parts, dtype=np.int64)
+        start = 0
+        tables = {size: self.rule.table(size, parts) for size in set(self.sizes)}
+        for size in self.sizes:
+            table = tables[size]
+            block = table.rows.copy()
+            block[:, Run._fields.index("start")] += start
+            block[:, Run._fields.index("local_start")] += local[block[:, 0]]
+            rows.append(block)
+            local += table.local_lengths
+            start += size
+        return RunTable(length, parts, np.concatenate(rows) if rows else [])
+
+    @property
+    def text(self) -> str:
+        return chained(self.rule) + f"blocks{bracketed(self.sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces(CutRule):
+    """Consecutive blocks, each cut into pieces of the given sizes: `pieces[b][p]` for part `p`.
+
+    A part holds its piece of every block, in the order of the blocks. Source: an unaligned
+    PartitionedShard, whose splits say how much of every partition each shard has.
+
+    >>> rule = Pieces.from_splits([(4, 6, 4, 2), (2, 4, 8, 2)])
+    >>> rule.pieces
+    ((4, 2), (6, 4), (4, 8), (2, 2))
+    >>> print(rule.table(32, 2))
+    part 0: 4 from 0
+    part 0: 6 from 6
+    part 0: 4 from 16
+    part 0: 2 from 28
+    part 1: 2 from 4
+    part 1: 4 from 12
+    part 1: 8 from 20
+    part 1: 2 from 30
+    """
+
+    pieces: tuple[tuple[int, ...], ...]
+    name: ClassVar[str] = "pieces"
+
+    def __post_init__(self) -> None:
+        for block in self.pieces:
+            expect_not_negative("pieces", block)
+            if not block:
+                raise RuleError("pieces of a block are none; give one size for each part")
+
+    @classmethod
+    def from_splits(cls, splits: Sequence[Sequence[int]]) -> Pieces:
+        """The cut where part `p` has pieces of `splits[p]`, one a block."""
+        counts = {len(split) for split in splits}
+        if len(counts) > 1:
+            raise RuleError(f"splits {[list(split) for split in splits]} must be equally many")
+        return cls(tuple(zip(*splits, strict=True)))
+
+    def table(self, length: int, parts: int) -> RunTable:
+        for block in self.pieces:
+            expect_count("pieces", block, parts)
+        expect_sum("pieces", [sum(block) for block in self.pieces], length)
+        size = np.array(self.pieces, dtype=np.int64).reshape(-1, parts)
+        stop = np.cumsum(size).reshape(size.shape)
+        local_stop = np.cumsum(size, axis=0)
+        part = np.broadcast_to(np.arange(parts), size.shape)
+        columns = (part, stop - size, size, local_stop - size)
+        return RunTable.from_columns(length, parts, *(column.ravel() for column in columns))
+
+    @property
+    def text(self) -> str:
+        return f"pieces[{','.join(':'.join(map(str, block)) for block in self.pieces)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBlocks(CutRule):
+    """Consecutive blocks of the given sizes, dealt whole: `counts[p]` blocks to part `p`.
+
+    Without counts the blocks are dealt by ceil. Sources: experts under expert parallelism, an
+    aligned PartitionedShard.
+
+    >>> WholeBlocks((6, 10, 12, 4)).table(32, 2).local_lengths.tolist()
+    [16, 16]
+    >>> WholeBlocks((6, 10, 12, 4), counts=(1, 3)).table(32, 2).local_lengths.tolist()
+    [6, 26]
+    """
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...] | None = None
+    name: ClassVar[str] = "whole"
+
+    def __post_init__(self) -> None:
+        expect_not_negative("blocks", self.sizes)
+        if self.counts is not None:
+            expect_not_negative("block counts", self.counts)
+            expect_sum("block counts", self.counts, len(self.sizes), "blocks")
+
+    def table(self, length: int, parts: int) -> RunTable:
+        expect_sum("blocks", self.sizes, length)
+        if self.counts is not None:
+            expect_count("block counts", self.counts, parts)
+        counts = self.counts or ceil_sizes(len(self.sizes), parts).tolist()
+        edges = np.concatenate(([0], np.cumsum(self.sizes)))[np.cumsum((0, *counts))]
+        return table_of_sizes(length, np.diff(edges).astype(np.int64))
+
+    @property
+    def text(self) -> str:
+        counts = "" if self.counts is None else ";" + ",".join(map(str, self.counts))
+        return f"whole[{','.join(map(str, self.sizes))}{counts}]"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCyclic(CutRule):
+    """Blocks of `block` indices dealt to the parts in turn, beginning with part `first`.
+
+    Source: ScaLAPACK's block-cyclic distribution (`mb`, `rsrc`).
+
+    >>> print(BlockCyclic(2).table(9, 2))
+    part 0: 2 x 2 from 0 every 4
+    part 0: 1 from 8
+    part 1: 2 x 2 from 2 every 4
+    """
+
+    block: int
+    first: int = 0
+    name: ClassVar[str] = "cyclic"
+
+    def __post_init__(self) -> None:
+        expect_positive("block", self.block)
+        expect_not_negative("first part", (self.first,))
+
+    def table(self, length: int, parts: int) -> RunTable:
+        if self.first >= parts:
+            raise RuleError(f"first part {self.first} of a cyclic cut over {parts} parts")
+        full, rest = divmod(length, self.block)
+        rows = []
+        for turn in range(min(parts, full)):
+            count = ceil_divide(full - turn, parts)
+            part = (self.first + turn) % parts
+            step = self.block * parts
+            rows.append(Run(part, turn * self.block, self.block, 0, count, step, self.block))
+        if rest:
+            part = (self.first + full) % parts
+            rows.append(Run(part, full * self.block, rest, full // parts * self.block))
+        return RunTable(length, parts, rows)
+
+    @property
+    def text(self) -> str:
+        return f"cyclic{self.block}" + (f"+{self.first}" if self.first else "")
