@@ -1,0 +1,103 @@
+"""Every command and picture in the documents, run."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import reshard
+from reshard.recipes.recipe import load_recipe
+from reshard.show import change_picture
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```"
+    return re.findall(pattern, document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def small_llama(folder: Path) -> None:
+    """A Llama of 2 layers, 4 heads over 2 key/value heads, with every kind of its tensors."""
+    random = np.random.default_rng(0)
+    hidden, inner, keys, vocabulary = 16, 24, 8, 50
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        of_layer = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": s for name, s in of_layer.items()}
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    folder.mkdir()
+    tensors = {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_in_a_document_succeeds(document: Path, tmp_path: Path) -> None:
+    commands = [
+        line.removeprefix("$ ")
+        for block in blocks(document, "console")
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
+    if not commands:
+        pytest.skip("no commands in it")
+    small_llama(tmp_path / "model")
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "reshard", command
+        done = subprocess.run(
+            [sys.executable, "-m", "reshard", *words[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_picture_in_the_readme_is_what_reshard_draws() -> None:
+    source = reshard.spec(reshard.DeviceMesh.of(tp=4), "tp, -").layout((30522, 384))
+    target = reshard.spec(reshard.DeviceMesh.of(tp=3), "-, tp").layout((30522, 384))
+    plan = reshard.plan(source, target, dtype="float32")
+    titles = ("tp, -   over tp=4", "-, tp   over tp=3")
+    drawn = change_picture(source, target, titles=titles, plan=plan)
+    assert blocks(DOCUMENTS[0], "text")[0].rstrip() == drawn.rstrip()
+
+
+def test_the_readme_session_with_checkpoints_runs(tmp_path: Path, monkeypatch) -> None:
+    small_llama(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    code = blocks(DOCUMENTS[0], "python")[-1]
+    assert "assert" in code and ">>>" not in code
+    exec(code, {"reshard": reshard})
+
+
+def test_the_recipe_in_the_documents_loads(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs" / "recipes.md", "toml")
+    (tmp_path / "recipe.toml").write_text(text)
+    assert load_recipe(str(tmp_path / "recipe.toml")).name == "two-layers"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
