@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from reshard.checkpoint import huggingface
 from reshard.checkpoint.block_io import (
     BlockReader,
@@ -38,6 +40,7 @@ from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, Conversion
 from reshard.checkpoint.durability import refusals_explained
 from reshard.checkpoint.file_io import SourceFile, TargetFile
+from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.pipeline import run_in_threads
 from reshard.checkpoint.staging import Staging
@@ -108,8 +111,13 @@ class _Run:
         self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
         self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
-        self.finished = dict(staging.journal.finished)
-        self.resumed_bytes = sum(self.grids[t].size_bytes(b) for t, b in self.finished)
+        # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
+        self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
+        self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
+        self.resumed_bytes = 0
+        for (tensor, block), digest in staging.journal.finished.items():
+            self._note(tensor, block, digest)
+            self.resumed_bytes += self.grids[tensor].size_bytes(block)
         # One reader and writer a tensor, kept for as long as its blocks come up.
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
@@ -119,11 +127,16 @@ class _Run:
         reader = BlockReader(stored, self.sources)
         return reader, BlockWriter(tensor, self.targets), stored.digest
 
+    def _note(self, tensor: int, block: int, digest: bytes) -> None:
+        self.finished[tensor][block] = True
+        at = block * DIGEST_BYTES
+        self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
+
     def make_files(self) -> None:
         """Every target file at its full size, with its header."""
         for file in self.conversion.arrangement.files:
             path = self.staging.content / file.stored.name
-            if self.finished and not (
+            if self.resumed_bytes and not (
                 path.exists() and path.stat().st_size == file.stored.size_bytes
             ):
                 raise RunError(
@@ -136,7 +149,7 @@ class _Run:
         """The blocks that are left to do, in the order of the source's tensors."""
         for tensor, grid in enumerate(self.grids):
             for block in range(grid.count):
-                if (tensor, block) not in self.finished:
+                if not self.finished[tensor][block]:
                     yield _Task(tensor, block)
 
     def work(self, task: _Task, workspace: Workspace) -> _Done:
@@ -192,13 +205,17 @@ class _Run:
         blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
         if blocks:
             self.staging.journal.append_blocks(blocks)
-        self.finished.update(((tensor, block), digest) for tensor, block, digest in blocks)
+        for tensor, block, digest in blocks:
+            self._note(tensor, block, digest)
 
     def digests(self) -> dict[str, TensorDigest]:
         """The digest of every tensor, from those of its blocks."""
         return {
-            tensor.name: tensor_digest(self.finished[number, block] for block in range(grid.count))
-            for number, (tensor, grid) in enumerate(zip(self.tensors, self.grids, strict=True))
+            tensor.name: tensor_digest(
+                bytes(digests[at : at + DIGEST_BYTES])
+                for at in range(0, len(digests), DIGEST_BYTES)
+            )
+            for tensor, digests in zip(self.tensors, self.block_digests, strict=True)
         }
 
     def finish(self) -> None:

@@ -29,6 +29,9 @@ from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, ragged_arange
 
 BoolArray = NDArray[np.bool_]
 
+# Beyond this many keys, comparing all pairs takes more memory than it saves.
+_MOST_COMPARED = 6_000
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionHolders:
@@ -200,7 +203,7 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
         cells = cells[layout.cell_elements[cells] > 0]
     share: BoolArray | None = None
     size = len(cells)
-    if size > 20_000:
+    if size > _MOST_COMPARED:
         return False
     for d, table in enumerate(layout.tables):
         stretches = _stretches(table)
