@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.blocks import BLOCK_BYTES, BlockGrid
+from reshard.checkpoint.blocks import BlockGrid
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
@@ -98,17 +98,19 @@ class _BlockAccess:
     @property
     def span_bytes(self) -> int:
         """The most bytes of a shard that are in memory at once."""
-        rows = [
-            math.prod(tile.local_shape[self.grid.dimension + 1 :]) * self.grid.itemsize_bytes
-            for tile in self._tiles.tiles
-        ]
-        return max([min(BLOCK_BYTES, self.grid.largest_bytes), *rows])
+        most = 0
+        for tile in self._tiles.tiles:
+            # Padding makes a shard's rows longer than the tensor's own.
+            rows, *row = tile.local_shape[self.grid.dimension :] or (1,)
+            row_bytes = math.prod(row) * self.grid.itemsize_bytes
+            most = max(most, min(rows * row_bytes, max(self.grid.block_bytes, row_bytes)))
+        return most
 
     def spans(self, box: Box) -> Iterator[tuple[str, Span]]:
         """Every range of a file that lies in a block, with the file's name."""
         for tile in self._tiles.meeting(box):
             address = self.tensor.file_range(tile.slot)
-            for span in tile.spans(self.grid, box, address.start_bytes, BLOCK_BYTES):
+            for span in tile.spans(self.grid, box, address.start_bytes, self.grid.block_bytes):
                 yield address.path, span
 
     def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:

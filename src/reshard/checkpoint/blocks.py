@@ -30,6 +30,8 @@ BLOCK_BYTES = 4 * 1024 * 1024
 class BlockGrid:
     """The blocks of a tensor: chunks of `chunk` indices of `dimension`, `count` blocks in all.
 
+    `block_bytes` is what a block may have; a single element may have more.
+
     >>> grid = BlockGrid.of((8, 3, 1000000), 4)
     >>> grid.count, str(grid.box(4))
     (24, '[1:2, 1:2, 0:1000000]')
@@ -42,33 +44,38 @@ class BlockGrid:
     dimension: int
     chunk: int
     count: int
+    block_bytes: int
 
     @classmethod
     def of(
-        cls, shape: Sequence[int], itemsize_bytes: int, block_bytes: int = BLOCK_BYTES
+        cls, shape: Sequence[int], itemsize_bytes: int, block_bytes: int | None = None
     ) -> BlockGrid:
-        """The blocks of a tensor of `shape` with elements of `itemsize_bytes`."""
+        """The blocks of a tensor of `shape` with elements of `itemsize_bytes`.
+
+        Blocks have `BLOCK_BYTES` when `block_bytes` is None.
+        """
         shape = tuple(shape)
+        block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
         if not shape:
-            return cls(shape, itemsize_bytes, 0, 1, 1)
+            return cls(shape, itemsize_bytes, 0, 1, 1, block_bytes)
         dimension, inner_bytes = len(shape) - 1, itemsize_bytes
         while dimension > 0 and inner_bytes * shape[dimension] <= block_bytes:
             inner_bytes *= shape[dimension]
             dimension -= 1
         length = shape[dimension]
         most = max(1, block_bytes // max(inner_bytes, 1))
-        chunks = math.ceil(length / most)
-        chunk = math.ceil(length / chunks) if chunks else 1
+        chunks = -(-length // most)
+        chunk = -(-length // chunks) if chunks else 1
         outer = math.prod(shape[:dimension])
-        count = 0 if 0 in shape else outer * math.ceil(length / chunk)
-        return cls(shape, itemsize_bytes, dimension, chunk, count)
+        count = 0 if 0 in shape else outer * -(-length // chunk)
+        return cls(shape, itemsize_bytes, dimension, chunk, count, block_bytes)
 
     def box(self, index: int) -> Box:
         """The elements of block `index`."""
         if not self.shape:
             return Box((), ())
         length = self.shape[self.dimension]
-        outer, chunk = divmod(index, math.ceil(length / self.chunk))
+        outer, chunk = divmod(index, -(-length // self.chunk))
         lead: list[int] = []
         for size in reversed(self.shape[: self.dimension]):
             outer, at = divmod(outer, size)

@@ -78,7 +78,9 @@ class StoredTensor:
 
     def shard_size_bytes(self, slot: int) -> int:
         """Bytes of one slot's shard, pads and halos included."""
-        shape = self.layout.local_shape(slot) or ()
+        shape = self.layout.local_shape(slot)
+        if shape is None:
+            return 0
         return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize_bytes
 
     @cached_property

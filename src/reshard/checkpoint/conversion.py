@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import huggingface, sharded_safetensors
+from reshard.checkpoint import blocks, huggingface, sharded_safetensors
 from reshard.checkpoint.arrangement import (
     Arrangement,
     PlannedTensor,
@@ -83,6 +83,20 @@ class Conversion:
     def unused_rules(self) -> tuple[Rule, ...]:
         """Rules given for this conversion that matched no tensor."""
         return self.assignment.unused_rules if self.assignment else ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the result, beside unmatched tensors and unused rules."""
+        notes = list(self.arrangement.notes)
+        if self.assignment and not (self.request.rules or self.request.recipe):
+            config = read_config(self.source)
+            known = choose_recipe(config) if config else None
+            hint = f"; --recipe {known.name} fits its config.json" if known else ""
+            notes.append(f"no rule and no recipe was given, so every tensor is replicated{hint}")
+        elif self.assignment and self.assignment.unused_axes:
+            axes = ", ".join(self.assignment.unused_axes)
+            notes.append(f"no rule uses the mesh axes {axes}: their ranks hold copies")
+        return tuple(notes)
 
     @cached_property
     def job(self) -> Job:
@@ -169,6 +183,7 @@ class Conversion:
             **dataclasses.asdict(self.request),
             "format": self.arrangement.format,
             "target files": arrangement.hexdigest(),
+            "block bytes": blocks.BLOCK_BYTES,
         }
 
 
@@ -251,9 +266,7 @@ def plan_conversion(
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         assignment = assign(shapes, mesh, parsed, chosen, read_config(checkpoint))
         planned = {
-            name: PlannedTensor(
-                checkpoint.tensors[name].dtype, spec.layout(shapes[name]), str(spec)
-            )
+            name: PlannedTensor(checkpoint.tensors[name].dtype, assignment.layouts[name], str(spec))
             for name, spec in assignment.specs.items()
         }
         arrangement = arrange_shards(planned, mesh, metadata, replicas)

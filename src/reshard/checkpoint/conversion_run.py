@@ -312,7 +312,7 @@ def _report(
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
         complete,
-        conversion.arrangement.notes,
+        conversion.notes,
     )
 
 

@@ -49,7 +49,7 @@ def read_indexed(index: Path) -> Checkpoint:
         CheckpointError: a file of it is missing.
     """
     weight_map = _read_index(index)
-    names = list(dict.fromkeys(weight_map.values()))
+    names = sorted(set(weight_map.values()))
     headers = []
     for name in names:
         if not (index.parent / name).exists():

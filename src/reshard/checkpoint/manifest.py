@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.blocks import BlockGrid
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
+from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -33,7 +35,7 @@ from reshard.sharding_text import spec
 
 MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1
-_DIGEST_CHARACTERS = 32
+_DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,9 @@ def _parse_tensor(mesh: DeviceMesh | None, ranks: int, item: Mapping[str, Any]) 
             bytes.fromhex(joined[at : at + _DIGEST_CHARACTERS])
             for at in range(0, len(joined), _DIGEST_CHARACTERS)
         ]
+        expected = BlockGrid.of(shape, as_dtype(item["dtype"]).itemsize_bytes).count
+        if len(blocks) != expected or any(len(block) != DIGEST_BYTES for block in blocks):
+            raise FormatError(f"{len(blocks)} digests for a tensor of {expected} blocks")
         digest = TensorDigest(bytes.fromhex(item["digest"]), tuple(blocks))
     return ManifestTensor(as_dtype(item["dtype"]), layout, text, digest)
 

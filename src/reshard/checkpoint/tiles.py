@@ -19,6 +19,7 @@ contiguous in the shard's file wherever the chunk is contiguous in the shard::
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ class Span:
 
     def is_all_of(self, box: Box) -> bool:
         """Whether the span is the whole block `box`, in the block's own order."""
-        return self.shape == box.shape and all(len(length) == 1 for length in self.lengths)
+        return self.shape == box.shape and all(
+            length.tolist() == [size] for length, size in zip(self.lengths, box.shape, strict=True)
+        )
 
     @cached_property
     def has_gaps(self) -> bool:
@@ -256,20 +259,38 @@ def _local(piece: tuple[int, int, int]) -> int:
 
 
 def _merged(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
-    """Products of one cell that differ in one dimension only, as one.
+    """Products of one cell, those that differ in one dimension only as one.
 
-    Overlapping shards share an element's supply in stretches; read as one tile, each row of a
-    shard is read once.
+    Where shards overlap or form no grid, a shard is supplied in several stretches; read as one
+    tile, each row of it is read once.
     """
-    while len(products) > 1:
-        first, second, *rest = products
-        differ = [d for d, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-        if len(differ) != 1:
-            return [first, *_merged([second, *rest])]
-        joined = list(first)
-        joined[differ[0]] = sorted(first[differ[0]] + second[differ[0]], key=_local)
-        products = [joined, *rest]
+    for dimension in reversed(range(len(products[0]))):
+        groups: dict[tuple[tuple[tuple[int, int, int], ...], ...], list[_Pieces]] = {}
+        for product in products:
+            others = (*product[:dimension], *product[dimension + 1 :])
+            groups.setdefault(tuple(map(tuple, others)), []).append(product[dimension])
+        products = [
+            [
+                *map(list, others[:dimension]),
+                _joined(itertools.chain.from_iterable(pieces)),
+                *map(list, others[dimension:]),
+            ]
+            for others, pieces in groups.items()
+        ]
     return products
+
+
+def _joined(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
+    """Pieces in local order, those that continue one another as one."""
+    joined: _Pieces = []
+    for start, length, local in sorted(pieces, key=_local):
+        if joined:
+            before, size, at = joined[-1]
+            if before + size == start and at + size == local:
+                joined[-1] = (before, size + length, at)
+                continue
+        joined.append((start, length, local))
+    return joined
 
 
 @lru_cache(maxsize=4096)
