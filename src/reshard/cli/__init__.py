@@ -1,0 +1,35 @@
+"""The command `reshard`: inspect, plan, convert and verify checkpoints.
+
+`program` has the commands, one module each; `failures` decides exit codes. This file imports
+neither click nor rich, so that it can say what to install where they are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with `arguments` (those of the process when None); the exit code.
+
+    0 done, 1 differs, 2 wrong use or bad input, 3 failed while running.
+    """
+    try:
+        try:
+            import click  # noqa: F401
+            import rich  # noqa: F401
+        except ImportError as error:
+            print(
+                f"reshard: the command needs {error.name}: pip install 'reshard[cli]'",
+                file=sys.stderr,
+            )
+            return 2
+        from reshard.cli.program import run
+
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("reshard: interrupted before anything was done", file=sys.stderr)
+        return 3

@@ -1,0 +1,9 @@
+"""`python -m reshard.cli`, where the script `reshard` is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from reshard.cli import main
+
+sys.exit(main())

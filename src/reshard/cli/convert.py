@@ -1,0 +1,143 @@
+"""`reshard convert`: the same checkpoint, cut for other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.checkpoint.conversion import Conversion, plan_conversion
+from reshard.checkpoint.conversion_run import ConversionReport, run_conversion
+from reshard.cli.failures import DONE
+from reshard.cli.options import (
+    as_path,
+    conversion_options,
+    json_option,
+    memory_option,
+    quiet_option,
+    threads_option,
+)
+from reshard.cli.output import file_json, mesh_json, printable, write, write_json
+from reshard.cli.plan import matching_json, matching_lines
+from reshard.cli.progress import shown_progress
+from reshard.errors import InterruptedRunError
+from reshard.show.quantities import bytes_text, count_text, duration_text, rate_text
+
+
+@click.command()
+@click.argument("source", callback=as_path)
+@click.argument("target", callback=as_path)
+@conversion_options
+@memory_option
+@threads_option
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
+@click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
+@json_option
+@quiet_option
+def convert(
+    source: str,
+    target: str,
+    memory_bytes: int,
+    threads: int | None,
+    overwrite: bool,
+    restart: bool,
+    as_json: bool,
+    quiet: bool,
+    **conversion_arguments: Any,
+) -> int:
+    """Cut the checkpoint SOURCE for other ranks, as TARGET.
+
+    TARGET appears whole or not at all. An interrupted conversion continues where it stopped
+    when the same command is run again.
+
+    \b
+    Examples:
+      reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
+      reshard convert llama-tp4 llama-tp2 --to tp=2,dp=2 --rule '*.weight=tp, -'
+      reshard convert llama-tp4 llama-whole --to full --max-file 5GB
+      reshard convert llama-3-8b llama-3 --to 3
+
+    \b
+    A rule is a glob on tensor names and how these are cut, an item a dimension:
+      'tp, -'       the first dimension over the mesh axis tp, the second not
+      '-, dp tp'    the second over dp and tp together
+      'tp, ...'     the first, whatever the number of dimensions
+
+    \b
+    Keys of --json:
+      source, target, to, format, mesh {text, axes, devices}
+      tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
+      seconds_s, bytes_per_s, was_complete
+      files [{name, rank, size_bytes}]
+      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+    """
+    try:
+        conversion = plan_conversion(source, target, **conversion_arguments)
+        with shown_progress("converting", quiet) as progress:
+            report = run_conversion(
+                conversion,
+                memory_bytes=memory_bytes,
+                threads=threads,
+                overwrite=overwrite,
+                restart=restart,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise InterruptedRunError("interrupted; the same command continues") from None
+    if as_json:
+        write_json(_as_json(source, target, conversion, report))
+    elif not quiet:
+        write("\n".join(_as_text(source, target, conversion, report)))
+    return DONE
+
+
+def _as_text(
+    source: str, target: str, conversion: Conversion, report: ConversionReport
+) -> list[str]:
+    lines = [
+        f"{printable(source)} to {printable(target)}, cut for {conversion.request.to}: "
+        f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
+        f"{count_text(report.files, 'file')}"
+    ]
+    if report.was_complete:
+        lines.append("an earlier run had done all of it")
+    else:
+        rate = _bytes_per_s(report)
+        lines.append(
+            f"read {bytes_text(report.read_bytes)}, wrote {bytes_text(report.written_bytes)} in "
+            f"{duration_text(report.seconds_s)}" + (f", {rate_text(rate)}" if rate else "")
+        )
+        if report.resumed_bytes:
+            lines.append(
+                f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
+            )
+    return lines + matching_lines(conversion)
+
+
+def _bytes_per_s(report: ConversionReport) -> float | None:
+    """The bytes of tensors this run converted, a second; None where it had nothing to do."""
+    converted = report.size_bytes - report.resumed_bytes
+    return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
+
+
+def _as_json(
+    source: str, target: str, conversion: Conversion, report: ConversionReport
+) -> dict[str, Any]:
+    arrangement = conversion.arrangement
+    return {
+        "source": source,
+        "target": target,
+        "to": conversion.request.to,
+        "format": arrangement.format,
+        "mesh": mesh_json(arrangement.mesh),
+        "tensors": report.tensors,
+        "size_bytes": report.size_bytes,
+        "read_bytes": report.read_bytes,
+        "written_bytes": report.written_bytes,
+        "resumed_bytes": report.resumed_bytes,
+        "seconds_s": report.seconds_s,
+        "bytes_per_s": _bytes_per_s(report),
+        "was_complete": report.was_complete,
+        "files": [file_json(file.stored) for file in arrangement.files],
+        **matching_json(conversion),
+    }

@@ -1,0 +1,76 @@
+"""What does a failure say, and with which code does the command exit?
+
+::
+
+    0   done
+    1   differs, or is damaged (decided by the command itself)
+    2   wrong use or bad input: options, layouts, recipes, checkpoints that cannot be used
+    3   failed while running: the system refused something, or the user interrupted
+
+One line on stderr, never a traceback; `RESHARD_DEBUG=1` adds it.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+
+import click
+
+from reshard.cli.output import printable, write_error, write_json
+from reshard.errors import ReshardError, RunError
+
+DONE = 0
+DIFFERS = 1
+WRONG_USE = 2
+FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an exception is told: the kind a program looks at, the message, the exit code."""
+
+    kind: str
+    message: str
+    exit_code: int
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What an exception means for the user of the command.
+
+    >>> from reshard.errors import RecipeError
+    >>> failure_of(RecipeError("unknown recipe 'lama'"))
+    Failure(kind='RecipeError', message="unknown recipe 'lama'", exit_code=2)
+    """
+    kind = type(error).__name__
+    if isinstance(error, click.ClickException):
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f"\nTry '{error.ctx.command_path} --help'."
+        return Failure("UsageError", error.format_message() + hint, WRONG_USE)
+    if isinstance(error, ReshardError):
+        return Failure(kind, str(error), FAILED if isinstance(error, RunError) else WRONG_USE)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("InterruptedRunError", "interrupted; nothing was written", FAILED)
+    if isinstance(error, MemoryError):
+        return Failure(kind, "out of memory; give less --memory or fewer --threads", FAILED)
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        return Failure(kind, f"{where}{error.strerror or error}", FAILED)
+    return Failure(
+        "InternalError",
+        f"internal error: {kind}: {error}; please report it; RESHARD_DEBUG=1 shows where",
+        FAILED,
+    )
+
+
+def report(error: BaseException, as_json: bool) -> int:
+    """Tell the user of a failure; the exit code."""
+    failure = failure_of(error)
+    if os.environ.get("RESHARD_DEBUG") == "1":
+        write_error("".join(traceback.format_exception(error)).rstrip())
+    write_error(f"reshard: {printable(failure.message, keep=chr(10))}")
+    if as_json:
+        write_json({"error": {"kind": failure.kind, "message": failure.message}})
+    return failure.exit_code

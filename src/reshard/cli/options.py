@@ -1,0 +1,140 @@
+"""What do several commands take alike? The names of parameters are those of the library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import click
+
+from reshard.checkpoint.arrangement import REPLICAS
+from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, FORMATS
+from reshard.errors import UsageError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def size_bytes(text: str) -> int:
+    """The bytes that a size means: a number, with or without a unit.
+
+    Raises:
+        UsageError: another unit, no number, or less than one byte.
+
+    >>> size_bytes("256MiB"), size_bytes("1GB"), size_bytes("1.5GiB"), size_bytes("4096")
+    (268435456, 1000000000, 1610612736, 4096)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    units = {unit.casefold(): factor for unit, factor in _UNITS.items()}
+    factor = units.get(match[2].casefold()) if match else None
+    size = int(Fraction(match[1]) * factor) if match and factor else 0
+    if size < 1:
+        raise UsageError(
+            f"{text!r} is no size; write 256MiB, 1.5GiB (units of 1024), 1GB (of 1000), or a "
+            "number of bytes"
+        )
+    return size
+
+
+def as_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """The callback of an option that is a size. Raises `click.BadParameter`."""
+    if value is None:
+        return None
+    try:
+        return size_bytes(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def as_path(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """The callback of a path: an empty one is an unset variable of a shell, not a folder.
+
+    Raises `click.BadParameter`.
+    """
+    if not value:
+        raise click.BadParameter(
+            "an empty path; write `.` for the folder you are in", context, parameter
+        )
+    return value
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text."
+)
+quiet_option = click.option(
+    "--quiet", "-q", is_flag=True, help="No progress and no report; errors are still said."
+)
+threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="At most N threads. [default: 4]"
+)
+memory_option = click.option(
+    "--memory",
+    "memory_bytes",
+    callback=as_size,
+    default=f"{DEFAULT_MEMORY_BYTES // 1024**2}MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="What the work may allocate.",
+)
+
+_CONVERSION_OPTIONS = (
+    click.option(
+        "--to",
+        required=True,
+        metavar="MESH",
+        help="What to cut for: a mesh (tp=2,dp=2), a number of ranks (3), or `full`.",
+    ),
+    click.option(
+        "--rule",
+        "rules",
+        multiple=True,
+        metavar="PATTERN=SPEC",
+        help="How tensors whose names match are cut ('*.weight=tp, -'). Repeatable; the first "
+        "that matches wins. A tensor that none matches is replicated.",
+    ),
+    click.option(
+        "--recipe",
+        metavar="NAME|FILE|auto",
+        help="Rules for a kind of model: a shipped one, a TOML file, or by config.json.",
+    ),
+    click.option(
+        "--strategy",
+        metavar="NAME",
+        help="Place whole tensors by a policy, instead of rules. [default for a number: simple]",
+    ),
+    click.option(
+        "--format",
+        type=click.Choice(FORMATS),
+        help="Of the target. [default: safetensors for `full`, else sharded-safetensors]",
+    ),
+    click.option(
+        "--replicas",
+        type=click.Choice(REPLICAS),
+        default=REPLICAS[0],
+        show_default=True,
+        help="Store equal shards once, or one for every rank.",
+    ),
+    click.option(
+        "--max-file",
+        "most_file_bytes",
+        callback=as_size,
+        metavar="SIZE",
+        help="Begin a new file beyond SIZE; for `--to full`.",
+    ),
+)
+
+
+def conversion_options(command: Command) -> Command:
+    """The options of what to convert to, named as the parameters of `plan_conversion`."""
+    for option in reversed(_CONVERSION_OPTIONS):
+        command = option(command)
+    return command

@@ -1,0 +1,125 @@
+"""What the command prints: text for people, or one JSON object for programs.
+
+Everything is written at once, when it is known. A reader that leaves early (`| head`) is no
+error: the work was done. Control characters in names, which come from files of others, are
+written as escapes, so that no checkpoint can write to a terminal what it likes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TextIO
+
+from reshard.checkpoint.contents import StoredFile, StoredTensor
+from reshard.mesh import DeviceMesh
+from reshard.show.text_width import display_width
+
+LINE_WIDTH = 100
+MOST_LISTED = 40
+
+
+def prepare_streams() -> None:
+    """Let no character of a name be an error, whatever the encoding of the terminal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write(text: str) -> None:
+    """Text on stdout, with a line end. Raises `OSError`, but not for a reader that left."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+
+
+def write_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    write(json.dumps(content, indent=1))
+
+
+def write_error(text: str) -> None:
+    """A line on stderr; where nobody can be told, nobody is."""
+    if sys.stderr is None:
+        return
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def discard(stream: TextIO) -> None:
+    """Send the rest of a stream nowhere, what it has buffered included."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with characters that are none to look at as escapes, but for those to keep.
+
+    >>> printable("wte\\x1b[2J"), printable("層")
+    ('wte\\\\x1b[2J', '層')
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def can_draw_boxes() -> bool:
+    """Whether stdout has box-drawing characters."""
+    try:
+        "─│▶…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def listing(title: str, names: Iterable[str]) -> list[str]:
+    """A title and names behind it, on one line where they fit; no lines for no names.
+
+    >>> listing("replicated", ["a", "b"])
+    ['replicated: a, b']
+    """
+    shown = [printable(name) for name in names]
+    if not shown:
+        return []
+    line = f"{title}: {', '.join(shown)}"
+    if display_width(line) <= LINE_WIDTH:
+        return [line]
+    rest = len(shown) - MOST_LISTED
+    more = [f"  ... and {rest} more, --json lists all"] if rest > 0 else []
+    return [f"{title}:", *(f"  {name}" for name in shown[:MOST_LISTED]), *more]
+
+
+def cut_text(tensor: StoredTensor) -> str:
+    """How a tensor is cut: the text of its sharding, `whole`, or `boxes` where it has no text."""
+    if tensor.spec:
+        return tensor.spec
+    layout = tensor.layout
+    is_whole = all(layout.local_shape(slot) == layout.shape for slot in layout.holders)
+    return "whole" if is_whole else "boxes"
+
+
+def mesh_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
+    """A mesh for `--json`: keys `text`, `axes`, `devices`."""
+    if mesh is None:
+        return None
+    return {
+        "text": mesh.text,
+        "axes": dict(zip(mesh.axis_names, mesh.shape, strict=True)),
+        "devices": [int(device) for device in mesh.devices],
+    }
+
+
+def file_json(file: StoredFile) -> dict[str, Any]:
+    """A tensor file for `--json`: keys `name`, `rank`, `size_bytes`."""
+    return {"name": file.name, "rank": file.rank, "size_bytes": file.size_bytes}

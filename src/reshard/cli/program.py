@@ -1,0 +1,77 @@
+"""The group of commands, and one run of it from arguments to exit code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import cast
+
+import click
+
+from reshard import __version__
+from reshard.cli.convert import convert
+from reshard.cli.failures import report
+from reshard.cli.inspect import inspect
+from reshard.cli.output import prepare_streams
+from reshard.cli.plan import plan
+from reshard.cli.verify import verify
+
+
+class Commands(click.Group):
+    """Commands in the order they were added; a misspelt one is told its near match."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first argument names. Raises `click.UsageError`."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.commands, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(self.commands)}"
+            raise click.UsageError(f"no command {name!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["--help", "-h"]})
+@click.version_option(__version__, message="reshard %(version)s")
+def program() -> None:
+    """Cut checkpoints of large models for other ranks, and prove that nothing was lost.
+
+    \b
+    Examples:
+      reshard inspect llama-3-8b
+      reshard plan llama-3-8b --to tp=4 --recipe llama
+      reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
+      reshard verify llama-3-8b llama-tp4
+
+    \b
+    Exit codes:
+      0  done
+      1  differs (verify), damaged (inspect --digest)
+      2  wrong use or bad input
+      3  failed while running; the same command continues
+
+    \b
+    Each command takes --json and prints one JSON object, see its --help. An error is then
+    {"error": {"kind": ..., "message": ...}}.
+    """
+
+
+for _command in (inspect, plan, convert, verify):
+    program.add_command(_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    prepare_streams()
+    try:
+        with program.make_context("reshard", list(arguments) or ["--help"]) as context:
+            return cast(int, program.invoke(context))
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except BaseException as error:
+        return report(error, as_json="--json" in arguments)

@@ -1,0 +1,112 @@
+"""How does long work show how far it is?
+
+On a terminal with a bar; elsewhere with plain lines a few seconds apart, as a log wants them.
+Both on stderr, so that stdout has the result and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from reshard.checkpoint.conversion_run import Progress, ProgressFunction
+from reshard.cli.output import write_error
+from reshard.show.quantities import bytes_text, duration_text, rate_text
+
+LINES_EVERY_S = 5.0
+
+
+class ProgressLines:
+    """Plain lines, at most one in `every_s` seconds.
+
+    >>> seconds = iter([0.0, 6.0])
+    >>> lines = ProgressLines(print, clock=lambda: next(seconds))
+    >>> lines(Progress(1_200_000_000, 9_800_000_000, 0, "wte"))
+    12 % 1.20 GB of 9.80 GB, 200 MB/s, 43.0 s left
+    """
+
+    def __init__(
+        self,
+        write_line: Callable[[str], None] = write_error,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = LINES_EVERY_S,
+    ) -> None:
+        self._write_line = write_line
+        self._clock = clock
+        self._every_s = every_s
+        self._began_s = self._last_s = clock()
+
+    def __call__(self, progress: Progress) -> None:
+        now_s = self._clock()
+        if now_s - self._last_s >= self._every_s:
+            self._last_s = now_s
+            self._write_line(progress_text(progress, now_s - self._began_s))
+
+
+def progress_text(progress: Progress, elapsed_s: float) -> str:
+    """One line on how far a run is that has worked for `elapsed_s`.
+
+    >>> progress_text(Progress(75, 100, 50, "wte"), 5.0)
+    '75 % 75 B of 100 B, 5 B/s, 5.00 s left'
+    """
+    done, total = progress.done_bytes, progress.total_bytes
+    percent = 100 * done // total if total else 100
+    text = f"{percent} % {bytes_text(done)} of {bytes_text(total)}"
+    moved = done - progress.resumed_bytes
+    if moved <= 0 or elapsed_s <= 0:
+        return text
+    rate = moved / elapsed_s
+    return f"{text}, {rate_text(rate)}, {duration_text((total - done) / rate)} left"
+
+
+@contextmanager
+def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction | None]:
+    """A function to give to long work, which shows how far it is; None when quiet."""
+    if quiet or sys.stderr is None:
+        yield None
+    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with _bar(verb) as show:
+            yield show
+    else:
+        yield ProgressLines()
+
+
+@contextmanager
+def _bar(verb: str) -> Iterator[ProgressFunction]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bar
+
+    task: TaskID | None = None
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+
+        def show(progress: Progress) -> None:
+            nonlocal task
+            if task is None:
+                # What an earlier run did is no part of this run's rate.
+                task = bar.add_task(
+                    verb, total=progress.total_bytes, completed=progress.resumed_bytes
+                )
+            bar.update(task, completed=progress.done_bytes)
+
+        yield show
