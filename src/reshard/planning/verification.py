@@ -15,11 +15,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.transfers import Transfers
-from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined
+from reshard.runs import FRESH_HALO, HALO, OWNED, IntArray, RunTable, joined, ragged_arange
+
+BoolArray = NDArray[np.bool_]
 
 
 def verify_transfers(
@@ -101,31 +104,37 @@ def _check_ends(
 
 def _check_stays(source: Layout, transfers: Transfers) -> None:
     same = transfers.source_slot == transfers.target_slot
-    wrong = same != transfers.stays
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        _fail(transfers, row, "it must stay exactly when both slots are one")
-    contribution = source.cell_contribution[transfers.source_cell]
-    for row in np.flatnonzero(~transfers.stays).tolist():
-        slot = int(transfers.target_slot[row])
-        for cell in source.cells_of(slot) if slot < source.slots else ():
-            if source.cell_contribution[cell] == contribution[row] and _holds(
-                source, cell, transfers, row
-            ):
-                _fail(transfers, row, "the receiver held it already")
-
-
-def _holds(source: Layout, cell: int, transfers: Transfers, row: int) -> bool:
-    """Whether a source cell has any element of a box."""
+    wrong = np.flatnonzero(same != transfers.stays)
+    if len(wrong):
+        _fail(transfers, int(wrong[0]), "it must stay exactly when both slots are one")
+    # Every transfer that moves, with every cell that its receiver has of the same contribution.
+    moving = np.flatnonzero(~transfers.stays & (transfers.target_slot < source.slots))
+    slot = transfers.target_slot[moving]
+    first = np.searchsorted(source.cell_slot, slot)
+    count = np.searchsorted(source.cell_slot, slot, side="right") - first
+    row = np.repeat(moving, count)
+    cell = np.repeat(first, count) + ragged_arange(count)
+    held = source.cell_contribution[transfers.source_cell[row]] == source.cell_contribution[cell]
     for d, table in enumerate(source.tables):
-        start = int(transfers.start[row, d])
-        stop = start + int(transfers.shape[row, d])
-        runs = table.runs_of(int(source.cell_part[cell, d]))
-        if not any(
-            role in (OWNED, FRESH_HALO) and a < stop and start < b for a, b, _, role in runs
-        ):
-            return False
-    return True
+        start = transfers.start[row, d]
+        stop = start + transfers.shape[row, d]
+        held &= _holds_some(table, source.cell_part[cell, d], start, stop)
+    if held.any():
+        _fail(transfers, int(row[held][0]), "the receiver held it already")
+
+
+def _holds_some(table: RunTable, part: IntArray, start: IntArray, stop: IntArray) -> BoolArray:
+    """Whether a part may be a source of any index of `start:stop`, for columns of all three."""
+    runs = table.single_runs()
+    runs = runs.take((runs.role == OWNED) | (runs.role == FRESH_HALO))
+    # Lay all parts on one line: the runs that begin before `stop`, and how far they reach.
+    width = table.dimension_length + 1
+    order = np.lexsort((runs.start, runs.part))
+    begin = (runs.part * width + runs.start)[order]
+    reach = np.maximum.accumulate((runs.part * width + runs.stop)[order])
+    last = np.searchsorted(begin, part * width + stop)
+    found: BoolArray = np.append(-1, reach)[last] > part * width + start
+    return found
 
 
 def _check_cell(
