@@ -39,7 +39,7 @@ from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, Conversion
 from reshard.checkpoint.durability import refusals_explained
-from reshard.checkpoint.file_io import SourceFile, TargetFile
+from reshard.checkpoint.file_io import SourceFile, TargetFile, sync_folder
 from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.pipeline import run_in_threads
@@ -114,10 +114,11 @@ class _Run:
         # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
         self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
         self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
-        self.resumed_bytes = 0
+        self.size_bytes = sum(tensor.size_bytes for tensor in self.tensors)
+        self.finished_bytes = 0
         for (tensor, block), digest in staging.journal.finished.items():
             self._note(tensor, block, digest)
-            self.resumed_bytes += self.grids[tensor].size_bytes(block)
+        self.resumed_bytes = self.finished_bytes
         # One reader and writer a tensor, kept for as long as its blocks come up.
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
@@ -129,6 +130,7 @@ class _Run:
 
     def _note(self, tensor: int, block: int, digest: bytes) -> None:
         self.finished[tensor][block] = True
+        self.finished_bytes += self.grids[tensor].size_bytes(block)
         at = block * DIGEST_BYTES
         self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
 
@@ -144,6 +146,12 @@ class _Run:
                     "blocks; --restart starts over"
                 )
             self.targets[file.stored.name].write(memoryview(bytearray(file.content)), 0)
+        if not self.resumed_bytes:
+            # Before the journal speaks of blocks in them, their sizes and names must be safe.
+            for target in self.targets:
+                target.sync()
+            with refusals_explained("sync the staging folder", self.staging.content):
+                sync_folder(self.staging.content)
 
     def tasks(self) -> Iterator[_Task]:
         """The blocks that are left to do, in the order of the source's tensors."""
@@ -169,7 +177,6 @@ class _Run:
 
     def move_blocks(self, threads: int, progress: ProgressFunction | None, sync_bytes: int) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
-        total = sum(tensor.size_bytes for tensor in self.tensors)
         done_bytes = self.resumed_bytes
         waiting: list[_Done] = []
         waiting_bytes = 0
@@ -182,20 +189,17 @@ class _Run:
                 waiting_bytes += size
                 if progress is not None:
                     name = self.tensors[done.task.tensor].name
-                    progress(Progress(done_bytes, total, self.resumed_bytes, name))
+                    progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= sync_bytes:
-                    self._record(waiting)
-                    waiting, waiting_bytes = [], 0
-        except BaseException as error:
+                    # Forgotten first: after a sync that failed the next one succeeds, though
+                    # the data are lost, so these blocks must not be tried a second time.
+                    batch, waiting, waiting_bytes = waiting, [], 0
+                    self._record(batch)
+        except BaseException:
             results.close()
             # What is done already need not be done again, if the disk still takes it.
             with contextlib.suppress(RunError):
                 self._record(waiting)
-            if isinstance(error, KeyboardInterrupt):
-                raise InterruptedRunError(
-                    f"interrupted after {done_bytes} of {total} bytes; the same command "
-                    "continues, with --restart it starts over"
-                ) from None
             raise
         self._record(waiting)
 
@@ -291,6 +295,11 @@ def run_conversion(
                 run.make_files()
                 run.move_blocks(workers, progress, sync_bytes)
                 run.finish()
+            except KeyboardInterrupt:
+                raise InterruptedRunError(
+                    f"interrupted when {run.finished_bytes} of {run.size_bytes} bytes were on the "
+                    "disk; the same command continues, with --restart it starts over"
+                ) from None
             finally:
                 run.targets.close()
             return _report(conversion, began_s, run)
