@@ -77,6 +77,21 @@ def run_in_threads(
                 yield result  # type: ignore[misc]
     finally:
         stop.set()
-        for worker in workers:
-            if worker.ident is not None:
+        _wait_for(workers)
+
+
+def _wait_for(workers: Iterable[threading.Thread]) -> None:
+    """Wait for threads to end, however often ctrl-C is pressed meanwhile.
+
+    The caller goes on to close files, whose numbers the next files get: no thread may still
+    be writing to them.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    for worker in workers:
+        while worker.is_alive():
+            try:
                 worker.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
