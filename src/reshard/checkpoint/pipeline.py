@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 Task = TypeVar("Task")
@@ -62,7 +62,7 @@ def run_in_threads(
         else:
             results.put((None, None, True))
 
-    workers = [threading.Thread(target=loop, name=f"reshard-{n}") for n in range(threads)]
+    workers = [_Worker(loop, f"reshard-{n}") for n in range(threads)]
     try:
         for worker in workers:
             worker.start()
@@ -77,21 +77,39 @@ def run_in_threads(
                 yield result  # type: ignore[misc]
     finally:
         stop.set()
-        _wait_for(workers)
+        _wait_for([worker for worker in workers if worker.ident is not None])
 
 
-def _wait_for(workers: Iterable[threading.Thread]) -> None:
+class _Worker(threading.Thread):
+    """A thread that says when it is done with its work."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name)
+        self._work = work
+        self.is_done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.is_done.set()
+
+
+def _wait_for(workers: Sequence[_Worker]) -> None:
     """Wait for threads to end, however often ctrl-C is pressed meanwhile.
 
     The caller goes on to close files, whose numbers the next files get: no thread may still
-    be writing to them.
+    be writing to them. (`Thread.join` believes in some versions of Python, once interrupted,
+    that a thread which runs has ended.)
     """
     interrupt: KeyboardInterrupt | None = None
     for worker in workers:
-        while worker.is_alive():
+        while not worker.is_done.is_set():
             try:
-                worker.join()
+                worker.is_done.wait()
             except KeyboardInterrupt as error:
                 interrupt = error
+    for worker in workers:
+        worker.join()
     if interrupt is not None:
         raise interrupt
