@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 
 import click
@@ -29,11 +30,12 @@ FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an exception is told: the kind a program looks at, the message, the exit code."""
+    """How an exception is told: its kind, the message, the exit code, and where to look."""
 
     kind: str
     message: str
     exit_code: int
+    hint: str = ""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -41,14 +43,13 @@ def failure_of(error: BaseException) -> Failure:
 
     >>> from reshard.errors import RecipeError
     >>> failure_of(RecipeError("unknown recipe 'lama'"))
-    Failure(kind='RecipeError', message="unknown recipe 'lama'", exit_code=2)
+    Failure(kind='RecipeError', message="unknown recipe 'lama'", exit_code=2, hint='')
     """
     kind = type(error).__name__
     if isinstance(error, click.ClickException):
-        hint = ""
-        if isinstance(error, click.UsageError) and error.ctx is not None:
-            hint = f"\nTry '{error.ctx.command_path} --help'."
-        return Failure("UsageError", error.format_message() + hint, WRONG_USE)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"Try '{context.command_path} --help'." if context else ""
+        return Failure("UsageError", error.format_message(), WRONG_USE, hint)
     if isinstance(error, ReshardError):
         return Failure(kind, str(error), FAILED if isinstance(error, RunError) else WRONG_USE)
     if isinstance(error, KeyboardInterrupt):
@@ -70,7 +71,11 @@ def report(error: BaseException, as_json: bool) -> int:
     failure = failure_of(error)
     if os.environ.get("RESHARD_DEBUG") == "1":
         write_error("".join(traceback.format_exception(error)).rstrip())
-    write_error(f"reshard: {printable(failure.message, keep=chr(10))}")
+    write_error("reshard: " + printable(failure.message, keep="\n"))
+    if failure.hint:
+        write_error(failure.hint)
     if as_json:
-        write_json({"error": {"kind": failure.kind, "message": failure.message}})
+        # Where stdout itself is what failed, stderr has told it.
+        with suppress(OSError):
+            write_json({"error": {"kind": failure.kind, "message": failure.message}})
     return failure.exit_code

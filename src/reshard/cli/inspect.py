@@ -15,7 +15,7 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion import DEFAULT_THREADS
 from reshard.checkpoint.opening import open_checkpoint
 from reshard.cli.failures import DIFFERS, DONE
-from reshard.cli.options import as_path, json_option, quiet_option, threads_option
+from reshard.cli.options import as_path, check_picture, json_option, quiet_option, threads_option
 from reshard.cli.output import (
     can_draw_boxes,
     cut_text,
@@ -71,9 +71,10 @@ def inspect(
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
       totals {tensors, elements, tensor_bytes, files, file_bytes}
-      digest_check {read_bytes, without_digest,
-        damaged [{tensor, box, expected, found, places}]}, null without --digest
+      digest_check (null without --digest) {read_bytes, without_digest,
+        damaged [{tensor, box, expected, found, places}]}
     """
+    check_picture(drawn, as_json)
     opened = open_checkpoint(checkpoint)
     shown = _chosen(opened, patterns)
     found = None

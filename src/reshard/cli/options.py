@@ -86,6 +86,16 @@ memory_option = click.option(
     help="What the work may allocate.",
 )
 
+
+def check_picture(drawn: str | None, as_json: bool) -> None:
+    """Refuse a picture in JSON. Raises `click.UsageError`."""
+    if drawn is not None and as_json:
+        raise click.UsageError(
+            "--picture draws text and --json writes none; leave one of them out",
+            click.get_current_context(),
+        )
+
+
 _CONVERSION_OPTIONS = (
     click.option(
         "--to",

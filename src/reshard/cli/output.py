@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.mesh import DeviceMesh
@@ -38,7 +38,10 @@ def write(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        discard(sys.stdout)
+        return
+    except OSError as error:
+        error.filename = "standard output"
+        raise
 
 
 def write_json(content: Mapping[str, Any]) -> None:
@@ -55,12 +58,17 @@ def write_error(text: str) -> None:
         sys.stderr.flush()
 
 
-def discard(stream: TextIO) -> None:
-    """Send the rest of a stream nowhere, what it has buffered included."""
-    with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+def settle_streams() -> None:
+    """Drop what no reader took, so that the interpreter does not try it again at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.conversion import Conversion, plan_conversion
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
+    check_picture,
     conversion_options,
     json_option,
     memory_option,
@@ -27,6 +29,7 @@ from reshard.cli.output import (
     write,
     write_json,
 )
+from reshard.mesh import DeviceMesh
 from reshard.show.pictures import LEAST_WIDTH, change_picture
 from reshard.show.quantities import bytes_text, count_text, table
 
@@ -67,6 +70,7 @@ def plan(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
+    check_picture(drawn, as_json)
     # Planning wants to know that the target is apart from the source, and nothing else of it.
     place = Path(source).resolve()
     conversion = plan_conversion(
@@ -93,9 +97,9 @@ def matching_lines(conversion: Conversion) -> list[str]:
         )
     else:
         lines += listing("replicated, no rule matched", unmatched)
+        if conversion.assignment is not None:
+            lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    if conversion.assignment is not None and not lines:
-        lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
     return lines + [f"note: {printable(note)}" for note in conversion.arrangement.notes]
 
 
@@ -122,11 +126,18 @@ def _drawing(conversion: Conversion, name: str) -> str:
         before.layout,
         after.layout,
         width,
-        titles=(cut_text(before), f"{cut_text(after)}  to {conversion.request.to}"),
+        titles=(
+            _title(before, conversion.source.mesh),
+            _title(after, conversion.arrangement.mesh),
+        ),
         plan=item.plan,
         ascii=not can_draw_boxes(),
     )
     return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
+
+
+def _title(tensor: StoredTensor, mesh: DeviceMesh | None) -> str:
+    return cut_text(tensor) + (f"  over {mesh.text}" if mesh is not None else "")
 
 
 def _per_rank(conversion: Conversion) -> list[dict[str, int]]:

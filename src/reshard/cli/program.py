@@ -10,9 +10,9 @@ import click
 
 from reshard import __version__
 from reshard.cli.convert import convert
-from reshard.cli.failures import report
+from reshard.cli.failures import DONE, report
 from reshard.cli.inspect import inspect
-from reshard.cli.output import prepare_streams
+from reshard.cli.output import prepare_streams, settle_streams
 from reshard.cli.plan import plan
 from reshard.cli.verify import verify
 
@@ -73,5 +73,10 @@ def run(arguments: Sequence[str]) -> int:
             return cast(int, program.invoke(context))
     except click.exceptions.Exit as done:
         return done.exit_code
+    except BrokenPipeError:
+        # Only help is written without `write`, which allows for a reader that left.
+        return DONE
     except BaseException as error:
         return report(error, as_json="--json" in arguments)
+    finally:
+        settle_streams()

@@ -72,7 +72,7 @@ def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction 
         with _bar(verb) as show:
             yield show
     else:
-        yield ProgressLines()
+        yield ProgressLines(every_s=LINES_EVERY_S)
 
 
 @contextmanager

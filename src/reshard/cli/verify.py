@@ -37,7 +37,7 @@ def verify(left: str, right: str, threads: int | None, as_json: bool, quiet: boo
     Keys of --json:
       left, right, same, compared_bytes, seconds_s
       differences [{tensor, problem, elements, first_index}]
-      digests {tensor: digest}, of the tensors that are the same
+      digests {tensor: digest} (of those that are the same)
     """
     began_s = time.monotonic()
     with shown_progress("comparing", quiet) as progress:

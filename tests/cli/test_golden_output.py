@@ -1,0 +1,165 @@
+"""The output of every command, compared with files that were checked by eye.
+
+`RESHARD_UPDATE_GOLDEN=1 pytest tests/cli` writes the files anew; look at every change. Times and
+rates are replaced, and so are the figures of files, whose headers may change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cli.command_runs import run_here, write_model
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
+TP4 = ("--to", "tp=4,dp=2", "--rule", "*.weight=tp, -", "--rule", "lost=tp")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "inspect": ("inspect", "model"),
+    "inspect_sharded": ("inspect", "sharded"),
+    "inspect_chosen_json": ("inspect", "sharded", "--tensor", "mlp.*", "--json"),
+    "inspect_picture": ("inspect", "sharded", "--tensor", "norm", "--picture", "embed.weight"),
+    "inspect_digest": ("inspect", "sharded", "--digest"),
+    "inspect_digest_of_none": ("inspect", "model", "--digest"),
+    "plan": ("plan", "model", *TP4),
+    "plan_json": ("plan", "model", *TP4, "--json"),
+    "plan_picture": ("plan", "sharded", "--to", "full", "--picture", "embed.weight"),
+    "plan_ranks": ("plan", "sharded", "--to", "3"),
+    "plan_without_rules": ("plan", "model", "--to", "tp=2"),
+    "plan_many_unmatched": ("plan", "deep", "--to", "tp=2", "--rule", "layer.0=tp"),
+    "convert": ("convert", "model", "new", *TP4),
+    "convert_json": ("convert", "model", "new", *TP4, "--json"),
+    "convert_full": ("convert", "sharded", "new", "--to", "full", "--max-file", "1kB"),
+    "verify_same": ("verify", "model", "sharded"),
+    "verify_same_json": ("verify", "model", "sharded", "--json"),
+    "verify_differs": ("verify", "model", "other"),
+    "verify_differs_json": ("verify", "model", "other", "--json"),
+}
+DIFFERENT = {"verify_differs", "verify_differs_json"}
+
+
+def replaced(text: str) -> str:
+    """Without what is different in every run."""
+    text = re.sub(r'("seconds_s"|"bytes_per_s"): [\d.e-]+', r"\1: NUMBER", text)
+    text = re.sub(r"[\d.]+ ([kMGT]?B)/s", "RATE", text)
+    return re.sub(r"(?<= in )[\d.]+ (µs|ms|s)\b", "TIME", text)
+
+
+@pytest.fixture
+def checkpoints(folder: Path) -> None:
+    """Two more checkpoints: `model` cut for eight ranks, and a model that differs."""
+    rules = ("--rule", "*.weight=tp, -", "--rule", "norm=-")
+    assert run_here("convert", "model", "sharded", "--to", "tp=4,dp=2", *rules, "-q").code == 0
+    other = load_file("model/model.safetensors")
+    other["embed.weight"][7, 3] += 1
+    other["embed.weight"][29, 7] += 1
+    other["mlp.up.weight"] = other["mlp.up.weight"].reshape(8, 16)
+    other["norm"] = other["norm"].astype(np.float16)
+    other["extra"] = other.pop("step")
+    (folder / "other").mkdir()
+    save_file(other, folder / "other" / "model.safetensors")
+    write_model(folder / "deep", **{f"layer.{i}": np.zeros(2, np.int8) for i in range(50)})
+
+
+@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.parametrize("name", CASES)
+def test_output_is_as_checked_by_eye(name: str) -> None:
+    run = run_here(*CASES[name])
+    assert run.errors == ""
+    assert run.code == (1 if name in DIFFERENT else 0)
+    found = replaced(run.output)
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("RESHARD_UPDATE_GOLDEN") == "1":
+        golden.write_text(found, encoding="utf-8")
+    assert found == golden.read_text(encoding="utf-8")
+
+
+def test_every_golden_file_belongs_to_a_case() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == CASES.keys()
+
+
+@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.parametrize("name", ["inspect", "plan", "convert", "verify"])
+def test_json_has_the_keys_that_help_lists(name: str) -> None:
+    arguments = {
+        "inspect": ("sharded", "--digest"),
+        "plan": ("model", *TP4),
+        "convert": ("model", "new", *TP4),
+        "verify": ("model", "sharded"),
+    }[name]
+    content = run_here(name, *arguments, "--json").json
+    help_text = run_here(name, "--help").output
+    documented = help_text.partition("Keys of --json:")[2].partition("\n\n")[0]
+    documented = re.sub(r"\([^)]*\)", "", documented)
+    outer = documented
+    while outer != (outer := re.sub(r"\{[^{}]*\}|\[[^\[\]]*\]", "", outer)):
+        pass
+    assert set(re.findall(r"\w+", outer)) == content.keys()
+    for key, inner in re.findall(r"(\w+) \[\{([^\[\]]*?)\}\]", documented):
+        for item in content[key] if key in content else content["digest_check"][key]:
+            assert item.keys() == set(re.findall(r"\w+", inner))
+
+
+def test_a_broken_file_changes_digest_and_place(folder: Path) -> None:
+    assert run_here("convert", "model", "sharded", *TP4).code == 0
+    shard = next(folder.glob("sharded/shard-00002*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    run = run_here("inspect", "sharded", "--digest")
+    assert run.code == 1
+    assert "1 block damaged" in run.output
+    damaged = run_here("inspect", "sharded", "--digest", "--json")
+    assert damaged.code == 1
+    (block,) = damaged.json["digest_check"]["damaged"]
+    assert block["expected"] != block["found"]
+    assert any(shard.name in place for place in block["places"])
+    assert block["tensor"] in run.output and shard.name in run.output
+    assert run_here("inspect", "sharded", "--digest", "--quiet").code == 1
+    others = [name for name in load_file("model/model.safetensors") if name != block["tensor"]]
+    for name in others:
+        assert run_here("inspect", "sharded", "--digest", "--tensor", name).code == 0
+
+
+def test_json_is_one_object_of_plain_ascii(folder: Path) -> None:
+    write_model(folder / "層", **{"wte\x1b[2J": np.zeros(3, np.int8)})
+    run = run_here("inspect", "層", "--json")
+    assert run.output.isascii()
+    assert json.loads(run.output)["tensors"][0]["name"] == "wte\x1b[2J"
+
+
+def test_names_cannot_write_to_a_terminal(folder: Path) -> None:
+    write_model(folder / "evil", **{"wte\x1b[2J\n": np.zeros(3, np.int8)})
+    for arguments in (
+        ("inspect", "evil", "--picture", "wte\x1b[2J\n"),
+        ("plan", "evil", "--to", "tp=2"),
+        ("convert", "evil", "new", "--to", "tp=2", "--rule", "w*=-"),
+        ("verify", "evil", "model"),
+        ("inspect", "evil", "--tensor", "\x1b[1m"),
+    ):
+        run = run_here(*arguments)
+        assert "\x1b" not in run.output + run.errors
+        assert run.code in (0, 1, 2)
+
+
+def test_quiet_says_nothing_but_the_code() -> None:
+    for arguments, code in (
+        (("convert", "model", "new", "--to", "3", "--quiet"), 0),
+        (("verify", "model", "new", "--quiet"), 0),
+        (("inspect", "model", "--quiet"), 0),
+    ):
+        run = run_here(*arguments)
+        assert (run.code, run.output, run.errors) == (code, "", "")
+
+
+def test_same_command_again_after_all_was_done(folder: Path) -> None:
+    first = run_here("convert", "model", "new", "--to", "3")
+    again = run_here("convert", "model", "new", "--to", "3", "--overwrite")
+    assert (first.code, again.code) == (0, 0)
+    assert run_here("verify", "model", "new").code == 0
