@@ -141,7 +141,7 @@ class DeviceMesh(Interned):
         axes: list[tuple[str, int]] = []
         for item in text.split(",") if text.strip() else ():
             axis, equals, size = (word.strip() for word in item.partition("="))
-            if not equals or not size.isdigit():
+            if not equals or not size.isdecimal():
                 raise NotationError(
                     f"cannot read {item.strip()!r} in the mesh {text!r}; write axes with their "
                     "sizes, such as tp=2,dp=4"

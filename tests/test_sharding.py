@@ -1,0 +1,193 @@
+"""Shardings: where the elements go, equivalent spellings, and what a sharding may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from reshard.cut_rules import Balanced, Ceil
+from reshard.errors import LayoutError, MeshError, RuleError, SpecError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.testing.oracle import NO_ELEMENT, contents_of_spec
+from reshard.testing.strategies import Shape, specs_with_shapes
+
+MESH = DeviceMesh.of(x=8, y=2)
+
+
+@given(specs_with_shapes())
+def test_a_layout_holds_what_each_device_should(pair: tuple[ShardingSpec, Shape]) -> None:
+    spec, shape = pair
+    layout, held = spec.layout(shape), contents_of_spec(spec, shape)
+    assert layout.holders == tuple(sorted(spec.mesh.devices))
+    assert (layout.contributions, layout.reduction) == (held.contributions, held.reduction)
+    assert not held.missing()
+    for rank in layout.holders:
+        (cell,) = layout.cells_of(rank)
+        assert layout.local_shape(rank) == held.elements[rank].shape
+        assert layout.cell_contribution[cell] == held.contribution[rank]
+        assert layout.cell_elements[cell] == (held.elements[rank] != NO_ELEMENT).sum()
+        owned: set[int] = set()
+        for box in layout.boxes(rank):
+            window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+            owned |= set(np.arange(np.prod(shape, dtype=int)).reshape(shape)[window].ravel())
+        assert owned <= set(held.elements[rank].ravel().tolist())
+    assert layout.is_padded == any(
+        any(run[3] == 3 for part in range(table.parts) for run in table.runs_of(part))
+        for table in layout.tables
+    )
+
+
+def test_one_level_is_flat_and_several_are_nested() -> None:
+    mesh = DeviceMesh.of(dp=2, tp=2)
+    flat = ShardingSpec(mesh, [DimSpec(["dp", "tp"])]).layout((6,))
+    nested = ShardingSpec(mesh, [DimSpec([Level(["dp"]), Level(["tp"])])]).layout((6,))
+    assert [flat.local_shape(rank) for rank in range(4)] == [(2,), (2,), (2,), (0,)]
+    assert [nested.local_shape(rank) for rank in range(4)] == [(2,), (1,), (2,), (1,)]
+
+
+def test_axis_order_is_major_to_minor() -> None:
+    mesh = DeviceMesh.of(x=2, y=2)
+    layout = ShardingSpec(mesh, [DimSpec(["y", "x"])]).layout((4,))
+    assert [layout.boxes(rank)[0].start[0] for rank in range(4)] == [0, 2, 1, 3]
+
+
+def test_slots_are_ranks_whatever_their_order() -> None:
+    mesh = DeviceMesh.of(x=2, devices=[5, 3])
+    layout = ShardingSpec(mesh, [DimSpec(["x"])]).layout((4,))
+    assert (layout.slots, layout.holders) == (6, (3, 5))
+    assert layout.boxes(5)[0].start == (0,)
+    assert layout.boxes(3)[0].start == (2,)
+
+
+def test_a_scalar_is_on_every_device() -> None:
+    layout = ShardingSpec(MESH, []).layout(())
+    assert layout.holders == tuple(range(16))
+    assert layout.local_shape(7) == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["x:(1)2", "x:(2)2"], ["x:(1)4"]),
+        (["x:(1)2", "x:(2)4"], ["x"]),
+        (["x:(1)8"], ["x"]),
+        ([Axis("x", 1, 8)], [Axis("x")]),
+        (["x:(1)2", "x:(2)2", "x:(4)2", "y"], ["x", "y"]),
+    ],
+)
+def test_spellings_of_the_same_axes_are_one_sharding(one: list[str], other: list[str]) -> None:
+    assert ShardingSpec(MESH, [one]) is ShardingSpec(MESH, [other])
+    assert ShardingSpec(MESH, [[]], replicated_axes=one) is ShardingSpec(
+        MESH, [[]], replicated_axes=other
+    )
+    assert ShardingSpec(MESH, [[]], partial_axes=one) is ShardingSpec(
+        MESH, [[]], partial_axes=other
+    )
+
+
+def test_the_minor_half_first_is_another_sharding() -> None:
+    assert ShardingSpec(MESH, [["x:(4)2", "x:(1)4"]]) is not ShardingSpec(MESH, [["x"]])
+
+
+def test_the_order_of_replicated_axes_says_nothing() -> None:
+    assert ShardingSpec(MESH, [[]], ["y", "x"]) is ShardingSpec(MESH, [[]], ["x", "y"])
+    assert ShardingSpec(MESH, [[]], ["x:(4)2", "x:(1)4"]) is ShardingSpec(MESH, [[]], ["x"])
+
+
+def test_the_reduction_of_no_axes_says_nothing() -> None:
+    assert ShardingSpec(MESH, [["x"]], reduction="max") is ShardingSpec(MESH, [["x"]])
+
+
+def test_names_are_as_good_as_levels() -> None:
+    named = DimSpec(["x", "y"])
+    assert named is DimSpec([Level(["x", "y"])]) is DimSpec([Level([Axis("x"), Axis("y")], Ceil())])
+    assert named is not DimSpec([Level(["x", "y"], Balanced())])
+    assert named.axes == (Axis("x"), Axis("y"))
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "message"),
+    [
+        (lambda: ShardingSpec(MESH, [["z"]]), MeshError, "unknown axis 'z'"),
+        (lambda: ShardingSpec(MESH, [[]], ["z"]), MeshError, "unknown axis 'z'"),
+        (lambda: ShardingSpec(MESH, [[]], [], ["z"]), MeshError, "unknown axis 'z'"),
+        (
+            lambda: ShardingSpec(MESH, [["x"], ["x"]]),
+            SpecError,
+            "axis x is used in dimension 0 and dimension 1",
+        ),
+        (lambda: ShardingSpec(MESH, [["x", "x"]]), SpecError, "axis x is used in dimension 0, twi"),
+        (
+            lambda: ShardingSpec(MESH, [["x"]], ["x"]),
+            SpecError,
+            "axis x is used in dimension 0 and the replicated axes",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x"]], [], ["x"]),
+            SpecError,
+            "axis x is used in dimension 0 and the partial axes",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x"], ["x:(1)2"]]),
+            SpecError,
+            "axis x is used in dimension 0 and dimension 1",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x:(1)2"], ["x:(1)2"]]),
+            SpecError,
+            r"axis x:\(1\)2 is used in",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x:(1)4"], ["x:(2)2"]]),
+            SpecError,
+            r"sub-axes x:\(1\)4 and x:\(2\)2 of dimension 0 and dimension 1 overlap",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x:(1)3"]]),
+            MeshError,
+            r"sub-axis x:\(1\)3 does not divide axis 'x' of size 8",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [[]], [], ["x"], "median"),
+            SpecError,
+            "unknown reduction 'median'; it is one of sum, max",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [["x"], []]).layout((4,)),
+            SpecError,
+            r"`x, -` is for tensors of 2 dimensions, not for shape \[4\]",
+        ),
+        (lambda: DimSpec(["x"], priority=-1), SpecError, "priority -1"),
+        (lambda: DimSpec([Level(["x"]), "y"]), SpecError, "give one or the other"),
+        (lambda: Level([]), SpecError, "at least one mesh axis"),
+        (
+            lambda: ShardingSpec(MESH, [["x:(1)6"]]).layout((4,)),
+            MeshError,
+            r"x:\(1\)6 does not divide",
+        ),
+        (lambda: ShardingSpec(MESH, [["x"]]).layout((-1,)), LayoutError, "-1"),
+    ],
+)
+def test_a_sharding_that_cannot_be_is_refused(
+    refused: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        refused()
+
+
+def test_sub_axes_on_a_size_that_does_not_divide_them_overlap() -> None:
+    # On 12, x:(1)2 ends at 2 and x:(3)2 begins at 3: their digits are not apart.
+    with pytest.raises(SpecError, match=r"x:\(1\)2 and x:\(3\)2 .* overlap"):
+        ShardingSpec(DeviceMesh.of(x=12), [["x:(1)2"], ["x:(3)2"]])
+
+
+def test_a_rule_that_does_not_fit_names_its_numbers() -> None:
+    from reshard.cut_rules import Sizes
+
+    spec = ShardingSpec(DeviceMesh.of(x=2), [DimSpec([Level(["x"], Sizes((3, 1)))])])
+    with pytest.raises(RuleError, match=r"\[3, 1\] add up to 4, but the length is 5"):
+        spec.layout((5,))
