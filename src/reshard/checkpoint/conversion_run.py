@@ -275,11 +275,14 @@ def run_conversion(
 
     Raises:
         UsageError: a target that exists; too small a memory limit.
+        MissingExtraError: xxhash is not installed.
         RunError: a full disk, a read-only target, an interruption, a source that changed.
         DigestError: a source that is not what its manifest says.
     """
     began_s = time.monotonic()
     workers = conversion.threads(memory_bytes, threads)
+    # A missing hash library must be known before anything is written.
+    block_digest(b"")
     sources = open_sources(conversion.source.folder)
     try:
         description = conversion.description(sources)
