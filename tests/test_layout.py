@@ -2,7 +2,115 @@
 
 from __future__ import annotations
 
-from reshard.layout import Layout
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from reshard.errors import LayoutError
+from reshard.layout import (
+    Binding,
+    Box,
+    FileRange,
+    Layout,
+    RankMemory,
+    TensorName,
+    View,
+    flat_range_boxes,
+)
+from reshard.runs import FRESH_HALO, HALO, RunTable
+from reshard.testing.oracle import NO_ELEMENT
+from reshard.testing.strategies import (
+    LayoutAndContents,
+    Shape,
+    layouts_with_contents,
+    shapes,
+)
+
+
+@st.composite
+def layouts_of_some_shape(draw: st.DrawFn) -> LayoutAndContents:
+    return draw(layouts_with_contents(draw(shapes())))
+
+
+@given(layouts_of_some_shape())
+def test_local_shapes_and_sizes_are_those_of_the_contents(pair: LayoutAndContents) -> None:
+    layout, held = pair
+    assert layout.holders == tuple(sorted(held.elements))
+    for slot in range(layout.slots):
+        expected = held.elements[slot].shape if slot in held.elements else None
+        assert layout.local_shape(slot) == expected
+        cells = layout.cells_of(slot)
+        elements = sum(int(layout.cell_elements[cell]) for cell in cells)
+        real = held.elements[slot] != NO_ELEMENT if slot in held.elements else np.zeros(0)
+        assert elements == real.sum()
+
+
+@given(layouts_of_some_shape())
+def test_boxes_are_what_a_slot_owns(pair: LayoutAndContents) -> None:
+    layout, held = pair
+    numbers = np.arange(math.prod(layout.shape)).reshape(layout.shape)
+    for slot in layout.holders:
+        found: list[int] = []
+        for box in layout.boxes(slot):
+            window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+            found += numbers[window].ravel().tolist()
+        assert len(found) == len(set(found))
+        assert set(found) <= set(held.elements[slot].ravel().tolist())
+        if not has_halos(layout):
+            assert set(found) == set(held.elements[slot].ravel().tolist()) - {NO_ELEMENT}
+
+
+def has_halos(layout: Layout) -> bool:
+    roles = [table.single_runs().role for table in layout.tables]
+    return any(np.isin(role, (HALO, FRESH_HALO)).any() for role in roles)
+
+
+@st.composite
+def flat_ranges(draw: st.DrawFn) -> tuple[Shape, int, int]:
+    shape = draw(shapes(min_rank=1))
+    total = math.prod(shape)
+    start = draw(st.integers(0, total))
+    return shape, start, draw(st.integers(start, total))
+
+
+@given(flat_ranges())
+def test_a_flat_range_is_few_boxes_with_its_elements_in_order(
+    case: tuple[Shape, int, int],
+) -> None:
+    shape, start, stop = case
+    boxes = flat_range_boxes(shape, start, stop)
+    assert len(boxes) <= 2 * len(shape) - 1
+    assert all(box.elements > 0 for box in boxes)
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    found: list[int] = []
+    for box in boxes:
+        window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        found += numbers[window].ravel().tolist()
+    assert found == list(range(start, stop))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_the_worst_flat_range_needs_two_boxes_a_dimension_less_one(rank: int) -> None:
+    shape = (4,) * rank
+    assert len(flat_range_boxes(shape, 1, 4**rank - 1)) == 2 * rank - 1
+
+
+def test_a_flat_range_of_whole_rows_is_one_box() -> None:
+    assert flat_range_boxes((4, 3, 2), 6, 18) == [Box((1, 0, 0), (3, 3, 2))]
+    assert flat_range_boxes((), 0, 1) == [Box((), ())]
+    assert flat_range_boxes((4, 3), 5, 5) == []
+
+
+def test_leading_dimensions_alone_are_flattened() -> None:
+    layout = Layout.flat_ranges((2, 3, 4), {0: (0, 2), 1: (2, 6)}, dims=2)
+    assert layout.boxes(0) == (Box((0, 0, 0), (1, 2, 4)),)
+    assert layout.boxes(1) == (Box((0, 2, 0), (1, 3, 4)), Box((1, 0, 0), (2, 3, 4)))
+    assert layout.local_shape(1) == (16,)
 
 
 def test_an_empty_range_of_no_dimensions_holds_nothing() -> None:
@@ -15,3 +123,133 @@ def test_an_empty_range_of_a_scalar_holds_nothing() -> None:
     layout = Layout.flat_ranges((), {0: (0, 0), 1: (0, 1)})
     assert layout.local_shape(0) is None
     assert layout.holders == (1,)
+
+
+def test_a_slot_that_holds_nothing_has_no_shape() -> None:
+    layout = Layout.whole((2, 3), [1], 3)
+    assert [layout.local_shape(slot) for slot in range(3)] == [None, (2, 3), None]
+    assert layout.boxes(0) == ()
+
+
+def test_a_scalar_has_one_element_everywhere() -> None:
+    layout = Layout.replicated((), 2)
+    assert layout.local_shape(1) == ()
+    assert layout.boxes(1) == (Box((), ()),)
+    assert layout.cell_elements.tolist() == [1, 1]
+
+
+def test_a_tensor_without_elements_is_laid_out_too() -> None:
+    layout = reshard.spec(reshard.DeviceMesh.of(x=2), "x, -").layout((4, 0))
+    assert layout.local_shape(0) == (2, 0)
+    assert layout.cell_elements.tolist() == [0, 0]
+
+
+def test_boxes_print_as_slices() -> None:
+    assert str(Box((0, 2), (4, 5))) == "[0:4, 2:5]"
+    assert Box((0, 2), (4, 5)).elements == 12
+    assert str(Box((), ())) == "[]" and Box((), ()).elements == 1
+
+
+ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: Layout((5,), [ROWS], 2, [0], [[0]]), r"lengths \[4\] for .* shape \[5\]"),
+        (lambda: Layout((4,), [ROWS], 2, [2], [[0]]), "slots up to 2, but there are 2"),
+        (lambda: Layout((4,), [ROWS], 2, [-1], [[0]]), "there are 2"),
+        (lambda: Layout((4,), [ROWS], 2, [0], [[2]]), "dimension 0 has 2 parts, a cell takes part"),
+        (lambda: Layout((4,), [ROWS], 2, [0], [[-1]]), "a cell takes part -1"),
+        (
+            lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0], 2),
+            "2 contributions with reduction None",
+        ),
+        (
+            lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0], 1, "sum"),
+            "1 contributions with reduction 'sum'",
+        ),
+        (
+            lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0], 2, "median"),
+            "unknown reduction 'median'",
+        ),
+        (
+            lambda: Layout((4,), [ROWS], 2, [0], [[0]], [2], 2, "sum"),
+            r"one of the 2 contributions, got \[2\]",
+        ),
+        (
+            lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0, 1], 2, "sum"),
+            r"one of the 2 contributions, got \[0, 1\]",
+        ),
+        (lambda: Layout.replicated((4,), 2).cells_of(2), "slot 2 of a layout over 2 slots"),
+        (lambda: Layout.replicated((4,), 2).local_shape(-1), "slot -1"),
+        (
+            lambda: Layout.from_boxes((4,), [(0, Box((0,), (5,)))]),
+            r"box \[0:5\] does not lie in a tensor of shape \[4\]",
+        ),
+        (lambda: Layout.from_boxes((4,), [(0, Box((3,), (2,)))]), r"box \[3:2\]"),
+        (lambda: Layout.from_boxes((4,), [(0, Box((0, 0), (1, 1)))]), r"box \[0:1, 0:1\]"),
+        (lambda: Layout.from_boxes((4, 2), [(0, Box((0,), (1,)))]), r"box \[0:1\]"),
+        (lambda: Layout.from_boxes((4, 2), [(0, Box((0, 0), (1,)))]), r"\(0, 0\) to \(1,\)"),
+        (
+            lambda: Layout.flat_ranges((4, 2), {1: (0, 9)}),
+            "range 0:9 of slot 1 does not lie in the 8 indices",
+        ),
+        (lambda: Layout.flat_ranges((4, 2), {1: (3, 2)}), "range 3:2"),
+        (lambda: Layout.flat_ranges((4, 2), {0: (0, 5)}, dims=1), "the 4 indices of the leading 1"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        refused()
+
+
+LAYOUT = Layout.flat_ranges((4, 2), {0: (0, 4), 2: (4, 8)})
+
+
+def test_a_binding_gives_addresses_and_views() -> None:
+    addresses = {0: FileRange("model.bin", 128), 2: TensorName("other")}
+    column_major = View(3, (1, 2))
+    binding = Binding(LAYOUT, addresses, {2: column_major})
+    assert binding.view(0) == View(0, (2, 1))
+    assert binding.view(2) is column_major
+    assert Binding.to_ranks(LAYOUT).addresses == {0: RankMemory(0), 2: RankMemory(2)}
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "slot 1 has an address, but holds noth"),
+        (lambda: Binding(LAYOUT, {}, {0: View(0, (1,))}), r"slot 0 has 1 strides for .* \(2, 2\)"),
+        (lambda: Binding(LAYOUT, {}, {1: View(0, (1,))}), "slot 1 has 1 strides"),
+        (lambda: Binding(LAYOUT, {}, {}).view(1), "slot 1 holds nothing"),
+    ],
+)
+def test_a_binding_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        refused()
+
+
+@given(shapes(max_elements=200), st.integers(0, 5), st.data())
+def test_a_views_positions_are_where_its_elements_lie(
+    shape: Shape, offset: int, data: st.DataObject
+) -> None:
+    strides = tuple(data.draw(st.integers(-3, 7)) for _ in shape)
+    positions = View(offset, strides).positions(shape)
+    assert positions.shape == shape
+    for index in np.ndindex(*shape):
+        assert positions[index] == offset + sum(i * s for i, s in zip(index, strides, strict=True))
+
+
+def test_a_view_of_another_rank_has_no_positions() -> None:
+    with pytest.raises(LayoutError, match=r"2 strides for a shard of shape \[4\]"):
+        View(0, (2, 1)).positions((4,))
+
+
+def test_views_of_every_order() -> None:
+    shape = (2, 3)
+    memory = np.arange(10)
+    assert memory[View.row_major(shape, 4).positions(shape)].tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert memory[View(0, (1, 2)).positions(shape)].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert memory[View(5, (-3, -1)).positions(shape)].tolist() == [[5, 4, 3], [2, 1, 0]]
+    assert View(7, ()).positions(()).tolist() == 7

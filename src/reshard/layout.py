@@ -201,6 +201,10 @@ class Layout(Interned):
         pairs = list(boxes)
         slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
         for _, box in pairs:
+            if len(box.start) != len(box.stop):
+                raise LayoutError(
+                    f"a box from {box.start} to {box.stop}; both corners need one index a dimension"
+                )
             inside = all(
                 0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False)
             )
@@ -403,7 +407,15 @@ class View:
         return cls(offset, tuple(strides))
 
     def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
-        """The position of every element of a shard of `shape`."""
+        """The position of every element of a shard of `shape`, an array of that shape.
+
+        Raises LayoutError for a shape of another number of dimensions.
+        """
+        if len(shape) != len(self.strides):
+            raise LayoutError(
+                f"a view of {len(self.strides)} strides for a shard of shape {list(shape)}; give "
+                "one stride a dimension"
+            )
         index = np.full(tuple(shape), self.offset, dtype=np.int64)
         for dimension, stride in enumerate(self.strides):
             steps = np.arange(shape[dimension], dtype=np.int64) * stride
