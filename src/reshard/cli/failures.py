@@ -55,7 +55,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("InterruptedRunError", "interrupted; nothing was written", FAILED)
     if isinstance(error, MemoryError):
-        return Failure(kind, "out of memory; give less --memory or fewer --threads", FAILED)
+        remedy = "give less --memory, fewer --threads or fewer ranks"
+        return Failure(kind, f"out of memory; {remedy}", FAILED)
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         return Failure(kind, f"{where}{error.strerror or error}", FAILED)

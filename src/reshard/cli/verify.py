@@ -23,10 +23,10 @@ from reshard.show.quantities import bytes_text, count_text, duration_text
 @json_option
 @quiet_option
 def verify(left: str, right: str, threads: int | None, as_json: bool, quiet: bool) -> int:
-    """Whether LEFT and RIGHT hold the same tensors bit for bit, whatever their cuts.
+    """Whether LEFT and RIGHT hold the same tensors.
 
-    Every byte of both is read; names, dtypes and shapes count too. Exit code 0: the same;
-    1: they differ, and it is said where.
+    The same bit for bit, whatever the cuts and the formats. Every byte of both is read; names,
+    dtypes and shapes count too. Exit code 0: the same; 1: they differ, and it is said where.
 
     \b
     Examples:

@@ -1,0 +1,98 @@
+"""Help is there for every command, and what its examples say can be done."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+import reshard
+from cli.command_runs import run_alone, run_here, write_model
+from reshard.cli.program import program
+
+COMMANDS = ("inspect", "plan", "convert", "verify")
+
+
+def examples(*command: str) -> list[list[str]]:
+    """The arguments of all examples in the help of a command."""
+    text = run_here(*command, "--help").output.partition("Examples:\n")[2].partition("\n\n")[0]
+    lines = [line.strip().partition(" && ")[0] for line in text.splitlines()]
+    assert all(line.startswith("reshard ") for line in lines)
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.fixture
+def llama(folder: Path) -> None:
+    """A very small model of the kind that the examples speak of, under their name."""
+    at = "model.layers.0"
+    path = write_model(
+        folder / "llama-3-8b",
+        **{
+            "model.embed_tokens.weight": np.ones((32, 16), np.float32),
+            f"{at}.mlp.up_proj.weight": np.ones((24, 16), np.float32),
+            f"{at}.mlp.down_proj.weight": np.ones((16, 24), np.float32),
+            f"{at}.self_attn.q_proj.weight": np.ones((16, 16), np.float32),
+            f"{at}.self_attn.k_proj.weight": np.ones((8, 16), np.float32),
+            f"{at}.self_attn.v_proj.weight": np.ones((8, 16), np.float32),
+            f"{at}.self_attn.o_proj.weight": np.ones((16, 16), np.float32),
+            "lm_head.weight": np.ones((32, 16), np.float32),
+        },
+    )
+    config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.usefixtures("llama")
+def test_the_examples_run() -> None:
+    ran = 0
+    for command in ("convert", "inspect", "plan", "verify"):
+        for arguments in examples(command):
+            run = run_here(*arguments)
+            assert (run.code, run.errors) == (0, ""), arguments
+            assert "rules that decided no tensor" not in run.output
+            ran += 1
+    assert ran >= 12
+
+
+@pytest.mark.usefixtures("llama")
+def test_the_first_examples_run_in_their_order() -> None:
+    assert [arguments[0] for arguments in examples()] == list(COMMANDS)
+    for arguments in examples():
+        assert run_here(*arguments).code == 0
+
+
+def test_bare_command_is_help() -> None:
+    assert run_here() == run_here("--help") == run_here("-h")
+    assert run_here().code == 0
+
+
+def test_help_has_the_commands_and_exit_codes() -> None:
+    text = run_here("--help").output
+    listed = text.partition("Commands:\n")[2]
+    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == list(COMMANDS)
+    assert "..." not in listed
+    codes = text.partition("Exit codes:\n")[2]
+    assert re.findall(r"^    (\d)  ", codes, re.MULTILINE) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_all_there_is(command: str) -> None:
+    text = run_here(command, "--help").output
+    assert 2 <= len(examples(command)) <= 4
+    assert "Keys of --json:" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    for parameter in program.commands[command].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help and parameter.help.endswith((".", "]")), parameter.name
+        else:
+            assert parameter.name and parameter.name.upper() in text
+
+
+def test_version(folder: Path) -> None:
+    assert run_here("--version").output == f"reshard {reshard.__version__}\n"
+    assert run_alone("--version", cwd=folder).output == f"reshard {reshard.__version__}\n"
