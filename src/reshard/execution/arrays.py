@@ -53,6 +53,12 @@ class ArrayKind(Protocol):
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
         """Every element times a fraction."""
 
+    def element(self, value: float) -> Storage:
+        """One element of that value: storage of shape `(1,)`."""
+
+    def float_limits(self) -> tuple[float, float]:
+        """The least and greatest number of a floating type, infinities where it has them."""
+
 
 class NumpyArrays:
     """NumPy arrays, ml_dtypes' included."""
@@ -68,13 +74,28 @@ class NumpyArrays:
         return storage.view(self._numpy_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
-        typed = _UFUNCS[reduction](self._typed(left), self._typed(right))
-        return self._stored(typed)
+        # What overflows is infinite and what cannot be is no number, as in torch: no warning.
+        with np.errstate(all="ignore"):
+            return self._stored(_UFUNCS[reduction](self._typed(left), self._typed(right)))
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
+        # A narrow type may not have the denominator: 17 is 16 in float8_e4m3fn.
+        wide = np.complex64 if is_complex(self.dtype) else np.float32
         typed = self._typed(storage)
-        scalar = self._numpy_dtype.type
-        return self._stored(typed * scalar(numerator) / scalar(denominator))
+        typed = typed.astype(np.result_type(wide, typed) if typed.itemsize > 4 else wide)
+        with np.errstate(all="ignore"):
+            return self._stored(typed * numerator / denominator)
+
+    def element(self, value: float) -> Storage:
+        return np.array([value]).astype(self._numpy_dtype).view(self.dtype.storage)
+
+    def float_limits(self) -> tuple[float, float]:
+        least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
+        if not np.isinf(greatest):
+            every = np.arange(256, dtype=np.uint8).view(self._numpy_dtype).astype(np.float64)
+            finite = every[np.isfinite(every)]
+            return float(finite.min()), float(finite.max())
+        return float(least), float(greatest)
 
     def _typed(self, storage: Storage) -> Storage:
         return np.asarray(storage, order="C").view(self._numpy_dtype)
@@ -111,6 +132,11 @@ class TorchTensors:
         return self._torch.from_numpy(storage.view(carrier)).view(self._torch_dtype)
 
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
+        if is_integer(self.dtype):
+            # The same in both, and torch lacks it for most unsigned types.
+            numbers = np.dtype(self.dtype.name)
+            combined = _UFUNCS[reduction](left.view(numbers), right.view(numbers))
+            return np.asarray(combined).view(self.dtype.storage)
         operation = getattr(self._torch, _TORCH_OPERATIONS[reduction])
         a, b = self._computable(left), self._computable(right)
         return self._stored(operation(a, b))
@@ -118,14 +144,38 @@ class TorchTensors:
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
         return self._stored(self._computable(storage) * numerator / denominator)
 
+    def element(self, value: float) -> Storage:
+        if is_integer(self.dtype):
+            return np.array([value], dtype=self.dtype.name).view(self.dtype.storage)
+        return self._stored(self._torch.tensor([value], dtype=self._torch.float64))
+
+    def float_limits(self) -> tuple[float, float]:
+        limits = self._torch.finfo(self._torch_dtype)
+        infinity = self._torch.tensor([float("inf")]).to(self._torch_dtype).to(self._torch.float32)
+        if infinity.isinf().item():
+            return float("-inf"), float("inf")
+        return limits.min, limits.max
+
     def _computable(self, storage: Storage) -> Any:
         tensor = self.array(np.array(storage, order="C"))
-        # torch computes nothing in one-byte floats; each step is rounded back to them.
+        # torch computes little in these types; each step is rounded back to them.
+        if self.dtype.name == "complex32":
+            return tensor.to(self._torch.complex64)
         narrow = self.dtype.name.startswith("float8")
         return tensor.to(self._torch.float32) if narrow else tensor
 
     def _stored(self, tensor: Any) -> Storage:
         return self.storage(tensor.to(self._torch_dtype).contiguous())
+
+
+def is_integer(dtype: DType) -> bool:
+    """Whether elements are whole numbers or truth values."""
+    return dtype.name.startswith(("int", "uint", "bool"))
+
+
+def is_complex(dtype: DType) -> bool:
+    """Whether elements are complex numbers."""
+    return dtype.name.startswith("complex")
 
 
 def kind_of(array: Any, name: str) -> ArrayKind:
@@ -151,29 +201,38 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     )
 
 
+def check_reduction(reduction: str, dtype: DType) -> None:
+    """Raise ShardError for a reduction that elements of this type do not have.
+
+    >>> from reshard.dtypes import dtype
+    >>> check_reduction("mean", dtype("int8"))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: a mean of int8 is not exact; reduce by sum, or cast to a floating
+    type
+    """
+    if reduction == "mean" and is_integer(dtype):
+        raise ShardError(
+            f"a mean of {dtype.name} is not exact; reduce by sum, or cast to a floating type"
+        )
+    if reduction in ("max", "min") and is_complex(dtype):
+        raise ShardError(
+            f"{reduction} of {dtype.name}: complex numbers have no order; reduce by sum, mean or "
+            "product"
+        )
+
+
 def identity(reduction: str, kind: ArrayKind) -> Storage:
     """The one element that changes nothing when combined: storage of shape `(1,)`."""
-    numpy_dtype = kind.dtype.numpy
     if reduction in ("sum", "mean"):
-        value: Any = 0
-    elif reduction == "product":
-        value = 1
-    elif numpy_dtype.kind == "b":
-        value = reduction == "min"
-    elif numpy_dtype.kind in "iu":
-        limits = np.iinfo(numpy_dtype)
-        value = limits.min if reduction == "max" else limits.max
-    elif numpy_dtype.kind == "c":
-        raise ShardError(
-            f"{reduction} of {kind.dtype.name}: complex numbers have no order; reduce by sum, "
-            "mean or product"
-        )
+        return kind.element(0)
+    if reduction == "product":
+        return kind.element(1)
+    if kind.dtype.name == "bool":
+        least, greatest = 0.0, 1.0
+    elif is_integer(kind.dtype):
+        limits = np.iinfo(kind.dtype.name)
+        least, greatest = limits.min, limits.max
     else:
-        value = -np.inf if reduction == "max" else np.inf
-        stored = np.array([value]).astype(numpy_dtype)
-        if not np.isinf(stored.astype(np.float64)[0]):
-            # A type without infinities (float8_e4m3fn): its largest finite number will do.
-            bits = np.arange(256, dtype=np.uint8).view(numpy_dtype).astype(np.float64)
-            finite = bits[np.isfinite(bits)]
-            value = finite.min() if reduction == "max" else finite.max()
-    return np.array([value]).astype(numpy_dtype).view(kind.dtype.storage)
+        least, greatest = kind.float_limits()
+    return kind.element(least if reduction == "max" else greatest)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage, identity, kind_of
+from reshard.execution.arrays import ArrayKind, Storage, check_reduction, identity, kind_of
 from reshard.layout import Layout
 from reshard.planning.transfers import Pieces, dimension_pieces
 from reshard.runs import PAD, IntArray, ragged_arange
@@ -108,10 +108,10 @@ def _check(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
         raise ShardError(
             f"arrays of {kind.dtype.name} for a plan of {plan.dtype.name}; nothing is cast"
         )
-    if plan.scale != (1, 1) and kind.dtype.numpy.kind in "biu":
-        raise ShardError(
-            f"a mean of {kind.dtype.name} is not exact; reduce by sum, or cast to a floating type"
-        )
+    for reduction in {plan.source.reduction, plan.target.reduction} - {None}:
+        # Where only the target is a mean, its contributions are copies: nothing is divided.
+        if reduction != "mean" or plan.source.reduction == "mean":
+            check_reduction(str(reduction), kind.dtype)
     return kind
 
 
