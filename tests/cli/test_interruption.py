@@ -124,9 +124,10 @@ def test_impatience_changes_nothing(folder: Path, large: Path) -> None:
 def test_reading_is_interrupted_in_one_line(
     folder: Path, large: Path, arguments: tuple[str, ...]
 ) -> None:
-    stopped = interrupted(folder, *arguments)
+    stopped = interrupted(folder, *arguments, "--json")
     assert stopped.code == 3
     assert stopped.errors == "reshard: interrupted; nothing was written\n"
+    assert stopped.json["error"]["kind"] == "InterruptedRunError"
 
 
 def test_a_signal_at_any_moment_leaves_a_checkpoint_or_a_resumable_folder(
