@@ -199,7 +199,7 @@ REDUCED = {
     "product": [2, 8, 0],
 }
 WITH_ARITHMETIC = [
-    kind(kind, module)
+    (kind, module)
     for kind in ALL_DTYPES
     if kind.name not in ("bool", "float8_e8m0fnu") and not kind.name.startswith("complex")
     for module in ("numpy", "torch")
