@@ -263,7 +263,7 @@ def test_a_file_that_is_written_in_place_is_noticed(source_path):
     with SourceFile(source_path) as source:
         source.check_unchanged()
         os.utime(source_path, ns=(0, source.identity.modified_ns + 1))
-        with pytest.raises(SourceChangedError, match="changed while it was read"):
+        with pytest.raises(SourceChangedError, match="changed since it was opened"):
             source.check_unchanged()
 
 

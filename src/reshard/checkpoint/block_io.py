@@ -10,14 +10,13 @@ import math
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import BlockGrid
-from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.layout import Box
@@ -82,9 +81,15 @@ def _raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def open_sources(folder: Path) -> OpenFiles[SourceFile]:
-    """The files of a checkpoint folder, for reading."""
-    return OpenFiles(lambda name: SourceFile(folder / name))
+def open_sources(checkpoint: Checkpoint) -> OpenFiles[SourceFile]:
+    """The tensor files of a checkpoint, for reading.
+
+    To open one raises `SourceChangedError` where it is no longer the file whose header says
+    where the tensors are.
+    """
+    return OpenFiles(
+        lambda name: SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
+    )
 
 
 class _BlockAccess:

@@ -99,7 +99,7 @@ def compare(
     unequal = {difference.name for difference in differences}
     names = [name for name in a.tensors if name in b.tensors and name not in unequal]
     total = sum(a[name].size_bytes for name in names)
-    files_a, files_b = open_sources(a.folder), open_sources(b.folder)
+    files_a, files_b = open_sources(a), open_sources(b)
     readers = lru_cache(maxsize=64)(
         lambda name: (BlockReader(a[name], files_a), BlockReader(b[name], files_b))
     )
@@ -183,7 +183,7 @@ def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, int]
 def _workspace_sizes(checkpoints: list[Checkpoint], names: list[str]) -> tuple[int, int]:
     block = span = 0
     for checkpoint in checkpoints:
-        files = open_sources(checkpoint.folder)
+        files = open_sources(checkpoint)
         for name in names:
             reader = BlockReader(checkpoint[name], files)
             block = max(block, reader.grid.largest_bytes)
@@ -205,7 +205,7 @@ def check_digests(
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     names = list(checkpoint.tensors)
-    files = open_sources(checkpoint.folder)
+    files = open_sources(checkpoint)
     readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files))
     sizes = _workspace_sizes([checkpoint], names)
     total = checkpoint.size_bytes

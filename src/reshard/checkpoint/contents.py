@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard.checkpoint.source_file import FileIdentity
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
 from reshard.layout import Binding, Box, FileRange, Layout
@@ -150,6 +151,7 @@ class Checkpoint:
         metadata: the text metadata of its files.
         carried: other files that belong to it (config, tokenizer), relative to the folder.
         left_out: other files that are not carried along, with the reason.
+        identities: what each tensor file was when its header was read.
     """
 
     folder: Path
@@ -160,6 +162,7 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    identities: Mapping[str, FileIdentity] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

@@ -283,7 +283,8 @@ def run_conversion(
     workers = conversion.threads(memory_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
-    sources = open_sources(conversion.source.folder)
+    sources = open_sources(conversion.source)
+    run: _Run | None = None
     try:
         description = conversion.description(sources)
         text = json.dumps(description, sort_keys=True).encode()
@@ -298,14 +299,16 @@ def run_conversion(
                 run.make_files()
                 run.move_blocks(workers, progress, sync_bytes)
                 run.finish()
-            except KeyboardInterrupt:
-                raise InterruptedRunError(
-                    f"interrupted when {run.finished_bytes} of {run.size_bytes} bytes were on the "
-                    "disk; the same command continues, with --restart it starts over"
-                ) from None
             finally:
                 run.targets.close()
             return _report(conversion, began_s, run)
+    except KeyboardInterrupt:
+        done = (
+            f" when {run.finished_bytes} of {run.size_bytes} bytes were on the disk" if run else ""
+        )
+        raise InterruptedRunError(
+            f"interrupted{done}; the same command continues, with --restart it starts over"
+        ) from None
     finally:
         sources.close()
 

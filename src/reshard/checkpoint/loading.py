@@ -24,7 +24,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     """
     tensor = checkpoint[name]
     array = np.empty(math.prod(tensor.shape), dtype=tensor.dtype.storage)
-    files = open_sources(checkpoint.folder)
+    files = open_sources(checkpoint)
     reader = BlockReader(tensor, files)
     workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
     try:

@@ -23,6 +23,7 @@ from reshard.checkpoint import huggingface, sharded_safetensors
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.safetensors_header import read_header
+from reshard.checkpoint.source_file import FileIdentity
 from reshard.errors import CheckpointError, FormatError
 
 SUFFIX = ".safetensors"
@@ -45,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: there is nothing of that name")
     if not path.is_dir():
-        return _open_file(path)
+        return _identified(_open_file(path))
     manifest = read_manifest(path)
     names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(SUFFIX))
     if manifest is not None:
@@ -68,7 +69,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"`{huggingface.INDEX_NAME}` that says which belong to it; name one of them, or add "
             "the index"
         )
-    return _with_companions(checkpoint)
+    return _with_companions(_identified(checkpoint))
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -120,6 +121,21 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         for name, tensor in checkpoint.tensors.items()
     }
     return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _identified(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with what its files are now, so that nobody takes others for them."""
+    identities = {}
+    for file in checkpoint.files:
+        try:
+            state = checkpoint.path(file.name).stat()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot look at {checkpoint.path(file.name)}: {error.strerror}; it was there a "
+                "moment ago, does another program write here?"
+            ) from error
+        identities[file.name] = FileIdentity.of(Path(file.name).name, state)
+    return dataclasses.replace(checkpoint, identities=identities)
 
 
 def _with_companions(checkpoint: Checkpoint) -> Checkpoint:

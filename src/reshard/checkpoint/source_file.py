@@ -56,6 +56,11 @@ class FileIdentity:
                 f"{self.inode}: expected neither to be negative"
             )
 
+    @classmethod
+    def of(cls, name: str, state: os.stat_result) -> FileIdentity:
+        """The identity of the file `name` whose state is `os.stat`'s answer."""
+        return cls(name, state.st_size, state.st_mtime_ns, state.st_ino)
+
     def to_json(self) -> dict[str, str | int]:
         """A value that `json.dumps` takes and `from_json` gives back."""
         return {
@@ -87,10 +92,11 @@ class SourceFile:
     `size_bytes` and `identity` are what the file was when it was opened; `read_bytes` counts the
     bytes asked for and delivered. A context manager; holds two descriptors.
 
-    Raises `RunError` naming the file when it cannot be opened or is not a regular file.
+    Raises `RunError` naming the file when it cannot be opened or is not a regular file, and
+    `SourceChangedError` when it is not the `expected` one.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], expected: FileIdentity | None = None) -> None:
         self.path = Path(path)
         self._counter = threading.Lock()
         self._read_bytes = 0
@@ -99,6 +105,9 @@ class SourceFile:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             self.identity = self._identity_now()
+            if expected is not None:
+                self.identity = expected
+                self.check_unchanged()
             self._direct = open_direct(self.path, os.O_RDONLY)
         except OSError as error:
             self.close()
@@ -150,16 +159,15 @@ class SourceFile:
             self._read_bytes += size_bytes
 
     def check_unchanged(self) -> None:
-        """Raise `SourceChangedError` unless size and modification time are as when opened."""
+        """Raise `SourceChangedError` unless the file is what it was when it was opened."""
         try:
             now = self._identity_now()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
         if now != self.identity:
             raise SourceChangedError(
-                f"{self.path}: changed while it was read: expected {self.identity.size_bytes} "
-                f"bytes modified at {self.identity.modified_ns} ns, found {now.size_bytes} bytes "
-                f"modified at {now.modified_ns} ns; wait until nobody writes it and start over"
+                f"{self.path}: changed since it was opened: expected {_described(self.identity)}, "
+                f"found {_described(now)}; wait until nobody writes it and start over"
             )
 
     def close(self) -> None:
@@ -180,7 +188,7 @@ class SourceFile:
         state = os.fstat(self._descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise RunError(f"{self.path}: not a regular file: expected a file with the bytes in it")
-        return FileIdentity(self.path.name, state.st_size, state.st_mtime_ns, state.st_ino)
+        return FileIdentity.of(self.path.name, state)
 
     def _read_cached(self, view: memoryview, offset: int) -> int:
         """Copy what is cached from the start of the view on; answers how much that is."""
@@ -236,3 +244,10 @@ class SourceFile:
                     f"has {found} now; put the whole file back and start over"
                 )
             filled += count
+
+
+def _described(identity: FileIdentity) -> str:
+    return (
+        f"{identity.size_bytes} bytes modified at {identity.modified_ns} ns "
+        f"(inode {identity.inode})"
+    )
