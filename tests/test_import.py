@@ -1,0 +1,116 @@
+"""What `import reshard` loads, and what it offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import reshard
+
+PUBLIC = [
+    "Axis",
+    "Box",
+    "DeviceMesh",
+    "DimSpec",
+    "Job",
+    "JobItem",
+    "Layout",
+    "Level",
+    "Plan",
+    "ReshardError",
+    "ShardingSpec",
+    "checkpoint",
+    "plan",
+    "spec",
+]
+
+
+def in_a_new_process(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_loads_numpy_and_nothing_else_that_is_installed() -> None:
+    found = in_a_new_process(
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import reshard\n"
+        "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(loaded - set(sys.stdlib_module_names)))\n"
+    ).split()
+    assert found == ["numpy", "reshard"]
+
+
+def test_planning_and_running_load_no_more() -> None:
+    found = in_a_new_process(
+        "import sys\n"
+        "import numpy, reshard\n"
+        "mesh = reshard.DeviceMesh.of(x=2)\n"
+        "layouts = [reshard.spec(mesh, text).layout((4, 4)) for text in ('x, -', '-, x')]\n"
+        "plan = reshard.plan(*layouts, dtype='float32')\n"
+        "plan.verify()\n"
+        "plan.run({rank: numpy.zeros((2, 4), numpy.float32) for rank in (0, 1)})\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "print(*sorted(loaded & {'torch', 'xxhash', 'click', 'rich', 'ml_dtypes', 'hypothesis'}))\n"
+    ).split()
+    assert found == []
+
+
+def test_importing_is_quick(record_property: Callable[[str, object], None]) -> None:
+    seconds = float(
+        in_a_new_process(
+            "import numpy, time\n"
+            "begin = time.perf_counter()\n"
+            "import reshard\n"
+            "print(time.perf_counter() - begin)\n"
+        )
+    )
+    record_property("import_seconds", seconds)
+    # Without NumPy it takes some hundredths of a second; this only catches a heavy import.
+    assert seconds < 10
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(PUBLIC) == PUBLIC == reshard.__all__
+    for name in PUBLIC:
+        assert getattr(reshard, name) is not None
+
+
+def test_nothing_else_looks_public() -> None:
+    program = "import reshard; print(*[n for n in vars(reshard) if not n.startswith('_')])"
+    names = set(in_a_new_process(program).split())
+    modules = {name for name in names if isinstance(getattr(reshard, name, None), types.ModuleType)}
+    known = {"annotations", "import_module", "Any", "TYPE_CHECKING"}
+    assert names - modules - known == set(PUBLIC) - {"checkpoint"}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'reshard' has no attribute 'nonsense'"):
+        _ = reshard.nonsense
+
+
+def test_the_test_package_says_what_it_needs() -> None:
+    found = in_a_new_process(
+        "import sys\n"
+        "sys.modules['hypothesis'] = None\n"
+        "from reshard.errors import MissingExtraError\n"
+        "try:\n"
+        "    import reshard.testing\n"
+        "except MissingExtraError as error:\n"
+        "    print(error)\n"
+    )
+    assert "pip install hypothesis" in found
+
+
+def test_the_version_is_the_projects() -> None:
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == reshard.__version__
