@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Binding, FileRange, Layout
 from reshard.mesh import DeviceMesh
+from reshard.runs import IntArray, RunTable
 
 REPLICAS = ("once", "every")
 
@@ -139,12 +141,15 @@ def _storing_slots(
     storing: dict[str, frozenset[int]] = {}
     for name, tensor in tensors.items():
         layout = tensor.layout
+        same = [_first_equal_parts(table) for table in layout.tables]
         groups: dict[bytes, list[int]] = {}
         for slot in layout.holders:
             cells = layout.cells_of(slot)
             # An empty shard is the same as no shard, but a tensor must be somewhere.
             empty = not layout.cell_elements[cells.start : cells.stop].any()
-            key = b"" if empty else layout.cell_part[cells.start : cells.stop].tobytes() + b"."
+            parts = layout.cell_part[cells.start : cells.stop]
+            columns = [first[parts[:, d]].tobytes() for d, first in enumerate(same)]
+            key = b"" if empty else b"".join(columns) + b"."
             groups.setdefault(key, []).append(slot)
         if len(groups) > 1:
             groups.pop(b"", None)
@@ -157,6 +162,15 @@ def _storing_slots(
                 stored_bytes[slot] = stored_bytes.get(slot, 0) + size * tensor.dtype.itemsize_bytes
         storing[name] = frozenset(chosen)
     return storing
+
+
+@lru_cache(maxsize=1024)
+def _first_equal_parts(table: RunTable) -> IntArray:
+    """For each part the first part with the same runs: key/value heads are held by several."""
+    first: dict[tuple[tuple[int, int, int, int], ...], int] = {}
+    parts = range(table.parts)
+    equal = [first.setdefault(tuple(table.runs_of(part)), part) for part in parts]
+    return np.array(equal, dtype=np.int64)
 
 
 def _least(slots: list[int], stored_bytes: Mapping[int, int]) -> int:
