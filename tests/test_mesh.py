@@ -158,3 +158,8 @@ def test_a_mesh_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         refused()
+
+
+def test_a_mesh_beyond_any_machine_is_refused() -> None:
+    with pytest.raises(MeshError, match="100000000000 devices"):
+        DeviceMesh.of(tp=100_000_000_000)

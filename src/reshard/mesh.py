@@ -26,6 +26,9 @@ from reshard.errors import MeshError, NotationError
 from reshard.interning import Interned
 from reshard.runs import IntArray
 
+# Far beyond any machine, and small enough that a typing error is not a memory error.
+LARGEST_MESH = 1 << 22
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)(?::\((\d+)\)(\d+))?")
 
@@ -113,6 +116,11 @@ class DeviceMesh(Interned):
         if len(set(self.axis_names)) != len(self.axis_names):
             raise MeshError(f"axis names {list(self.axis_names)} must differ from each other")
         self.size = math.prod(self.shape)
+        if self.size > LARGEST_MESH:
+            raise MeshError(
+                f"a mesh of {self.size} devices ({' x '.join(map(str, self.shape))}); at most "
+                f"{LARGEST_MESH} are supported"
+            )
         self.devices = tuple(range(self.size) if devices is None else (int(d) for d in devices))
         if len(self.devices) != self.size:
             raise MeshError(

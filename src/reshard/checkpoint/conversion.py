@@ -31,7 +31,7 @@ from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint, read_config
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.mesh import DeviceMesh
+from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import Assignment, assign
@@ -164,9 +164,11 @@ class Conversion:
             )
         return min(fit, most or DEFAULT_THREADS)
 
-    def extra_bytes(self, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> int:
+    def extra_bytes(
+        self, memory_bytes: int = DEFAULT_MEMORY_BYTES, most_threads: int | None = None
+    ) -> int:
         """The peak memory that a run allocates for its work."""
-        return self.threads(memory_bytes) * self.workspace_bytes
+        return self.threads(memory_bytes, most_threads) * self.workspace_bytes
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
         """What this conversion is, for a journal: two equal descriptions mean equal results."""
@@ -299,6 +301,8 @@ def _parse_target(to: str | int | DeviceMesh) -> tuple[DeviceMesh | None, int | 
     if text.isdigit():
         if int(text) < 1:
             raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
+        if int(text) > LARGEST_MESH:
+            raise UsageError(f"{to} ranks: at most {LARGEST_MESH} are supported")
         return None, int(text)
     if "=" not in text:
         raise UsageError(

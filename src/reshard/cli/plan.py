@@ -77,7 +77,7 @@ def plan(
         source, place.with_name(f"{place.name}.planned"), **conversion_arguments
     )
     workers = conversion.threads(memory_bytes, threads)
-    extra_bytes = workers * conversion.workspace_bytes
+    extra_bytes = conversion.extra_bytes(memory_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if as_json:
         write_json(_as_json(source, conversion, workers, extra_bytes))
