@@ -137,10 +137,10 @@ def test_shards_that_overlap_in_one_dimension_are_read_at_most_whole(
     """The slack: a shard's row is read whole, though another shard supplies some of it."""
     rule = data.draw(windows(length, 4))
     mesh = reshard.DeviceMesh.of(tp=4)
-    cut = DimSpec([Level([Axis("tp")], rule)])
-    dims, shape = [DimSpec([]), DimSpec([])], [5, 5]
+    cut = reshard.DimSpec([reshard.Level([reshard.Axis("tp")], rule)])
+    dims, shape = [reshard.DimSpec([]), reshard.DimSpec([])], [5, 5]
     dims[dimension], shape[dimension] = cut, length
-    layout = ShardingSpec(mesh, dims).layout(shape)
+    layout = reshard.ShardingSpec(mesh, dims).layout(shape)
     stored = sum(math.prod(layout.local_shape(slot) or (0,)) for slot in layout.holders)
     read = read_bytes(layout, data.draw(st.sampled_from([8, 1000])))
     assert math.prod(shape) <= read <= stored
