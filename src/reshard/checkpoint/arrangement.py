@@ -19,6 +19,7 @@ import numpy as np
 
 from reshard.checkpoint import huggingface, sharded_safetensors
 from reshard.checkpoint.contents import StoredFile, StoredTensor
+from reshard.checkpoint.manifest import can_describe
 from reshard.checkpoint.safetensors_header import FileHeader, NamedTensor
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
@@ -95,6 +96,11 @@ def arrange_shards(
             raise RecipeError(
                 f"tensor {name!r} would be partial (`{tensor.spec}`); a checkpoint holds values, "
                 "take the partial axes out of its rule"
+            )
+        if tensor.spec is None and not can_describe(tensor.layout):
+            raise RecipeError(
+                f"tensor {name!r} is laid out by a strategy with interleaved, padded or halo "
+                "elements, which a manifest can only describe by a sharding; give rules instead"
             )
     storing = _storing_slots(tensors, replicas)
     ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
@@ -178,13 +184,19 @@ def _least(slots: list[int], stored_bytes: Mapping[int, int]) -> int:
 
 
 def _are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
-    """Whether every stored shard is one box of the tensor, with nothing else in it."""
+    """Whether every stored shard is one box of the tensor, with nothing else in it.
+
+    PyTorch's reader knows shards by where they begin, so no two may begin at one place.
+    """
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for slot in slots:
         boxes = layout.boxes(slot)
         shape = layout.local_shape(slot)
         if shape is None or (boxes and (len(boxes) > 1 or boxes[0].shape != shape)):
             return False
         if not boxes and np.prod(shape, dtype=np.int64) != 0:
+            return False
+        if shapes.setdefault(_offset(layout, slot), shape) != shape:
             return False
     return True
 

@@ -15,10 +15,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.blocks import BlockGrid
+from reshard.checkpoint.blocks import BlockGrid, block_digest
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
+from reshard.errors import DigestError
 from reshard.layout import Box
 
 
@@ -156,6 +157,29 @@ class BlockReader(_BlockAccess):
             self._files[name].read_into(region, span.start_bytes)
             span.copy(block, self.array(region.memory, span.shape), into_block=True)
         return memory
+
+    def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
+        """Like `read`, with the block's digest, which is compared with the recorded one if any.
+
+        Raises:
+            DigestError: bytes that are not those that were written.
+        """
+        memory = self.read(index, workspace)
+        found, recorded = block_digest(memory), self.tensor.digest
+        if recorded is not None and recorded.blocks[index] != found:
+            raise DigestError(
+                f"{self.grid.box(index)} of tensor {self.tensor.name!r} ({self.places(index)[0]}) "
+                f"is not what was written: its digest is {found.hex()}, the manifest says "
+                f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
+            )
+        return memory, found
+
+    def places(self, index: int) -> tuple[str, ...]:
+        """The bytes of files that block `index` is read from, as text."""
+        return tuple(
+            f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
+            for name, span in self.spans(self.grid.box(index))
+        )
 
 
 class BlockWriter(_BlockAccess):

@@ -125,10 +125,9 @@ def compare(
     blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
     found: dict[str, tuple[int, int, int]] = {}
     done = 0
+    results = run_in_threads(_tasks(a, names), work, new_memory, threads)
     try:
-        for name, block, digest, count, first in run_in_threads(
-            _tasks(a, names), work, new_memory, threads
-        ):
+        for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
                 before, first_block, first_at = found.get(name, (0, math.inf, 0))
@@ -138,6 +137,8 @@ def compare(
             if progress is not None:
                 progress(Progress(done, total, 0, name))
     finally:
+        # The threads end before the files they read are closed.
+        results.close()
         files_a.close()
         files_b.close()
     for name, (count, block, at) in found.items():
@@ -216,15 +217,15 @@ def check_digests(
 
     blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
     done = 0
+    results = run_in_threads(_tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads)
     try:
-        for name, block, digest in run_in_threads(
-            _tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads
-        ):
+        for name, block, digest in results:
             blocks[name][block] = digest
             done += readers(name).grid.size_bytes(block)
             if progress is not None:
                 progress(Progress(done, total, 0, name))
     finally:
+        results.close()
         files.close()
     damaged = []
     for name in names:
@@ -239,10 +240,7 @@ def check_digests(
                         str(box),
                         recorded.blocks[block].hex(),
                         blocks[name][block].hex(),
-                        tuple(
-                            f"{file} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
-                            for file, span in reader.spans(box)
-                        ),
+                        reader.places(block),
                     )
                 )
     digests = {

@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from reshard.checkpoint import blocks, huggingface, sharded_safetensors
 from reshard.checkpoint.arrangement import (
     Arrangement,
@@ -115,11 +113,8 @@ class Conversion:
         for tensor in self.source.tensors.values():
             plan = tensor.assembly
             slots = plan.source.cell_slot[plan.routes.source_cell]
-            elements = np.zeros(plan.source.slots, dtype=np.int64)
-            np.add.at(elements, slots, plan.routes.elements)
-            for slot in np.flatnonzero(elements).tolist():
-                size = int(elements[slot]) * tensor.dtype.itemsize_bytes
-                total[slot] = total.get(slot, 0) + size
+            for slot, elements in zip(slots.tolist(), plan.routes.elements.tolist(), strict=True):
+                total[slot] = total.get(slot, 0) + elements * tensor.dtype.itemsize_bytes
         return dict(sorted(total.items()))
 
     @cached_property

@@ -44,7 +44,7 @@ from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.pipeline import run_in_threads
 from reshard.checkpoint.staging import Staging
-from reshard.errors import DigestError, InterruptedRunError, RunError
+from reshard.errors import InterruptedRunError, RunError
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
@@ -122,11 +122,11 @@ class _Run:
         # One reader and writer a tensor, kept for as long as its blocks come up.
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
-    def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter, TensorDigest | None]:
+    def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter]:
         tensor = self.tensors[number]
         stored = self.conversion.source.tensors[tensor.name]
         reader = BlockReader(stored, self.sources)
-        return reader, BlockWriter(tensor, self.targets), stored.digest
+        return reader, BlockWriter(tensor, self.targets)
 
     def _note(self, tensor: int, block: int, digest: bytes) -> None:
         self.finished[tensor][block] = True
@@ -162,17 +162,8 @@ class _Run:
 
     def work(self, task: _Task, workspace: Workspace) -> _Done:
         """Read, digest and write one block."""
-        reader, writer, expected = self._access(task.tensor)
-        memory = reader.read(task.block, workspace)
-        digest = block_digest(memory)
-        if expected is not None and expected.blocks[task.block] != digest:
-            tensor = self.tensors[task.tensor]
-            raise DigestError(
-                f"{reader.grid.box(task.block)} of tensor {tensor.name!r} in "
-                f"{self.conversion.source.folder} is not what was written: its digest is "
-                f"{digest.hex()}, the manifest says {expected.blocks[task.block].hex()}. "
-                "`reshard inspect --digest` lists all that differ"
-            )
+        reader, writer = self._access(task.tensor)
+        memory, digest = reader.read_checked(task.block, workspace)
         return _Done(task, digest, writer.write(task.block, memory, workspace))
 
     def move_blocks(self, threads: int, progress: ProgressFunction | None, sync_bytes: int) -> None:

@@ -20,6 +20,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     Raises:
         CheckpointError: no tensor of that name.
         MissingExtraError: ml_dtypes is needed and not installed.
+        DigestError: bytes that are not what the manifest recorded.
         RunError: a file that cannot be read.
     """
     tensor = checkpoint[name]
@@ -30,10 +31,15 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     try:
         at = 0
         for block in range(reader.grid.count):
-            elements = reader.array(reader.read(block, workspace), (-1,))
+            # Without a recorded digest there is nothing to check, and no hash library needed.
+            if tensor.digest is not None:
+                memory, _ = reader.read_checked(block, workspace)
+            else:
+                memory = reader.read(block, workspace)
+            elements = reader.array(memory, (-1,))
             array[at : at + len(elements)] = elements
             at += len(elements)
-            del elements
+            del memory, elements
     finally:
         workspace.close()
         files.close()

@@ -18,6 +18,8 @@ of `"spec"`. Which ranks store a copy of their shard is not written down: the fi
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,10 @@ from reshard.sharding_text import spec
 MANIFEST_NAME = "reshard.manifest.json"
 FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
+_NO_DIGIT = re.compile("[^0-9a-f]")
+_TOO_LARGE = 2**62
+# What it raises to take apart JSON of another form.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -88,13 +94,36 @@ def _tensor_json(tensor: ManifestTensor) -> dict[str, Any]:
     if tensor.spec is not None:
         content["spec"] = tensor.spec
     else:
-        content["boxes"] = [
-            (slot, box.start, box.stop) for slot in layout.holders for box in layout.boxes(slot)
-        ]
+        content["boxes"] = [(slot, box.start, box.stop) for slot, box in _boxes(layout)]
     if tensor.digest is not None:
         content["digest"] = tensor.digest.tensor.hex()
         content["block_digests"] = b"".join(tensor.digest.blocks).hex()
     return content
+
+
+def _boxes(layout: Layout) -> list[tuple[int, Box]]:
+    """The boxes of every slot, an empty one where the slot has a shard without elements."""
+    return [
+        (slot, box)
+        for slot in layout.holders
+        for box in layout.boxes(slot) or [_empty_box(layout, slot)]
+    ]
+
+
+def _empty_box(layout: Layout, slot: int) -> Box:
+    shape = layout.local_shape(slot) or ()
+    return Box((0,) * layout.ndim, shape if len(shape) == layout.ndim else (0,) * layout.ndim)
+
+
+def can_describe(layout: Layout) -> bool:
+    """Whether a manifest can describe a layout that has no sharding: it is boxes, nothing else.
+
+    >>> can_describe(Layout.whole((2, 3), [1], 2))
+    True
+    """
+    if layout.is_padded:
+        return False
+    return Layout.from_boxes(layout.shape, _boxes(layout), layout.slots) is layout
 
 
 def manifest_of(
@@ -135,13 +164,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise FormatError(
-                f"{path} has format version {version!r}; this reshard reads {FORMAT_VERSION}, "
-                "update it"
+                f"format version {version!r}; this reshard reads {FORMAT_VERSION}, update it"
             )
         return _parse(content)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-    except (ReshardError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ReshardError, *_DAMAGE) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise FormatError(
             f"{path} is not a manifest of reshard: {reason}. It was damaged or edited; without "
@@ -162,45 +190,100 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     mesh = None
     if content["mesh"] is not None:
         fields = content["mesh"]
-        mesh = DeviceMesh(fields["name"], fields["shape"], fields["axis_names"], fields["devices"])
+        mesh = DeviceMesh(
+            _text(fields["name"], "the name of the mesh"),
+            _numbers(fields["shape"], "the shape of the mesh"),
+            [_text(name, "an axis name") for name in fields["axis_names"]],
+            _numbers(fields["devices"], "the devices of the mesh"),
+        )
     files = []
     for name, fields in content["files"].items():
         if not is_plain_name(name):
             raise FormatError(f"the file name {name!r} leads outside the checkpoint")
-        files.append(StoredFile(name, int(fields["size_bytes"]), int(fields["rank"])))
-    ranks = max([file.rank for file in files], default=0) + 1
+        size_bytes = _number(fields["size_bytes"], f"the size of {name}")
+        files.append(StoredFile(name, size_bytes, _number(fields["rank"], f"the rank of {name}")))
+    if not files:
+        raise FormatError("no files are listed, at least one was expected")
     return Manifest(
-        str(content["format"]),
-        str(content["conversion_id"]),
+        _text(content["format"], "the format"),
+        _text(content["conversion_id"], "the conversion's identity"),
         mesh,
         tuple(files),
-        {name: _parse_tensor(mesh, ranks, item) for name, item in content["tensors"].items()},
-        tuple(content["carried"]),
+        {name: _parse_tensor(mesh, files, name, item) for name, item in content["tensors"].items()},
+        tuple(_text(name, "a carried file") for name in content["carried"]),
     )
 
 
-def _parse_tensor(mesh: DeviceMesh | None, ranks: int, item: Mapping[str, Any]) -> ManifestTensor:
-    shape = tuple(int(size) for size in item["shape"])
+def _parse_tensor(
+    mesh: DeviceMesh | None, files: list[StoredFile], name: str, item: Mapping[str, Any]
+) -> ManifestTensor:
+    shape = tuple(_numbers(item["shape"], f"the shape of {name!r}"))
+    dtype = as_dtype(_text(item["dtype"], f"the dtype of {name!r}"))
+    size_bytes = math.prod(shape) * dtype.itemsize_bytes
+    total_bytes = sum(file.size_bytes for file in files)
+    if size_bytes > total_bytes:
+        # Known before a layout is built: a wrong shape must not cost its memory.
+        raise FormatError(
+            f"tensor {name!r} of {size_bytes} bytes in files of {total_bytes} bytes together"
+        )
     text = item.get("spec")
     if text is not None:
         if mesh is None:
-            raise FormatError(f"a sharding {text!r} without a mesh")
-        layout = spec(mesh, text).layout(shape)
+            raise FormatError(f"tensor {name!r} has a sharding {text!r} without a mesh")
+        layout = spec(mesh, _text(text, f"the sharding of {name!r}")).layout(shape)
     else:
-        boxes = [(int(slot), Box(tuple(a), tuple(b))) for slot, a, b in item["boxes"]]
-        layout = Layout.from_boxes(shape, boxes, max([ranks, *(slot + 1 for slot, _ in boxes)]))
+        boxes = [
+            (
+                _number(slot, f"a rank of {name!r}"),
+                Box(
+                    tuple(_numbers(start, f"a box of {name!r}")),
+                    tuple(_numbers(stop, f"a box of {name!r}")),
+                ),
+            )
+            for slot, start, stop in item["boxes"]
+        ]
+        ranks = [file.rank for file in files] + [slot for slot, _ in boxes]
+        layout = Layout.from_boxes(shape, boxes, max(ranks) + 1)
+    if layout.contributions > 1:
+        raise FormatError(
+            f"tensor {name!r} is partial (`{text}`); a checkpoint holds values, no contributions"
+        )
     digest = None
     if "digest" in item:
-        joined = str(item["block_digests"])
-        blocks = [
-            bytes.fromhex(joined[at : at + _DIGEST_CHARACTERS])
-            for at in range(0, len(joined), _DIGEST_CHARACTERS)
-        ]
-        expected = BlockGrid.of(shape, as_dtype(item["dtype"]).itemsize_bytes).count
-        if len(blocks) != expected or any(len(block) != DIGEST_BYTES for block in blocks):
-            raise FormatError(f"{len(blocks)} digests for a tensor of {expected} blocks")
-        digest = TensorDigest(bytes.fromhex(item["digest"]), tuple(blocks))
-    return ManifestTensor(as_dtype(item["dtype"]), layout, text, digest)
+        expected = BlockGrid.of(shape, dtype.itemsize_bytes).count
+        blocks = _digests(item["block_digests"], expected, f"the blocks of {name!r}")
+        (whole,) = _digests(item["digest"], 1, name)
+        digest = TensorDigest(whole, blocks)
+    return ManifestTensor(dtype, layout, text, digest)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise FormatError(f"{what} is {value!r}, expected text")
+    return value
+
+
+def _number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _TOO_LARGE:
+        raise FormatError(f"{what} is {value!r}, expected a whole number of 0 or more")
+    return value
+
+
+def _numbers(values: Any, what: str) -> list[int]:
+    if not isinstance(values, list):
+        raise FormatError(f"{what} is {values!r}, expected a list of numbers")
+    return [_number(value, what) for value in values]
+
+
+def _digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
+    joined = _text(value, f"the digest of {what}")
+    if len(joined) != count * _DIGEST_CHARACTERS or _NO_DIGIT.search(joined):
+        raise FormatError(
+            f"the digest of {what} is {joined[:40]!r}, expected {count} times "
+            f"{_DIGEST_CHARACTERS} hexadecimal digits"
+        )
+    digests = bytes.fromhex(joined)
+    return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
 
 
 def is_plain_name(name: str) -> bool:

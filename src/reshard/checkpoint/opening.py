@@ -42,7 +42,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.
     """
-    path = Path(path)
+    try:
+        return _open(Path(path))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
+            "another path"
+        ) from error
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: there is nothing of that name")
     if not path.is_dir():
@@ -103,12 +112,14 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         checkpoint = huggingface.read_indexed(index)
     else:
         checkpoint = huggingface.read_single(folder / manifest.files[0].name)
-    for written, found in zip(manifest.files, checkpoint.files, strict=False):
-        if (written.name, written.size_bytes) != (found.name, found.size_bytes):
+    written = {file.name: file.size_bytes for file in manifest.files}
+    found = {file.name: file.size_bytes for file in checkpoint.files}
+    for name in sorted({*written, *found}):
+        if written.get(name) != found.get(name):
             raise CheckpointError(
-                f"{folder / found.name} has {found.size_bytes} bytes, the manifest says "
-                f"{written.name} of {written.size_bytes}; the files were replaced after the "
-                f"checkpoint was written. If that was meant, delete {folder / MANIFEST_NAME}"
+                f"{folder / name} has {found.get(name, 'no')} bytes, the manifest says "
+                f"{written.get(name, 'none')}; the files were replaced after the checkpoint was "
+                f"written. If that was meant, delete {folder / MANIFEST_NAME}"
             )
     if {*checkpoint.tensors} != {*manifest.tensors}:
         name = min({*checkpoint.tensors} ^ {*manifest.tensors})
@@ -116,6 +127,13 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
             f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
             f"{folder}, other than the manifest says"
         )
+    for name, tensor in checkpoint.tensors.items():
+        described = manifest.tensors[name]
+        if (tensor.dtype, tensor.shape) != (described.dtype, described.layout.shape):
+            raise FormatError(
+                f"tensor {name!r} in {folder} is {tensor.dtype.name} {list(tensor.shape)}, the "
+                f"manifest says {described.dtype.name} {list(described.layout.shape)}"
+            )
     tensors = {
         name: dataclasses.replace(tensor, digest=manifest.tensors[name].digest)
         for name, tensor in checkpoint.tensors.items()

@@ -90,6 +90,14 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
                 f"{folder / file.name} has {header.file_size_bytes} bytes, the manifest says "
                 f"{file.size_bytes}; it is not the file that was written"
             )
+        if rank_of_file(file.name) not in (None, file.rank):
+            raise FormatError(
+                f"{folder / file.name} is the file of rank {rank_of_file(file.name)}, the manifest "
+                f"says of rank {file.rank}"
+            )
+        offsets = None
+        if SHARDING_INFO_KEY in header.metadata:
+            offsets = _offsets(folder / file.name, header)
         for entry in header.tensors:
             described = manifest.tensors.get(entry.name)
             if described is None:
@@ -97,7 +105,8 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
                     f"{folder / file.name} holds tensor {entry.name!r}, which the manifest does "
                     "not know"
                 )
-            _check_shard(folder / file.name, entry, described, file.rank)
+            found = offsets[entry.name] if offsets else None
+            _check_shard(folder / file.name, entry, described, file.rank, found)
             addresses[entry.name][file.rank] = FileRange(file.name, entry.start_bytes)
     tensors = {
         name: StoredTensor(
@@ -116,7 +125,13 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     )
 
 
-def _check_shard(path: Path, entry: TensorHeader, described: ManifestTensor, rank: int) -> None:
+def _check_shard(
+    path: Path,
+    entry: TensorHeader,
+    described: ManifestTensor,
+    rank: int,
+    offsets: tuple[int, ...] | None,
+) -> None:
     expected = described.layout.local_shape(rank) if rank < described.layout.slots else None
     if expected is None:
         raise FormatError(
@@ -126,6 +141,12 @@ def _check_shard(path: Path, entry: TensorHeader, described: ManifestTensor, ran
         raise FormatError(
             f"{path}: the shard of {entry.name!r} is {entry.dtype.name} {list(entry.shape)}, the "
             f"manifest says {described.dtype.name} {list(expected)}"
+        )
+    boxes = described.layout.boxes(rank)
+    if offsets is not None and boxes and boxes[0].start != offsets:
+        raise FormatError(
+            f"{path}: the shard of {entry.name!r} begins at {list(offsets)} of its tensor, the "
+            f"manifest says at {list(boxes[0].start)}"
         )
 
 
@@ -137,6 +158,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         CoverageError: shards of one tensor that disagree in type or rank, overlap, or leave a
             part of it out.
     """
+    _check_file_numbers(folder, names)
     shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
     files = []
     metadata: dict[str, str] = {}
@@ -151,6 +173,25 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
     tensors = {name: _joined(folder, name, pieces) for name, pieces in shards.items()}
     return Checkpoint(folder, FORMAT, tensors, tuple(files), None, _own_metadata(metadata))
+
+
+def _check_file_numbers(folder: Path, names: list[str]) -> None:
+    """A rank's tensors may be in files 1 to N, and every name says N."""
+    matches = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
+    totals = sorted({int(match[3]) for match in matches})
+    if len(totals) > 1:
+        raise CoverageError(
+            f"{folder} has shard files of {totals[0]} and of {totals[1]} files a rank; files are "
+            "left over from another save"
+        )
+    numbers = {int(match[2]) for match in matches}
+    for number in range(1, max(totals, default=0) + 1):
+        if number not in numbers:
+            raise CheckpointError(
+                f"no rank in {folder} has a file {number} of {totals[0]}: expected a name such as "
+                f"shard-00001-model-{number:05d}-of-{totals[0]:05d}.safetensors. The checkpoint "
+                "is incomplete"
+            )
 
 
 def _own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
