@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks import BlockGrid, block_digest
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
+from reshard.checkpoint.strided_spans import extent, strided_spans
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.errors import DigestError
 from reshard.layout import Box
@@ -106,6 +107,11 @@ class _BlockAccess:
         """The most bytes of a shard that are in memory at once."""
         most = 0
         for tile in self._tiles.tiles:
+            view = self.tensor.view(tile.slot, tile.number)
+            if view is not None:
+                size = extent(view, tile.local_shape) * self.grid.itemsize_bytes
+                most = max(most, min(size, max(self.grid.block_bytes, self.grid.itemsize_bytes)))
+                continue
             # Padding makes a shard's rows longer than the tensor's own.
             rows, *row = tile.local_shape[self.grid.dimension :] or (1,)
             row_bytes = math.prod(row) * self.grid.itemsize_bytes
@@ -115,8 +121,11 @@ class _BlockAccess:
     def spans(self, box: Box) -> Iterator[tuple[str, Span]]:
         """Every range of a file that lies in a block, with the file's name."""
         for tile in self._tiles.meeting(box):
-            address = self.tensor.file_range(tile.slot)
-            for span in tile.spans(self.grid, box, address.start_bytes, self.grid.block_bytes):
+            address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
+            view = self.tensor.view(tile.slot, tile.number)
+            at = (self.grid, box, address.start_bytes, self.grid.block_bytes)
+            spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
+            for span in spans:
                 yield address.path, span
 
     def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -155,7 +164,7 @@ class BlockReader(_BlockAccess):
         for name, span in spans:
             region = workspace.span.region(span.start_bytes, span.size_bytes)
             self._files[name].read_into(region, span.start_bytes)
-            span.copy(block, self.array(region.memory, span.shape), into_block=True)
+            span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
         return memory
 
     def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
@@ -167,9 +176,10 @@ class BlockReader(_BlockAccess):
         memory = self.read(index, workspace)
         found, recorded = block_digest(memory), self.tensor.digest
         if recorded is not None and recorded.blocks[index] != found:
+            file, _ = next(self.spans(self.grid.box(index)))
             raise DigestError(
-                f"{self.grid.box(index)} of tensor {self.tensor.name!r} ({self.places(index)[0]}) "
-                f"is not what was written: its digest is {found.hex()}, the manifest says "
+                f"{self._files[file].path.parent / self.places(index)[0]}, "
+                f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: its digest is {found.hex()}, the manifest says "
                 f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
             )
         return memory, found

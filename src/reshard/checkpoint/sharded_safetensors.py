@@ -29,6 +29,7 @@ from reshard.checkpoint.safetensors_header import (
     build_header,
     read_header,
 )
+from reshard.checkpoint.safetensors_values import LARGEST_OFFSET
 from reshard.errors import CheckpointError, CoverageError, FormatError
 from reshard.layout import Binding, Box, FileRange, Layout
 
@@ -36,7 +37,7 @@ FORMAT = "sharded-safetensors"
 SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
 VERSION_KEY = "DCP_VERSION"
 CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY)
-_FILE_NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 def shard_file_name(rank: int) -> str:
@@ -119,7 +120,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         for name, described in manifest.tensors.items()
     }
     for tensor in tensors.values():
-        _ = tensor.assembly
+        _prove_covered(folder, tensor)
     return Checkpoint(
         folder, FORMAT, tensors, manifest.files, manifest.mesh, _own_metadata(metadata)
     )
@@ -208,7 +209,7 @@ def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     try:
         info = json.loads(text)
         offsets = {entry.name: tuple(info[entry.name]["saved_offsets"]) for entry in header.tensors}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}: {SHARDING_INFO_KEY} does not give `saved_offsets` for every tensor of the "
             f"file: {'no ' if isinstance(error, KeyError) else ''}{error}"
@@ -216,7 +217,8 @@ def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     for entry in header.tensors:
         found = offsets[entry.name]
         if len(found) != len(entry.shape) or not all(
-            type(offset) is int and offset >= 0 for offset in found
+            type(offset) is int and 0 <= offset <= LARGEST_OFFSET - size
+            for offset, size in zip(found, entry.shape, strict=True)
         ):
             raise FormatError(
                 f"{path}: offsets {list(found)} of {entry.name!r}, expected "
@@ -253,8 +255,15 @@ def _joined(
     layout = Layout.from_boxes(shape, [(rank, box) for rank, (_, _, box) in boxes.items()], slots)
     addresses = {rank: FileRange(file, start) for rank, (file, start, _) in boxes.items()}
     tensor = StoredTensor(name, first.dtype, Binding(layout, addresses, {}))
-    _ = tensor.assembly
+    _prove_covered(folder, tensor)
     return tensor
+
+
+def _prove_covered(folder: Path, tensor: StoredTensor) -> None:
+    try:
+        _ = tensor.assembly
+    except CoverageError as error:
+        raise CoverageError(f"{folder}: {error}") from None
 
 
 def _check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
