@@ -1,4 +1,4 @@
-"""The manifest: what it says is what was written; a damaged one is an error, never a wrong tensor."""
+"""The manifest says what was written; a damaged one is an error, never a wrong tensor."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_a_damaged_manifest_is_an_error_or_says_the_same(kind: str, data: st.Dat
         for _ in range(data.draw(st.integers(1, 2))):
             mutate(data.draw, content)
         (target / MANIFEST).write_text(json.dumps(content))
+        after, message = None, ""
         try:
             after = loaded(target)
         except CheckpointError as error:
-            assert str(folder) in str(error)
-        else:
-            assert after == before
+            message = str(error)
+        assert after == before or str(folder) in message
 
 
 @pytest.mark.parametrize(
