@@ -22,7 +22,7 @@ MESH = DeviceMesh.of(x=8, y=2)
 def test_a_layout_holds_what_each_device_should(pair: tuple[ShardingSpec, Shape]) -> None:
     spec, shape = pair
     layout, held = spec.layout(shape), contents_of_spec(spec, shape)
-    assert layout.holders == tuple(sorted(spec.mesh.devices))
+    assert layout.holders == tuple(sorted(held.elements))
     assert (layout.contributions, layout.reduction) == (held.contributions, held.reduction)
     assert not held.missing()
     for rank in layout.holders:
@@ -98,6 +98,25 @@ def test_the_order_of_replicated_axes_says_nothing() -> None:
     assert ShardingSpec(MESH, [[]], ["x:(4)2", "x:(1)4"]) is ShardingSpec(MESH, [[]], ["x"])
 
 
+def test_only_some_coordinates_of_an_axis_hold_anything() -> None:
+    mesh = DeviceMesh.of(pp=3, tp=2, devices=[5, 4, 3, 2, 1, 0])
+    layout = ShardingSpec(mesh, [["tp"], []], only={"pp": [2, 0]}).layout((4, 3))
+    assert (layout.slots, layout.holders) == (6, (0, 1, 4, 5))
+    assert [layout.local_shape(rank) for rank in range(6)] == [(2, 3)] * 2 + [None] * 2 + [
+        (2, 3)
+    ] * 2
+    assert [layout.boxes(rank)[0].start[0] for rank in (5, 4, 1, 0)] == [0, 2, 0, 2]
+    partial = ShardingSpec(mesh, [[]], [], ["tp"], only={"pp": [1]}).layout((4,))
+    assert (partial.holders, partial.cell_contribution.tolist()) == ((2, 3), [1, 0])
+
+
+def test_spellings_of_the_same_coordinates_are_one_sharding() -> None:
+    one = ShardingSpec(MESH, [[]], only={"y": [1], "x": [3, 0, 3]})
+    assert one is ShardingSpec(MESH, [[]], only=[("x", (0, 3)), ("y", range(1, 2))])
+    assert one.only == (("x", (0, 3)), ("y", (1,)))
+    assert ShardingSpec(MESH, [["x"]], only={"y": [1, 0]}) is ShardingSpec(MESH, [["x"]])
+
+
 def test_the_reduction_of_no_axes_says_nothing() -> None:
     assert ShardingSpec(MESH, [["x"]], reduction="max") is ShardingSpec(MESH, [["x"]])
 
@@ -156,6 +175,24 @@ def test_names_are_as_good_as_levels() -> None:
             SpecError,
             "unknown reduction 'median'; it is one of sum, max",
         ),
+        (lambda: ShardingSpec(MESH, [[]], only={"z": [0]}), MeshError, "unknown axis 'z'"),
+        (
+            lambda: ShardingSpec(MESH, [["x:(1)2"]], only={"x": [0]}),
+            SpecError,
+            "axis x is used in dimension 0 and the restricted axes",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [[]], only=[("x", [0]), ("x", [1])]),
+            SpecError,
+            r"axis x is restricted twice; .* such as only\(x=0,1\)",
+        ),
+        (
+            lambda: ShardingSpec(MESH, [[]], only={"y": [2]}),
+            SpecError,
+            r"only coordinates \[2\] of axis y, whose coordinates are 0 to 1",
+        ),
+        (lambda: ShardingSpec(MESH, [[]], only={"y": [-1]}), SpecError, r"coordinates \[-1\]"),
+        (lambda: ShardingSpec(MESH, [[]], only={"y": []}), SpecError, "give at least one of them"),
         (
             lambda: ShardingSpec(MESH, [["x"], []]).layout((4,)),
             SpecError,

@@ -62,6 +62,26 @@ def test_a_text_means_its_sharding(
     assert reshard.spec(MESH, str(spec)) is spec
 
 
+@pytest.mark.parametrize(
+    ("text", "only", "written"),
+    [
+        ("tp | only(pp=1)", {"pp": [1]}, "tp | only(pp=1)"),
+        ("tp | only( pp = 2 , 0  dp=1 )", {"dp": [1], "pp": [0, 2]}, "tp | only(dp=1 pp=0,2)"),
+        ("tp | only(dp=0) only(pp=1)", {"dp": [0], "pp": [1]}, "tp | only(dp=0 pp=1)"),
+        ("tp | only(pp=0,1,2)", {}, "tp"),
+    ],
+)
+def test_a_text_says_where_alone_something_is(
+    text: str, only: dict[str, list[int]], written: str
+) -> None:
+    spec = reshard.spec(MESH, text)
+    assert spec is ShardingSpec(MESH, [["tp"]], only=only)
+    assert str(spec) == written
+    both = reshard.spec(MESH, "- | replicated(dp) max(tp) only(pp=1)")
+    assert both is ShardingSpec(MESH, [[]], ["dp"], ["tp"], "max", {"pp": [1]})
+    assert str(both) == "- | replicated(dp) max(tp) only(pp=1)"
+
+
 def test_dots_stand_for_dimensions_that_are_not_cut() -> None:
     assert str(reshard.spec(MESH, "tp, ...", ndim=3)) == "tp, -, -"
     assert str(reshard.spec(MESH, "..., tp", ndim=3)) == "-, -, tp"
@@ -102,6 +122,14 @@ def test_dots_stand_for_dimensions_that_are_not_cut() -> None:
         ("tp | sum(dp) max(pp)", NotationError, "two reductions, sum and max"),
         ("tp | sum(dp", NotationError, r"cannot read 'sum\(dp'"),
         ("tp | dp | pp", NotationError, r"cannot read 'dp \| pp'"),
+        ("tp | only()", NotationError, r"cannot read 'only\(\)' behind the bar"),
+        ("tp | only(pp)", NotationError, r"cannot read 'pp' in only\(pp\); write an axis and"),
+        ("tp | only(pp=x)", NotationError, "cannot read 'pp=x'"),
+        ("tp | only(pp=1,)", NotationError, "cannot read 'pp=1,'"),
+        ("tp | only(p-p=1)", MeshError, "axis name 'p-p'"),
+        ("tp | only(pp=3)", SpecError, r"only coordinates \[3\] of axis pp"),
+        ("tp | only(tp=1)", SpecError, "axis tp is used in dimension 0 and the restricted axes"),
+        ("tp | only(pp=1) only(pp=2)", SpecError, "axis pp is restricted twice"),
         ("tp, ...", NotationError, r"`...` can be used once, and where the number"),
     ],
 )
@@ -123,7 +151,7 @@ def test_dots_can_be_used_once() -> None:
         reshard.spec(MESH, "..., ...", ndim=4)
 
 
-@given(st.text(alphabet="dtp /,-|?!@()[]:12stride.sum", max_size=16))
+@given(st.text(alphabet="dtp /,-|?!@()[]:=12stride.sumonly", max_size=16))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         spec = reshard.spec(MESH, text)

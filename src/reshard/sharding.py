@@ -8,14 +8,15 @@ the level above left::
     6 rows over dp=2, tp=2        "dp tp"   2 2 2 0      one level, by ceil over 4 parts
                                   "dp / tp" 2 1 2 1      halves of 3, each cut again
 
-Axes that no dimension uses hold copies. Partial axes hold contributions to be reduced.
+Axes that no dimension uses hold copies. Partial axes hold contributions to be reduced. A tensor
+may live at some coordinates of an axis only, and nowhere else: a layer on its pipeline stage.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,9 +149,11 @@ class ShardingSpec(Interned):
             uses hold copies too.
         partial_axes: axes along which devices hold contributions, major to minor.
         reduction: how contributions combine: sum, max, min, mean or product.
+        only: coordinates of an axis, by the axis: devices at others hold nothing.
 
     Raises:
-        SpecError: an axis used twice, sub-axes that overlap, an unknown reduction.
+        SpecError: an axis used twice, sub-axes that overlap, an unknown reduction, coordinates
+            that are not on an axis.
         MeshError: an axis or sub-axis that the mesh has not.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=4)
@@ -159,6 +162,8 @@ class ShardingSpec(Interned):
     ShardingSpec(DeviceMesh(dp=2,tp=4), 'tp, - | sum(dp)')
     >>> spec.layout((6, 4)).local_shape(1)
     (2, 4)
+    >>> ShardingSpec(mesh, [["tp"]], only={"dp": [1]}).layout((6,)).holders
+    (4, 5, 6, 7)
     """
 
     def __init__(
@@ -168,6 +173,7 @@ class ShardingSpec(Interned):
         replicated_axes: Iterable[str | Axis] = (),
         partial_axes: Iterable[str | Axis] = (),
         reduction: str = "sum",
+        only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]] = (),
     ) -> None:
         self.mesh = mesh
         self.dim_specs = tuple(
@@ -191,7 +197,34 @@ class ShardingSpec(Interned):
             raise SpecError(
                 f"unknown reduction {reduction!r}; it is one of {', '.join(REDUCTIONS)}"
             )
+        self.only = self._restrictions(only)
         self._check_disjoint()
+
+    def _restrictions(
+        self, only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]]
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The restrictions in mesh order, without those that restrict nothing."""
+        items = list(only.items() if isinstance(only, Mapping) else only)
+        found: dict[str, tuple[int, ...]] = {}
+        for axis, chosen in items:
+            size = self.mesh.axis_size(Axis(axis))
+            coordinates = tuple(sorted({int(coordinate) for coordinate in chosen}))
+            if axis in found:
+                raise SpecError(
+                    f"axis {axis} is restricted twice; give all its coordinates at once, such as "
+                    f"only({axis}=0,1)"
+                )
+            if not coordinates or coordinates[0] < 0 or coordinates[-1] >= size:
+                raise SpecError(
+                    f"only coordinates {list(coordinates)} of axis {axis}, whose coordinates are 0 "
+                    f"to {size - 1}; give at least one of them"
+                )
+            found[axis] = coordinates
+        return tuple(
+            (axis, found[axis])
+            for axis, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+            if axis in found and len(found[axis]) < size
+        )
 
     def _position(self, axis: Axis) -> int:
         self.mesh.axis_size(axis)
@@ -210,6 +243,7 @@ class ShardingSpec(Interned):
         ]
         uses += [(axis, "the replicated axes") for axis in self.replicated_axes]
         uses += [(axis, "the partial axes") for axis in self.partial_axes]
+        uses += [(Axis(axis), "the restricted axes") for axis, _ in self.only]
         for (a, place_a), (b, place_b) in itertools.combinations(uses, 2):
             if a.name != b.name:
                 continue
@@ -233,12 +267,13 @@ class ShardingSpec(Interned):
             self.replicated_axes,
             self.partial_axes,
             self.reduction,
+            self.only,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduction = self.reduction or "sum"
-        args = (self.mesh, self.dim_specs, self.replicated_axes, self.partial_axes, reduction)
-        return (ShardingSpec, args)
+        axes = (self.replicated_axes, self.partial_axes)
+        return (ShardingSpec, (self.mesh, self.dim_specs, *axes, reduction, self.only))
 
     @property
     def ndim(self) -> int:
@@ -269,13 +304,16 @@ class ShardingSpec(Interned):
         ]
         parts = [mesh.coordinates(dim.axes) for dim in self.dim_specs]
         contributions = _parts(mesh, self.partial_axes)
+        holds = np.ones(mesh.size, dtype=bool)
+        for axis, coordinates in self.only:
+            holds &= np.isin(mesh.coordinates([axis]), coordinates)
         return Layout(
             shape,
             tables,
             max(mesh.devices) + 1,
-            mesh.devices,
-            np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T,
-            mesh.coordinates(self.partial_axes),
+            np.array(mesh.devices, dtype=np.int64)[holds],
+            np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T[holds],
+            mesh.coordinates(self.partial_axes)[holds],
             contributions,
             self.reduction if contributions > 1 else None,
         )
@@ -287,6 +325,9 @@ class ShardingSpec(Interned):
             marks.append(f"replicated({' '.join(map(str, self.replicated_axes))})")
         if self.partial_axes:
             marks.append(f"{self.reduction}({' '.join(map(str, self.partial_axes))})")
+        if self.only:
+            held = [f"{axis}={','.join(map(str, at))}" for axis, at in self.only]
+            marks.append(f"only({' '.join(held)})")
         return f"{text} | {' '.join(marks)}".strip() if marks else text
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@
     tp@stride2, -                rows by another cut rule (see `reshard.cut_rules`)
     tp ?, - !1                   open to propagation; priority 1
     tp, - | replicated(dp) sum(pp)   copies along dp, contributions to a sum along pp
+    tp, - | only(pp=0,3)         nothing but where the coordinate along pp is 0 or 3
 
 One item a dimension, separated by commas; in it axes from major to minor, separated by
 spaces; ` / ` between levels. The text of a tensor without dimensions is empty. Where the
@@ -17,6 +18,7 @@ number of dimensions is given, `...` stands for as many `-` as are missing.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import REDUCTIONS
@@ -25,6 +27,7 @@ from reshard.rule_text import parse_rule
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 _MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
+_COORDINATES = re.compile(r"([^=]+)=(\d+(?:,\d+)*)")
 _OPEN = re.compile(r"(\?)?(?:!(\d+))?")
 _OUTSIDE_BRACKETS = r"(?![^\[]*\])"
 
@@ -66,9 +69,14 @@ def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
         items[at : at + 1] = ["-"] * max(0, ndim - len(items) + 1)
     if "..." in items:
         raise NotationError("`...` can be used once, and where the number of dimensions is known")
-    replicated, partial, reduction = _parse_marks(marks) if bar else ([], [], None)
+    found = _parse_marks(marks if bar else "")
     return ShardingSpec(
-        mesh, [_parse_dim(item) for item in items], replicated, partial, reduction or "sum"
+        mesh,
+        [_parse_dim(item) for item in items],
+        found.replicated,
+        found.partial,
+        found.reduction or "sum",
+        found.only,
     )
 
 
@@ -97,27 +105,50 @@ def _parse_level(level: str, item: str) -> Level:
     return Level(axes.split(), parse_rule(rule.strip()) if at else None)
 
 
-def _parse_marks(text: str) -> tuple[list[str], list[str], str | None]:
-    replicated: list[str] = []
-    partial: list[str] = []
+@dataclass(slots=True)
+class _Marks:
+    """What stands behind the bar."""
+
+    replicated: list[str] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
     reduction: str | None = None
+    only: list[tuple[str, list[int]]] = field(default_factory=list)
+
+
+def _parse_marks(text: str) -> _Marks:
+    found = _Marks()
     rest = text.strip()
     while rest:
         match = _MARK.match(rest)
-        if not match or match[1] not in ("replicated", *REDUCTIONS) or not match[2].split():
+        known = ("replicated", "only", *REDUCTIONS)
+        if not match or match[1] not in known or not match[2].split():
             raise NotationError(
-                f"cannot read {rest!r} behind the bar; write replicated(axes), or a reduction with "
-                f"its axes such as sum(x y): {', '.join(REDUCTIONS)}"
+                f"cannot read {rest!r} behind the bar; write replicated(axes), only(axis=0), or a "
+                f"reduction with its axes such as sum(x y): {', '.join(REDUCTIONS)}"
             )
-        axes = match[2].split()
         if match[1] == "replicated":
-            replicated += axes
-        elif reduction is None:
-            partial, reduction = axes, match[1]
+            found.replicated += match[2].split()
+        elif match[1] == "only":
+            found.only += _parse_coordinates(match[2])
+        elif found.reduction is None:
+            found.partial, found.reduction = match[2].split(), match[1]
         else:
             raise NotationError(
-                f"two reductions, {reduction} and {match[1]}; a tensor is partial in one way, "
-                "reduce the other axes first"
+                f"two reductions, {found.reduction} and {match[1]}; a tensor is partial in one "
+                "way, reduce the other axes first"
             )
         rest = rest[match.end() :]
-    return replicated, partial, reduction
+    return found
+
+
+def _parse_coordinates(text: str) -> list[tuple[str, list[int]]]:
+    found = []
+    for item in re.sub(r"\s*([=,])\s*", r"\1", text).split():
+        match = _COORDINATES.fullmatch(item)
+        if not match:
+            raise NotationError(
+                f"cannot read {item!r} in only({text}); write an axis and its coordinates, such as "
+                "only(pp=0) or only(pp=0,3 ep=1)"
+            )
+        found.append((match[1], [int(number) for number in match[2].split(",")]))
+    return found

@@ -235,6 +235,8 @@ def write_ranks(
         shards = {}
         for name, whole in tensors.items():
             found = contents[name]
+            if rank not in found.elements:
+                continue
             usable = np.where(found.is_source[rank], found.elements[rank], NO_ELEMENT)
             shards[name] = shard(whole, usable, rubbish)
         file = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"

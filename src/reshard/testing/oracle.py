@@ -116,6 +116,8 @@ def contents_of_spec(spec: ShardingSpec, shape: Sequence[int]) -> Contents:
     elements, is_source, contribution = {}, {}, {}
     known: dict[tuple[int, int], Part] = {}
     for position, rank in enumerate(mesh.devices):
+        if any(coordinate(mesh, position, [Axis(axis)]) not in at for axis, at in spec.only):
+            continue
         places: list[Part] = []
         for dim, length in zip(spec.dim_specs, shape, strict=True):
             part = (coordinate(mesh, position, dim.axes), len(places))

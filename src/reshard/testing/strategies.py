@@ -206,7 +206,8 @@ def specs(
     shape: Shape,
     reductions: Sequence[str] = REDUCTIONS,
 ) -> ShardingSpec:
-    """Shardings of tensors of `shape`: levels, rules, sub-axes, replicated and partial axes.
+    """Shardings of tensors of `shape`: levels, rules, sub-axes, replicated and partial axes, and
+    coordinates outside of which nothing is.
 
     Without `reductions` none is partial.
     """
@@ -218,12 +219,18 @@ def specs(
         places += ["partial"] * (len(shape) + 1)
     for axis in draw(axis_parts(mesh)):
         uses.setdefault(draw(st.sampled_from(places)), []).append(axis)
+    used = {axis.name for place, axes in uses.items() if place != "unused" for axis in axes}
+    only = {}
+    for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        if name not in used and draw(st.booleans()):
+            only[name] = draw(st.sets(st.integers(0, size - 1), min_size=1))
     return ShardingSpec(
         mesh,
         [draw(dim_specs(mesh, uses.get(d, []), size)) for d, size in enumerate(shape)],
         uses.get("replicated", ()),
         uses.get("partial", ()),
         reduction,
+        only,
     )
 
 
