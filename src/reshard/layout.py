@@ -453,24 +453,32 @@ class Binding:
     """Where the slots of a layout are: an address and a view for each slot that has one.
 
     A slot without a view is dense and row major. A slot without an address is not there: two
-    slots that hold the same cell may share one copy, which then has one address.
+    slots that hold the same cell may share one copy, which then has one address. A slot whose
+    cells lie apart has a tuple of addresses, one for each cell in order, and so has its view.
 
     Raises:
         LayoutError: an address for a slot that holds nothing, or a view of the wrong rank.
     """
 
     layout: Layout
-    addresses: Mapping[int, Address]
-    views: Mapping[int, View]
+    addresses: Mapping[int, Address | tuple[Address, ...]]
+    views: Mapping[int, View | tuple[View, ...]]
 
     def __post_init__(self) -> None:
         holders = set(self.layout.holders)
-        for slot in self.addresses:
+        for slot, address in self.addresses.items():
             if slot not in holders:
                 raise LayoutError(f"slot {slot} has an address, but holds nothing of the tensor")
+            cells = len(self.layout.cells_of(slot))
+            if isinstance(address, tuple) and len(address) != cells:
+                raise LayoutError(f"slot {slot} has {len(address)} addresses for {cells} cells")
         for slot, view in self.views.items():
             shape = self.layout.local_shape(slot)
-            if shape is None or len(view.strides) != len(shape):
+            if isinstance(view, tuple):
+                fit = [len(one.strides) == self.layout.ndim for one in view]
+                if not all(fit) or len(fit) != len(self.layout.cells_of(slot)):
+                    raise LayoutError(f"the views of slot {slot} do not fit its cells: {view}")
+            elif shape is None or len(view.strides) != len(shape):
                 raise LayoutError(
                     f"the view of slot {slot} has {len(view.strides)} strides for a shard of "
                     f"shape {shape}"
@@ -481,8 +489,8 @@ class Binding:
         """Every slot in the memory of the rank of the same number."""
         return cls(layout, {slot: RankMemory(slot) for slot in layout.holders}, {})
 
-    def view(self, slot: int) -> View:
-        """How a slot's shard lies behind its address."""
+    def view(self, slot: int) -> View | tuple[View, ...]:
+        """How a slot's shard lies behind its address; a tuple where its cells lie apart."""
         shape = self.layout.local_shape(slot)
         if shape is None:
             raise LayoutError(f"slot {slot} holds nothing of the tensor")

@@ -47,7 +47,7 @@ def gather(tiles: Tiles, grid: BlockGrid, memory: dict[int, np.ndarray], most: i
         box = grid.box(index)
         block = np.full(box.shape, NOTHING)
         for tile in tiles.meeting(box):
-            for span in tile.spans(grid, box, 0, most):
+            for span in tile.spans(grid, box, tile.offset, most):
                 assert 0 < span.size_bytes == math.prod(span.shape)
                 piece = memory[tile.slot][span.start_bytes : span.start_bytes + span.size_bytes]
                 before = block.copy()
@@ -88,7 +88,7 @@ def test_every_position_of_every_shard_is_written(
         box = grid.box(index)
         block = numbers[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
         for tile in tiles.meeting(box):
-            for span in tile.spans(grid, box, 0, most_bytes):
+            for span in tile.spans(grid, box, tile.offset, most_bytes):
                 piece = np.full(span.shape, NO_ELEMENT)
                 span.copy(block, piece, into_block=False)
                 assert span.has_gaps == (piece == NO_ELEMENT).any()
@@ -106,7 +106,7 @@ def read_bytes(layout: Layout, block_bytes: int) -> int:
         span.size_bytes
         for index in range(grid.count)
         for tile in tiles.meeting(grid.box(index))
-        for span in tile.spans(grid, grid.box(index), 0, block_bytes)
+        for span in tile.spans(grid, grid.box(index), tile.offset, block_bytes)
     )
 
 
@@ -165,6 +165,6 @@ def test_a_padded_shard_as_wide_as_the_tensor_is_not_the_block() -> None:
     spans = [
         span
         for tile in target_tiles(layout).meeting(grid.box(0))
-        for span in tile.spans(grid, grid.box(0), 0, 100)
+        for span in tile.spans(grid, grid.box(0), tile.offset, 100)
     ]
     assert not any(span.is_all_of(grid.box(0)) for span in spans)

@@ -19,7 +19,7 @@ import numpy as np
 from reshard.checkpoint.source_file import FileIdentity
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
-from reshard.layout import Binding, Box, FileRange, Layout
+from reshard.layout import Binding, Box, FileRange, Layout, View
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
 
@@ -50,10 +50,11 @@ class StoredTensor:
 
     def __post_init__(self) -> None:
         for slot, address in self.binding.addresses.items():
-            if not isinstance(address, FileRange):
-                raise CheckpointError(
-                    f"slot {slot} of {self.name!r} is bound to {address}, no file"
-                )
+            for one in address if isinstance(address, tuple) else (address,):
+                if not isinstance(one, FileRange):
+                    raise CheckpointError(
+                        f"slot {slot} of {self.name!r} is bound to {one}, no file"
+                    )
 
     @property
     def layout(self) -> Layout:
@@ -70,12 +71,23 @@ class StoredTensor:
         """Bytes of the whole tensor, held once."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
 
-    def file_range(self, slot: int) -> FileRange:
-        """Where a stored shard begins. Raises CheckpointError where the slot stores none."""
+    def file_range(self, slot: int, cell: int = 0, offset: int = 0) -> FileRange:
+        """Where a cell of a stored shard begins: cell number `cell` of `slot`, which has
+        `offset` elements before it where the slot's cells lie one behind the other.
+
+        Raises CheckpointError where the slot stores none.
+        """
         address = self.binding.addresses.get(slot)
+        if isinstance(address, tuple):
+            address, offset = address[cell], 0
         if not isinstance(address, FileRange):
             raise CheckpointError(f"rank {slot} stores no shard of {self.name!r}")
-        return address
+        return FileRange(address.path, address.start_bytes + offset * self.dtype.itemsize_bytes)
+
+    def view(self, slot: int, cell: int) -> View | None:
+        """How a cell lies behind its address; None where it is dense and row major."""
+        view = self.binding.views.get(slot)
+        return view[cell] if isinstance(view, tuple) else view
 
     def shard_size_bytes(self, slot: int) -> int:
         """Bytes of one slot's shard, pads and halos included."""

@@ -43,8 +43,9 @@ _MOST_SLICES = 64
 class Span:
     """A contiguous range of a shard's file that lies in one block.
 
-    `shape` is what the range is as an array. `inside` and `within` list, for each dimension,
-    the pieces: where in this array and where in the block they begin, and their lengths.
+    `shape` is what the range is as an array, dense unless it has `strides` (in elements).
+    `inside` and `within` list, for each dimension, the pieces: where in this array and where
+    in the block they begin, and their lengths.
     """
 
     start_bytes: int
@@ -53,12 +54,20 @@ class Span:
     inside: tuple[IntArray, ...]
     within: tuple[IntArray, ...]
     lengths: tuple[IntArray, ...]
+    strides: tuple[int, ...] | None = None
 
     def is_all_of(self, box: Box) -> bool:
         """Whether the span is the whole block `box`, in the block's own order."""
-        return self.shape == box.shape and all(
+        return (self.strides is None and self.shape == box.shape) and all(
             length.tolist() == [size] for length, size in zip(self.lengths, box.shape, strict=True)
         )
+
+    def over(self, elements: NDArray[Any]) -> NDArray[Any]:
+        """The elements of the range as the array that it is."""
+        if self.strides is None:
+            return elements.reshape(self.shape)
+        strides = [stride * elements.itemsize for stride in self.strides]
+        return np.ndarray(self.shape, elements.dtype, elements, 0, strides)
 
     @cached_property
     def has_gaps(self) -> bool:
@@ -101,11 +110,13 @@ def _positions(begin: IntArray, length: IntArray) -> IntArray:
 class Tile:
     """A shard of `local_shape`, and the pieces of it that are used.
 
-    It begins `offset` elements into the memory of `slot`. For each dimension, `start`,
-    `length` and `local` list pieces in local order: global begin, length, begin in the shard.
+    It is cell `number` of `slot`; where the cells of a slot lie one behind the other, it begins
+    `offset` elements into them. For each dimension, `start`, `length` and `local` list pieces
+    in local order: global begin, length, begin in the shard.
     """
 
     slot: int
+    number: int
     offset: int
     local_shape: tuple[int, ...]
     start: tuple[IntArray, ...]
@@ -122,12 +133,11 @@ class Tile:
     def spans(self, grid: BlockGrid, box: Box, start_bytes: int, most_bytes: int) -> Iterator[Span]:
         """The ranges of a file that lie in a block, each at most `most_bytes`.
 
-        `start_bytes` is where the memory of the tile's slot begins in the file. One index of
-        the block's dimension is never split, whatever its size.
+        `start_bytes` is where the shard begins in the file. One index of the block's dimension
+        is never split, whatever its size.
         """
         if not box.start:
-            size = grid.itemsize_bytes
-            yield Span(start_bytes + self.offset * size, size, (), (), (), ())
+            yield Span(start_bytes, grid.itemsize_bytes, (), (), (), ())
             return
         cut = grid.dimension
         lead = 0
@@ -145,14 +155,13 @@ class Tile:
         pieces = zip(begin[met].tolist(), (end - begin)[met].tolist(), local.tolist(), strict=True)
         row_bytes = math.prod(self.local_shape[cut + 1 :]) * grid.itemsize_bytes
         most_rows = max(1, most_bytes // row_bytes)
-        begin_bytes = start_bytes + self.offset * grid.itemsize_bytes
         for starts, lengths, locals_ in _stretches(pieces, most_rows):
             first = int(locals_[0])
             rows = int(locals_[-1] + lengths[-1]) - first
             one = np.ones(1, dtype=np.int64)
             zero = np.zeros(1, dtype=np.int64)
             yield Span(
-                begin_bytes + (lead * self.local_shape[cut] + first) * row_bytes,
+                start_bytes + (lead * self.local_shape[cut] + first) * row_bytes,
                 rows * row_bytes,
                 (1,) * cut + (rows, *self.local_shape[cut + 1 :]),
                 (zero,) * cut + (locals_ - first, *self.local[cut + 1 :]),
@@ -308,9 +317,10 @@ def target_tiles(layout: Layout) -> Tiles:
 
 def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
     slot = int(layout.cell_slot[cell])
-    # The cells of one slot lie one behind the other.
     before = range(layout.cells_of(slot).start, cell)
     offset = sum(int(layout.cell_shape[other].prod()) for other in before)
     matrices = [np.array(pieces, dtype=np.int64).reshape(-1, 3).T for pieces in product]
     start, length, local = (tuple(matrix[row] for matrix in matrices) for row in range(3))
-    return Tile(slot, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)
+    return Tile(
+        slot, len(before), offset, tuple(layout.cell_shape[cell].tolist()), start, length, local
+    )
