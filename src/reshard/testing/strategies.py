@@ -305,16 +305,22 @@ def box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
 
 
 @st.composite
-def overlapping_box_layouts(draw: st.DrawFn, shape: Shape) -> LayoutAndContents:
-    """One box a slot, each reaching into its neighbours."""
+def overlapping_box_layouts(
+    draw: st.DrawFn, shape: Shape, max_slots: int | None = None
+) -> LayoutAndContents:
+    """Boxes that reach into their neighbours, one a slot.
+
+    With `max_slots` there are at most as many slots, and what lies on one slot overlaps too.
+    """
     pairs: list[tuple[int, Box]] = []
-    for slot, box in enumerate(draw(partitions_into_boxes(shape))):
+    for number, box in enumerate(draw(partitions_into_boxes(shape))):
         before = [draw(st.integers(0, min(2, a))) for a in box.start]
         after = [draw(st.integers(0, min(2, n - b))) for b, n in zip(box.stop, shape, strict=True)]
         start = tuple(a - more for a, more in zip(box.start, before, strict=True))
         stop = tuple(b + more for b, more in zip(box.stop, after, strict=True))
+        slot = number if max_slots is None else draw(st.integers(0, max_slots - 1))
         pairs.append((slot, Box(start, stop)))
-    return Layout.from_boxes(shape, pairs), contents_of_boxes(shape, pairs)
+    return Layout.from_boxes(shape, pairs, max_slots), contents_of_boxes(shape, pairs)
 
 
 def layouts_with_contents(
@@ -339,7 +345,11 @@ def layouts(shape: Shape, reductions: Sequence[str] = REDUCTIONS) -> st.SearchSt
 def movements(
     draw: st.DrawFn, reductions: Sequence[str] = REDUCTIONS
 ) -> tuple[LayoutAndContents, LayoutAndContents]:
-    """A source and a target for one tensor, each with what it holds."""
+    """A source and a target for one tensor, each with what it holds.
+
+    Only the source may have an element twice on one slot.
+    """
     shape = draw(shapes())
-    both = layouts_with_contents(shape, reductions)
-    return draw(both), draw(both)
+    target = layouts_with_contents(shape, reductions)
+    source = st.one_of(target, overlapping_box_layouts(shape, max_slots=2))
+    return draw(source), draw(target)
