@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
+from reshard.layout import Layout
 from reshard.planning.plan import Plan
 from reshard.testing.oracle import (
     Contents,
@@ -22,6 +23,8 @@ from reshard.testing.oracle import (
 from reshard.testing.strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
+# What all else rests on gets more examples than the rest.
+MANY = settings(max_examples=3 * settings().max_examples)
 EXACT_REDUCTIONS = ("sum", "max", "min", "product")
 
 
@@ -43,6 +46,7 @@ def run_plan(plan: Plan, source: Contents, dense: Sequence[NDArray[Any]]) -> dic
     return result
 
 
+@MANY
 @given(movements(EXACT_REDUCTIONS), st.integers(0, 2**16))
 def test_a_run_gives_the_dense_computation(movement: Movement, seed: int) -> None:
     (source, held), (target, wanted) = movement
@@ -62,6 +66,7 @@ def test_means_come_out_as_means(movement: Movement, seed: int) -> None:
     )
 
 
+@MANY
 @given(movements())
 def test_no_more_moves_than_must(movement: Movement) -> None:
     (source, held), (target, wanted) = movement
@@ -72,3 +77,45 @@ def test_no_more_moves_than_must(movement: Movement) -> None:
     assert (plan.moved_bytes, plan.lower_bound_bytes) == (2 * least, 2 * least)
     assert plan.sent_elements.sum() == plan.received_elements.sum() == least
     plan.verify()
+
+
+def halos(word: str) -> Layout:
+    """Six elements on three slots, 3 + 4 + 3 of them with those of the neighbours."""
+    return reshard.spec(reshard.DeviceMesh.of(x=3), f"x@halo[1,1{word}]").layout((6,))
+
+
+def test_stale_halos_are_filled_and_never_read() -> None:
+    plan = reshard.plan(halos(""), halos(""))
+    assert plan.moved_elements == plan.lower_bound_elements == 4
+    shards = {0: [0, 1, -1], 1: [-1, 2, 3, -1], 2: [-1, 4, 5]}
+    result = plan.run({slot: np.array(shard) for slot, shard in shards.items()})
+    assert {slot: array.tolist() for slot, array in result.items()} == {
+        0: [0, 1, 2],
+        1: [1, 2, 3, 4],
+        2: [3, 4, 5],
+    }
+
+
+def test_fresh_halos_are_sources() -> None:
+    assert reshard.plan(halos(",fresh"), halos("")).moved_elements == 0
+    assert reshard.plan(halos(",fresh"), Layout.whole((6,), [1], 2)).moved_elements == 2
+    assert reshard.plan(halos(""), Layout.whole((6,), [1], 2)).moved_elements == 4
+
+
+def test_what_one_slot_holds_twice_counts_once() -> None:
+    boxes = [reshard.Box((0, 0), (3, 3)), reshard.Box((1, 1), (4, 4)), reshard.Box((0, 2), (2, 4))]
+    source = Layout.from_boxes(
+        (4, 4), [(0, box) for box in boxes] + [(1, reshard.Box((2, 0), (4, 2)))]
+    )
+    plan = reshard.plan(source, Layout.whole((4, 4), [0], 2))
+    # Of 16 elements the three boxes hold 9 + 9 - 4 + 1; only (3, 0) is missing.
+    assert plan.moved_elements == plan.lower_bound_elements == 1
+    plan.verify()
+
+
+def test_overlapping_parts_are_sources_of_what_they_share() -> None:
+    mesh = reshard.DeviceMesh.of(tp=8)
+    heads, whole = (reshard.spec(mesh, text).layout((8, 2)) for text in ("tp@heads4, -", "tp, -"))
+    # Eight ranks hold four heads twice, so each has the row that it needs.
+    assert reshard.plan(heads, whole).moved_elements == 0
+    assert reshard.plan(whole, heads).moved_elements == 8 * 2
