@@ -1,4 +1,4 @@
-"""Checkpoints written and read without reshard: by the safetensors package, and by hand.
+"""Checkpoints written by hand, and read by the safetensors package: without reshard.
 
 What a rank's shard should be comes from `reshard.testing.oracle`, element by element.
 """
@@ -79,12 +79,11 @@ def tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """A safetensors file, written by the safetensors package."""
+    """A safetensors file, put together by hand: the package cannot write every type it reads."""
     content = {
         name: {"dtype": t.dtype.safetensors_tag, "shape": list(t.shape), "data": t.bits.tobytes()}
         for name, t in tensors.items()
     }
-    # Some dtypes have tags that the package only accepts in lower case names of its own.
     path.write_bytes(raw_file(content, metadata))
 
 
