@@ -150,13 +150,28 @@ class StoredFile:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """Bytes under a name that are no tensor: a step, a learning rate, pickled by who saved it.
+
+    They are `size_bytes` of a file at `place`, of the rank `rank`, and are never looked into.
+    `transforms` names what was done to them, such as a compression, innermost first.
+    """
+
+    name: str
+    place: FileRange
+    size_bytes: int
+    rank: int = 0
+    transforms: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
 
     Attributes:
         folder: where its files are.
-        format: `"safetensors"` or `"sharded-safetensors"`.
+        format: `"safetensors"`, `"sharded-safetensors"` or `"torch-dcp"`.
         tensors: every tensor by name, in the order of the files.
         files: the tensor files.
         mesh: the devices it was cut for, where known.
@@ -164,6 +179,8 @@ class Checkpoint:
         carried: other files that belong to it (config, tokenizer), relative to the folder.
         left_out: other files that are not carried along, with the reason.
         identities: what each tensor file was when its header was read.
+        items: bytes under names that are no tensors.
+        paths: where names stood in the nested state dict they were saved from, where known.
     """
 
     folder: Path
@@ -175,6 +192,8 @@ class Checkpoint:
     carried: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     identities: Mapping[str, FileIdentity] = field(default_factory=dict)
+    items: Mapping[str, StoredItem] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

@@ -1,10 +1,11 @@
 """Which kind of checkpoint is at a path?
 
 1. A folder with our manifest is what the manifest says.
-2. A folder with an index, or with `model.safetensors`, or with one safetensors file, holds
+2. A folder with `.metadata` was written by PyTorch's distributed checkpoint.
+3. A folder with an index, or with `model.safetensors`, or with one safetensors file, holds
    whole tensors.
-3. A folder whose safetensors files carry sharding offsets holds shards.
-4. A safetensors file or an index file is taken by itself, with nothing beside it.
+4. A folder whose safetensors files carry sharding offsets holds shards.
+5. A safetensors file or an index file is taken by itself, with nothing beside it.
 
 Other files in a folder are carried along when they are small; reshard never reads them, but
 for `config.json`, in which recipes look up numbers.
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import huggingface, sharded_safetensors
+from reshard.checkpoint import huggingface, sharded_safetensors, torch_dcp
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.safetensors_header import read_header
@@ -60,6 +61,8 @@ def _open(path: Path) -> Checkpoint:
     names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(SUFFIX))
     if manifest is not None:
         checkpoint = _open_with_manifest(path, manifest)
+    elif (path / torch_dcp.METADATA_NAME).exists():
+        checkpoint = torch_dcp.read(path)
     elif (path / huggingface.INDEX_NAME).exists():
         checkpoint = huggingface.read_indexed(path / huggingface.INDEX_NAME)
     elif not names:
@@ -160,7 +163,7 @@ def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its folder, and those that are left out."""
     folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME, huggingface.INDEX_NAME}
-    carried, left_out = [], []
+    carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
@@ -168,9 +171,9 @@ def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
             relative = path.relative_to(folder).as_posix()
             if relative in own or name.startswith("."):
                 continue
-            if name.endswith(SUFFIX):
+            if name.endswith((SUFFIX, torch_dcp.SUFFIX)):
                 left_out.append((relative, "not a file of this checkpoint"))
-            elif name.endswith(_OTHER_WEIGHTS):
+            elif name.endswith(_OTHER_WEIGHTS) and checkpoint.format != torch_dcp.FORMAT:
                 left_out.append((relative, "weights in another format"))
             elif not path.is_file():
                 left_out.append((relative, "not a regular file"))

@@ -250,7 +250,7 @@ def _joined(
         boxes[rank] = (file, entry.start_bytes, Box(offsets, stop))
     ends = [box.stop for _, _, box in boxes.values()]
     shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
-    _check_disjoint(folder, name, [(file, box) for file, _, box in boxes.values()])
+    check_disjoint(folder, name, [(file, box) for file, _, box in boxes.values()])
     slots = max(boxes) + 1
     layout = Layout.from_boxes(shape, [(rank, box) for rank, (_, _, box) in boxes.items()], slots)
     addresses = {rank: FileRange(file, start) for rank, (file, start, _) in boxes.items()}
@@ -266,8 +266,9 @@ def _prove_covered(folder: Path, tensor: StoredTensor) -> None:
         raise CoverageError(f"{folder}: {error}") from None
 
 
-def _check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
-    """Sorted by where they begin, only neighbours that still reach each other are compared."""
+def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
+    """Raise CoverageError for shards (file, box) of the tensor `name` that overlap."""
+    # Sorted by where they begin, only neighbours that still reach each other are compared.
     filled = [(file, box) for file, box in boxes if box.elements]
     ordered = sorted(filled, key=lambda item: item[1].start)
     open_boxes: list[tuple[str, Box]] = []
