@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
-from reshard.recipes.recipe import load_recipe
+from reshard.recipes.library import load_recipe
 from reshard.show import change_picture
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 from recipes.published_models import LLAMA_3_8B, MINI_LM, TINY_LLAMA, PublishedModel
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.recipe import choose_recipe, load_recipe
+from reshard.recipes.library import choose_recipe, load_recipe
 from reshard.sharding_text import spec
 
 

@@ -33,7 +33,8 @@ from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.recipe import Recipe, choose_recipe, load_recipe
+from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.strategies import strategy as find_strategy
 

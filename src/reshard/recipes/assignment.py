@@ -1,35 +1,46 @@
-"""How is each tensor of a model cut over a mesh?
+"""How is each tensor of a model cut over a mesh, and where does it live?
 
 1. A tensor takes the first rule whose pattern matches its name: rules given by hand first,
    then the recipe's.
-2. The rule's variables become numbers of the model's config, and `...` as many `-` as the
-   tensor's rank asks for.
+2. The rule's variables become numbers of the model's config and cuts of the recipe, and `...`
+   as many `-` as the tensor's rank asks for.
 3. A rule given by hand is read over the mesh as it is. A recipe's rule is read over the
-   recipe's own axes, and the axes that the mesh lacks then fall out of it::
+   recipe's own axes, in whose place then come the axes of the mesh that play them::
 
        mesh dp=2            recipe axes tp             rule "tp@heads12, -"   ->   "-, -"
        mesh dp=2,tp=4       recipe axes tp             rule "tp@heads12, -"   ->   itself
 
-4. A tensor that no rule matches is replicated, and listed.
-5. The layout of every tensor is built, so a rule that does not fit is known before anything
+4. A number in the name, of a layer or an expert, says at which coordinate of an axis the tensor
+   lives. Where layers are cut by bytes, those of all layers are counted first.
+5. A tensor that no rule matches is replicated, and listed.
+6. The layout of every tensor is built, so a rule that does not fit is known before anything
    is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
+import numpy as np
+
+from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError
 from reshard.layout import Layout
-from reshard.mesh import Axis, DeviceMesh
+from reshard.mesh import DeviceMesh
+from reshard.recipes.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
+from reshard.recipes.players import coordinates_on_mesh, on_mesh, size_of
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.variables import fill_in
-from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.recipes.variables import fill_in, number_in
+from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
+
+# For each number of a recipe the coordinates, along the axis that deals it out.
+_Lives = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class Assignment:
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
     those that one matched. `unmatched` tensors are replicated. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
-    all. `unused_axes` of the mesh hold copies of every tensor.
+    all. `unused_axes` of the mesh hold copies of every tensor. `notes` are worth telling.
     """
 
     specs: dict[str, ShardingSpec]
@@ -49,34 +60,157 @@ class Assignment:
     unused_rules: tuple[Rule, ...]
     unused_recipe_rules: tuple[Rule, ...]
     unused_axes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def unused(self) -> tuple[Rule, ...]:
         """All rules that decided no tensor, those given by hand first."""
         return self.unused_rules + self.unused_recipe_rules
 
+    def rank_bytes(self, itemsizes_bytes: Mapping[str, int]) -> dict[int, int]:
+        """Bytes that each rank holds, pads included, from those of one element by tensor."""
+        counts: dict[tuple[Layout, int], int] = {}
+        for name, layout in self.layouts.items():
+            key = (layout, itemsizes_bytes[name])
+            counts[key] = counts.get(key, 0) + 1
+        slots = max((layout.slots for layout in self.layouts.values()), default=0)
+        total = np.zeros(slots, dtype=np.int64)
+        for (layout, itemsize), count in counts.items():
+            np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1) * itemsize * count)
+        return {rank: int(size) for rank, size in enumerate(total)}
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A rule and the recipe it comes from; None for a rule given by hand."""
 
-    rule: Rule
-    recipe: Recipe | None
+class _Match(NamedTuple):
+    """The rule that decides a tensor, by its place among all, and the numbers of its name."""
 
-    def spec(
-        self, mesh: DeviceMesh, config: Mapping[str, object] | None, ndim: int
-    ) -> ShardingSpec:
-        text = fill_in(self.rule.spec, config)
-        if self.recipe is None:
-            return spec(mesh, text, ndim=ndim)
-        axes = self.recipe.axes
-        sizes = [mesh.axis_size(axis) if axis in mesh.axis_names else 1 for axis in axes]
-        known = DeviceMesh(f"recipe {self.recipe.name}", sizes, axes)
-        return _on_mesh(mesh, spec(known, text, ndim=ndim))
+    number: int
+    numbers: tuple[tuple[str, int], ...]
 
-    def __str__(self) -> str:
-        recipe = f"recipe {self.recipe.name!r}, " if self.recipe else ""
-        return f"{recipe}rule `{self.rule}`"
+
+class _Ruling:
+    """One assignment under way: rules over a mesh, for one model."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        rules: Sequence[Rule],
+        recipe: Recipe | None,
+        config: Mapping[str, object] | None,
+    ) -> None:
+        self.mesh, self.recipe, self.config = mesh, recipe, config
+        from_recipe = [rule for rule in recipe.rules if rule.counts(config)] if recipe else []
+        self.rules = (*rules, *from_recipe)
+        self.by_hand = len(rules)
+        self.players = recipe.players(mesh) if recipe else {}
+        sizes = [size_of(mesh, self.players[axis]) for axis in recipe.axes] if recipe else []
+        self.recipe_mesh = (
+            DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
+        )
+        self.places: dict[str, Places] = {}
+        self.lay_out = cache(self._lay_out)
+
+    def name_of(self, number: int) -> str:
+        """How messages call a rule."""
+        where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
+        return f"{where}rule `{self.rules[number]}`"
+
+    def match(self, name: str) -> _Match | None:
+        """The first rule that matches a tensor."""
+        for number, rule in enumerate(self.rules):
+            found = rule.numbers_in(name)
+            if found is not None:
+                return _Match(number, tuple(found.items()))
+        return None
+
+    def sharding(self, number: int, ndim: int, lives: _Lives = ()) -> ShardingSpec:
+        """A rule's sharding for tensors of `ndim` dimensions that live where `lives` says."""
+        rule = self.rules[number]
+        if self.recipe_mesh is None or number < self.by_hand:
+            text = fill_in(rule.spec, self.config)
+            written, players = spec(self.mesh, text, ndim=ndim), None
+        else:
+            text = fill_in(rule.spec, self.config, self.recipe.cuts if self.recipe else {})
+            written, players = spec(self.recipe_mesh, text, ndim=ndim), self.players
+        restricted = [*coordinates_on_mesh(self.mesh, written.only, players)]
+        restricted += coordinates_on_mesh(self.mesh, lives, self.players)
+        return on_mesh(self.mesh, written, players, restricted)
+
+    def _lay_out(
+        self, number: int, shape: tuple[int, ...], lives: _Lives
+    ) -> tuple[ShardingSpec, Layout]:
+        sharding = self.sharding(number, len(shape), lives)
+        return sharding, sharding.layout(shape)
+
+    def lives(self, match: _Match) -> _Lives:
+        """Where what a rule decides lives, for the numbers whose places are known."""
+        found: dict[str, tuple[int, ...]] = {}
+        for what, number in match.numbers:
+            if what in self.places:
+                self._add(found, what, self.places[what].of_number(number))
+        for what, ends in self.rules[match.number].at:
+            if what in self.places:
+                self._add(found, what, self.places[what].of_ends(ends))
+        return tuple(found.items())
+
+    def _add(
+        self, found: dict[str, tuple[int, ...]], what: str, coordinates: tuple[int, ...]
+    ) -> None:
+        axis = self.recipe.numbers[what].axis if self.recipe else what
+        if axis in found:
+            raise RecipeError(f"two numbers of one name are dealt out by axis {axis!r}")
+        found[axis] = coordinates
+
+    def find_places(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        matches: Mapping[str, _Match],
+        itemsizes_bytes: Mapping[str, int] | None,
+    ) -> None:
+        """Where each layer and expert lives, for the numbers that some tensor needs."""
+        needed = {what for match in matches.values() for what, _ in match.numbers}
+        needed |= {what for match in matches.values() for what, _ in self.rules[match.number].at}
+        numbers = self.recipe.numbers if self.recipe else {}
+        for what in needed - numbers.keys():
+            raise RecipeError(f"no recipe says what {{{what}}} in a rule's pattern numbers")
+        for by_bytes in (False, True):
+            for what, numbering in numbers.items():
+                parts = size_of(self.mesh, self.players[numbering.axis])
+                if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
+                    continue
+                with _naming(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
+                    count = number_in(self.config, tuple(numbering.count.split("|")))
+                    if by_bytes:
+                        first, *things, last = self._weights(
+                            what, count, shapes, matches, itemsizes_bytes
+                        )
+                        rule: CutRule = sizes_by_weight(things, parts, first, last)
+                    else:
+                        rule = check_cut(numbering.cut)
+                    self.places[what] = Places.cut(rule, count, parts, numbering.beyond_last)
+
+    def _weights(
+        self,
+        what: str,
+        count: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        matches: Mapping[str, _Match],
+        itemsizes_bytes: Mapping[str, int] | None,
+    ) -> list[float]:
+        """Bytes that ranks hold of each thing: shape `(1 + count + 1,)`, with both ends."""
+        weights = [0.0] * (count + 2)
+        for name, match in matches.items():
+            rule = self.rules[match.number]
+            numbers, ends = dict(match.numbers).get(what), dict(rule.at).get(what, ())
+            if numbers is None and not ends:
+                continue
+            _, layout = self.lay_out(match.number, shapes[name], self.lives(match))
+            elements = float(layout.cell_shape.prod(axis=1).sum())
+            weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
+            if numbers is not None:
+                weights[1 + min(numbers, count)] += weight
+            for end in ends:
+                weights[0 if end == "first" else -1] += weight
+        return weights
 
 
 def assign(
@@ -85,6 +219,7 @@ def assign(
     rules: Sequence[Rule] = (),
     recipe: Recipe | None = None,
     config: Mapping[str, object] | None = None,
+    itemsizes_bytes: Mapping[str, int] | None = None,
 ) -> Assignment:
     """How each tensor of `shapes` is cut over `mesh`.
 
@@ -95,57 +230,60 @@ def assign(
             in the mesh.
         recipe: of the model; an axis of it that the mesh lacks counts as one of size 1.
         config: the model's config.json, for the variables of the rules.
+        itemsizes_bytes: of one element by tensor, where layers are cut by bytes; equal ones
+            when None.
 
     Raises:
         RecipeError: a rule that cannot be read or does not fit a tensor it matches, an axis or
-            a variable that is not there.
+            a variable that is not there, a number beyond those that the config says there are.
 
     >>> shapes = {"up.weight": (8, 4), "up.bias": (8,), "norm": (4,)}
     >>> found = assign(shapes, DeviceMesh.of(tp=2), [Rule("up.*", "tp, ...")])
     >>> print(found.specs["up.weight"], found.specs["up.bias"], found.unmatched, sep=" | ")
     tp, - | tp | ('norm',)
     """
-    by_hand = [_Source(rule, None) for rule in rules]
-    for source in by_hand:
+    ruling = _Ruling(mesh, rules, recipe, config)
+    for number in range(len(rules)):
         # A wrong rule given by hand is a mistake even where it matches nothing.
-        with _naming(str(source)):
-            source.spec(mesh, config, ndim=0)
-    from_recipe = [_Source(rule, recipe) for rule in recipe.rules] if recipe else []
-    sources = by_hand + from_recipe
-
-    @cache
-    def lay_out(source: _Source, shape: tuple[int, ...]) -> tuple[ShardingSpec, Layout]:
-        sharding = source.spec(mesh, config, len(shape))
-        return sharding, sharding.layout(shape)
-
+        with _naming(ruling.name_of(number)):
+            ruling.sharding(number, ndim=0)
+    found = {name: ruling.match(name) for name in shapes}
+    matches = {name: match for name, match in found.items() if match is not None}
+    ruling.find_places(shapes, matches, itemsizes_bytes)
     specs: dict[str, ShardingSpec] = {}
     layouts: dict[str, Layout] = {}
-    matched: dict[str, Rule] = {}
-    used: set[int] = set()
+    replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
     for name, shape in shapes.items():
-        number = next((n for n, source in enumerate(sources) if source.rule.matches(name)), None)
-        if number is None:
-            specs[name], layouts[name] = lay_out(_REPLICATED, shape)
+        match = matches.get(name)
+        if match is None:
+            specs[name] = replicated(len(shape))
+            layouts[name] = specs[name].layout(shape)
             continue
-        source = sources[number]
-        with _naming(f"tensor {name!r} of shape {list(shape)}, {source}"):
-            specs[name], layouts[name] = lay_out(source, shape)
-        matched[name] = source.rule
-        used.add(number)
-    unused = [n for n in range(len(sources)) if n not in used]
+        with _naming(f"tensor {name!r} of shape {list(shape)}, {ruling.name_of(match.number)}"):
+            specs[name], layouts[name] = ruling.lay_out(match.number, shape, ruling.lives(match))
+    used = {match.number for match in matches.values()}
+    unused = [n for n in range(len(ruling.rules)) if n not in used]
     used_axes = {axis for sharding in set(specs.values()) for axis in _used_axes(sharding)}
     return Assignment(
         specs,
         layouts,
-        matched,
-        unmatched=tuple(name for name in shapes if name not in matched),
-        unused_rules=tuple(sources[n].rule for n in unused if n < len(by_hand)),
-        unused_recipe_rules=tuple(sources[n].rule for n in unused if n >= len(by_hand)),
+        {name: ruling.rules[match.number] for name, match in matches.items()},
+        unmatched=tuple(name for name in shapes if name not in matches),
+        unused_rules=tuple(ruling.rules[n] for n in unused if n < ruling.by_hand),
+        unused_recipe_rules=tuple(ruling.rules[n] for n in unused if n >= ruling.by_hand),
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),
+        notes=_notes(ruling, matches),
     )
 
 
-_REPLICATED = _Source(Rule("*", "..."), None)
+def _notes(ruling: _Ruling, matches: Mapping[str, _Match]) -> tuple[str, ...]:
+    """The notes of rules that decided tensors, and whose places are not all the same."""
+    notes: dict[str, str] = {}
+    for name, match in matches.items():
+        rule = ruling.rules[match.number]
+        if rule.note and all(what in ruling.places for what, _ in rule.at):
+            notes.setdefault(rule.note, name)
+    return tuple(f"{name}: {note}" for note, name in notes.items())
 
 
 @contextmanager
@@ -157,26 +295,7 @@ def _naming(where: str) -> Iterator[None]:
         raise RecipeError(f"{where}: {error}") from error
 
 
-def _on_mesh(mesh: DeviceMesh, written: ShardingSpec) -> ShardingSpec:
-    """`written` over `mesh`, without the axes that `mesh` lacks and levels that have no other."""
-
-    def present(axes: Iterable[Axis]) -> list[Axis]:
-        return [axis for axis in axes if axis.name in mesh.axis_names]
-
-    dim_specs = []
-    for dim in written.dim_specs:
-        levels = [(present(level.axes), level.rule) for level in dim.levels]
-        kept = [Level(axes, rule) for axes, rule in levels if axes]
-        dim_specs.append(DimSpec(kept, dim.is_open, dim.priority))
-    return ShardingSpec(
-        mesh,
-        dim_specs,
-        present(written.replicated_axes),
-        present(written.partial_axes),
-        written.reduction or "sum",
-    )
-
-
 def _used_axes(sharding: ShardingSpec) -> set[str]:
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
-    return {axis.name for axis in (*axes, *sharding.partial_axes)}
+    used = {axis.name for axis in (*axes, *sharding.partial_axes)}
+    return used | {axis for axis, _ in sharding.only}

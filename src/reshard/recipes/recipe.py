@@ -1,38 +1,27 @@
 """How are the tensors of a kind of model cut?
 
-A recipe is a list of rules under a name, kept as data in a TOML file::
+A recipe is a list of rules under a name. It is data, kept in a TOML file (see
+`reshard.recipes.recipe_file`), and says nothing of a mesh but the names of its own axes: `tp`,
+`fsdp`, `ep`... On a mesh, each of them is played by some of the mesh's axes:
 
-    name = "bert"
-    description = "BERT and its kin"       optional
-    model_types = ["bert", "roberta"]      optional: `model_type` of the models it is for
-    axes = ["tp"]                          mesh axes its rules may name
+1. by those that the user names for it, if any;
+2. by the mesh's axis of the same name;
+3. by those of its stand-in: experts are cut over `tp` where the mesh has no `etp`;
+4. by none: the axis then falls out of the rules, and what it would have cut is not cut.
 
-    [[rules]]                              the first that matches a tensor decides it
-    pattern = "*.output.dense.weight"
-    spec = "-, tp"
-
-A mesh may lack an axis of the recipe: it then counts as one of size 1. So one recipe serves
-every mesh, and an axis it knows nothing of holds copies.
+So one recipe serves every mesh, and an axis it knows nothing of holds copies.
 """
 
 from __future__ import annotations
 
-import difflib
-import tomllib
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
 
-from reshard.errors import MeshError, RecipeError
-from reshard.mesh import DeviceMesh
+from reshard.errors import LayoutError, MeshError, RecipeError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.recipes.numbering import Numbering, check_cut
 from reshard.recipes.rules import Rule
-
-_REQUIRED_KEYS = ("name", "axes", "rules")
-_OPTIONAL_KEYS = ("description", "model_types")
-_RULE_KEYS = ("pattern", "spec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +32,16 @@ class Recipe:
         name: for people and messages.
         description: one line on what it is for.
         model_types: the `model_type` in config.json of the models it is for.
-        axes: the mesh axes its rules may name.
+        axes: the axes its rules may name.
         rules: in order; the first that matches a tensor decides it.
+        cuts: cut rules by name, for rules that say `tp@{name}`.
+        numbers: what the numbers in its patterns count, by their names.
+        stand_ins: for an axis, the one that plays it where the mesh lacks it.
+        roles: for an axis, the axes of the mesh that play it, separated by spaces.
 
     Raises:
-        RecipeError: no name, no rules, or axes that cannot be.
+        RecipeError: no name, no rules, axes that cannot be, or a name in a rule, a numbering, a
+            stand-in or a role that is not there.
 
     >>> Recipe("rows", "", (), ("tp",), (Rule("*", "tp, ..."),)).axes
     ('tp',)
@@ -58,6 +52,10 @@ class Recipe:
     model_types: tuple[str, ...]
     axes: tuple[str, ...]
     rules: tuple[Rule, ...]
+    cuts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Numbering] = field(default_factory=dict)
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -71,143 +69,83 @@ class Recipe:
             DeviceMesh(self.name, [1] * len(self.axes), self.axes)
         except MeshError as error:
             raise RecipeError(f"axes of recipe {self.name!r}: {error}") from error
+        for cut in self.cuts.values():
+            check_cut(cut)
+        for name in [*self.cuts, *self.numbers]:
+            if name in self.axes or (name in self.cuts and name in self.numbers):
+                raise RecipeError(f"recipe {self.name!r} has two things named {name!r}; rename one")
+        for what, axis in (
+            *((f"number {name!r}", numbering.axis) for name, numbering in self.numbers.items()),
+            *(("a stand-in", axis) for pair in self.stand_ins.items() for axis in pair),
+            *(("a role", axis) for axis in self.roles),
+        ):
+            if axis not in self.axes:
+                raise RecipeError(
+                    f"recipe {self.name!r}: {what} is of axis {axis!r}; its axes are "
+                    f"{', '.join(self.axes)}"
+                )
+        for rule in self.rules:
+            for number in (*rule.numbers, *(number for number, _ in rule.at)):
+                if number not in self.numbers:
+                    raise RecipeError(
+                        f"recipe {self.name!r}, rule `{rule}`: nothing says what {number!r} "
+                        f"numbers; add a table [numbers.{number}] with `axis` and `count`"
+                    )
 
+    def with_options(self, options: Mapping[str, str]) -> Recipe:
+        """The recipe with what a user chooses: cuts, cuts of numbers, and who plays its axes.
 
-def shipped_recipes() -> tuple[str, ...]:
-    """The names of the recipes that come with reshard, sorted.
+        Raises:
+            RecipeError: a name that is none of these, or a cut that is none.
 
-    >>> shipped_recipes()
-    ('bert', 'llama')
-    """
-    return tuple(
-        sorted(
-            entry.name.removesuffix(".toml")
-            for entry in resources.files("reshard.recipes").iterdir()
-            if entry.name.endswith(".toml")
-        )
-    )
+        >>> rules = (Rule("embed", "tp@{vocabulary}, -"),)
+        >>> recipe = Recipe("r", "", (), ("tp",), rules, cuts={"vocabulary": "ceil"})
+        >>> recipe.with_options({"vocabulary": "pad128"}).cuts
+        {'vocabulary': 'pad128'}
+        """
+        cuts, numbers, roles = dict(self.cuts), dict(self.numbers), dict(self.roles)
+        for name, value in options.items():
+            if name in cuts:
+                cuts[name] = value
+            elif name in numbers:
+                numbers[name] = dataclasses.replace(numbers[name], cut=value)
+            elif name in self.axes:
+                roles[name] = value
+            else:
+                known = ", ".join([*cuts, *numbers, *self.axes])
+                raise RecipeError(
+                    f"recipe {self.name!r} has no option {name!r}; its options are {known}"
+                )
+        return dataclasses.replace(self, cuts=cuts, numbers=numbers, roles=roles)
 
+    def players(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:
+        """The axes of a mesh that play each axis of the recipe, major to minor.
 
-def load_recipe(name_or_path: str | Path) -> Recipe:
-    """The recipe of a shipped name, or of a TOML file.
+        Raises:
+            RecipeError: a role for an axis that the mesh has not.
 
-    Text is a path when it ends in `.toml` or holds a `/`; a `Path` always is one.
+        >>> rules = (Rule("*", "..."),)
+        >>> recipe = Recipe("r", "", (), ("tp", "etp"), rules, stand_ins={"etp": "tp"})
+        >>> recipe.players(DeviceMesh.of(tp=2))
+        {'tp': (tp,), 'etp': (tp,)}
+        """
+        return {axis: self._players(mesh, axis, self.axes) for axis in self.axes}
 
-    Raises:
-        RecipeError: an unknown name, a file that cannot be read, is not TOML, or has keys that
-            are unknown, missing or of the wrong type.
-
-    >>> load_recipe("llama").model_types
-    ('llama',)
-    """
-    if isinstance(name_or_path, Path) or name_or_path.endswith(".toml") or "/" in name_or_path:
-        return _read(Path(name_or_path), str(name_or_path))
-    if name_or_path not in shipped_recipes():
-        raise RecipeError(_unknown(name_or_path))
-    return _load_shipped(name_or_path)
-
-
-def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
-    """The shipped recipe for a model, by the `model_type` of its config.json, or None.
-
-    >>> choose_recipe({"model_type": "bert"}).name
-    'bert'
-    """
-    for name in shipped_recipes():
-        recipe = _load_shipped(name)
-        if config.get("model_type") in recipe.model_types:
-            return recipe
-    return None
-
-
-@cache
-def _load_shipped(name: str) -> Recipe:
-    return _read(resources.files("reshard.recipes") / f"{name}.toml", f"{name}.toml")
-
-
-def _unknown(name: str) -> str:
-    shipped = shipped_recipes()
-    near = difflib.get_close_matches(name.casefold(), shipped)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"unknown recipe {name!r}; {hint}The shipped recipes are {', '.join(shipped)}; write the "
-        "path of a file of your own with its ending .toml"
-    )
-
-
-class _ReadableFile(Protocol):
-    def read_bytes(self) -> bytes: ...
-
-
-def _read(file: _ReadableFile, where: str) -> Recipe:
-    """The recipe in `file`; `where` names the file in errors."""
-    try:
-        table = tomllib.loads(file.read_bytes().decode())
-    except OSError as error:
-        raise RecipeError(
-            f"cannot read the recipe file {where}: {error.strerror}; give a shipped name "
-            f"({', '.join(shipped_recipes())}) or the path of a TOML file"
-        ) from error
-    except ValueError as error:
-        raise RecipeError(f"recipe file {where} is not TOML: {error}; correct it there") from error
-    _check_keys(table, _REQUIRED_KEYS, _OPTIONAL_KEYS, where)
-    name = _text(table["name"], "name", where)
-    description = _text(table.get("description", ""), "description", where)
-    model_types = _texts(table.get("model_types", []), "model_types", where)
-    axes = _texts(table["axes"], "axes", where)
-    rules = _rules(table["rules"], where)
-    try:
-        return Recipe(name, description, model_types, axes, rules)
-    except RecipeError as error:
-        raise RecipeError(f"recipe file {where}: {error}") from error
-
-
-def _rules(value: object, where: str) -> tuple[Rule, ...]:
-    if not isinstance(value, list):
-        raise RecipeError(_wrong("rules", value, "tables, each beginning with [[rules]]", where))
-    rules = []
-    for number, table in enumerate(value, start=1):
-        key = f"rules[{number}]"
-        if not isinstance(table, dict):
-            raise RecipeError(_wrong(key, table, "a table with `pattern` and `spec`", where))
-        _check_keys(table, _RULE_KEYS, (), where, f"{key}.")
-        pattern, spec = (_text(table[word], f"{key}.{word}", where) for word in _RULE_KEYS)
-        try:
-            rules.append(Rule(pattern, spec))
-        except RecipeError as error:
-            raise RecipeError(f"recipe file {where}, {key}: {error}") from error
-    return tuple(rules)
-
-
-def _check_keys(
-    table: dict[str, Any],
-    required: tuple[str, ...],
-    optional: tuple[str, ...],
-    where: str,
-    prefix: str = "",
-) -> None:
-    known = required + optional
-    for key in table:
-        if key not in known:
-            raise RecipeError(
-                f"recipe file {where}: unknown key `{prefix}{key}`; the keys are {', '.join(known)}"
-            )
-    for key in required:
-        if key not in table:
-            raise RecipeError(f"recipe file {where}: the key `{prefix}{key}` is missing; add it")
-
-
-def _text(value: object, key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise RecipeError(_wrong(key, value, "text in quotes", where))
-    return value
-
-
-def _texts(value: object, key: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise RecipeError(_wrong(key, value, 'a list of texts such as ["tp"]', where))
-    return tuple(value)
-
-
-def _wrong(key: str, value: object, expected: str, where: str) -> str:
-    return f"recipe file {where}: `{key}` is {value!r}, {expected} was expected"
+    def _players(self, mesh: DeviceMesh, axis: str, others: tuple[str, ...]) -> tuple[Axis, ...]:
+        if axis in self.roles:
+            try:
+                found = tuple(Axis.parse(word) for word in self.roles[axis].split())
+                for player in found:
+                    mesh.axis_size(player)
+            except LayoutError as error:
+                raise RecipeError(
+                    f"recipe {self.name!r}: axis {axis!r} cannot be played by "
+                    f"{self.roles[axis]!r}: {error}"
+                ) from error
+            return found
+        if axis in mesh.axis_names:
+            return (Axis(axis),)
+        stand_in = self.stand_ins.get(axis)
+        if stand_in is None or stand_in not in others:
+            return ()
+        return self._players(mesh, stand_in, tuple(name for name in others if name != axis))

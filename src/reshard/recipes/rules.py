@@ -6,15 +6,25 @@ whose pattern matches a tensor decides it::
     *.attention.self.query.weight=tp@heads{num_attention_heads}, -
     *.output.dense.weight=-, tp
     *=...                              every other tensor, of any rank, is not cut
+
+A number in a name can be given a name in the pattern, `*layers.{layer}.mlp.up_proj.weight`. The
+recipe says what it numbers, and that chooses where on the mesh the tensor lives (see
+`reshard.recipes.numbering`).
 """
 
 from __future__ import annotations
 
+import fnmatch
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from reshard.errors import RecipeError
 from reshard.recipes.variables import variables
+
+ENDS = ("first", "last")
+_NUMBER = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +33,30 @@ class Rule:
 
     Args:
         pattern: a glob on the whole name, case included: `*` stands for any characters (dots
-            too, so it crosses levels of a name), `?` for one, `[0-3]` for one of a set.
+            too, so it crosses levels of a name), `?` for one, `[0-3]` for one of a set, and
+            `{layer}` for a number.
         spec: the native text of a sharding (see `reshard.sharding_text`). `...` stands for the
             missing `-`, and keys of the model's config.json in braces for their numbers.
+        at: with which of what a recipe numbers the tensor lives, where its name has no number:
+            `(("layer", ("first", "last")),)`.
+        when: a key of the model's config.json that must be true for the rule to count.
+        note: what a user should know where this rule decides a tensor.
 
     Raises:
-        RecipeError: an empty pattern or spec, or braces that cannot be read.
+        RecipeError: an empty pattern or spec, braces that cannot be read, a number twice.
 
-    >>> rule = Rule("*.mlp.up_proj.weight", "tp, -")
-    >>> rule.matches("model.layers.0.mlp.up_proj.weight")
-    True
+    >>> rule = Rule("model.layers.{layer}.mlp.up_proj.weight", "tp, -")
+    >>> rule.numbers_in("model.layers.12.mlp.up_proj.weight")
+    {'layer': 12}
     >>> print(rule)
-    *.mlp.up_proj.weight=tp, -
+    model.layers.{layer}.mlp.up_proj.weight=tp, -
     """
 
     pattern: str
     spec: str
+    at: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    when: str | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         for part, text, remedy in (
@@ -48,27 +66,74 @@ class Rule:
             if not text.strip():
                 raise RecipeError(f"the rule {str(self)!r} has an empty {part}; {remedy}")
         variables(self.spec)
+        names = self.numbers
+        for name in names:
+            if not name.isidentifier() or names.count(name) > 1:
+                raise RecipeError(
+                    f"cannot read {{{name}}} in the pattern {self.pattern!r}; write a name for a "
+                    "number in braces, such as {layer}, each once"
+                )
+        for number, ends in self.at:
+            if number in names or not ends or not set(ends) <= set(ENDS):
+                raise RecipeError(
+                    f"the rule {str(self)!r} is at {number} {', '.join(ends)}; write `first`, "
+                    "`last` or both, for a number that its pattern has not"
+                )
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that `pattern=spec` writes; the last `=` divides it.
+        """The rule that `pattern=spec` writes.
+
+        The `=` that divides it is the last outside of parentheses: `only(pp=0)` has its own.
 
         Raises:
             RecipeError: text without `=`, or with nothing on one side of it.
 
-        >>> Rule.parse("*.weight = tp, -")
-        Rule(pattern='*.weight', spec='tp, -')
+        >>> Rule.parse("*.weight = tp, - | only(pp=0)").spec
+        'tp, - | only(pp=0)'
         """
-        pattern, equals, spec = text.rpartition("=")
-        if not equals:
+        match = re.fullmatch(r"(.*)=((?:[^=()]|\([^()]*(?:\(\d+\)[^()]*)*\))*)", text, re.DOTALL)
+        if match is None:
             raise RecipeError(
                 f"cannot read the rule {text!r}; write pattern=spec, such as '*.weight=tp, -'"
             )
-        return cls(pattern.strip(), spec.strip())
+        return cls(match[1].strip(), match[2].strip())
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of the numbers in its pattern."""
+        return tuple(_NUMBER.findall(self.pattern))
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches the whole of a tensor's name."""
-        return fnmatchcase(name, self.pattern)
+        return _expression(self.pattern).match(name) is not None
+
+    def numbers_in(self, name: str) -> dict[str, int] | None:
+        """The numbers of a tensor's name; None where the pattern does not match it."""
+        match = _expression(self.pattern).match(name)
+        return None if match is None else {key: int(n) for key, n in match.groupdict().items()}
+
+    def counts(self, config: Mapping[str, object] | None) -> bool:
+        """Whether the rule counts for a model, by its `when`."""
+        return self.when is None or bool((config or {}).get(self.when))
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.spec}"
+
+
+@lru_cache(maxsize=4096)
+def _expression(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern: globs, with a group for each number."""
+    parts = _NUMBER.split(pattern)
+    pieces = [_glob(part) if i % 2 == 0 else _digits(part) for i, part in enumerate(parts)]
+    return re.compile(rf"(?s:{''.join(pieces)})\Z")
+
+
+def _digits(name: str) -> str:
+    # Beside a `*`, a number is all of its digits.
+    return rf"(?<!\d)(?P<{name}>\d+)(?!\d)"
+
+
+def _glob(pattern: str) -> str:
+    translated = fnmatch.translate(pattern)
+    return translated[translated.index(":") + 1 : translated.rindex(")")]

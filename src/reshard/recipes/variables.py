@@ -8,6 +8,9 @@ key::
             1. take the first of the names that the config has; null counts as absent
             2. write its number in place of the braces
     tp@heads8, -
+
+A recipe may also have cuts of its own under a name, `tp@{vocabulary}`, whose text is written
+in place of the braces and which a user may replace.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from reshard.errors import RecipeError
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_NO_CUTS: Mapping[str, str] = {}
 
 
 def variables(spec: str) -> tuple[tuple[str, ...], ...]:
@@ -49,22 +53,32 @@ def _unreadable(spec: str, braces: str) -> str:
     )
 
 
-def fill_in(spec: str, config: Mapping[str, object] | None) -> str:
-    """The spec's text with the numbers of `config` in place of its variables.
+def fill_in(
+    spec: str, config: Mapping[str, object] | None, cuts: Mapping[str, str] = _NO_CUTS
+) -> str:
+    """The spec's text with the numbers of `config`, or cuts, in place of its variables.
 
     Raises:
         RecipeError: a variable that the config has not, or that is not a whole number.
 
     >>> fill_in("tp@heads{num_key_value_heads|num_attention_heads}", {"num_attention_heads": 12})
     'tp@heads12'
+    >>> fill_in("tp@{vocabulary}, -", None, {"vocabulary": "pad128"})
+    'tp@pad128, -'
     """
     text = spec
     for names in variables(spec):
-        text = _BRACES.sub(str(_number(names, config)), text, count=1)
+        value = cuts[names[0]] if names[0] in cuts else str(number_in(config, names))
+        text = _BRACES.sub(value, text, count=1)
     return text
 
 
-def _number(names: tuple[str, ...], config: Mapping[str, object] | None) -> int:
+def number_in(config: Mapping[str, object] | None, names: tuple[str, ...]) -> int:
+    """The number of the first of `names` that the config has.
+
+    Raises:
+        RecipeError: none of them, or no whole number.
+    """
     wanted = " or ".join(f"`{name}`" for name in names)
     remedy = "put the model's config.json beside the checkpoint, or write the number in the rule"
     if config is None:

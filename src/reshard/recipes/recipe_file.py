@@ -1,0 +1,190 @@
+"""How does a TOML file write a recipe?
+
+::
+
+    name = "my-moe"
+    description = "What it is for"      # optional
+    model_types = ["my_moe"]            # optional: `model_type` of the models it is for
+    extends = "llama"                   # optional: a shipped recipe, or the path of a file
+    axes = ["tp", "fsdp", "etp", "pp"]  # the axes its rules may name
+
+    [cuts]                              # optional: cut rules that users may replace
+    vocabulary = "ceil"
+
+    [stand_ins]                         # optional: who plays an axis that the mesh lacks
+    etp = "tp"
+
+    [numbers.layer]                     # optional: what {layer} in a pattern counts
+    axis = "pp"                         # the axis that deals the layers out,
+    count = "num_hidden_layers"         # the key of config.json that says how many there are,
+    cut = "balanced"                    # optional: by which rule ("ceil"), or "bytes"
+    beyond_last = true                  # optional: later ones live with the last (false)
+
+    [[rules]]                           # the first that matches a tensor decides it
+    pattern = "*embed_tokens.weight"
+    spec = "tp@{vocabulary}, -"
+    at = { layer = ["first", "last"] }  # optional: where it lives, with no number in its name
+    when = "tie_word_embeddings"        # optional: a key of config.json that must be true
+    note = "tied with the output layer" # optional: what users should know
+
+A recipe that extends another has its own rules first and then the other's; its cuts, stand-ins
+and numbers come over those of the same name, and its axes, if it has any, replace the other's.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from reshard.errors import RecipeError
+from reshard.recipes.numbering import Numbering
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+
+_REQUIRED_KEYS = ("name", "axes", "rules")
+_OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers")
+_RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
+_NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last"))
+
+
+class _ReadableFile(Protocol):
+    def read_bytes(self) -> bytes: ...
+
+
+def read_recipe(file: _ReadableFile, where: str, load: Callable[[str], Recipe]) -> Recipe:
+    """The recipe in `file`.
+
+    Args:
+        file: to read.
+        where: what to call it in errors.
+        load: finds the recipe that this one extends.
+
+    Raises:
+        RecipeError: a file that cannot be read, is not TOML, has keys that are unknown, missing
+            or of the wrong type, or describes a recipe that cannot be.
+    """
+    try:
+        table = tomllib.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read the recipe file {where}: {error.strerror}; give a shipped name, see "
+            "`reshard recipe show`, or the path of a TOML file"
+        ) from error
+    except ValueError as error:
+        raise RecipeError(f"recipe file {where} is not TOML: {error}; correct it there") from error
+    return _Reader(where).recipe(table, load)
+
+
+class _Reader:
+    """Turns tables into values; `where` names the file in errors."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def recipe(self, table: dict[str, Any], load: Callable[[str], Recipe]) -> Recipe:
+        extends = "extends" in table
+        # What it extends has axes and rules already.
+        required = ("name",) if extends else _REQUIRED_KEYS
+        optional = (*_OPTIONAL_KEYS, "axes", "rules") if extends else _OPTIONAL_KEYS
+        self._check_keys(table, required, optional)
+        base = load(self._text(table["extends"], "extends")) if extends else None
+        rules = self._rules(table.get("rules", []))
+        try:
+            return Recipe(
+                self._text(table["name"], "name"),
+                self._text(table.get("description", ""), "description"),
+                self._texts(table.get("model_types", []), "model_types"),
+                self._texts(table["axes"], "axes") if "axes" in table or not base else base.axes,
+                rules + (base.rules if base else ()),
+                dict(base.cuts if base else {}) | self._text_table(table, "cuts"),
+                dict(base.numbers if base else {}) | self._numbers(table),
+                dict(base.stand_ins if base else {}) | self._text_table(table, "stand_ins"),
+            )
+        except RecipeError as error:
+            if self._where in str(error):
+                raise
+            raise RecipeError(f"recipe file {self._where}: {error}") from error
+
+    def _rules(self, value: object) -> tuple[Rule, ...]:
+        if not isinstance(value, list):
+            raise self._wrong("rules", value, "tables, each beginning with [[rules]]")
+        rules = []
+        for number, table in enumerate(value, start=1):
+            key = f"rules[{number}]"
+            if not isinstance(table, dict):
+                raise self._wrong(key, table, "a table with `pattern` and `spec`")
+            self._check_keys(table, *_RULE_KEYS, f"{key}.")
+            texts = {
+                word: self._text(table[word], f"{key}.{word}")
+                for word in ("pattern", "spec", "when", "note")
+                if word in table
+            }
+            places = self._table(table.get("at", {}), f"{key}.at")
+            at = [(name, self._texts(ends, f"{key}.at.{name}")) for name, ends in places.items()]
+            try:
+                rules.append(Rule(at=tuple(at), **texts))
+            except RecipeError as error:
+                raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
+        return tuple(rules)
+
+    def _numbers(self, table: dict[str, Any]) -> dict[str, Numbering]:
+        numbers = {}
+        for name, fields in self._table(table.get("numbers", {}), "numbers").items():
+            key = f"numbers.{name}"
+            fields = self._table(fields, key)
+            self._check_keys(fields, *_NUMBER_KEYS, f"{key}.")
+            beyond = fields.get("beyond_last", False)
+            if not isinstance(beyond, bool):
+                raise self._wrong(f"{key}.beyond_last", beyond, "true or false")
+            numbers[name] = Numbering(
+                self._text(fields["axis"], f"{key}.axis"),
+                self._text(fields["count"], f"{key}.count"),
+                self._text(fields.get("cut", "ceil"), f"{key}.cut"),
+                beyond,
+            )
+        return numbers
+
+    def _check_keys(
+        self,
+        table: dict[str, Any],
+        required: tuple[str, ...],
+        optional: tuple[str, ...],
+        prefix: str = "",
+    ) -> None:
+        known = required + optional
+        for key in table:
+            if key not in known:
+                raise RecipeError(
+                    f"recipe file {self._where}: unknown key `{prefix}{key}`; the keys are "
+                    f"{', '.join(known)}"
+                )
+        for key in required:
+            if key not in table:
+                raise RecipeError(
+                    f"recipe file {self._where}: the key `{prefix}{key}` is missing; add it"
+                )
+
+    def _text(self, value: object, key: str) -> str:
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "text in quotes")
+        return value
+
+    def _texts(self, value: object, key: str) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, 'a list of texts such as ["tp"]')
+        return tuple(value)
+
+    def _table(self, value: object, key: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "a table")
+        return value
+
+    def _text_table(self, table: dict[str, Any], key: str) -> dict[str, str]:
+        items = self._table(table.get(key, {}), key).items()
+        return {name: self._text(value, f"{key}.{name}") for name, value in items}
+
+    def _wrong(self, key: str, value: object, expected: str) -> RecipeError:
+        return RecipeError(
+            f"recipe file {self._where}: `{key}` is {value!r}, {expected} was expected"
+        )
