@@ -1,0 +1,215 @@
+"""Comparison and digests: bits count, not numbers; a flipped byte is found and located."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.checkpoint_files import (
+    MANIFEST,
+    Tensor,
+    cuts,
+    small_folder,
+    tensor,
+    tensors,
+    write_file,
+    write_ranks,
+)
+from reshard import checkpoint
+from reshard.checkpoint.comparison import DamagedBlock
+from reshard.dtypes import dtype
+from reshard.errors import DigestError, SourceChangedError
+
+
+def floats(values: list[float] | np.ndarray) -> Tensor:
+    return Tensor(dtype("float32"), np.array(values, dtype=np.float32).view(np.uint32))
+
+
+def two(folder: Path, left: dict[str, Tensor], right: dict[str, Tensor]) -> checkpoint.Comparison:
+    write_file(folder / "left.safetensors", left)
+    write_file(folder / "right.safetensors", right)
+    return checkpoint.compare(folder / "left.safetensors", folder / "right.safetensors")
+
+
+def problems(comparison: checkpoint.Comparison) -> dict[str, str]:
+    assert comparison.is_same == (not comparison.differences)
+    return {difference.name: difference.problem for difference in comparison.differences}
+
+
+def test_what_is_the_same(tmp_path: Path) -> None:
+    whole = {"a": tensor("bfloat16", (3, 4), 1), "b": tensor("int8", (), 2)}
+    found = two(tmp_path, whole, dict(reversed(whole.items())))
+    assert found.is_same
+    assert set(found.digests) == {"a", "b"}
+    assert found.compared_bytes == 25
+
+
+def test_names_shapes_and_types(tmp_path: Path) -> None:
+    left = {"only left": floats([1]), "shape": floats([1, 2]), "dtype": floats([1])}
+    right = {
+        "only right": floats([1]),
+        "shape": Tensor(left["shape"].dtype, left["shape"].bits.reshape(2, 1)),
+        "dtype": Tensor(dtype("int32"), left["dtype"].bits),
+    }
+    found = problems(two(tmp_path, left, right))
+    assert set(found) == {"only left", "only right", "shape", "dtype"}
+    assert "only in" in found["only left"]
+    assert found["shape"] == "has shapes [2] and [2, 1]"
+    assert found["dtype"] == "has dtypes float32 and int32"
+
+
+def test_zeros_of_both_signs_and_the_bits_of_nans_differ(tmp_path: Path) -> None:
+    quiet = np.array([0x7FC00000, 0x7FC00000], dtype=np.uint32)
+    other = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32)
+    left = {"zero": floats([0.0, 0.0]), "nan": Tensor(dtype("float32"), quiet)}
+    right = {"zero": floats([-0.0, 0.0]), "nan": Tensor(dtype("float32"), other)}
+    found = two(tmp_path, left, right)
+    assert problems(found) == {
+        "zero": "1 of 2 elements differ, the first at [0]",
+        "nan": "1 of 2 elements differ, the first at [1]",
+    }
+    assert found.digests == {}
+    assert two(tmp_path, {"nan": left["nan"]}, {"nan": left["nan"]}).is_same
+
+
+@given(st.data(), tensors(), st.sampled_from([16, 64, 1000]))
+def test_one_element_is_found_whatever_the_cuts(
+    data: st.DataObject, whole: dict[str, Tensor], block_bytes: int
+) -> None:
+    mesh, specs = data.draw(cuts(whole))
+    filled = [name for name, t in whole.items() if t.bits.size]
+    with small_folder(block_bytes) as folder:
+        write_ranks(folder / "cut", whole, mesh, specs)
+        changed = dict(whole)
+        if filled:
+            name = data.draw(st.sampled_from(filled))
+            at = data.draw(st.integers(0, whole[name].bits.size - 1))
+            raw = bytearray(whole[name].bits.tobytes())
+            raw[at * whole[name].dtype.itemsize_bytes] ^= 1
+            bits = np.frombuffer(bytes(raw), whole[name].bits.dtype).reshape(whole[name].shape)
+            changed[name] = Tensor(whole[name].dtype, bits)
+        write_file(folder / "model.safetensors", changed)
+        found = checkpoint.compare(folder / "cut", folder / "model.safetensors", threads=2)
+        if not filled:
+            assert found.is_same
+            return
+        (difference,) = found.differences
+        index = tuple(int(i) for i in np.unravel_index(at, whole[name].shape))
+        assert (difference.name, difference.elements) == (name, 1)
+        assert difference.first_index == index
+        assert set(found.digests) == set(whole) - {name}
+
+
+def test_the_first_of_many_differences_is_named(tmp_path: Path, small_blocks: int) -> None:
+    left = floats(np.arange(1000))
+    bits = left.bits.copy()
+    bits[[333, 17, 999, 500]] ^= 1
+    found = two(tmp_path, {"w": left}, {"w": Tensor(left.dtype, bits)})
+    assert problems(found) == {"w": "4 of 1000 elements differ, the first at [17]"}
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("to", ["tp=2", "full"])
+def test_a_flipped_byte(tmp_path: Path, small_blocks: int, to: str) -> None:
+    whole = {"a": tensor("float32", (8, 8), 1), "b": tensor("bfloat16", (6,), 2)}
+    write_file(tmp_path / "model.safetensors", whole)
+    cut = tmp_path / "cut"
+    rules = [] if to == "full" else ["a=-, tp"]
+    checkpoint.convert(tmp_path / "model.safetensors", cut, to=to, rules=rules)
+    assert checkpoint.check_digests(cut).damaged == ()
+    # Element [5, 6] of `a`: in the third of its blocks of 64 bytes, on the second of two ranks.
+    path = cut / (
+        "model.safetensors" if to == "full" else "shard-00002-model-00001-of-00001.safetensors"
+    )
+    content = path.read_bytes()
+    element = whole["a"].bits[5, 4:8].tobytes() if to == "tp=2" else whole["a"].bits[5].tobytes()
+    at = content.index(element) + (2 if to == "tp=2" else 6) * 4 + 1
+    flip(path, at)
+
+    (damaged,) = checkpoint.check_digests(cut).damaged
+    assert isinstance(damaged, DamagedBlock)
+    assert (damaged.tensor, damaged.box) == ("a", "[4:6, 0:8]")
+    assert damaged.expected != damaged.found
+    ranges = [re.fullmatch(r"(.*) bytes (\d+):(\d+)", place) for place in damaged.places]
+    assert any(
+        match and match[1] == path.name and int(match[2]) <= at < int(match[3]) for match in ranges
+    )
+
+    found = checkpoint.compare(tmp_path / "model.safetensors", cut)
+    assert problems(found) == {"a": "1 of 64 elements differ, the first at [5, 6]"}
+
+    target = tmp_path / "target"
+    with pytest.raises(DigestError, match=r"\[4:6, 0:8\] of tensor 'a', is not what was written"):
+        checkpoint.convert(cut, target, to="full")
+    assert not target.exists()
+    with pytest.raises(DigestError, match="'a'"):
+        checkpoint.read_tensor(checkpoint.open(cut), "a")
+    assert checkpoint.read_tensor(checkpoint.open(cut), "b").nbytes == 12
+
+    # Without the manifest there is nothing to check against.
+    (cut / MANIFEST).unlink()
+    report = checkpoint.check_digests(cut)
+    assert report.damaged == ()
+    assert set(report.without_digest) == {"a", "b"}
+
+
+def test_digests_are_those_of_the_tensors(tmp_path: Path) -> None:
+    whole = {"a": tensor("float32", (8, 8), 1), "b": tensor("bfloat16", (6,), 2)}
+    write_file(tmp_path / "model.safetensors", whole)
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "cut", to="tp=2")
+    report = checkpoint.check_digests(tmp_path / "cut")
+    assert report.digests == checkpoint.check_digests(tmp_path / "model.safetensors").digests
+    assert report.digests == checkpoint.compare(tmp_path / "cut", tmp_path / "cut").digests
+    assert report.digests == {
+        name: t.digest.tensor.hex() for name, t in checkpoint.open(tmp_path / "cut").tensors.items()
+    }
+    assert (report.read_bytes, report.without_digest) == (8 * 8 * 4 + 12, ())
+
+
+def test_progress_counts_to_the_end(tmp_path: Path, small_blocks: int) -> None:
+    write_file(tmp_path / "model.safetensors", {"a": tensor("float32", (50, 8), 1)})
+    seen: list[checkpoint.Progress] = []
+    checkpoint.compare(
+        tmp_path / "model.safetensors", tmp_path / "model.safetensors", progress=seen.append
+    )
+    done = [progress.done_bytes for progress in seen]
+    assert done == sorted(set(done))
+    assert (done[-1], {progress.total_bytes for progress in seen}) == (1600, {1600})
+
+
+def test_an_error_in_the_loop_stops_the_threads_before_the_files_close(
+    tmp_path: Path, small_blocks: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"a": tensor("float32", (5000, 8), 1)})
+
+    def stop(progress: checkpoint.Progress) -> None:
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.compare(path, path, progress=stop)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.check_digests(path, progress=stop)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_shrank_since_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"a": tensor("float32", (5000, 8), 1)})
+    found = checkpoint.open(path)
+    os.truncate(path, 5000)
+    with pytest.raises(SourceChangedError, match=re.escape(str(path))):
+        checkpoint.compare(found, found)
