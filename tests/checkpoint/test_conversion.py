@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from checkpoint.checkpoint_files import (
 )
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.recipes import strategies
 from reshard.recipes.rules import Rule
 
 
@@ -162,6 +165,29 @@ def test_round_robin(source: Path) -> None:
     assert {name: t for found in stored.values() for name, t in found.items()} == WHOLE
     checkpoint.convert(target, source.parent / "full", to="full")
     assert read_file(source.parent / "full" / "model.safetensors") == WHOLE
+
+
+def test_a_strategy_of_ones_own(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of flattened tensors, as FSDP and ZeRO have them: several boxes a rank."""
+    monkeypatch.setattr(strategies, "_strategies", {})
+
+    def flat(tensors: strategies.Tensors, ranks: int) -> dict[str, Layout]:
+        layouts = {}
+        for name, (_, shape) in tensors.items():
+            edges = [math.prod(shape) * rank // ranks for rank in range(ranks + 1)]
+            cut = dict(enumerate(zip(edges, edges[1:], strict=False)))
+            layouts[name] = Layout.flat_ranges(shape, cut, slots=ranks)
+        return layouts
+
+    strategies.register_strategy("flat", flat)
+    checkpoint.convert(source, source.parent / "flat", to=3, strategy="flat")
+    stored = read_ranks(source.parent / "flat")
+    for name in ("page", "odd", "small"):
+        flattened = [stored[rank][name].bits.ravel() for rank in range(3)]
+        assert np.concatenate(flattened).tobytes() == WHOLE[name].bits.tobytes()
+    assert checkpoint.compare(source, source.parent / "flat").is_same
+    checkpoint.convert(source.parent / "flat", source.parent / "cut", to=4, strategy="flat")
+    assert checkpoint.compare(source, source.parent / "cut").is_same
 
 
 def test_more_ranks_than_tensors(source: Path) -> None:
