@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from reshard.checkpoint.comparison import (
     Comparison,
@@ -31,7 +31,7 @@ from reshard.checkpoint.conversion_run import (
     ProgressFunction,
     run_conversion,
 )
-from reshard.checkpoint.loading import read_tensor
+from reshard.checkpoint.loading import load, read_tensor
 from reshard.checkpoint.opening import open_checkpoint
 from reshard.mesh import DeviceMesh
 from reshard.recipes.recipe import Recipe
@@ -50,6 +50,7 @@ __all__ = [
     "check_digests",
     "compare",
     "convert",
+    "load",
     "open",
     "plan_conversion",
     "read_tensor",
@@ -66,6 +67,7 @@ def convert(
     to: str | int | DeviceMesh,
     rules: Iterable[str | Rule] = (),
     recipe: str | os.PathLike[str] | Recipe | None = None,
+    options: Mapping[str, str] | Iterable[str] = (),
     strategy: str | None = None,
     format: str | None = None,
     replicas: str = "once",
@@ -93,6 +95,7 @@ def convert(
         to=to,
         rules=rules,
         recipe=recipe,
+        options=options,
         strategy=strategy,
         format=format,
         replicas=replicas,

@@ -1,15 +1,35 @@
-"""A tensor of a checkpoint, whole, in memory."""
+"""How do tensors of a checkpoint come into memory: whole, or as one rank holds them?
+
+A rank's arrays of any layout are put together from any checkpoint:
+
+1. Plan from the stored layout to what the rank holds, on a slot that holds nothing yet.
+2. Each route of the plan is a product of stretches of one shard: read each of its boxes, and
+   little else, straight into its place.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.conversion import DEFAULT_THREADS
+from reshard.checkpoint.file_io import AlignedBuffer
+from reshard.checkpoint.opening import open_checkpoint
+from reshard.checkpoint.pipeline import run_in_threads
+from reshard.checkpoint.shard_reads import BUFFER_BYTES, read_box
+from reshard.errors import ShardError, UsageError
+from reshard.layout import Layout, View
+from reshard.planning.plan import Plan
+from reshard.planning.transfers import dimension_pieces
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -44,3 +64,181 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
         workspace.close()
         files.close()
     return array.view(tensor.dtype.numpy).reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One box of a shard, and the part of an array that it fills."""
+
+    tensor: StoredTensor
+    slot: int
+    number: int
+    offset: int
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    target: NDArray[Any]
+
+
+def load(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    layouts: Mapping[str, Layout],
+    rank: int = 0,
+    *,
+    out: Mapping[str, NDArray[Any]] | None = None,
+    threads: int = DEFAULT_THREADS,
+) -> dict[str, NDArray[Any]]:
+    """One rank's arrays of any layout, from a checkpoint of any format and cut.
+
+    Only the bytes that the rank needs are read, and at most a twentieth more, but where what
+    is needed lies in pieces of less than 512 bytes.
+
+    Args:
+        checkpoint: a checkpoint, or where it is.
+        layouts: by tensor name; the layout's slots are ranks.
+        rank: whose part is wanted.
+        out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
+        threads: how many read at a time.
+
+    Returns:
+        The array of each tensor that the rank holds a part of; padding is zero.
+
+    Raises:
+        CheckpointError: a tensor that the checkpoint has not.
+        UsageError: a layout of another shape, or a partial one.
+        ShardError: an array in `out` that does not fit.
+        RunError: a file that cannot be read.
+
+    >>> import tempfile, numpy as np, reshard
+    >>> from reshard.checkpoint.safetensors_header import build_header
+    >>> from reshard.dtypes import dtype
+    >>> header, _ = build_header([("w", dtype("int32"), (4, 4))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with open(f"{folder}/model.safetensors", "wb") as file:
+    ...         _ = file.write(header + np.arange(16, dtype=np.int32).tobytes())
+    ...     columns = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((4, 4))
+    ...     load(folder, {"w": columns}, rank=1)["w"].tolist()
+    [[2, 3], [6, 7], [10, 11], [14, 15]]
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    arrays: dict[str, NDArray[Any]] = {}
+    reads: list[_Read] = []
+    for name, layout in layouts.items():
+        tensor = checkpoint[name]
+        shape = _local_shape(tensor, layout, rank)
+        if shape is None:
+            continue
+        array = (
+            np.zeros(shape, dtype=tensor.dtype.storage)
+            if out is None
+            else _given(tensor, out, shape)
+        )
+        arrays[name] = array
+        if layout.is_padded and out is not None:
+            array[...] = np.zeros((), dtype=array.dtype)
+        reads += _reads(tensor, layout, rank, array)
+    files = open_sources(checkpoint)
+
+    def work(read: _Read, buffer: AlignedBuffer) -> None:
+        path, start_bytes = _place(read)
+        view = read.tensor.view(read.slot, read.number) or View.row_major(read.shape)
+        read_box(files[path], start_bytes, view, read.local, read.target, buffer)
+
+    # In the order of the files, so that a disk reads forward.
+    reads.sort(key=_place)
+    try:
+        for _ in run_in_threads(reads, work, _new_buffer, threads):
+            pass
+    finally:
+        files.close()
+    if out is not None:
+        return {name: out[name] for name in arrays}
+    return {name: array.view(checkpoint[name].dtype.numpy) for name, array in arrays.items()}
+
+
+def _new_buffer() -> AlignedBuffer:
+    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
+
+
+def _local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, ...] | None:
+    if layout.shape != tensor.shape:
+        raise UsageError(
+            f"the layout of {tensor.name!r} is for shape {list(layout.shape)}, the checkpoint has "
+            f"{list(tensor.shape)}"
+        )
+    if layout.contributions > 1:
+        raise UsageError(
+            f"the layout of {tensor.name!r} is partial; a checkpoint holds values, load it whole "
+            "and make it partial with a plan"
+        )
+    return layout.local_shape(rank) if 0 <= rank < layout.slots else None
+
+
+def _given(
+    tensor: StoredTensor, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
+) -> NDArray[Any]:
+    array = out.get(tensor.name)
+    if array is None:
+        raise ShardError(f"`out` has no array for {tensor.name!r}")
+    if tuple(array.shape) != shape or array.dtype.itemsize != tensor.dtype.itemsize_bytes:
+        raise ShardError(
+            f"the array for {tensor.name!r} is {array.dtype} {list(array.shape)}; the rank's part "
+            f"is {tensor.dtype.name} {list(shape)}"
+        )
+    if array.dtype not in (tensor.dtype.storage, tensor.dtype.numpy):
+        raise ShardError(
+            f"the array for {tensor.name!r} is {array.dtype}, the tensor {tensor.dtype.name}; "
+            "nothing is cast"
+        )
+    return array.view(tensor.dtype.storage)
+
+
+def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any]) -> Iterator[_Read]:
+    """Every box that is read to fill a rank's array."""
+    stored = tensor.stored_layout
+    cells = layout.cells_of(rank)
+    mine = Layout(
+        layout.shape,
+        layout.tables,
+        stored.slots + 1,
+        [stored.slots] * len(cells),
+        layout.cell_part[cells.start : cells.stop],
+    )
+    plan = Plan(stored, mine, tensor.dtype)
+    routes = plan.routes
+    pieces = [
+        dimension_pieces(overlap, routes.pair[d], stored.cell_part[routes.source_cell, d])
+        for d, overlap in enumerate(plan.overlaps)
+    ]
+    shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
+    begins = np.concatenate(([0], np.cumsum([math.prod(shape) for shape in shapes])))
+    for route in range(len(routes.source_cell)):
+        cell = int(routes.source_cell[route])
+        of_slot = stored.cells_of(int(stored.cell_slot[cell]))
+        before = range(of_slot.start, cell)
+        target_cell = int(routes.target_cell[route])
+        part = array
+        if len(shapes) > 1:
+            part = array[begins[target_cell] : begins[target_cell + 1]]
+            part = part.reshape(shapes[target_cell])
+        columns = []
+        for column in pieces:
+            rows = slice(int(column.begin[route]), int(column.begin[route] + column.count[route]))
+            stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
+            columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
+        for product in itertools.product(*columns):
+            inside: Any = (*(slice(at, at + length) for _, at, length in product), ...)
+            yield _Read(
+                tensor,
+                int(stored.cell_slot[cell]),
+                cell - of_slot.start,
+                sum(int(stored.cell_shape[other].prod()) for other in before),
+                tuple(stored.cell_shape[cell].tolist()),
+                tuple(source for source, _, _ in product),
+                part[inside],
+            )
+
+
+def _place(read: _Read) -> tuple[str, int]:
+    address = read.tensor.file_range(read.slot, read.number, read.offset)
+    return address.path, address.start_bytes
