@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -171,11 +172,11 @@ def test_a_strategy_of_ones_own(source: Path, monkeypatch: pytest.MonkeyPatch) -
     """Ranges of flattened tensors, as FSDP and ZeRO have them: several boxes a rank."""
     monkeypatch.setattr(strategies, "_strategies", {})
 
-    def flat(tensors: strategies.Tensors, ranks: int) -> dict[str, Layout]:
+    def flat(tensors: strategies.Tensors, ranks: int, *_: object) -> dict[str, Layout]:
         layouts = {}
         for name, (_, shape) in tensors.items():
             edges = [math.prod(shape) * rank // ranks for rank in range(ranks + 1)]
-            cut = dict(enumerate(zip(edges, edges[1:], strict=False)))
+            cut = dict(enumerate(itertools.pairwise(edges)))
             layouts[name] = Layout.flat_ranges(shape, cut, slots=ranks)
         return layouts
 
