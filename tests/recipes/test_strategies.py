@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.recipes import strategies
 from reshard.recipes.strategies import (
+    Config,
     StrategyFunction,
     Tensors,
     register_strategy,
@@ -18,6 +22,7 @@ from reshard.recipes.strategies import (
     strategy_names,
 )
 
+SHIPPED = ("round_robin", "simple", "balanced", "sharded", "parallel", "recipe")
 ONE: Tensors = {"a": (dtype("float32"), (2, 3))}
 
 
@@ -47,21 +52,88 @@ def test_case_does_not_matter(name: str) -> None:
     assert strategy(name)(ONE, 3) == {"a": Layout.whole((2, 3), [0], 3)}
 
 
+@st.composite
+def models(draw: st.DrawFn) -> Tensors:
+    """Tensors of a few sizes, so that there are equals, and of any shape."""
+    shape = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+    dtypes = st.sampled_from([dtype("int8"), dtype("float32")])
+    tensors = draw(st.lists(st.tuples(dtypes, shape), max_size=12))
+    return {f"t{100 - i}": tensor for i, tensor in enumerate(tensors)}
+
+
+def _bytes(tensors: Tensors, name: str) -> int:
+    return math.prod(tensors[name][1]) * tensors[name][0].itemsize_bytes
+
+
+@given(models(), st.integers(1, 9))
+def test_balanced_puts_the_largest_first_on_the_emptiest_rank(
+    tensors: Tensors, world_size: int
+) -> None:
+    layouts = strategy("balanced")(tensors, world_size)
+    loads = [0] * world_size
+    order = list(tensors)
+    for name in sorted(tensors, key=lambda name: (-_bytes(tensors, name), order.index(name))):
+        layout = layouts[name]
+        (rank,) = layout.holders
+        assert layout.local_shape(rank) == tensors[name][1]
+        assert rank == loads.index(min(loads))
+        loads[rank] += _bytes(tensors, name)
+    if tensors:
+        largest = max(_bytes(tensors, name) for name in tensors)
+        assert max(loads) <= sum(loads) / world_size + largest
+
+
+@given(models(), st.integers(1, 9))
+def test_sharded_cuts_rows_by_ceil_and_leaves_scalars_on_rank_0(
+    tensors: Tensors, world_size: int
+) -> None:
+    layouts = strategy("parallel")(tensors, world_size)
+    for name, (_, shape) in tensors.items():
+        found = [layouts[name].local_shape(rank) for rank in range(world_size)]
+        if not shape or not shape[0]:
+            assert found == [shape] + [None] * (world_size - 1)
+            continue
+        chunk = -(-shape[0] // world_size)
+        starts = [min(rank * chunk, shape[0]) for rank in range(world_size + 1)]
+        rows = [b - a for a, b in itertools.pairwise(starts)]
+        assert found == [(count, *shape[1:]) if count else None for count in rows]
+        for rank in range(world_size):
+            for box in layouts[name].boxes(rank):
+                assert box.start[0] == starts[rank]
+
+
+def test_recipe_looks_into_the_config() -> None:
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": (dtype("int8"), (9, 2)),
+        "other": (dtype("int8"), ()),
+    }
+    layouts = strategy("Recipe")(tensors, 4, {"model_type": "qwen2"})
+    up = layouts["model.layers.0.mlp.up_proj.weight"]
+    assert [up.local_shape(rank) for rank in range(4)] == [(3, 2), (3, 2), (3, 2), (0, 2)]
+    assert layouts["other"] is Layout.replicated((), 4)
+    with pytest.raises(RecipeError, match=r"config\.json, and there is none beside"):
+        strategy("recipe")(tensors, 4)
+    with pytest.raises(RecipeError, match=r"model type 'x'; there is bert, .* give rules"):
+        strategy("recipe")(tensors, 4, {"model_type": "x"})
+
+
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match=r"'RoundRobin'; did you mean round_robin\? .*, simple;"):
+    with pytest.raises(RecipeError, match=r"'RoundRobin'; did you mean round_robin\? .*, simple, "):
         strategy("RoundRobin")
-    with pytest.raises(RecipeError, match="'xyz'; The known strategies are round_robin, simple"):
+    with pytest.raises(
+        RecipeError, match=f"'xyz'; The known strategies are {', '.join(SHIPPED)}; add"
+    ):
         strategy("xyz")
 
 
-def _everywhere(tensors: Tensors, world_size: int) -> dict[str, Layout]:
+def _everywhere(tensors: Tensors, world_size: int, config: Config | None) -> dict[str, Layout]:
     return {name: Layout.replicated(shape, world_size) for name, (_, shape) in tensors.items()}
 
 
 def test_users_add_their_own() -> None:
     register_strategy("Everywhere", _everywhere)
     register_strategy("everywhere", _everywhere)
-    assert strategy_names() == ("round_robin", "simple", "Everywhere")
+    assert strategy_names() == (*SHIPPED, "Everywhere")
     assert strategy("EVERYWHERE")(ONE, 2) == {"a": Layout.replicated((2, 3), 2)}
 
 
@@ -86,17 +158,17 @@ def test_fewer_than_one_rank(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda tensors, size: {}, "'bad' gives no layout for tensor 'a'"),
+        (lambda tensors, size, config: {}, "'bad' gives no layout for tensor 'a'"),
         (
-            lambda tensors, size: {name: Layout.replicated((2, 3), size) for name in "ab"},
+            lambda tensors, size, config: {name: Layout.replicated((2, 3), size) for name in "ab"},
             "'bad' gives a layout for unknown tensor 'b'",
         ),
         (
-            lambda tensors, size: {"a": Layout.replicated((3, 2), size)},
+            lambda tensors, size, config: {"a": Layout.replicated((3, 2), size)},
             r"lays out tensor 'a' with shape \[3, 2\] over 2 slots; shape \[2, 3\] over 2",
         ),
         (
-            lambda tensors, size: {"a": Layout.replicated((2, 3), 1)},
+            lambda tensors, size, config: {"a": Layout.replicated((2, 3), 1)},
             r"shape \[2, 3\] over 1 slots; shape \[2, 3\] over 2, one a rank",
         ),
     ],

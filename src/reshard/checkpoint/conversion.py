@@ -34,8 +34,9 @@ from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.library import choose_recipe, load_recipe
-from reshard.recipes.recipe import Recipe
+from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
+from reshard.recipes.strategies import by_recipe as recipe_strategy
 from reshard.recipes.strategies import strategy as find_strategy
 
 DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
@@ -50,6 +51,7 @@ class Request:
     to: str
     rules: tuple[str, ...]
     recipe: str | None
+    options: tuple[str, ...]
     strategy: str | None
     replicas: str
     most_file_bytes: int | None
@@ -86,7 +88,7 @@ class Conversion:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the result, beside unmatched tensors and unused rules."""
-        notes = list(self.arrangement.notes)
+        notes = [*self.arrangement.notes, *(self.assignment.notes if self.assignment else ())]
         if self.assignment and not (self.request.rules or self.request.recipe):
             config = read_config(self.source)
             known = choose_recipe(config) if config else None
@@ -196,6 +198,7 @@ def plan_conversion(
     to: str | int | DeviceMesh,
     rules: Iterable[str | Rule] = (),
     recipe: str | os.PathLike[str] | Recipe | None = None,
+    options: Mapping[str, str] | Iterable[str] = (),
     strategy: str | None = None,
     format: str | None = None,
     replicas: str = "once",
@@ -210,7 +213,8 @@ def plan_conversion(
         rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
         recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
             `"auto"` chooses by the source's config.json.
-        strategy: where whole tensors go, instead of rules; `simple` for a number of ranks.
+        options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
+        strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
         format: `safetensors` or `sharded-safetensors`; by `to` when None.
         replicas: `once` stores one copy of equal shards, `every` one for each rank.
         most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
@@ -233,11 +237,22 @@ def plan_conversion(
         raise UsageError(f"unknown format {format!r}; expected one of {', '.join(FORMATS)}")
     parsed = tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules)
     mesh, world_size = _parse_target(to)
-    chosen = _find_recipe(recipe, checkpoint)
+    by_recipe = strategy is not None and find_strategy(strategy).function is recipe_strategy
+    _refuse(by_recipe and recipe is not None, "a recipe", f"the strategy {strategy!r}")
+    chosen = _find_recipe("auto" if by_recipe else recipe, checkpoint)
+    chosen_options = parse_options(options)
+    if chosen is not None:
+        chosen = chosen.with_options(chosen_options)
+    elif chosen_options:
+        raise UsageError(
+            f"the option {next(iter(chosen_options))!r} without a recipe that has it; name the "
+            "recipe"
+        )
     request = Request(
         mesh.text if mesh else str(to),
         tuple(f"{rule.pattern}={rule.spec}" for rule in parsed),
         chosen.name if chosen else None,
+        tuple(f"{name}={value}" for name, value in sorted(chosen_options.items())),
         strategy,
         replicas,
         most_file_bytes,
@@ -260,9 +275,10 @@ def plan_conversion(
         return Conversion(checkpoint, target, arrangement, request)
     _refuse(format == huggingface.FORMAT, f"to {request.to!r}", f"the format {format}")
     _refuse(most_file_bytes is not None, f"to {request.to!r}", "a limit for files")
-    if mesh is not None and strategy is None:
-        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-        assignment = assign(shapes, mesh, parsed, chosen, read_config(checkpoint))
+    if by_recipe and mesh is None and world_size is not None:
+        mesh = DeviceMesh.of(tp=world_size)
+    if mesh is not None and (strategy is None or by_recipe):
+        assignment = assign_tensors(checkpoint, mesh, parsed, chosen)
         planned = {
             name: PlannedTensor(checkpoint.tensors[name].dtype, assignment.layouts[name], str(spec))
             for name, spec in assignment.specs.items()
@@ -275,12 +291,32 @@ def plan_conversion(
     layouts = place(
         {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()},
         world_size if mesh is None else mesh.size,  # type: ignore[arg-type]
+        read_config(checkpoint),
     )
     placed = {
         name: PlannedTensor(tensor.dtype, layouts[name])
         for name, tensor in checkpoint.tensors.items()
     }
     return Conversion(checkpoint, target, arrange_shards(placed, mesh, metadata, replicas), request)
+
+
+def assign_tensors(
+    checkpoint: Checkpoint, mesh: DeviceMesh, rules: Iterable[Rule], recipe: Recipe | None
+) -> Assignment:
+    """How rules and a recipe cut the tensors of a checkpoint over a mesh.
+
+    Raises:
+        RecipeError: rules or a recipe that do not fit.
+    """
+    tensors = checkpoint.tensors
+    return assign(
+        {name: tensor.shape for name, tensor in tensors.items()},
+        mesh,
+        tuple(rules),
+        recipe,
+        read_config(checkpoint),
+        {name: tensor.dtype.itemsize_bytes for name, tensor in tensors.items()},
+    )
 
 
 def _refuse(condition: bool, what: str, other: str) -> None:

@@ -96,6 +96,14 @@ def check_picture(drawn: str | None, as_json: bool) -> None:
         )
 
 
+option_option = click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes that play one "
+    "of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
+)
 _CONVERSION_OPTIONS = (
     click.option(
         "--to",
@@ -116,10 +124,12 @@ _CONVERSION_OPTIONS = (
         metavar="NAME|FILE|auto",
         help="Rules for a kind of model: a shipped one, a TOML file, or by config.json.",
     ),
+    option_option,
     click.option(
         "--strategy",
         metavar="NAME",
-        help="Place whole tensors by a policy, instead of rules. [default for a number: simple]",
+        help="Place tensors by a policy, instead of rules: simple (in turn), balanced (by bytes), "
+        "sharded (rows over all), recipe (by config.json). [default for a number: simple]",
     ),
     click.option(
         "--format",

@@ -100,7 +100,12 @@ def matching_lines(conversion: Conversion) -> list[str]:
         if conversion.assignment is not None:
             lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
     lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
-    return lines + [f"note: {printable(note)}" for note in conversion.arrangement.notes]
+    return lines + [f"note: {printable(note)}" for note in _notes(conversion)]
+
+
+def _notes(conversion: Conversion) -> list[str]:
+    assignment = conversion.assignment
+    return [*conversion.arrangement.notes, *(assignment.notes if assignment else ())]
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def matching_json(conversion: Conversion) -> dict[str, Any]:
             str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())
         ],
         "unused_axes": list(assignment.unused_axes if assignment else ()),
-        "notes": list(conversion.arrangement.notes),
+        "notes": _notes(conversion),
     }
 
 

@@ -15,7 +15,7 @@ So one recipe serves every mesh, and an axis it knows nothing of holds copies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, MeshError, RecipeError
@@ -149,3 +149,26 @@ class Recipe:
         if stand_in is None or stand_in not in others:
             return ()
         return self._players(mesh, stand_in, tuple(name for name in others if name != axis))
+
+
+def parse_options(options: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+    """Options by name, from themselves or from texts `name=value`.
+
+    Raises:
+        RecipeError: text without `=`, or a name twice.
+
+    >>> parse_options(["vocabulary=pad128", "etp="])
+    {'vocabulary': 'pad128', 'etp': ''}
+    """
+    if isinstance(options, Mapping):
+        return dict(options)
+    found: dict[str, str] = {}
+    for text in options:
+        name, equals, value = (word.strip() for word in text.partition("="))
+        if not equals or not name or name in found:
+            wrong = "is given twice; give it once" if name in found else "has no name or no value"
+            raise RecipeError(
+                f"the option {text!r} {wrong}; write name=value, such as vocabulary=pad128"
+            )
+        found[name] = value
+    return found

@@ -1,9 +1,15 @@
 """Where do whole models go, when nobody says tensor by tensor?
 
 A strategy is a policy under a name. It is a function of the tensors (element type and shape by
-name) and the number of ranks, and answers with a layout for each tensor::
+name), the number of ranks, and the model's config.json where there is one, and answers with a
+layout for each tensor::
 
-    round_robin over 3 ranks      a -> 0    b -> 1    c -> 2    d -> 0    e -> 1 ...
+    tensors a 5x1, b 1x1, c 2x1, d 4x1 over 2 ranks
+
+    round_robin   whole, in turn                          rank 0: a c      rank 1: b d
+    balanced      whole, largest first to the emptiest    rank 0: a b      rank 1: d c
+    sharded       each one's rows cut by ceil             rank 0: 3 1 1 2  rank 1: 2 0 1 2 rows
+    recipe        by the recipe that fits config.json, with tp over the ranks
 
 Users add their own with `register_strategy`; the names do not care about case.
 """
@@ -11,25 +17,34 @@ Users add their own with `register_strategy`; the names do not care about case.
 from __future__ import annotations
 
 import difflib
+import heapq
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
+from reshard.mesh import DeviceMesh
+from reshard.recipes.assignment import assign
+from reshard.recipes.library import choose_recipe, shipped_recipes
+from reshard.recipes.recipe import Recipe
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
-StrategyFunction = Callable[[Tensors, int], dict[str, Layout]]
+Config = Mapping[str, object]
+StrategyFunction = Callable[[Tensors, int, Config | None], dict[str, Layout]]
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A layout policy under a name. Call it with the tensors and the number of ranks.
 
+    A third argument is the model's config.json, for those that look into it.
+
     Raises, when called:
         UsageError: fewer than one rank.
         RecipeError: the function leaves a tensor out, adds one, or gives a layout of another
-            shape or number of slots.
+            shape or number of slots; `recipe` without a config, or with one no recipe fits.
 
     >>> from reshard.dtypes import dtype
     >>> layouts = strategy("simple")({"a": (dtype("float32"), (2, 3))}, 2)
@@ -44,10 +59,12 @@ class Strategy:
         if not self.name.strip():
             raise RecipeError(f"the strategy name {self.name!r} is empty; give it a name")
 
-    def __call__(self, tensors: Tensors, world_size: int) -> dict[str, Layout]:
+    def __call__(
+        self, tensors: Tensors, world_size: int, config: Config | None = None
+    ) -> dict[str, Layout]:
         if world_size < 1:
             raise UsageError(f"world size {world_size} must be at least 1, the number of ranks")
-        layouts = self.function(tensors, world_size)
+        layouts = self.function(tensors, world_size, config)
         for name in [*tensors, *layouts]:
             if name not in layouts or name not in tensors:
                 wrong = "gives no layout for" if name in tensors else "gives a layout for unknown"
@@ -109,7 +126,9 @@ def strategy(name: str) -> Strategy:
     return found
 
 
-def round_robin(tensors: Tensors, world_size: int) -> dict[str, Layout]:
+def round_robin(
+    tensors: Tensors, world_size: int, config: Config | None = None
+) -> dict[str, Layout]:
     """Whole tensors on ranks 0 to `world_size - 1` in turn, in the order given.
 
     >>> from reshard.dtypes import dtype
@@ -123,5 +142,89 @@ def round_robin(tensors: Tensors, world_size: int) -> dict[str, Layout]:
     }
 
 
-register_strategy("round_robin", round_robin)
-register_strategy("simple", round_robin)
+def balanced(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
+    """Whole tensors, the largest first, each on the rank that has the fewest bytes so far.
+
+    Among equals, the tensor given first and the lowest rank come first. No rank ends up with
+    more than 4/3 of the least possible (Graham 1969).
+
+    >>> from reshard.dtypes import dtype
+    >>> rows = {"a": 5, "b": 1, "c": 2, "d": 4}
+    >>> tensors = {name: (dtype("int8"), (count, 1)) for name, count in rows.items()}
+    >>> [layout.holders for layout in balanced(tensors, 2).values()]
+    [(0,), (0,), (1,), (1,)]
+    """
+    sizes = {
+        name: math.prod(shape) * dtype.itemsize_bytes for name, (dtype, shape) in tensors.items()
+    }
+    loads = [(0, rank) for rank in range(world_size)]
+    placed: dict[str, int] = {}
+    for name in sorted(tensors, key=lambda name: -sizes[name]):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name], rank))
+        placed[name] = rank
+    return {
+        name: Layout.whole(shape, [placed[name]], world_size)
+        for name, (_, shape) in tensors.items()
+    }
+
+
+def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
+    """Every tensor's first dimension cut by ceil over all ranks; scalars on rank 0.
+
+    >>> from reshard.dtypes import dtype
+    >>> layout = sharded({"a": (dtype("int8"), (5, 2))}, 4)["a"]
+    >>> [layout.local_shape(rank) for rank in range(4)]
+    [(2, 2), (2, 2), (1, 2), None]
+    """
+    return {name: _rows(shape, world_size) for name, (_, shape) in tensors.items()}
+
+
+def _rows(shape: tuple[int, ...], world_size: int) -> Layout:
+    if not shape or not shape[0]:
+        return Layout.whole(shape, [0], world_size)
+    chunk = -(-shape[0] // world_size)
+    rest = shape[1:]
+    boxes = [
+        (rank, Box((start, *(0 for _ in rest)), (min(start + chunk, shape[0]), *rest)))
+        for rank, start in enumerate(range(0, shape[0], chunk))
+    ]
+    return Layout.from_boxes(shape, boxes, world_size)
+
+
+def by_recipe(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
+    """The recipe that fits the model's config.json, with `tp` over all ranks."""
+    recipe = fitting_recipe(config)
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    return assign(shapes, DeviceMesh.of(tp=world_size), (), recipe, config).layouts
+
+
+def fitting_recipe(config: Config | None) -> Recipe:
+    """The shipped recipe for a model. Raises RecipeError where there is none.
+
+    >>> fitting_recipe({"model_type": "qwen2"}).name
+    'qwen2'
+    """
+    if config is None:
+        raise RecipeError(
+            "a recipe is chosen by the model's config.json, and there is none beside the "
+            "checkpoint; name a recipe"
+        )
+    found = choose_recipe(config)
+    if found is None:
+        raise RecipeError(
+            f"no shipped recipe for the model type {config.get('model_type')!r}; there is "
+            f"{', '.join(shipped_recipes())}; give rules, or a recipe file"
+        )
+    return found
+
+
+for _name, _function in {
+    "round_robin": round_robin,
+    "simple": round_robin,
+    "balanced": balanced,
+    "sharded": sharded,
+    "parallel": sharded,
+    "recipe": by_recipe,
+}.items():
+    register_strategy(_name, _function)
