@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,8 @@ def load(
         arrays[name] = array
         if layout.is_padded and out is not None:
             array[...] = np.zeros((), dtype=array.dtype)
-        reads += _reads(tensor, layout, rank, array)
+        for read in _reads(tensor, layout, rank, array):
+            reads += _split(read)
     files = open_sources(checkpoint)
 
     def work(read: _Read, buffer: AlignedBuffer) -> None:
@@ -237,6 +238,18 @@ def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any])
                 tuple(source for source, _, _ in product),
                 part[inside],
             )
+
+
+def _split(read: _Read) -> list[_Read]:
+    """The same box in parts of some megabytes, so that threads share it."""
+    long = [d for d, n in enumerate(read.target.shape) if n > 1]
+    if read.target.nbytes <= 4 * BUFFER_BYTES or not long:
+        return [read]
+    d = long[0]
+    half = read.target.shape[d] // 2
+    low, high = np.split(read.target, [half], axis=d)
+    behind = (*read.local[:d], read.local[d] + half, *read.local[d + 1 :])
+    return _split(replace(read, target=low)) + _split(replace(read, target=high, local=behind))
 
 
 def _place(read: _Read) -> tuple[str, int]:

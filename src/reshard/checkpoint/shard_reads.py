@@ -12,7 +12,8 @@ of equally long ranges::
 1. A box larger than the buffer is halved along its first dimension that can be.
 2. Where reading from its first to its last element wastes little (`MOST_WASTE` of what is
    needed), or the ranges are shorter than a sector of a disk, all of that is read at once.
-3. Otherwise it is read range by range.
+3. Otherwise it is read range by range, all of them announced first: the disk then works on
+   many at once, where reading one after the other waits for each.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def read_box(
         return
     memory = buffer.region(0, needed_bytes).memory
     size = length * itemsize
-    for number, offset in enumerate((at + ranges * itemsize).tolist()):
+    offsets = (at + ranges * itemsize).tolist()
+    for offset in offsets:
+        file.will_read(offset, size)
+    for number, offset in enumerate(offsets):
         file.read_into(memory[number * size : (number + 1) * size], offset)
     target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
 
