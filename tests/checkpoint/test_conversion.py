@@ -304,14 +304,16 @@ def test_rows_larger_than_a_block(
 
 def test_padding_wider_than_the_tensor(tmp_path: Path) -> None:
     """The rows of a shard may be longer than those of the tensor, and than its blocks."""
-    whole = {"w": tensor("float32", (64, 3), 1)}
+    # The memory that writes `padded` has held all of `before`.
+    whole = {"before": tensor("float32", (64, 128), 1), "padded": tensor("float32", (64, 3), 2)}
     mesh = DeviceMesh.of(tp=2)
+    texts = {"before": "-, tp", "padded": "-, tp@pad64"}
     write_file(tmp_path / "model.safetensors", whole)
-    checkpoint.convert(
-        tmp_path / "model.safetensors", tmp_path / "cut", to=mesh, rules=["w=-, tp@pad64"]
-    )
-    check_shards(tmp_path / "cut", whole, {"w": spec(mesh, "-, tp@pad64")})
-    checkpoint.convert(tmp_path / "cut", tmp_path / "full", to="full")
+    rules = [f"{name}={text}" for name, text in texts.items()]
+    source, cut = tmp_path / "model.safetensors", tmp_path / "cut"
+    checkpoint.convert(source, cut, to=mesh, rules=rules, threads=1)
+    check_shards(cut, whole, {name: spec(mesh, text) for name, text in texts.items()})
+    checkpoint.convert(cut, tmp_path / "full", to="full", threads=1)
     assert read_file(tmp_path / "full" / "model.safetensors") == whole
 
 
