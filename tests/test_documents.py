@@ -85,11 +85,21 @@ def test_the_picture_in_the_readme_is_what_reshard_draws() -> None:
     assert blocks(DOCUMENTS[0], "text")[0].rstrip() == drawn.rstrip()
 
 
-def test_the_readme_session_with_checkpoints_runs(tmp_path: Path, monkeypatch) -> None:
+SESSIONS = [
+    (document, code)
+    for document in DOCUMENTS
+    for code in blocks(document, "python")
+    if ">>>" not in code
+]
+
+
+@pytest.mark.parametrize(("document", "code"), SESSIONS, ids=lambda item: getattr(item, "name", ""))
+def test_sessions_with_checkpoints_run(
+    document: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_llama(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    code = blocks(DOCUMENTS[0], "python")[-1]
-    assert "assert" in code and ">>>" not in code
+    assert "assert" in code, f"a session in {document.name} checks nothing"
     exec(code, {"reshard": reshard})
 
 

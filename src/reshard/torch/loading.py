@@ -1,0 +1,124 @@
+"""How do a model's parameters get their values from a checkpoint, on every rank of a job?
+
+Each rank reads its own part of each tensor, straight from the files, whatever ranks wrote
+them; ranks do not talk to each other.
+
+1. Compare names, shapes and dtypes. Everything that does not fit is in one error, raised
+   before any tensor is written.
+2. Read each local tensor in place. Where it is not in CPU memory, read beside it and copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ShardError
+from reshard.execution.arrays import TorchTensors
+from reshard.layout import Layout
+from reshard.torch.distributed_tensor import layout_of, rank_of
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Checkpoint
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did: tensors filled, bytes of this rank, and names the model has no use for."""
+
+    tensors: int
+    local_bytes: int
+    unused: tuple[str, ...]
+
+
+def load(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    target: torch.nn.Module | Mapping[str, Any],
+    *,
+    strict: bool = True,
+    threads: int | None = None,
+) -> LoadReport:
+    """Fill a module, or a state dict of DTensors and tensors, from a checkpoint.
+
+    Called on every rank of a job; a DTensor gets this rank's part, a plain tensor the whole.
+    Values are written in place, and nothing is cast.
+
+    Args:
+        checkpoint: a checkpoint of any format and cut, or where it is.
+        target: what to fill. Of a module, its parameters and persistent buffers.
+        strict: whether names of the checkpoint that the target has not are an error. Names
+            of the target that the checkpoint has not always are.
+        threads: how many read at a time on this rank.
+
+    Raises:
+        ShardError: names, shapes or dtypes that do not fit, all of them in one message.
+        CheckpointError: a checkpoint that cannot be used.
+        RunError: a file that cannot be read.
+    """
+    from reshard.checkpoint import load as load_arrays
+    from reshard.checkpoint import open as open_checkpoint
+    from reshard.checkpoint.contents import Checkpoint
+    from reshard.checkpoint.conversion import DEFAULT_THREADS
+
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    state = target.state_dict() if isinstance(target, torch.nn.Module) else target
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    _check_fit(checkpoint, tensors, strict)
+    local_bytes = 0
+    by_rank: dict[int, dict[str, Layout]] = {}
+    for name, tensor in tensors.items():
+        by_rank.setdefault(rank_of(tensor), {})[name] = layout_of(tensor)
+    for rank, layouts in by_rank.items():
+        locals_ = {name: _local(tensors[name]) for name in layouts}
+        beside = {
+            name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
+            for name, local in locals_.items()
+        }
+        out = {name: TorchTensors(local).storage(local) for name, local in beside.items()}
+        held = load_arrays(checkpoint, layouts, rank, out=out, threads=threads or DEFAULT_THREADS)
+        for name in held:
+            local_bytes += out[name].nbytes
+            if beside[name] is not locals_[name]:
+                locals_[name].copy_(beside[name])
+    unused = tuple(name for name in checkpoint.tensors if name not in tensors)
+    return LoadReport(len(tensors), local_bytes, unused)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
+    problems = [
+        f"{name}: not in the checkpoint" for name in tensors if name not in checkpoint.tensors
+    ]
+    for name, stored in checkpoint.tensors.items():
+        if name not in tensors:
+            problems += [f"{name}: in the checkpoint only"] * strict
+            continue
+        tensor = tensors[name]
+        if tuple(tensor.shape) != stored.shape:
+            problems.append(f"{name}: shape {list(tensor.shape)}, stored {list(stored.shape)}")
+        elif as_dtype(tensor.dtype) is not stored.dtype:
+            problems.append(
+                f"{name}: dtype {as_dtype(tensor.dtype).name}, stored {stored.dtype.name}"
+            )
+        elif layout_of(tensor).contributions > 1:
+            problems.append(f"{name}: partial, while a checkpoint holds values")
+    if problems:
+        more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ShardError(
+            f"{len(problems)} tensors do not fit {checkpoint.folder}; nothing was written:\n  "
+            + "\n  ".join(problems[:_SHOWN])
+            + more
+        )

@@ -1,0 +1,39 @@
+"""One process of a job: fill DTensors from several checkpoints, and compare with the original.
+
+Arguments: the folder with the original model, then the folders to load from.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import reshard.torch
+
+
+def main(original: str, *folders: str) -> None:
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        whole = load_file(Path(original) / "model.safetensors")
+        for folder in folders:
+            expected: dict[str, DTensor] = {
+                name: distribute_tensor(value, mesh, [Shard(value.ndim - 1)], src_data_rank=None)
+                for name, value in whole.items()
+            }
+            state = {name: torch.zeros_like(value) for name, value in expected.items()}
+            reshard.torch.load(folder, state)
+            for name, value in state.items():
+                if not torch.equal(value.to_local(), expected[name].to_local()):
+                    raise SystemExit(f"{name} from {folder} differs on rank {dist.get_rank()}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

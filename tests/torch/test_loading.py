@@ -1,0 +1,169 @@
+"""Every rank of a job gets its own part of a checkpoint, however the checkpoint is cut."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.checkpoint_files import Tensor, tensor, write_file
+from reshard import DeviceMesh, checkpoint
+from reshard.errors import ShardError
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+
+import reshard.torch  # noqa: E402
+from checkpoint.torch_checkpoints import cut, mesh_of, standing_for  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def as_torch(whole: Tensor) -> Any:
+    data = torch.frombuffer(bytearray(whole.bits.tobytes()), dtype=torch.uint8)
+    return data.view(getattr(torch, whole.dtype.name)).reshape(whole.shape)
+
+
+def bits(value: Any) -> bytes:
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+WHOLE = {
+    "w": tensor("float32", (13, 6), 1),
+    "h": tensor("bfloat16", (5, 4, 3), 2),
+    "b": tensor("int64", (10,), 3),
+    "s": tensor("float64", (), 4),
+}
+
+
+def stored(folder: Path, to: str) -> Path:
+    write_file(folder / "model.safetensors", WHOLE)
+    if to == "full":
+        return folder
+    rules = ["s=...", "w=-, tp", "*=tp, ..."]
+    checkpoint.convert(folder, folder.with_name("cut"), to=to, rules=rules)
+    return folder.with_name("cut")
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks"), list(itertools.product(["full", "tp=2", "tp=3"], [1, 2, 4]))
+)
+def test_shards_of_a_one_dimensional_mesh(tmp_path: Path, before: str, ranks: int) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = stored(folder, before)
+    for rank in range(ranks):
+        with standing_for(rank, ranks):
+            mesh = mesh_of(ranks)
+            places = {"w": Shard(0), "h": Shard(1), "b": Shard(0), "s": Replicate()}
+            expected = {n: cut(as_torch(WHOLE[n]), mesh, [p]) for n, p in places.items()}
+            state = {n: torch.zeros_like(value) for n, value in expected.items()}
+            addresses = {n: value.to_local().data_ptr() for n, value in state.items()}
+            report = reshard.torch.load(source, state)
+            for name, value in state.items():
+                assert bits(value.to_local()) == bits(expected[name].to_local()), (name, rank)
+                assert value.to_local().data_ptr() == addresses[name]
+            assert report.tensors == 4
+            local = [value.to_local() for value in expected.values()]
+            assert report.local_bytes == sum(v.numel() * v.element_size() for v in local)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [Shard(0), Shard(0)],
+        [Shard(1), Shard(0)],
+        [Replicate(), Shard(1)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [_StridedShard(1, split_factor=2), Shard(1)],
+        [Shard(-1), Replicate()],
+    ],
+    ids=str,
+)
+def test_a_mesh_of_two_dimensions(tmp_path: Path, placements: list[Any]) -> None:
+    write_file(tmp_path / "model.safetensors", {"w": WHOLE["w"]})
+    for rank in range(4):
+        with standing_for(rank, 4):
+            expected = cut(as_torch(WHOLE["w"]), mesh_of(2, 2, names=("dp", "tp")), placements)
+            value = torch.zeros_like(expected)
+            reshard.torch.load(tmp_path, {"w": value})
+            assert bits(value.to_local()) == bits(expected.to_local()), rank
+
+
+def test_a_layout_names_the_mesh_dimensions() -> None:
+    with standing_for(1, 4):
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        value = cut(torch.zeros(8, 2), mesh, placements)
+        assert str(reshard.torch.sharding_of(value)) == "dp@stride2 / tp, -"
+        partial = torch.distributed.tensor.DTensor.from_local(
+            torch.zeros(4, 2), mesh, [Partial("avg"), Shard(0)], run_check=False
+        )
+        assert str(reshard.torch.sharding_of(partial)) == "tp, - | mean(dp)"
+        assert reshard.torch.layout_of(partial).contributions == 2
+
+
+def test_a_module_with_buffers(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    wanted = {
+        name: torch.rand_like(v.float()).to(v.dtype) for name, v in model.state_dict().items()
+    }
+    arrays = {name: value.numpy() for name, value in wanted.items()}
+    from safetensors.numpy import save_file
+
+    save_file({n: np.asarray(a, order="C") for n, a in arrays.items()}, tmp_path / "m.safetensors")
+    report = reshard.torch.load(tmp_path / "m.safetensors", model)
+    assert report.tensors == len(wanted)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name])
+
+
+def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", WHOLE)
+    state = {
+        "w": torch.zeros(13, 5),
+        "h": torch.zeros(5, 4, 3),
+        "b": torch.full((10,), 7),
+        "x": torch.zeros(1),
+    }
+    with pytest.raises(ShardError) as caught:
+        reshard.torch.load(tmp_path, state)
+    message = str(caught.value)
+    assert message.startswith("4 tensors do not fit")
+    assert "x: not in the checkpoint" in message
+    assert "s: in the checkpoint only" in message
+    assert "w: shape [13, 5], stored [13, 6]" in message
+    assert "h: dtype float32, stored bfloat16" in message
+    assert torch.equal(state["b"], torch.full((10,), 7))
+
+
+def test_names_of_the_checkpoint_may_be_left(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", WHOLE)
+    state = {"b": torch.zeros(10, dtype=torch.int64)}
+    report = reshard.torch.load(tmp_path, state, strict=False)
+    assert bits(state["b"]) == WHOLE["b"].bits.tobytes()
+    assert report.unused == ("w", "h", "s")
+
+
+def test_a_mesh_in_another_order_of_ranks(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"b": WHOLE["b"]})
+    order = [3, 1, 2, 0]
+    for rank in range(4):
+        with standing_for(rank, 4):
+            mesh = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor(order))
+            local = torch.zeros(len(range(10)[3 * order.index(rank) :][:3]), dtype=torch.int64)
+            value = torch.distributed.tensor.DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size([10]), stride=(1,)
+            )
+            reshard.torch.load(tmp_path, {"b": value})
+            place = order.index(rank)
+            expected = as_torch(WHOLE["b"])[3 * place : 3 * place + 3]
+            assert torch.equal(value.to_local(), expected)
+            assert reshard.torch.sharding_of(value).mesh == DeviceMesh(
+                "torch", (4,), ("dim0",), order
+            )
