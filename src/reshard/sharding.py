@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from reshard.errors import SpecError
 from reshard.interning import Interned
 from reshard.layout import REDUCTIONS, Layout
 from reshard.mesh import Axis, DeviceMesh
-from reshard.runs import RunTable
+from reshard.runs import IntArray, RunTable
 
 
 def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
@@ -137,6 +138,19 @@ class DimSpec(Interned):
 
 def _parts(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
     return math.prod(mesh.axis_size(axis) for axis in axes)
+
+
+# A model has few cuts and many tensors, so most layouts are made of parts that were made before.
+@lru_cache(maxsize=1024)
+def _table(dim: DimSpec, mesh: DeviceMesh, length: int) -> RunTable:
+    return dim.table(mesh, length) if dim.levels else RunTable(length, 1, [(0, 0, length, 0)])
+
+
+@lru_cache(maxsize=256)
+def _coordinates(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> IntArray:
+    found = mesh.coordinates(axes)
+    found.flags.writeable = False
+    return found
 
 
 class ShardingSpec(Interned):
@@ -299,21 +313,20 @@ class ShardingSpec(Interned):
             )
         mesh = self.mesh
         tables = [
-            dim.table(mesh, size) if dim.levels else RunTable(size, 1, [(0, 0, size, 0)])
-            for dim, size in zip(self.dim_specs, shape, strict=True)
+            _table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)
         ]
-        parts = [mesh.coordinates(dim.axes) for dim in self.dim_specs]
+        parts = [_coordinates(mesh, dim.axes) for dim in self.dim_specs]
         contributions = _parts(mesh, self.partial_axes)
         holds = np.ones(mesh.size, dtype=bool)
         for axis, coordinates in self.only:
-            holds &= np.isin(mesh.coordinates([axis]), coordinates)
+            holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)
         return Layout(
             shape,
             tables,
             max(mesh.devices) + 1,
             np.array(mesh.devices, dtype=np.int64)[holds],
             np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T[holds],
-            mesh.coordinates(self.partial_axes)[holds],
+            _coordinates(mesh, self.partial_axes)[holds],
             contributions,
             self.reduction if contributions > 1 else None,
         )
