@@ -1,0 +1,136 @@
+"""What is the CRC-32 of a range of a file, when its bytes pass by in pieces and in any order?
+
+The checksum of `A + B` follows from those of `A` and `B` and the length of `B`: what stands in
+front is multiplied by a power of x, in polynomials over bits modulo the CRC's own. So each
+piece is multiplied by the power for what lies behind it in the range, and all are added, which
+for bits is an exclusive or: the order does not matter, and nothing has to be kept::
+
+    range   |--- A ---|-- B --|----- C -----|
+    CRC     A * x^8(b+c)  +  B * x^8c  +  C
+
+Source: the mathematics of cyclic redundancy checks (Peterson and Brown, 1961).
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from reshard.errors import UsageError
+
+# The CRC's polynomial and the constant 1; the lowest power is the highest bit.
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def _product(left: int, right: int) -> int:
+    """The product of two polynomials, modulo the CRC's."""
+    product = 0
+    bit = _ONE
+    while left:
+        if left & bit:
+            product ^= right
+            left ^= bit
+        bit >>= 1
+        right = (right >> 1) ^ _POLYNOMIAL if right & 1 else right >> 1
+    return product
+
+
+@cache
+def _power_of_digit(digit: int, place: int) -> int:
+    """x to the power of 8 bits times `digit` times 256 to the power of `place`."""
+    if digit > 1:
+        half = _power_of_digit(digit // 2, place)
+        square = _product(half, half)
+        return _product(square, _power_of_digit(1, place)) if digit % 2 else square
+    if digit == 0:
+        return _ONE
+    if place == 0:
+        return _ONE >> 8
+    half = _power_of_digit(128, place - 1)
+    return _product(half, half)
+
+
+def moved(checksum: int, size_bytes: int) -> int:
+    """What a piece with this CRC-32 contributes to a range that has `size_bytes` behind it.
+
+    >>> front, back = b"hello, ", b"world"
+    >>> moved(zlib.crc32(front), len(back)) ^ zlib.crc32(back) == zlib.crc32(front + back)
+    True
+    """
+    place = 0
+    while size_bytes:
+        size_bytes, digit = divmod(size_bytes, 256)
+        if digit:
+            checksum = _product(_power_of_digit(digit, place), checksum)
+        place += 1
+    return checksum
+
+
+@dataclass(slots=True)
+class _Range:
+    start_bytes: int
+    stop_bytes: int
+    checksum: int = 0
+    seen_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RangeChecksums:
+    """The CRC-32 of ranges of files, `(start, size)` in bytes by file name; safe for threads.
+
+    >>> checksums = RangeChecksums({"a": [(10, 11)]})
+    >>> checksums.add("a", 16, b"world")
+    >>> checksums.add("a", 10, b"hello ")
+    >>> checksums.of("a", 10) == zlib.crc32(b"hello world")
+    True
+    """
+
+    ranges: Mapping[str, Iterable[tuple[int, int]]]
+    _found: dict[str, list[_Range]] = field(init=False, default_factory=dict)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        for name, ranges in self.ranges.items():
+            self._found[name] = [_Range(start, start + size) for start, size in sorted(ranges)]
+
+    def add(self, name: str, start_bytes: int, memory: memoryview | bytes) -> None:
+        """Take in bytes of a file; those that lie in no range do not matter.
+
+        Raises UsageError for bytes that lie partly in a range.
+        """
+        found = self._at(name, start_bytes)
+        size = memory.nbytes if isinstance(memory, memoryview) else len(memory)
+        if found is None or not size:
+            return
+        if start_bytes + size > found.stop_bytes:
+            raise UsageError(
+                f"bytes {start_bytes}:{start_bytes + size} of {name} cross the end of a range at "
+                f"{found.stop_bytes}"
+            )
+        checksum = moved(zlib.crc32(memory), found.stop_bytes - start_bytes - size)
+        with self._lock:
+            found.checksum ^= checksum
+            found.seen_bytes += size
+
+    def of(self, name: str, start_bytes: int) -> int | None:
+        """The checksum of the range that begins there; None while not all of it has been seen.
+
+        Raises UsageError where no range begins.
+        """
+        found = self._at(name, start_bytes)
+        if found is None and (start_bytes, 0) in self.ranges.get(name, ()):
+            return 0
+        if found is None or found.start_bytes != start_bytes:
+            raise UsageError(f"no range of {name} begins at byte {start_bytes}")
+        whole = found.seen_bytes == found.stop_bytes - found.start_bytes
+        return found.checksum if whole else None
+
+    def _at(self, name: str, start_bytes: int) -> _Range | None:
+        ranges = self._found.get(name, [])
+        at = bisect.bisect_right(ranges, start_bytes, key=lambda one: one.start_bytes) - 1
+        return ranges[at] if at >= 0 and start_bytes < ranges[at].stop_bytes else None
