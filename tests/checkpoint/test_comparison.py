@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ from checkpoint.checkpoint_files import (
 from reshard import checkpoint
 from reshard.checkpoint.comparison import DamagedBlock
 from reshard.dtypes import dtype
-from reshard.errors import DigestError, SourceChangedError
+from reshard.errors import DigestError, FormatError, SourceChangedError
 
 
 def floats(values: list[float] | np.ndarray) -> Tensor:
@@ -175,6 +176,17 @@ def test_digests_are_those_of_the_tensors(tmp_path: Path) -> None:
         name: t.digest.tensor.hex() for name, t in checkpoint.open(tmp_path / "cut").tensors.items()
     }
     assert (report.read_bytes, report.without_digest) == (8 * 8 * 4 + 12, ())
+
+
+def test_a_digest_that_is_not_that_of_its_blocks(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (8, 8), 1)})
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "made", to="full")
+    manifest = tmp_path / "made" / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["tensors"]["w"]["digest"] = "0" * 32
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="digest of 'w' is not that of its blocks"):
+        checkpoint.check_digests(tmp_path / "made")
 
 
 def test_progress_counts_to_the_end(tmp_path: Path, small_blocks: int) -> None:

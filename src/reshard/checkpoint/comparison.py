@@ -21,6 +21,7 @@ from reshard.checkpoint.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion_run import Progress, ProgressFunction
 from reshard.checkpoint.opening import open_checkpoint
 from reshard.checkpoint.pipeline import run_in_threads
+from reshard.errors import FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,12 @@ def check_digests(
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     names = list(checkpoint.tensors)
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.digest is not None and tensor_digest(tensor.digest.blocks) != tensor.digest:
+            raise FormatError(
+                f"{checkpoint.folder}: the manifest's digest of {name!r} is not that of its "
+                "blocks' digests; the manifest was damaged or edited"
+            )
     files = open_sources(checkpoint)
     readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files))
     sizes = _workspace_sizes([checkpoint], names)
