@@ -46,7 +46,12 @@ def small_llama(folder: Path) -> None:
     folder.mkdir()
     tensors = {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -16,6 +16,7 @@ from cli.command_runs import run_alone, run_here, write_model
 from reshard.cli.program import program
 
 COMMANDS = ("inspect", "plan", "convert", "verify")
+GROUPS = ("recipe",)
 
 
 def examples(*command: str) -> list[list[str]]:
@@ -43,7 +44,12 @@ def llama(folder: Path) -> None:
             "lm_head.weight": np.ones((32, 16), np.float32),
         },
     )
-    config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 1,
+    }
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -61,7 +67,7 @@ def test_the_examples_run() -> None:
 
 @pytest.mark.usefixtures("llama")
 def test_the_first_examples_run_in_their_order() -> None:
-    assert [arguments[0] for arguments in examples()] == list(COMMANDS)
+    assert [arguments[0] for arguments in examples()] == [*COMMANDS, *GROUPS]
     for arguments in examples():
         assert run_here(*arguments).code == 0
 
@@ -74,7 +80,7 @@ def test_bare_command_is_help() -> None:
 def test_help_has_the_commands_and_exit_codes() -> None:
     text = run_here("--help").output
     listed = text.partition("Commands:\n")[2]
-    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [*COMMANDS, *GROUPS]
     assert "..." not in listed
     codes = text.partition("Exit codes:\n")[2]
     assert re.findall(r"^    (\d)  ", codes, re.MULTILINE) == ["0", "1", "2", "3"]

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import blocks, huggingface, sharded_safetensors
+from reshard.checkpoint import blocks, huggingface, sharded_safetensors, torch_dcp
 from reshard.checkpoint.arrangement import (
     Arrangement,
     PlannedTensor,
@@ -27,6 +27,7 @@ from reshard.checkpoint.block_io import BlockReader, BlockWriter, OpenFiles, Wor
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint, read_config
+from reshard.checkpoint.torch_dcp_arrangement import arrange_torch_dcp
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.mesh import LARGEST_MESH, DeviceMesh
@@ -41,7 +42,8 @@ from reshard.recipes.strategies import strategy as find_strategy
 
 DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
 DEFAULT_THREADS = 4
-FORMATS = (huggingface.FORMAT, sharded_safetensors.FORMAT)
+_METADATA_OF_FORMATS = ("format", *sharded_safetensors.CONVENTION_KEYS)
+FORMATS = (huggingface.FORMAT, sharded_safetensors.FORMAT, torch_dcp.FORMAT)
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,31 @@ class Conversion:
         return self.assignment.unused_rules if self.assignment else ()
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """What of the source will not be in the target, and why."""
+        losses = []
+        items = [name for name in self.source.items if name not in self.arrangement.items]
+        if items:
+            losses.append(
+                f"not in the target, since {self.arrangement.format} holds tensors only: "
+                f"{', '.join(items)}; --format {torch_dcp.FORMAT} holds them"
+            )
+        texts = [key for key in self.source.metadata if key not in _METADATA_OF_FORMATS]
+        if texts and self.arrangement.format == torch_dcp.FORMAT:
+            losses.append(
+                f"not in the target, since {torch_dcp.FORMAT} has no text metadata: "
+                f"{', '.join(texts)}"
+            )
+        return tuple(losses)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the result, beside unmatched tensors and unused rules."""
-        notes = [*self.arrangement.notes, *(self.assignment.notes if self.assignment else ())]
+        notes = [
+            *self.losses,
+            *self.arrangement.notes,
+            *(self.assignment.notes if self.assignment else ()),
+        ]
         if self.assignment and not (self.request.rules or self.request.recipe):
             config = read_config(self.source)
             known = choose_recipe(config) if config else None
@@ -173,6 +197,8 @@ class Conversion:
         arrangement = hashlib.blake2b(digest_size=16)
         for file in self.arrangement.files:
             arrangement.update(file.stored.name.encode() + b"\0" + file.content)
+            for archive in file.archives:
+                arrangement.update(archive.head())
         for name, tensor in self.arrangement.tensors.items():
             arrangement.update(name.encode() + b"\0" + tensor.layout.fingerprint)
         return {
@@ -215,7 +241,8 @@ def plan_conversion(
             `"auto"` chooses by the source's config.json.
         options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
         strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
-        format: `safetensors` or `sharded-safetensors`; by `to` when None.
+        format: `safetensors`, `sharded-safetensors` or `torch-dcp`; one of the first two, by
+            `to`, when None.
         replicas: `once` stores one copy of equal shards, `every` one for each rank.
         most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
 
@@ -239,7 +266,7 @@ def plan_conversion(
     mesh, world_size = _parse_target(to)
     by_recipe = strategy is not None and find_strategy(strategy).function is recipe_strategy
     _refuse(by_recipe and recipe is not None, "a recipe", f"the strategy {strategy!r}")
-    chosen = _find_recipe("auto" if by_recipe else recipe, checkpoint)
+    chosen = find_recipe("auto" if by_recipe else recipe, checkpoint)
     chosen_options = parse_options(options)
     if chosen is not None:
         chosen = chosen.with_options(chosen_options)
@@ -262,6 +289,15 @@ def plan_conversion(
         for key, value in checkpoint.metadata.items()
         if key not in sharded_safetensors.CONVENTION_KEYS
     }
+    is_dcp = format == torch_dcp.FORMAT
+
+    def arranged(planned: Mapping[str, PlannedTensor]) -> Arrangement:
+        if is_dcp:
+            return arrange_torch_dcp(planned, mesh, checkpoint.items, checkpoint.paths)
+        return arrange_shards(planned, mesh, metadata, replicas)
+
+    _refuse(is_dcp and replicas != "once", f"replicas {replicas!r}", f"the format {format}")
+    _refuse(is_dcp and most_file_bytes is not None, "a limit for files", f"the format {format}")
     if mesh is None and world_size is None:
         _refuse(format == sharded_safetensors.FORMAT, "to 'full'", f"the format {format}")
         _refuse(bool(parsed), "to 'full'", "rules")
@@ -271,6 +307,8 @@ def plan_conversion(
             name: PlannedTensor(tensor.dtype, Layout.whole(tensor.shape, [0], 1))
             for name, tensor in checkpoint.tensors.items()
         }
+        if is_dcp:
+            return Conversion(checkpoint, target, arranged(whole), request)
         arrangement = arrange_whole(whole, {"format": "pt", **metadata}, most_file_bytes)
         return Conversion(checkpoint, target, arrangement, request)
     _refuse(format == huggingface.FORMAT, f"to {request.to!r}", f"the format {format}")
@@ -283,8 +321,7 @@ def plan_conversion(
             name: PlannedTensor(checkpoint.tensors[name].dtype, assignment.layouts[name], str(spec))
             for name, spec in assignment.specs.items()
         }
-        arrangement = arrange_shards(planned, mesh, metadata, replicas)
-        return Conversion(checkpoint, target, arrangement, request, assignment)
+        return Conversion(checkpoint, target, arranged(planned), request, assignment)
     _refuse(bool(parsed), f"the strategy {strategy or 'simple'!r}", "rules")
     _refuse(chosen is not None, f"the strategy {strategy or 'simple'!r}", "a recipe")
     place = find_strategy(strategy or "simple")
@@ -297,7 +334,7 @@ def plan_conversion(
         name: PlannedTensor(tensor.dtype, layouts[name])
         for name, tensor in checkpoint.tensors.items()
     }
-    return Conversion(checkpoint, target, arrange_shards(placed, mesh, metadata, replicas), request)
+    return Conversion(checkpoint, target, arranged(placed), request)
 
 
 def assign_tensors(
@@ -344,9 +381,15 @@ def _parse_target(to: str | int | DeviceMesh) -> tuple[DeviceMesh | None, int | 
     return DeviceMesh.parse(text), None
 
 
-def _find_recipe(
+def find_recipe(
     recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
 ) -> Recipe | None:
+    """The recipe of a name or a path; `auto` is the one that fits the checkpoint's config.json.
+
+    Raises:
+        RecipeError: no such recipe, or one that cannot be read.
+        UsageError: `auto` without a config.json, or with one that no shipped recipe fits.
+    """
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
     if os.fspath(recipe) != "auto":

@@ -96,6 +96,14 @@ def check_picture(drawn: str | None, as_json: bool) -> None:
         )
 
 
+rule_option = click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="PATTERN=SPEC",
+    help="How tensors whose names match are cut ('*.weight=tp, -'). Repeatable; the first "
+    "that matches wins. A tensor that none matches is replicated.",
+)
 option_option = click.option(
     "--option",
     "options",
@@ -111,14 +119,7 @@ _CONVERSION_OPTIONS = (
         metavar="MESH",
         help="What to cut for: a mesh (tp=2,dp=2), a number of ranks (3), or `full`.",
     ),
-    click.option(
-        "--rule",
-        "rules",
-        multiple=True,
-        metavar="PATTERN=SPEC",
-        help="How tensors whose names match are cut ('*.weight=tp, -'). Repeatable; the first "
-        "that matches wins. A tensor that none matches is replicated.",
-    ),
+    rule_option,
     click.option(
         "--recipe",
         metavar="NAME|FILE|auto",

@@ -105,7 +105,11 @@ def matching_lines(conversion: Conversion) -> list[str]:
 
 def _notes(conversion: Conversion) -> list[str]:
     assignment = conversion.assignment
-    return [*conversion.arrangement.notes, *(assignment.notes if assignment else ())]
+    return [
+        *conversion.losses,
+        *conversion.arrangement.notes,
+        *(assignment.notes if assignment else ()),
+    ]
 
 
 def matching_json(conversion: Conversion) -> dict[str, Any]:

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import cast
 
 import click
 
 from reshard import __version__
+from reshard.cli.command_group import Commands
 from reshard.cli.convert import convert
 from reshard.cli.failures import DONE, report
 from reshard.cli.inspect import inspect
 from reshard.cli.output import prepare_streams, settle_streams
 from reshard.cli.plan import plan
+from reshard.cli.recipe import recipe
 from reshard.cli.verify import verify
-
-
-class Commands(click.Group):
-    """Commands in the order they were added; a misspelt one is told its near match."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands."""
-        return list(self.commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first argument names. Raises `click.UsageError`."""
-        name = args[0]
-        if name not in self.commands and not name.startswith("-"):
-            near = difflib.get_close_matches(name, self.commands, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(self.commands)}"
-            raise click.UsageError(f"no command {name!r}; {hint}", ctx)
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["--help", "-h"]})
@@ -47,11 +29,12 @@ def program() -> None:
       reshard plan llama-3-8b --to tp=4 --recipe llama
       reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
       reshard verify llama-3-8b llama-tp4
+      reshard recipe check llama-3-8b --to tp=4,pp=2
 
     \b
     Exit codes:
       0  done
-      1  differs (verify), damaged (inspect --digest)
+      1  differs (verify), damaged (inspect --digest), not all matched (recipe check)
       2  wrong use or bad input
       3  failed while running; the same command continues
 
@@ -61,7 +44,7 @@ def program() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify):
+for _command in (inspect, plan, convert, verify, recipe):
     program.add_command(_command)
 
 
