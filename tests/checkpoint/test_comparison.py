@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from checkpoint.checkpoint_files import (
 )
 from reshard import checkpoint
 from reshard.checkpoint.comparison import DamagedBlock
+from reshard.checkpoint.source_file import SourceFile
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, FormatError, SourceChangedError
 
@@ -201,20 +203,26 @@ def test_progress_counts_to_the_end(tmp_path: Path, small_blocks: int) -> None:
 
 
 def test_an_error_in_the_loop_stops_the_threads_before_the_files_close(
-    tmp_path: Path, small_blocks: int
+    tmp_path: Path, small_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.safetensors"
     write_file(path, {"a": tensor("float32", (5000, 8), 1)})
+    close, working = SourceFile.close, []
+
+    def watched_close(file: SourceFile) -> None:
+        working.extend(t.name for t in threading.enumerate() if t.name.startswith("reshard-"))
+        close(file)
 
     def stop(progress: checkpoint.Progress) -> None:
         raise KeyboardInterrupt
 
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.compare(path, path, progress=stop)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.check_digests(path, progress=stop)
+    monkeypatch.setattr(SourceFile, "close", watched_close)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.compare(path, path, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.check_digests(path, progress=stop)
+    assert working == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
