@@ -312,9 +312,7 @@ class ShardingSpec(Interned):
                 "write one item a dimension, `-` for one that is not cut"
             )
         mesh = self.mesh
-        tables = [
-            _table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)
-        ]
+        tables = [_table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)]
         parts = [_coordinates(mesh, dim.axes) for dim in self.dim_specs]
         contributions = _parts(mesh, self.partial_axes)
         holds = np.ones(mesh.size, dtype=bool)

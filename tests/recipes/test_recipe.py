@@ -131,6 +131,71 @@ def test_every_shipped_recipe_loads_under_its_name_and_for_its_models() -> None:
         assert len({(rule.pattern, rule.when) for rule in recipe.rules}) == len(recipe.rules)
 
 
+def test_a_recipe_that_extends_another(tmp_path: Path) -> None:
+    _written(tmp_path, TEXT)
+    path = tmp_path / "more.toml"
+    path.write_text(
+        'name = "more"\nextends = "./mine.toml"\n[cuts]\na = "pad4"\n'
+        '[[rules]]\npattern = "a"\nspec = "tp@{a}"'
+    )
+    base, found = load_recipe(tmp_path / "mine.toml"), load_recipe(path)
+    assert found.rules == (Rule("a", "tp@{a}"), *base.rules)
+    assert (found.name, found.description, found.model_types) == ("more", "", ())
+    assert (found.axes, found.cuts) == (base.axes, {"a": "pad4"})
+    path.write_text('name = "more"\nextends = "mine.toml"\naxes = ["x"]')
+    assert (load_recipe(path).axes, load_recipe(path).rules) == (("x",), base.rules)
+    for text, message in (
+        ('name = "more"\nextends = "more.toml"', "extends itself"),
+        ('name = "more"\nextends = "absent.toml"', r"absent\.toml: No such file"),
+        ('name = "more"\nextends = "absent"', "unknown recipe 'absent'"),
+        ('name = "more"\nextends = 3', "`extends` is 3, text in quotes"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("[cuts]\nrows = 3", r"`cuts\.rows` is 3, text"),
+        ('[cuts]\nrows = "even"', "mine.toml: the cut 'even' is not a cut rule"),
+        ("cuts = 1", "`cuts` is 1, a table"),
+        ('[stand_ins]\netp = "tp"', "a stand-in is of axis 'etp'"),
+        ("numbers = 1", "`numbers` is 1, a table"),
+        ("[numbers]\nlayer = 1", r"`numbers\.layer` is 1, a table"),
+        ('[numbers.layer]\naxis = "tp"', r"the key `numbers\.layer\.count` is missing"),
+        (
+            '[numbers.layer]\naxis = "tp"\ncount = "n"\nbeyond_last = 1',
+            r"`numbers\.layer\.beyond_last` is 1, true or false",
+        ),
+        ('[numbers.layer]\naxis = "tp"\ncount = "n"\ncut = "x"', "mine.toml: the cut 'x' is not"),
+        ('[numbers.layer]\naxis = "zp"\ncount = "n"', "number 'layer' is of axis 'zp'"),
+    ],
+)
+def test_a_wrong_table_is_named(tmp_path: Path, more: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(_written(tmp_path, TEXT.replace("[[rules]]", f"{more}\n[[rules]]", 1)))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("at = 1", r"`rules\[2\]\.at` is 1, a table"),
+        ('at = {layer = "first"}', r"`rules\[2\]\.at\.layer` is 'first', a list of texts"),
+        ('at = {layer = ["middle"]}', "is at layer middle; write `first`, `last` or both"),
+        ("at = {layer = []}", "write `first`, `last` or both"),
+        ('at = {layer = ["last"]}', "nothing says what 'layer' numbers"),
+        ("when = true", r"`rules\[2\]\.when` is True, text"),
+        ("note = 1", r"`rules\[2\]\.note` is 1, text"),
+    ],
+)
+def test_a_wrong_key_of_a_rule_is_named(tmp_path: Path, more: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe(_written(tmp_path, f"{TEXT}{more}"))
+    assert "mine.toml" in str(caught.value)
+
+
 def documented_file() -> str:
     text = recipe_file.__doc__ or ""
     return text[text.index("    name =") : text.index("A recipe that extends")]

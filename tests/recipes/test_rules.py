@@ -61,3 +61,52 @@ def test_text_that_is_no_rule(text: str, message: str) -> None:
 )
 def test_patterns_match_whole_names(pattern: str, name: str, expected: bool) -> None:
     assert Rule(pattern, "-").matches(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "numbers"),
+    [
+        ("l.{layer}.w", "l.12.w", {"layer": 12}),
+        ("l.{layer}.w", "l.x.w", None),
+        ("l.{layer}.w", "l..w", None),
+        ("l.{layer}.w", "l.1.2.w", None),
+        ("*l.{layer}.*.{expert}.w", "model.l.0.e.007.w", {"layer": 0, "expert": 7}),
+        ("*{layer}", "a123", {"layer": 123}),
+        ("{layer}*", "123a", {"layer": 123}),
+        ("*{layer}*", "a", None),
+        ("w[13].{e}", "w3.4", {"e": 4}),
+        ("w[13].{e}", "w2.4", None),
+        ("l.*", "l.3", {}),
+        ("(a|b).{e}", "(a|b).0", {"e": 0}),
+        ("(a|b).{e}", "a.0", None),
+        ("a.{e}", "a.0\n", None),
+    ],
+)
+def test_numbers_in_names(pattern: str, name: str, numbers: dict[str, int] | None) -> None:
+    rule = Rule(pattern, "...")
+    assert rule.numbers_in(name) == numbers
+    assert rule.matches(name) == (numbers is not None)
+
+
+@pytest.mark.parametrize("pattern", ["a.{}", "a.{1}", "a.{x y}", "a.{e}.{e}"])
+def test_numbers_without_a_good_name(pattern: str) -> None:
+    with pytest.raises(RecipeError, match="write a name for a number in braces"):
+        Rule(pattern, "...")
+
+
+def test_an_end_of_what_the_pattern_numbers_says_nothing() -> None:
+    with pytest.raises(RecipeError, match="for a number that its pattern has not"):
+        Rule("l.{layer}", "-", at=(("layer", ("first",)),))
+
+
+def test_the_equals_sign_inside_parentheses_divides_nothing() -> None:
+    rule = Rule.parse("a=b=x:(1)2, - | only(pp=0,3 ep=1) sum(y)")
+    assert (rule.pattern, rule.spec) == ("a=b", "x:(1)2, - | only(pp=0,3 ep=1) sum(y)")
+    assert Rule.parse(str(rule)) == rule
+
+
+def test_a_rule_counts_by_the_config() -> None:
+    rule = Rule("a", "-", when="tied")
+    assert rule.counts({"tied": True}) and rule.counts({"tied": 1})
+    assert not rule.counts({"tied": False}) and not rule.counts({}) and not rule.counts(None)
+    assert Rule("a", "-").counts(None)
