@@ -29,7 +29,6 @@ from reshard.checkpoint.shard_reads import BUFFER_BYTES, read_box
 from reshard.errors import ShardError, UsageError
 from reshard.layout import Layout, View
 from reshard.planning.plan import Plan
-from reshard.planning.transfers import dimension_pieces
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -208,7 +207,7 @@ def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any])
     plan = Plan(stored, mine, tensor.dtype)
     routes = plan.routes
     pieces = [
-        dimension_pieces(overlap, routes.pair[d], stored.cell_part[routes.source_cell, d])
+        overlap.pieces(routes.pair[d], stored.cell_part[routes.source_cell, d])
         for d, overlap in enumerate(plan.overlaps)
     ]
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]

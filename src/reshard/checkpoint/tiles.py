@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks import BlockGrid
 from reshard.layout import Box, Layout
 from reshard.planning.plan import Plan
-from reshard.planning.transfers import dimension_pieces
 from reshard.runs import PAD, IntArray, ragged_arange
 
 # Beyond this many slice assignments, one copy with index lists is quicker.
@@ -240,7 +239,7 @@ def source_tiles(assembly: Plan) -> Tiles:
     """
     routes, layout = assembly.routes, assembly.source
     pieces = [
-        dimension_pieces(overlap, routes.pair[d], layout.cell_part[routes.source_cell, d])
+        overlap.pieces(routes.pair[d], layout.cell_part[routes.source_cell, d])
         for d, overlap in enumerate(assembly.overlaps)
     ]
     of_cell: dict[int, list[list[_Pieces]]] = {}

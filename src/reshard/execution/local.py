@@ -22,7 +22,7 @@ import numpy as np
 from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, check_reduction, identity, kind_of
 from reshard.layout import Layout
-from reshard.planning.transfers import Pieces, dimension_pieces
+from reshard.planning.overlap import Pieces
 from reshard.runs import PAD, IntArray, ragged_arange
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
     source_cells, target_cells = _cells(plan.source, source), _cells(plan.target, target)
     routes = plan.routes
     pieces = [
-        dimension_pieces(overlap, routes.pair[d], plan.source.cell_part[routes.source_cell, d])
+        overlap.pieces(routes.pair[d], plan.source.cell_part[routes.source_cell, d])
         for d, overlap in enumerate(plan.overlaps)
     ]
     reduction = plan.source.reduction or "sum"

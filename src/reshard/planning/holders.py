@@ -40,7 +40,7 @@ class DimensionHolders:
     `start`, `stop` and `holder_set` have shape `(stretches,)` and are sorted by start. Set `s`
     has the parts `set_part[set_begin[s]:set_begin[s + 1]]`. `entry_key` lists
     `stretch * parts + part` in rising order, with the local position of the stretch in that
-    part in `entry_local`.
+    part in `entry_local`. Where `is_single`, set `s` is part `s` alone.
     """
 
     parts: int
@@ -51,6 +51,7 @@ class DimensionHolders:
     set_part: IntArray
     entry_key: IntArray
     entry_local: IntArray
+    is_single: bool
 
     @property
     def sets(self) -> int:
@@ -100,6 +101,11 @@ def find_in(
     """Where in the rising `values` each wanted one is, and whether it is there at all."""
     if not len(values):
         return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=bool)
+    if values[-1] - values[0] == len(values) - 1:
+        # Without gaps a value's place is its distance from the first.
+        at = np.clip(wanted - values[0], 0, len(values) - 1)
+        found = values[at] == wanted
+        return at, found if known is None else found & known
     at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
     found = values[at] == wanted
     return at, found if known is None else found & known
@@ -182,6 +188,7 @@ def _stretches(table: RunTable) -> DimensionHolders:
         every_part[:-1],
         key,
         single.local_start,
+        is_single=True,
     )
 
 
@@ -252,4 +259,5 @@ def _split(dimension: DimensionHolders) -> DimensionHolders:
         np.concatenate(sets) if sets else np.zeros(0, dtype=np.int64),
         stretch_of_piece * dimension.parts + key % dimension.parts,
         local,
+        is_single=False,
     )

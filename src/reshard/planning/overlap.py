@@ -14,13 +14,25 @@ Both sides are sorted lists of intervals, so their overlap is a merge::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from reshard.planning.holders import DimensionHolders
 from reshard.runs import PAD, IntArray, RunTable, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
+
+    begin: IntArray
+    count: IntArray
+    start: IntArray
+    length: IntArray
+    source_local: IntArray
+    target_local: IntArray
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,46 @@ class Overlap:
         """How many indices each pair has: shape `(pairs,)`."""
         total = np.concatenate(([0], np.cumsum(self.length)))
         return total[self.piece_begin[1:]] - total[self.piece_begin[:-1]]
+
+    def pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+        """The pieces of pairs taken from chosen source parts: those of route `i` are of
+        `pair[i]` and `source_part[i]`. Pieces that continue one another are joined.
+        """
+        if self.holders.is_single:
+            of_pair = self._pieces_of_pairs
+            return replace(of_pair, begin=of_pair.begin[pair], count=of_pair.count[pair])
+        parts = self.holders.parts
+        units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
+        found = self._joined_pieces(units // parts, units % parts)
+        return replace(found, begin=found.begin[of_route], count=found.count[of_route])
+
+    @cached_property
+    def _pieces_of_pairs(self) -> Pieces:
+        """The pieces of every pair, where each holder set is one part."""
+        return self._joined_pieces(np.arange(len(self.pair_set)), self.pair_set)
+
+    def _joined_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+        low = self.piece_begin[pair]
+        count = self.piece_begin[pair + 1] - low
+        unit = np.repeat(np.arange(len(pair)), count)
+        piece = np.repeat(low, count) + ragged_arange(count)
+        start, length = self.start[piece], self.length[piece]
+        target_local, stretch = self.target_local[piece], self.stretch[piece]
+        source_local = self.holders.local_start(stretch, source_part[unit])
+        source_local = source_local + start - self.holders.start[stretch]
+        follows = (
+            (np.diff(unit) == 0)
+            & (start[:-1] + length[:-1] == start[1:])
+            & (target_local[:-1] + length[:-1] == target_local[1:])
+            & (source_local[:-1] + length[:-1] == source_local[1:])
+        )
+        if follows.any():
+            first = np.flatnonzero(np.append(True, ~follows))
+            length = np.add.reduceat(length, first)
+            unit, start = unit[first], start[first]
+            source_local, target_local = source_local[first], target_local[first]
+        begin = np.searchsorted(unit, np.arange(len(pair) + 1))
+        return Pieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
 
 
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:

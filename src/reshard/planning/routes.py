@@ -158,6 +158,8 @@ class RouteFinder:
     def _choose(self, needs: tuple[IntArray, IntArray, IntArray, IntArray]) -> Routes:
         """The source cell of each need; needs that nobody holds are left out."""
         cell, order, contribution, pairs = needs
+        if self.holders.is_exclusive:
+            return self._choose_copy(cell, order, contribution, pairs)
         holders, slot = self.holders, self.target.cell_slot[cell]
         need = np.arange(len(cell))
         parts: list[IntArray] = []
@@ -188,10 +190,32 @@ class RouteFinder:
         chosen[need[own >= 0]] = own[own >= 0]
         stays = np.zeros(len(cell), dtype=bool)
         stays[need[own >= 0]] = True
-        elements = np.ones(len(cell), dtype=np.int64)
+        elements = self._elements(pairs, len(cell))
+        return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
+
+    def _choose_copy(
+        self, cell: IntArray, order: IntArray, contribution: IntArray, pairs: IntArray
+    ) -> Routes:
+        """The same where every need has one key: the choice is among its copies."""
+        holders = self.holders
+        parts = [overlap.pair_set[pairs[d]] for d, overlap in enumerate(self.overlaps)]
+        key = holders.key_of(contribution, parts)
+        held = key >= 0
+        if not held.all():
+            cell, order, pairs, key = cell[held], order[held], pairs[:, held], key[held]
+        slot = self.target.cell_slot[cell]
+        begin = holders.cell_begin[key]
+        copies = holders.cell_begin[key + 1] - begin
+        own = holders.cell_on_slot(key, slot)
+        stays = own >= 0
+        chosen = np.where(stays, own, holders.cells[begin + slot % copies])
+        return Routes(cell, chosen, order, pairs, self._elements(pairs, len(cell)), stays)
+
+    def _elements(self, pairs: IntArray, count: int) -> IntArray:
+        elements = np.ones(count, dtype=np.int64)
         for d, overlap in enumerate(self.overlaps):
             elements *= overlap.pair_length[pairs[d]]
-        return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
+        return elements
 
     def _check_complete(self, cells: IntArray, routes: Routes) -> None:
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)

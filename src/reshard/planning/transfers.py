@@ -74,53 +74,6 @@ class Transfers:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
-
-    begin: IntArray
-    count: IntArray
-    start: IntArray
-    length: IntArray
-    source_local: IntArray
-    target_local: IntArray
-
-
-def dimension_pieces(overlap: Overlap, pair: IntArray, source_part: IntArray) -> Pieces:
-    """The pieces of pairs taken from chosen source parts, those that continue joined."""
-    parts = overlap.holders.parts
-    units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
-    unit_pair, unit_part = units // parts, units % parts
-    low = overlap.piece_begin[unit_pair]
-    count = overlap.piece_begin[unit_pair + 1] - low
-    unit = np.repeat(np.arange(len(units)), count)
-    piece = np.repeat(low, count) + ragged_arange(count)
-    start, length = overlap.start[piece], overlap.length[piece]
-    target_local, stretch = overlap.target_local[piece], overlap.stretch[piece]
-    source_local = overlap.holders.local_start(stretch, unit_part[unit])
-    source_local = source_local + start - overlap.holders.start[stretch]
-    follows = (
-        (np.diff(unit) == 0)
-        & (start[:-1] + length[:-1] == start[1:])
-        & (target_local[:-1] + length[:-1] == target_local[1:])
-        & (source_local[:-1] + length[:-1] == source_local[1:])
-    )
-    if follows.any():
-        first = np.flatnonzero(np.append(True, ~follows))
-        length = np.add.reduceat(length, first)
-        unit, start = unit[first], start[first]
-        source_local, target_local = source_local[first], target_local[first]
-    begin = np.searchsorted(unit, np.arange(len(units) + 1))
-    return Pieces(
-        begin[:-1][of_route],
-        np.diff(begin)[of_route],
-        start,
-        length,
-        source_local,
-        target_local,
-    )
-
-
 def expand(
     source: Layout, target: Layout, overlaps: tuple[Overlap, ...], routes: Routes
 ) -> Transfers:
@@ -128,7 +81,7 @@ def expand(
     route = np.arange(len(routes.target_cell))
     columns: list[list[IntArray]] = [[], [], [], []]
     for d, overlap in enumerate(overlaps):
-        pieces = dimension_pieces(overlap, routes.pair[d], source.cell_part[routes.source_cell, d])
+        pieces = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
         count = pieces.count[route]
         row = np.repeat(np.arange(len(route)), count)
         piece = pieces.begin[route][row] + ragged_arange(count)
