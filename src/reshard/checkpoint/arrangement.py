@@ -11,16 +11,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from reshard.checkpoint import huggingface, sharded_safetensors
-from reshard.checkpoint.contents import StoredFile, StoredTensor
+from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.manifest import can_describe
 from reshard.checkpoint.safetensors_header import FileHeader, NamedTensor
+from reshard.checkpoint.torch_archive_writing import NewArchive
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Binding, FileRange, Layout
@@ -41,22 +42,37 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file of the new checkpoint, with the bytes it begins with."""
+    """A file of the new checkpoint, with the bytes it begins with.
+
+    `header` is that of a safetensors file; `archives` are what a file of PyTorch's has.
+    """
 
     stored: StoredFile
     content: bytes
-    header: FileHeader
+    header: FileHeader | None
+    archives: tuple[NewArchive, ...] = ()
+
+    def known_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """The bytes that are known before the tensors are: where they begin, and they."""
+        yield 0, self.content
+        for archive in self.archives:
+            yield archive.start_bytes, archive.head()
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The new checkpoint: tensors bound to files. `notes` are worth telling the user."""
+    """The new checkpoint: tensors bound to files. `notes` are worth telling the user.
+
+    `items` are bytes that are no tensors, where they will be; `paths` as in a `Checkpoint`.
+    """
 
     format: str
     mesh: DeviceMesh | None
     tensors: Mapping[str, StoredTensor]
     files: tuple[NewFile, ...]
     notes: tuple[str, ...] = ()
+    items: Mapping[str, StoredItem] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 def arrange_whole(
@@ -91,21 +107,17 @@ def arrange_shards(
     """
     if replicas not in REPLICAS:
         raise UsageError(f"replicas {replicas!r}; expected one of {', '.join(REPLICAS)}")
+    check_values(tensors)
     for name, tensor in tensors.items():
-        if tensor.layout.contributions > 1:
-            raise RecipeError(
-                f"tensor {name!r} would be partial (`{tensor.spec}`); a checkpoint holds values, "
-                "take the partial axes out of its rule"
-            )
         if tensor.spec is None and not can_describe(tensor.layout):
             raise RecipeError(
                 f"tensor {name!r} is laid out by a strategy with interleaved, padded or halo "
                 "elements, which a manifest can only describe by a sharding; give rules instead"
             )
-    storing = _storing_slots(tensors, replicas)
+    storing = storing_slots(tensors, replicas)
     ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
     interleaved = [
-        name for name, tensor in tensors.items() if not _are_boxes(tensor.layout, storing[name])
+        name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
     ]
     files = []
     addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
@@ -139,9 +151,17 @@ def arrange_shards(
     return Arrangement(sharded_safetensors.FORMAT, mesh, stored, tuple(files), notes)
 
 
-def _storing_slots(
-    tensors: Mapping[str, PlannedTensor], replicas: str
-) -> dict[str, frozenset[int]]:
+def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
+    """Raise RecipeError for a layout that is partial."""
+    for name, tensor in tensors.items():
+        if tensor.layout.contributions > 1:
+            raise RecipeError(
+                f"tensor {name!r} would be partial (`{tensor.spec}`); a checkpoint holds values, "
+                "take the partial axes out of its rule"
+            )
+
+
+def storing_slots(tensors: Mapping[str, PlannedTensor], replicas: str) -> dict[str, frozenset[int]]:
     """Which ranks store their shard of each tensor."""
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
@@ -183,7 +203,7 @@ def _least(slots: list[int], stored_bytes: Mapping[int, int]) -> int:
     return min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))
 
 
-def _are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
+def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
     """Whether every stored shard is one box of the tensor, with nothing else in it.
 
     PyTorch's reader knows shards by where they begin, so no two may begin at one place.

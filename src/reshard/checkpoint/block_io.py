@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import BlockGrid, block_digest
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, SourceFile, TargetFile
+from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, Region, SourceFile, TargetFile
 from reshard.checkpoint.strided_spans import extent, strided_spans
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.errors import DigestError
@@ -94,6 +94,10 @@ def open_sources(checkpoint: Checkpoint) -> OpenFiles[SourceFile]:
     )
 
 
+# Told every range of a file that is read or written: its file, where it begins, its bytes.
+Watch = Callable[[str, int, memoryview], None]
+
+
 class _BlockAccess:
     """The tiles of one tensor, and the spans of each block in them."""
 
@@ -134,15 +138,18 @@ class _BlockAccess:
 
 
 class BlockReader(_BlockAccess):
-    """Reads the blocks of one stored tensor.
+    """Reads the blocks of one stored tensor; `watch` is told what was read.
 
     Raises:
         CoverageError: shards that leave part of the tensor out.
     """
 
-    def __init__(self, tensor: StoredTensor, files: OpenFiles[SourceFile]) -> None:
+    def __init__(
+        self, tensor: StoredTensor, files: OpenFiles[SourceFile], watch: Watch | None = None
+    ) -> None:
         super().__init__(tensor, source_tiles(tensor.assembly))
         self._files = files
+        self._watch = watch
 
     def read(self, index: int, workspace: Workspace) -> memoryview:
         """The bytes of block `index` in row-major order, valid until the next call.
@@ -157,15 +164,20 @@ class BlockReader(_BlockAccess):
         if len(spans) == 1 and spans[0][1].is_all_of(box):
             name, span = spans[0]
             region = workspace.block.region(span.start_bytes, size_bytes)
-            self._files[name].read_into(region, span.start_bytes)
+            self._read(name, region, span)
             return region.memory
         memory = workspace.block.region(0, size_bytes).memory
         block = self.array(memory, box.shape)
         for name, span in spans:
             region = workspace.span.region(span.start_bytes, span.size_bytes)
-            self._files[name].read_into(region, span.start_bytes)
+            self._read(name, region, span)
             span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
         return memory
+
+    def _read(self, name: str, region: Region, span: Span) -> None:
+        self._files[name].read_into(region, span.start_bytes)
+        if self._watch is not None:
+            self._watch(name, span.start_bytes, region.memory)
 
     def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
         """Like `read`, with the block's digest, which is compared with the recorded one if any.
@@ -179,7 +191,8 @@ class BlockReader(_BlockAccess):
             file, _ = next(self.spans(self.grid.box(index)))
             raise DigestError(
                 f"{self._files[file].path.parent / self.places(index)[0]}, "
-                f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: its digest is {found.hex()}, the manifest says "
+                f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: "
+                f"its digest is {found.hex()}, the manifest says "
                 f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
             )
         return memory, found
@@ -193,11 +206,14 @@ class BlockReader(_BlockAccess):
 
 
 class BlockWriter(_BlockAccess):
-    """Writes the blocks of one tensor into the files that store it."""
+    """Writes the blocks of one tensor into the files that store it; `watch` is told what."""
 
-    def __init__(self, tensor: StoredTensor, files: OpenFiles[TargetFile]) -> None:
+    def __init__(
+        self, tensor: StoredTensor, files: OpenFiles[TargetFile], watch: Watch | None = None
+    ) -> None:
         super().__init__(tensor, target_tiles(tensor.stored_layout))
         self._files = files
+        self._watch = watch
 
     def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
         """Write the bytes of block `index`; answers the names of the files that were written.
@@ -210,15 +226,19 @@ class BlockWriter(_BlockAccess):
         address = block.__array_interface__["data"][0]
         written: set[str] = set()
         for name, span in self.spans(box):
-            file = self._files[name]
             written.add(name)
             if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
-                file.write(memory, span.start_bytes)
+                self._write(name, span, memory)
                 continue
             region = workspace.span.region(span.start_bytes, span.size_bytes)
             shard = self.array(region.memory, span.shape)
             if span.has_gaps:
                 shard[...] = np.zeros((), dtype=shard.dtype)
             span.copy(block, shard, into_block=False)
-            file.write(region.memory, span.start_bytes)
+            self._write(name, span, region.memory)
         return written
+
+    def _write(self, name: str, span: Span, memory: memoryview) -> None:
+        self._files[name].write(memory, span.start_bytes)
+        if self._watch is not None:
+            self._watch(name, span.start_bytes, memory)

@@ -165,6 +165,20 @@ class StoredItem:
     transforms: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChecksum:
+    """The CRC-32 that a file itself has for `size_bytes` of it: a part of the tensor `tensor`.
+
+    `is_read_once` says whether all of its bytes are elements, each of which is read once.
+    """
+
+    tensor: str
+    place: FileRange
+    size_bytes: int
+    crc32: int
+    is_read_once: bool
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
@@ -180,6 +194,7 @@ class Checkpoint:
         left_out: other files that are not carried along, with the reason.
         identities: what each tensor file was when its header was read.
         items: bytes under names that are no tensors.
+        checksums: those that the files have, of tensors without a digest.
         paths: where names stood in the nested state dict they were saved from, where known.
     """
 
@@ -194,6 +209,7 @@ class Checkpoint:
     identities: Mapping[str, FileIdentity] = field(default_factory=dict)
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    checksums: tuple[StoredChecksum, ...] = ()
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

@@ -328,7 +328,7 @@ def plan_conversion(
     layouts = place(
         {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()},
         world_size if mesh is None else mesh.size,  # type: ignore[arg-type]
-        read_config(checkpoint),
+        read_config(checkpoint) if strategy else None,
     )
     placed = {
         name: PlannedTensor(tensor.dtype, layouts[name])

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.checkpoint import huggingface
+from reshard.checkpoint import huggingface, torch_dcp
+from reshard.checkpoint.archives import Archives
 from reshard.checkpoint.block_io import (
     BlockReader,
     BlockWriter,
@@ -44,6 +45,7 @@ from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.pipeline import run_in_threads
 from reshard.checkpoint.staging import Staging
+from reshard.checkpoint.torch_dcp_arrangement import metadata_bytes
 from reshard.errors import InterruptedRunError, RunError
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
@@ -111,6 +113,7 @@ class _Run:
         self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
         self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
+        self.archives = Archives(conversion.source, arrangement, staging.content)
         # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
         self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
         self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
@@ -125,8 +128,8 @@ class _Run:
     def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter]:
         tensor = self.tensors[number]
         stored = self.conversion.source.tensors[tensor.name]
-        reader = BlockReader(stored, self.sources)
-        return reader, BlockWriter(tensor, self.targets)
+        reader = BlockReader(stored, self.sources, self.archives.watch_source)
+        return reader, BlockWriter(tensor, self.targets, self.archives.watch_target)
 
     def _note(self, tensor: int, block: int, digest: bytes) -> None:
         self.finished[tensor][block] = True
@@ -145,7 +148,8 @@ class _Run:
                     f"{path} is not what an earlier run left, though its journal lists finished "
                     "blocks; --restart starts over"
                 )
-            self.targets[file.stored.name].write(memoryview(bytearray(file.content)), 0)
+            for offset, known in file.known_bytes():
+                self.targets[file.stored.name].write(memoryview(bytearray(known)), offset)
         if not self.resumed_bytes:
             # Before the journal speaks of blocks in them, their sizes and names must be safe.
             for target in self.targets:
@@ -215,6 +219,8 @@ class _Run:
 
     def finish(self) -> None:
         """Everything but the tensors, the manifest last, and the commit."""
+        self.archives.check_sources(self.sources)
+        self.archives.complete_targets(self.sources, self.targets)
         for target in self.targets:
             target.sync()
         for source in self.sources:
@@ -227,9 +233,15 @@ class _Run:
                 _sync_file(content / name)
             if arrangement.format == huggingface.FORMAT and len(arrangement.files) > 1:
                 index = huggingface.index_text(
-                    (file.stored.name, file.header) for file in arrangement.files
+                    (file.stored.name, file.header)
+                    for file in arrangement.files
+                    if file.header is not None
                 )
                 _write_synced(content / huggingface.INDEX_NAME, index)
+            if arrangement.format == torch_dcp.FORMAT:
+                metadata = content / torch_dcp.METADATA_NAME
+                metadata.write_bytes(metadata_bytes(arrangement))
+                _sync_file(metadata)
             manifest = manifest_of(
                 arrangement.format,
                 self.conversion_id,

@@ -105,6 +105,8 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
             )
     if manifest.format == sharded_safetensors.FORMAT:
         return sharded_safetensors.read_with_manifest(folder, manifest)
+    if manifest.format == torch_dcp.FORMAT:
+        return torch_dcp.read_with_manifest(folder, manifest)
     if manifest.format != huggingface.FORMAT:
         raise FormatError(
             f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "

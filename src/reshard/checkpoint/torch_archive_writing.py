@@ -15,9 +15,9 @@ Records of 4 GiB and more are described by the format's 64-bit fields.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.checkpoint.pickle_writing import write_pickle
@@ -57,49 +57,43 @@ def is_writable(dtype: DType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewArchive:
-    """The archive of a dense tensor of `shape`, that begins at byte `start_bytes` of a file.
+    """The archive of a dense tensor of `shape`: bytes `start_bytes:stop_bytes` of a file.
 
-    Raises UsageError for a type that PyTorch has not.
+    Its storage begins at `storage_start_bytes`. Made by `NewArchive.at`.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     start_bytes: int
+    storage_start_bytes: int = 0
+    stop_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        if not is_writable(self.dtype):
+    @classmethod
+    def at(cls, dtype: DType, shape: tuple[int, ...], start_bytes: int) -> NewArchive:
+        """The archive that begins at byte `start_bytes` of a file.
+
+        Raises UsageError for a type that PyTorch has not.
+        """
+        if not is_writable(dtype):
             raise UsageError(
-                f"PyTorch has no type {self.dtype}, so no checkpoint of it can hold one; choose "
+                f"PyTorch has no type {dtype}, so no checkpoint of it can hold one; choose "
                 "another format"
             )
+        begun = cls(dtype, shape, start_bytes)
+        storage = start_bytes + len(begun.head())
+        placed = cls(dtype, shape, start_bytes, storage)
+        stop = storage + placed.storage_bytes + len(placed.tail(0))
+        return cls(dtype, shape, start_bytes, storage, stop)
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of the storage."""
-        size = self.dtype.itemsize_bytes
-        for length in self.shape:
-            size *= length
-        return size
-
-    @property
-    def storage_start_bytes(self) -> int:
-        """Where in the file the storage begins."""
-        return self.start_bytes + len(self._records()[0]) + len(self._storage_header(b""))
+        return math.prod(self.shape) * self.dtype.itemsize_bytes
 
     def head(self) -> bytes:
         """The bytes before the storage."""
         records, _ = self._records()
         return records + self._storage_header(records)
-
-    @property
-    def tail_bytes(self) -> int:
-        """How many bytes stand behind the storage."""
-        return len(self.tail(0))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole archive."""
-        return self.storage_start_bytes - self.start_bytes + self.storage_bytes + self.tail_bytes
 
     def tail(self, checksum: int) -> bytes:
         """The bytes behind the storage, whose CRC-32 is `checksum`."""
@@ -133,7 +127,6 @@ class NewArchive:
 
     def _storage_header(self, records: bytes) -> bytes:
         """The header of the storage's record, padded."""
-        records = records or self._records()[0]
         size = self.storage_bytes
         extra = struct.pack("<2H2Q", 1, 16, size, size) if self._is_wide else b""
         said = 0xFFFFFFFF if self._is_wide else size
@@ -158,18 +151,6 @@ class NewArchive:
             return write_pickle(Call(Global("torch._utils", "_rebuild_tensor_v2"), fields))
         fields_and_type = (*fields, Global("torch", self.dtype.name))
         return write_pickle(Call(Global("torch._utils", "_rebuild_tensor_v3"), fields_and_type))
-
-
-def arranged(
-    tensors: Sequence[tuple[DType, tuple[int, ...]]], start_bytes: int
-) -> tuple[NewArchive, ...]:
-    """Archives of tensors, one behind the other, the first at `start_bytes` of a file."""
-    archives = []
-    for element, shape in tensors:
-        archive = NewArchive(element, shape, start_bytes)
-        archives.append(archive)
-        start_bytes += archive.size_bytes
-    return tuple(archives)
 
 
 def _local(name: bytes, flags: int, checksum: int, size: int, extra: bytes) -> bytes:

@@ -17,6 +17,7 @@ checkpoint is refused, by name. Nothing here imports PyTorch, and nothing in the
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -24,8 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredItem, StoredTensor
-from reshard.checkpoint.manifest import is_plain_name
+from reshard.checkpoint.contents import (
+    Checkpoint,
+    StoredChecksum,
+    StoredFile,
+    StoredItem,
+    StoredTensor,
+)
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.checkpoint.sharded_safetensors import check_disjoint
 from reshard.checkpoint.strided_spans import is_dense
 from reshard.checkpoint.torch_archive import ArchivedTensor, read_archive
@@ -78,9 +85,10 @@ def read(folder: Path) -> Checkpoint:
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     tensors = {}
-    with _opened(folder) as files_of:
+    checksums: list[StoredChecksum] = []
+    with _opened(folder) as opened:
         for name, described in metadata.tensors.items():
-            tensors[name] = _stored(folder, name, described, ranks, sizes, files_of)
+            tensors[name] = _stored(folder, name, described, ranks, sizes, opened, checksums)
     items = {}
     for name, place in metadata.items.items():
         _check_inside(folder, name, place, sizes)
@@ -92,8 +100,71 @@ def read(folder: Path) -> Checkpoint:
         for name in metadata.other_attributes
     )
     return Checkpoint(
-        folder, FORMAT, tensors, files, left_out=left_out, items=items, paths=metadata.paths
+        folder,
+        FORMAT,
+        tensors,
+        files,
+        left_out=left_out,
+        items=items,
+        paths=metadata.paths,
+        checksums=tuple(checksums),
     )
+
+
+def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
+    """A checkpoint that reshard wrote: what `.metadata` says, in the layouts of the manifest.
+
+    Raises:
+        FormatError: files that are not what the manifest says.
+        CheckpointError: as `read`.
+    """
+    found = read(folder)
+    written = {(file.name, file.size_bytes) for file in manifest.files}
+    others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)
+    names = sorted({*found.tensors} ^ {*manifest.tensors})
+    if others or names:
+        what = f"the tensor {names[0]!r}" if names else f"{others[0][0]} of {others[0][1]} bytes"
+        raise FormatError(
+            f"{folder / METADATA_NAME} and {MANIFEST_NAME} do not belong together: only one of "
+            f"them has {what}. If the files were saved again, delete the manifest"
+        )
+    tensors = {
+        name: _as_described(folder, tensor, manifest.tensors[name])
+        for name, tensor in found.tensors.items()
+    }
+    checksums = tuple(one for one in found.checksums if tensors[one.tensor].digest is None)
+    return dataclasses.replace(found, tensors=tensors, mesh=manifest.mesh, checksums=checksums)
+
+
+def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor) -> StoredTensor:
+    """A tensor in the layout of the manifest, its ranks' chunks those of the layout."""
+    layout, found = described.layout, tensor.layout
+    wrong = FormatError(
+        f"{folder}: {METADATA_NAME} has {tensor.name!r} as {tensor.dtype} {list(tensor.shape)}, "
+        f"in other shards than the {described.dtype} {list(layout.shape)} of {MANIFEST_NAME}. If "
+        "the files were saved again, delete the manifest"
+    )
+    if (tensor.dtype, tensor.shape) != (described.dtype, layout.shape):
+        raise wrong
+    addresses: dict[int, tuple[FileRange, ...]] = {}
+    for slot in found.holders:
+        chunks = {
+            box: tensor.file_range(slot, number)
+            for number, box in enumerate(found.boxes(slot) or [None])
+        }
+        boxes = layout.boxes(slot) if slot in layout.holders else ()
+        if {*(boxes or [None])} != {*chunks} or len(boxes or [None]) != len(layout.cells_of(slot)):
+            raise wrong
+        addresses[slot] = tuple(chunks[box] for box in boxes or [None])
+    bound = StoredTensor(
+        tensor.name,
+        tensor.dtype,
+        Binding(layout, addresses, {}),
+        described.spec,
+        described.digest,
+    )
+    _ = bound.assembly
+    return bound
 
 
 def _metadata_bytes(folder: Path) -> bytes:
@@ -193,8 +264,9 @@ def _stored(
     ranks: dict[str, int],
     sizes: dict[str, int],
     files: _OpenFiles,
+    checksums: list[StoredChecksum],
 ) -> StoredTensor:
-    """A tensor bound to its chunks, proven to be covered by them."""
+    """A tensor bound to its chunks, proven to be covered by them; adds to `checksums`."""
     chunks = _needed_chunks(described)
     if not chunks:
         raise CoverageError(
@@ -213,7 +285,15 @@ def _stored(
         rank = ranks[place.file]
         start_bytes = archived.start_bytes
         view = archived.view
-        if is_dense(view, archived.shape):
+        dense = is_dense(view, archived.shape)
+        if archived.crc32 is not None and archived.storage_bytes:
+            size = chunk.box.elements * described.dtype.itemsize_bytes
+            storage = FileRange(place.file, start_bytes)
+            once = dense and size == archived.storage_bytes
+            checksums.append(
+                StoredChecksum(name, storage, archived.storage_bytes, archived.crc32, once)
+            )
+        if dense:
             start_bytes += view.offset * described.dtype.itemsize_bytes
             view = View.row_major(archived.shape)
         else:
