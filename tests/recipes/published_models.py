@@ -303,6 +303,8 @@ QWEN3_8B = _dense("qwen3", 36, 4096, 32, 8, 12288, 151936, head_width=128)
 MIXTRAL_8X7B = _mixtral(32, 4096, 32, 8, 14336, 8, 32000)
 QWEN3_30B_A3B = _qwen3_moe(48, 2048, 32, 4, 768, 128, 151936)
 DEEPSEEK_V3 = _deepseek_v3(61, 1, 7168, 128, 18432, 2048, 256, 3, 129280)
+# Of the same widths, so that its rules are those of the whole, and quick to look at.
+SHORT_DEEPSEEK_V3 = _deepseek_v3(8, 1, 7168, 128, 18432, 2048, 256, 3, 129280)
 
 MODELS = {
     "bert": MINI_LM,

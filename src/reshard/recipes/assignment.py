@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -114,6 +114,12 @@ class _Ruling:
         where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
         return f"{where}rule `{self.rules[number]}`"
 
+    def naming(
+        self, name: str, shape: tuple[int, ...], match: _Match
+    ) -> AbstractContextManager[None]:
+        """Say of an error which tensor and which rule it is about."""
+        return _naming(f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}")
+
     def match(self, name: str) -> _Match | None:
         """The first rule that matches a tensor."""
         for number, rule in enumerate(self.rules):
@@ -203,7 +209,8 @@ class _Ruling:
             numbers, ends = dict(match.numbers).get(what), dict(rule.at).get(what, ())
             if numbers is None and not ends:
                 continue
-            _, layout = self.lay_out(match.number, shapes[name], self.lives(match))
+            with self.naming(name, shapes[name], match):
+                _, layout = self.lay_out(match.number, shapes[name], self.lives(match))
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
@@ -259,7 +266,7 @@ def assign(
             specs[name] = replicated(len(shape))
             layouts[name] = specs[name].layout(shape)
             continue
-        with _naming(f"tensor {name!r} of shape {list(shape)}, {ruling.name_of(match.number)}"):
+        with ruling.naming(name, shape, match):
             specs[name], layouts[name] = ruling.lay_out(match.number, shape, ruling.lives(match))
     used = {match.number for match in matches.values()}
     unused = [n for n in range(len(ruling.rules)) if n not in used]
@@ -288,7 +295,7 @@ def _notes(ruling: _Ruling, matches: Mapping[str, _Match]) -> tuple[str, ...]:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Say of an error in a rule which rule it is, and for which tensor."""
+    """Say of an error what it is about."""
     try:
         yield
     except (LayoutError, RecipeError) as error:
