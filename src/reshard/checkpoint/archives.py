@@ -14,7 +14,7 @@ pass by (`range_checksums`), so that no byte is read twice:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from reshard.checkpoint.arrangement import Arrangement
@@ -59,12 +59,12 @@ class Archives:
         Raises:
             DigestError: bytes that are not those that were written.
         """
-        for damaged in damaged_ranges(self._source.checksums, self._read, sources):
+        for damaged, found in damaged_ranges(self._source.checksums, self._read, sources):
             path, start = self._source.path(damaged.place.path), damaged.place.start_bytes
             raise DigestError(
-                f"{path} bytes {start}:{start + damaged.size_bytes}, of tensor "
-                f"{damaged.tensor!r}, are not what was written: the file's own checksum is "
-                f"{damaged.crc32:08x}, theirs is another. The file is damaged, fetch it again"
+                f"{path} bytes {start}:{start + damaged.size_bytes}, {damaged.part} of tensor "
+                f"{damaged.tensor!r}, are not what was written: their checksum is {found:08x}, "
+                f"the file itself says {damaged.crc32:08x}. It was damaged, fetch it again"
             )
 
     def complete_targets(
@@ -103,8 +103,8 @@ def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
 
 def damaged_ranges(
     checksums: Iterable[StoredChecksum], found: RangeChecksums, sources: OpenFiles[SourceFile]
-) -> Iterable[StoredChecksum]:
-    """The ranges whose bytes have another checksum than the file says.
+) -> Iterator[tuple[StoredChecksum, int]]:
+    """The ranges whose bytes have another checksum than the file says, and that.
 
     Those that `found` has not seen whole are read.
     """
@@ -114,7 +114,7 @@ def damaged_ranges(
         if checksum is None:
             checksum = _checksum(sources[name], start, one.size_bytes)
         if checksum != one.crc32:
-            yield one
+            yield one, checksum
 
 
 def _checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:

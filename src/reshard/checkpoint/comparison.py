@@ -14,9 +14,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.checkpoint.archives import damaged_ranges, source_checksums
 from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
 from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
-from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum
 from reshard.checkpoint.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion_run import Progress, ProgressFunction
 from reshard.checkpoint.opening import open_checkpoint
@@ -214,7 +215,10 @@ def check_digests(
                 "blocks' digests; the manifest was damaged or edited"
             )
     files = open_sources(checkpoint)
-    readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files))
+    own = [one for one in checkpoint.checksums if one.tensor in checkpoint.tensors]
+    seen = source_checksums(own)
+    watch = seen.add if own else None
+    readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files, watch))
     sizes = _workspace_sizes([checkpoint], names)
     total = checkpoint.size_bytes
 
@@ -231,10 +235,10 @@ def check_digests(
             done += readers(name).grid.size_bytes(block)
             if progress is not None:
                 progress(Progress(done, total, 0, name))
+        damaged = [_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)]
     finally:
         results.close()
         files.close()
-    damaged = []
     for name in names:
         recorded = checkpoint[name].digest
         for block in range(len(blocks[name])) if recorded else ():
@@ -256,3 +260,10 @@ def check_digests(
     }
     without = tuple(name for name in names if checkpoint[name].digest is None)
     return DigestReport(digests, without, tuple(damaged), done)
+
+
+def _damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
+    """A range of a file that has another checksum than the file itself says."""
+    start = one.place.start_bytes
+    place = f"{one.place.path} bytes {start}:{start + one.size_bytes}"
+    return DamagedBlock(one.tensor, one.part, f"{one.crc32:08x}", f"{found:08x}", (place,))

@@ -167,12 +167,13 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredChecksum:
-    """The CRC-32 that a file itself has for `size_bytes` of it: a part of the tensor `tensor`.
+    """The CRC-32 that a file itself has for `size_bytes` of it: the box `part` of a tensor.
 
     `is_read_once` says whether all of its bytes are elements, each of which is read once.
     """
 
     tensor: str
+    part: str
     place: FileRange
     size_bytes: int
     crc32: int

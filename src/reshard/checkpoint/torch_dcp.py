@@ -146,16 +146,15 @@ def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor)
     )
     if (tensor.dtype, tensor.shape) != (described.dtype, layout.shape):
         raise wrong
+    if 0 in layout.shape:
+        return dataclasses.replace(tensor, digest=described.digest)
     addresses: dict[int, tuple[FileRange, ...]] = {}
     for slot in found.holders:
-        chunks = {
-            box: tensor.file_range(slot, number)
-            for number, box in enumerate(found.boxes(slot) or [None])
-        }
         boxes = layout.boxes(slot) if slot in layout.holders else ()
-        if {*(boxes or [None])} != {*chunks} or len(boxes or [None]) != len(layout.cells_of(slot)):
+        chunks = {box: number for number, box in enumerate(found.boxes(slot))}
+        if {*boxes} != {*chunks} or len(boxes) != len(layout.cells_of(slot)):
             raise wrong
-        addresses[slot] = tuple(chunks[box] for box in boxes or [None])
+        addresses[slot] = tuple(tensor.file_range(slot, chunks[box]) for box in boxes)
     bound = StoredTensor(
         tensor.name,
         tensor.dtype,
@@ -291,7 +290,9 @@ def _stored(
             storage = FileRange(place.file, start_bytes)
             once = dense and size == archived.storage_bytes
             checksums.append(
-                StoredChecksum(name, storage, archived.storage_bytes, archived.crc32, once)
+                StoredChecksum(
+                    name, str(chunk.box), storage, archived.storage_bytes, archived.crc32, once
+                )
             )
         if dense:
             start_bytes += view.offset * described.dtype.itemsize_bytes

@@ -128,9 +128,13 @@ def _cut(
 ) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
     """The layout a tensor is stored in, and the boxes of every rank that stores some."""
     layout = tensor.layout
-    pairs = [(slot, box) for slot in sorted(storing) for box in stored_boxes(layout, slot)]
-    whole = Box((0,) * layout.ndim, layout.shape).elements
-    are_disjoint = sum(box.elements for _, box in pairs) == whole
+    whole = Box((0,) * layout.ndim, layout.shape)
+    if not whole.elements:
+        # Nothing is stored but the shape.
+        slot = min(storing)
+        return Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}
+    pairs = [(slot, box) for slot in sorted(storing) for box in layout.boxes(slot)]
+    are_disjoint = sum(box.elements for _, box in pairs) == whole.elements
     are_single = all(len(layout.cells_of(slot)) == 1 for slot in storing)
     if are_boxes(layout, storing) and are_single and are_disjoint:
         return layout, {slot: (box,) for slot, box in pairs}

@@ -8,6 +8,7 @@ import click
 
 from reshard.checkpoint.conversion import Conversion, plan_conversion
 from reshard.checkpoint.conversion_run import ConversionReport, run_conversion
+from reshard.checkpoint.processes import running_processes
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -17,7 +18,7 @@ from reshard.cli.options import (
     quiet_option,
     threads_option,
 )
-from reshard.cli.output import file_json, mesh_json, printable, write, write_json
+from reshard.cli.output import file_json, mesh_json, printable, write, write_error, write_json
 from reshard.cli.plan import matching_json, matching_lines
 from reshard.cli.progress import shown_progress
 from reshard.errors import InterruptedRunError
@@ -48,7 +49,7 @@ def convert(
     """Cut the checkpoint SOURCE for other ranks, as TARGET.
 
     TARGET appears whole or not at all. An interrupted conversion continues where it stopped
-    when the same command is run again.
+    when the same command is run again. Started by torchrun, the processes share the work.
 
     \b
     Examples:
@@ -67,13 +68,18 @@ def convert(
     Keys of --json:
       source, target, to, format, mesh {text, axes, devices}
       tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
-      seconds_s, bytes_per_s, was_complete
+      seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes}]
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     try:
         conversion = plan_conversion(source, target, **conversion_arguments)
-        with shown_progress("converting", quiet) as progress:
+        for loss in conversion.losses:
+            write_error(f"note: {printable(loss)}")
+        with (
+            running_processes() as processes,
+            shown_progress("converting", quiet or processes.rank > 0) as progress,
+        ):
             report = run_conversion(
                 conversion,
                 memory_bytes=memory_bytes,
@@ -81,7 +87,10 @@ def convert(
                 overwrite=overwrite,
                 restart=restart,
                 progress=progress,
+                processes=processes,
             )
+            # What was done is said once.
+            quiet, as_json = (quiet, as_json) if processes.rank == 0 else (True, False)
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted; the same command continues") from None
     if as_json:
@@ -107,6 +116,11 @@ def _as_text(
             f"read {bytes_text(report.read_bytes)}, wrote {bytes_text(report.written_bytes)} in "
             f"{duration_text(report.seconds_s)}" + (f", {rate_text(rate)}" if rate else "")
         )
+        if len(report.by_process) > 1:
+            lines += [
+                f"  process {rank} read {bytes_text(read)}, wrote {bytes_text(written)}"
+                for rank, (read, written) in enumerate(report.by_process)
+            ]
         if report.resumed_bytes:
             lines.append(
                 f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
@@ -138,6 +152,9 @@ def _as_json(
         "seconds_s": report.seconds_s,
         "bytes_per_s": _bytes_per_s(report),
         "was_complete": report.was_complete,
+        "by_process": [
+            {"read_bytes": read, "written_bytes": written} for read, written in report.by_process
+        ],
         "files": [file_json(file.stored) for file in arrangement.files],
         **matching_json(conversion),
     }
