@@ -26,6 +26,9 @@ from reshard.errors import DigestError
 
 _PIECE_BYTES = 1024 * 1024
 
+_Seen = dict[str, list[tuple[int, int]]]
+ArchivesState = tuple[_Seen, _Seen]
+
 
 class Archives:
     """The archives that one run reads and writes; without any, there is nothing to do."""
@@ -52,6 +55,15 @@ class Archives:
     def watch_target(self) -> Watch | None:
         """What is to be told of every range that is written."""
         return self._written.add if self._written.ranges else None
+
+    def state(self) -> ArchivesState:
+        """What this process saw of archives, for `merge` in process 0."""
+        return self._read.state(), self._written.state()
+
+    def merge(self, state: ArchivesState) -> None:
+        """Take in what another process saw."""
+        self._read.merge(state[0])
+        self._written.merge(state[1])
 
     def check_sources(self, sources: OpenFiles[SourceFile]) -> None:
         """Compare the checksums of what was read.

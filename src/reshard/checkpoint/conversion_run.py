@@ -44,7 +44,8 @@ from reshard.checkpoint.file_io import SourceFile, TargetFile, sync_folder
 from reshard.checkpoint.journal import DIGEST_BYTES
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.checkpoint.pipeline import run_in_threads
-from reshard.checkpoint.staging import Staging
+from reshard.checkpoint.processes import OneProcess, Processes
+from reshard.checkpoint.shared_staging import SharedStaging, open_shared
 from reshard.checkpoint.torch_dcp_arrangement import metadata_bytes
 from reshard.errors import InterruptedRunError, RunError
 
@@ -67,7 +68,10 @@ ProgressFunction = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a run did. `resumed_bytes` were done before it; `was_complete` says all were."""
+    """What a run did. `resumed_bytes` were done before it; `was_complete` says all were.
+
+    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each.
+    """
 
     target: Path
     tensors: int
@@ -79,6 +83,7 @@ class ConversionReport:
     seconds_s: float
     was_complete: bool
     notes: tuple[str, ...]
+    by_process: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,14 @@ class _Run:
     def __init__(
         self,
         conversion: Conversion,
-        staging: Staging,
+        staging: SharedStaging,
         sources: OpenFiles[SourceFile],
         conversion_id: str,
+        processes: Processes,
     ) -> None:
         self.conversion = conversion
         self.staging = staging
+        self.processes = processes
         self.sources = sources
         self.conversion_id = conversion_id
         arrangement = conversion.arrangement
@@ -119,9 +126,10 @@ class _Run:
         self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
         self.size_bytes = sum(tensor.size_bytes for tensor in self.tensors)
         self.finished_bytes = 0
-        for (tensor, block), digest in staging.journal.finished.items():
+        for (tensor, block), digest in staging.finished.items():
             self._note(tensor, block, digest)
         self.resumed_bytes = self.finished_bytes
+        self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
         # One reader and writer a tensor, kept for as long as its blocks come up.
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
@@ -137,7 +145,18 @@ class _Run:
         at = block * DIGEST_BYTES
         self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
 
-    def make_files(self) -> None:
+    def begin(self) -> None:
+        """Make the files, and tell the other processes what is done already."""
+        if self.staging.owner is not None:
+            self._make_files()
+            packed = [np.packbits(finished) for finished in self.finished]
+            self.processes.share((packed, self.resumed_bytes))
+            return
+        packed, self.resumed_bytes = self.processes.share(None)
+        for finished, bits in zip(self.finished, packed, strict=True):
+            finished[:] = np.unpackbits(bits, count=len(finished)).astype(bool)
+
+    def _make_files(self) -> None:
         """Every target file at its full size, with its header."""
         for file in self.conversion.arrangement.files:
             path = self.staging.content / file.stored.name
@@ -158,11 +177,18 @@ class _Run:
                 sync_folder(self.staging.content)
 
     def tasks(self) -> Iterator[_Task]:
-        """The blocks that are left to do, in the order of the source's tensors."""
-        for tensor, grid in enumerate(self.grids):
-            for block in range(grid.count):
-                if not self.finished[tensor][block]:
-                    yield _Task(tensor, block)
+        """This process's share of the blocks that are left, in the order of the source's tensors.
+
+        Every process counts the same blocks, and takes an equally long stretch of them.
+        """
+        left = [np.flatnonzero(~finished) for finished in self.finished]
+        total = sum(map(len, left))
+        rank, size = self.processes.rank, self.processes.size
+        first, stop = total * rank // size, total * (rank + 1) // size
+        for tensor, blocks in enumerate(left):
+            for block in blocks[max(0, first) : max(0, stop)].tolist():
+                yield _Task(tensor, block)
+            first, stop = first - len(blocks), stop - len(blocks)
 
     def work(self, task: _Task, workspace: Workspace) -> _Done:
         """Read, digest and write one block."""
@@ -178,6 +204,7 @@ class _Run:
         results = run_in_threads(self.tasks(), self.work, self.conversion.new_workspace, threads)
         try:
             for done in results:
+                self.processes.check()
                 waiting.append(done)
                 size = self.grids[done.task.tensor].size_bytes(done.task.block)
                 done_bytes += size
@@ -203,9 +230,33 @@ class _Run:
             self.targets[name].sync()
         blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
         if blocks:
-            self.staging.journal.append_blocks(blocks)
+            self.staging.own_journal.append_blocks(blocks)
         for tensor, block, digest in blocks:
             self._note(tensor, block, digest)
+
+    def meet(self) -> None:
+        """Wait for all processes, and let process 0 know what each has done."""
+        for source in self.sources:
+            source.check_unchanged()
+        read = sum(source.read_bytes for source in self.sources)
+        written = sum(target.written_bytes for target in self.targets)
+        others = self.processes.collect((read, written, self.archives.state()))
+        self.by_process = tuple((read, written) for read, written, _ in others)
+        if self.staging.owner is None:
+            return
+        for rank, (_, _, state) in enumerate(others):
+            if rank != self.processes.rank:
+                self.archives.merge(state)
+        for record in self.staging.other_records():
+            for (tensor, block), digest in record.finished.items():
+                self._note(tensor, block, digest)
+        missing = sum(int((~finished).sum()) for finished in self.finished)
+        if missing:
+            raise RunError(
+                f"{missing} blocks are recorded in no journal of {self.staging.content.parent}; "
+                "its file system does not show one process what another wrote. Run the same "
+                "command again, it continues"
+            )
 
     def digests(self) -> dict[str, TensorDigest]:
         """The digest of every tensor, from those of its blocks."""
@@ -218,7 +269,15 @@ class _Run:
         }
 
     def finish(self) -> None:
-        """Everything but the tensors, the manifest last, and the commit."""
+        """Everything but the tensors, the manifest last, and the commit: process 0 does it."""
+        if self.staging.owner is None:
+            self.processes.share(None)
+            return
+        self._finish()
+        self.staging.owner.commit()
+        self.processes.share(True)
+
+    def _finish(self) -> None:
         self.archives.check_sources(self.sources)
         self.archives.complete_targets(self.sources, self.targets)
         for target in self.targets:
@@ -252,7 +311,6 @@ class _Run:
                 self.conversion.source.carried,
             )
             _write_synced(content / MANIFEST_NAME, manifest.to_json())
-        self.staging.commit()
 
 
 def run_conversion(
@@ -264,6 +322,7 @@ def run_conversion(
     restart: bool = False,
     progress: ProgressFunction | None = None,
     sync_bytes: int = SYNC_BYTES,
+    processes: Processes | None = None,
 ) -> ConversionReport:
     """Carry a conversion out.
 
@@ -275,6 +334,8 @@ def run_conversion(
         restart: throw away what an earlier, unfinished run left.
         progress: called with a `Progress` after every block.
         sync_bytes: how much is written between two entries in the journal.
+        processes: those that share the work, each of which calls this with the same
+            conversion (see `reshard.checkpoint.processes`); this one alone when None.
 
     Raises:
         UsageError: a target that exists; too small a memory limit.
@@ -283,6 +344,7 @@ def run_conversion(
         DigestError: a source that is not what its manifest says.
     """
     began_s = time.monotonic()
+    processes = processes or OneProcess()
     workers = conversion.threads(memory_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
@@ -292,20 +354,29 @@ def run_conversion(
         description = conversion.description(sources)
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
-        with Staging.open(
-            conversion.target, conversion_id, description, overwrite=overwrite, restart=restart
+        with open_shared(
+            processes,
+            conversion.target,
+            conversion_id,
+            description,
+            overwrite=overwrite,
+            restart=restart,
         ) as staging:
             if staging.already_complete:
                 return _report(conversion, began_s, complete=True)
-            run = _Run(conversion, staging, sources, conversion_id)
+            run = _Run(conversion, staging, sources, conversion_id, processes)
             try:
-                run.make_files()
+                run.begin()
                 run.move_blocks(workers, progress, sync_bytes)
+                run.meet()
                 run.finish()
             finally:
                 run.targets.close()
             return _report(conversion, began_s, run)
-    except KeyboardInterrupt:
+    except BaseException as error:
+        processes.fail(str(error) or type(error).__name__)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         done = (
             f" when {run.finished_bytes} of {run.size_bytes} bytes were on the disk" if run else ""
         )
@@ -325,12 +396,13 @@ def _report(
         len(conversion.arrangement.tensors),
         len(conversion.arrangement.files),
         size_bytes,
-        sum(source.read_bytes for source in run.sources) if run else 0,
-        sum(target.written_bytes for target in run.targets) if run else 0,
+        sum(read for read, _ in run.by_process) if run else 0,
+        sum(written for _, written in run.by_process) if run else 0,
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
         complete,
         conversion.notes,
+        run.by_process if run else ((0, 0),),
     )
 
 

@@ -117,6 +117,30 @@ class RangeChecksums:
             found.checksum ^= checksum
             found.seen_bytes += size
 
+    def state(self) -> dict[str, list[tuple[int, int]]]:
+        """What was seen so far, for `merge` in another process."""
+        with self._lock:
+            return {
+                name: [(one.checksum, one.seen_bytes) for one in ranges]
+                for name, ranges in self._found.items()
+            }
+
+    def merge(self, state: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        """Take in what another process saw of the same ranges.
+
+        >>> seen = [RangeChecksums({"a": [(0, 11)]}) for _ in range(2)]
+        >>> seen[0].add("a", 0, b"hello ")
+        >>> seen[1].add("a", 6, b"world")
+        >>> seen[0].merge(seen[1].state())
+        >>> seen[0].of("a", 0) == zlib.crc32(b"hello world")
+        True
+        """
+        with self._lock:
+            for name, ranges in state.items():
+                for found, (checksum, seen_bytes) in zip(self._found[name], ranges, strict=True):
+                    found.checksum ^= checksum
+                    found.seen_bytes += seen_bytes
+
     def of(self, name: str, start_bytes: int) -> int | None:
         """The checksum of the range that begins there; None while not all of it has been seen.
 

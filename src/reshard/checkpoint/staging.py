@@ -326,13 +326,19 @@ def _discard(root: Path) -> None:
     sync_folder(root)
     for name in ("content", "previous"):
         remove_folder(root / name)
-    (root / "journal.new").unlink(missing_ok=True)
+    _remove_other_journals(root)
+
+
+def _remove_other_journals(root: Path) -> None:
+    """Remove journals that are half made, and those of the processes beside the first."""
+    for path in root.glob("journal.*"):
+        path.unlink(missing_ok=True)
 
 
 def _remove_root(lock: FolderLock) -> None:
     """Remove the staging folder; the journal late, for it says that the target is complete."""
     for name in ("content", "previous"):
         remove_folder(lock.folder / name)
-    for name in ("journal", "journal.new"):
-        (lock.folder / name).unlink(missing_ok=True)
+    _remove_other_journals(lock.folder)
+    (lock.folder / "journal").unlink(missing_ok=True)
     lock.remove_folder()

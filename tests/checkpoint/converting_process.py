@@ -1,0 +1,49 @@
+"""One process of a conversion, with small blocks; killed after its n-th record if told so.
+
+Arguments: source, target, format of the target; the process to be killed, and the record.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from reshard.checkpoint import blocks, conversion_run, plan_conversion, run_conversion
+from reshard.checkpoint.processes import running_processes
+from reshard.errors import ReshardError
+
+blocks.BLOCK_BYTES = 4096
+
+
+def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
+    record = conversion_run._Run._record
+    recorded = 0
+
+    def counted(self: object, done: object) -> None:
+        nonlocal recorded
+        record(self, done)
+        recorded += 1
+        if recorded == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.get("RANK") == str(rank):
+        conversion_run._Run._record = counted
+    try:
+        with running_processes(timeout_s=5) as processes:
+            conversion = plan_conversion(
+                source, target, to="tp=3", rules=["s=...", "*=tp, ..."], format=form
+            )
+            report = run_conversion(
+                conversion, processes=processes, threads=2, sync_bytes=16 * 4096
+            )
+    except ReshardError as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\n")
+        return 3
+    done_so_far = {"by_process": report.by_process, "resumed": report.resumed_bytes}
+    sys.stdout.write(json.dumps(done_so_far) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    source, target, form, *kill = sys.argv[1:]
+    sys.exit(main(source, target, form, *map(int, kill)))
