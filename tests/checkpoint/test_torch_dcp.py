@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import Tensor, read_file, tensor
 from reshard import checkpoint
@@ -304,6 +307,59 @@ def test_transformed_tensors_are_refused_by_name(halves: Path) -> None:
     edit(halves, compress)
     with pytest.raises(CheckpointError, match=r"'w' was transformed by stream\.zstd"):
         open_checkpoint(halves)
+
+
+def test_ranks_that_kept_their_metadata_to_themselves_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    torch.distributed.checkpoint.save(
+        {"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True, use_collectives=True
+    )
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    with pytest.raises(CheckpointError, match="use_collectives=True"):
+        open_checkpoint(folder)
+
+
+def test_a_metadata_file_that_is_none_is_an_error(halves: Path) -> None:
+    for content in (b"", b"{}", pickle.dumps({"w": 1}), pickle.dumps([halves])):
+        (halves / ".metadata").write_bytes(content)
+        with pytest.raises(FormatError, match=r"\.metadata"):
+            open_checkpoint(halves)
+
+
+def test_nothing_that_a_metadata_file_says_is_run(halves: Path, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    edit(halves, lambda metadata: setattr(metadata, "planner_data", Harm()))
+    with pytest.raises(FormatError, match="which no checkpoint of PyTorch needs"):
+        open_checkpoint(halves)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_attributes_that_torch_has_not_are_listed(halves: Path) -> None:
+    edit(halves, lambda metadata: setattr(metadata, "mcore_data", {"w": {"shape": (8, 4)}}))
+    opened = open_checkpoint(halves)
+    assert opened.left_out == ((".metadata: mcore_data", "an attribute that PyTorch has not"),)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_changed_metadata_is_an_error_or_says_the_same(halves: Path, data: st.DataObject) -> None:
+    path = halves / ".metadata"
+    content = path.read_bytes()
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(changed)
+    try:
+        with contextlib.suppress(CheckpointError):
+            opened = open_checkpoint(halves)
+            for name in {"w", "step", "scale"} & {*opened}:
+                # Whole and proven, wherever its bytes are said to be; PyTorch would fill zeros.
+                checkpoint.read_tensor(opened, name)
+    finally:
+        path.write_bytes(content)
 
 
 def test_values_that_are_conjugated_when_read_are_refused(tmp_path: Path) -> None:

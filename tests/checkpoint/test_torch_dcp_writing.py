@@ -202,6 +202,29 @@ def test_what_is_no_tensor_is_kept(tmp_path: Path, nested: Path) -> None:
     for name, item in open_checkpoint(nested).items.items():
         other = open_checkpoint(made).items[name]
         assert stored(nested, item) == stored(made, other)
+    assert checkpoint.compare(nested, made).is_same
+
+
+def test_a_flipped_byte_of_what_is_no_tensor_is_noticed(tmp_path: Path, nested: Path) -> None:
+    made, again = tmp_path / "made", tmp_path / "again"
+    checkpoint.convert(nested, made, to="full", format="torch-dcp")
+    item = open_checkpoint(made).items["epoch"]
+    flip(made / item.place.path, item.place.start_bytes + 100)
+    assert [block.tensor for block in checkpoint.check_digests(made).damaged] == ["epoch"]
+    (difference,) = checkpoint.compare(nested, made).differences
+    assert (difference.name, difference.problem) == ("epoch", "is no tensor, and has other bytes")
+    with pytest.raises(DigestError, match="'epoch'"):
+        checkpoint.convert(made, again, to="full", format="torch-dcp")
+    assert not again.exists()
+
+
+def test_a_checkpoint_of_nothing(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {})
+    checkpoint.convert(
+        tmp_path / "model.safetensors", tmp_path / "made", to="full", format="torch-dcp"
+    )
+    assert len(open_checkpoint(tmp_path / "made")) == 0
+    assert dcp.FileSystemReader(tmp_path / "made").read_metadata().state_dict_metadata == {}
 
 
 def stored(folder: Path, item: Any) -> bytes:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from reshard.checkpoint.arrangement import Arrangement
 from reshard.checkpoint.block_io import OpenFiles, Watch
-from reshard.checkpoint.contents import Checkpoint, StoredChecksum
+from reshard.checkpoint.blocks import block_digest, tensor_digest
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
 from reshard.checkpoint.file_io import SourceFile, TargetFile
 from reshard.checkpoint.range_checksums import RangeChecksums
 from reshard.errors import DigestError
@@ -81,14 +82,31 @@ class Archives:
 
     def complete_targets(
         self, sources: OpenFiles[SourceFile], targets: OpenFiles[TargetFile]
-    ) -> None:
-        """Write the ends of all archives, and the items."""
+    ) -> dict[str, bytes]:
+        """Write the items and the ends of all archives; answers the items' digests.
+
+        Raises:
+            DigestError: an item that is not what was written.
+        """
+        digests = {}
         for name, item in self._arrangement.items.items():
             stored = self._source.items[name]
-            for offset in range(0, item.size_bytes, _PIECE_BYTES):
-                piece = memoryview(bytearray(min(_PIECE_BYTES, item.size_bytes - offset)))
-                sources[stored.place.path].read_into(piece, stored.place.start_bytes + offset)
-                targets[item.place.path].write(piece, item.place.start_bytes + offset)
+            pieces, at = [], item.place.start_bytes
+            for piece in item_pieces(stored, sources):
+                targets[item.place.path].write(piece, at)
+                at += len(piece)
+                pieces.append(block_digest(piece))
+            digests[name] = tensor_digest(pieces).tensor
+            if stored.digest not in (None, digests[name]):
+                raise DigestError(
+                    f"{name!r} in {self._source.path(stored.place.path)} is not what was "
+                    f"written: its digest is {digests[name].hex()}, the manifest says "
+                    f"{(stored.digest or b'').hex()}. The file is damaged, fetch it again"
+                )
+        self._end_archives(targets)
+        return digests
+
+    def _end_archives(self, targets: OpenFiles[TargetFile]) -> None:
         staged = OpenFiles(lambda name: SourceFile(self._content / name))
         try:
             for file in self._arrangement.files:
@@ -127,6 +145,19 @@ def damaged_ranges(
             checksum = _checksum(sources[name], start, one.size_bytes)
         if checksum != one.crc32:
             yield one, checksum
+
+
+def item_pieces(item: StoredItem, files: OpenFiles[SourceFile]) -> Iterator[memoryview]:
+    """The bytes of an item, 1 MiB at a time; its digest is that of the digests of these."""
+    for offset in range(0, item.size_bytes, _PIECE_BYTES):
+        piece = memoryview(bytearray(min(_PIECE_BYTES, item.size_bytes - offset)))
+        files[item.place.path].read_into(piece, item.place.start_bytes + offset)
+        yield piece
+
+
+def item_digest(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
+    """The digest of an item's bytes as they are now."""
+    return tensor_digest(block_digest(piece) for piece in item_pieces(item, files)).tensor
 
 
 def _checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:

@@ -14,12 +14,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from reshard.checkpoint.archives import damaged_ranges, source_checksums
-from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint import torch_dcp
+from reshard.checkpoint.archives import damaged_ranges, item_digest, source_checksums
+from reshard.checkpoint.block_io import BlockReader, OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
 from reshard.checkpoint.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion_run import Progress, ProgressFunction
+from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint
 from reshard.checkpoint.pipeline import run_in_threads
 from reshard.errors import FormatError
@@ -89,7 +91,7 @@ def compare(
     threads: int = DEFAULT_THREADS,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
-    """Compare two checkpoints bit for bit.
+    """Compare two checkpoints bit for bit; also what is no tensor, where both can have such.
 
     Raises:
         CheckpointError: one of them cannot be used.
@@ -129,6 +131,7 @@ def compare(
     done = 0
     results = run_in_threads(_tasks(a, names), work, new_memory, threads)
     try:
+        differences += _different_items(a, b, files_a, files_b)
         for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
@@ -236,6 +239,7 @@ def check_digests(
             if progress is not None:
                 progress(Progress(done, total, 0, name))
         damaged = [_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)]
+        damaged += _damaged_items(checkpoint, files)
     finally:
         results.close()
         files.close()
@@ -260,6 +264,35 @@ def check_digests(
     }
     without = tuple(name for name in names if checkpoint[name].digest is None)
     return DigestReport(digests, without, tuple(damaged), done)
+
+
+def _damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
+    """The items that have another digest than was recorded."""
+    damaged = []
+    for name, item in checkpoint.items.items():
+        found = item_digest(item, files) if item.digest is not None else None
+        if item.digest is not None and found is not None and item.digest != found:
+            start = item.place.start_bytes
+            place = f"{item.place.path} bytes {start}:{start + item.size_bytes}"
+            what = "the bytes"
+            damaged.append(DamagedBlock(name, what, item.digest.hex(), found.hex(), (place,)))
+    return damaged
+
+
+def _different_items(
+    a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
+) -> list[Difference]:
+    """What differs in items that are no tensors, where both formats have such."""
+    if a.format != torch_dcp.FORMAT or b.format != torch_dcp.FORMAT:
+        return []
+    differences = []
+    for name in [*a.items, *(name for name in b.items if name not in a.items)]:
+        if name not in a.items or name not in b.items:
+            folder = a.folder if name in a.items else b.folder
+            differences.append(Difference(name, f"is only in {folder}"))
+        elif item_digest(a.items[name], files_a) != item_digest(b.items[name], files_b):
+            differences.append(Difference(name, "is no tensor, and has other bytes"))
+    return differences
 
 
 def _damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:

@@ -155,7 +155,8 @@ class StoredItem:
     """Bytes under a name that are no tensor: a step, a learning rate, pickled by who saved it.
 
     They are `size_bytes` of a file at `place`, of the rank `rank`, and are never looked into.
-    `transforms` names what was done to them, such as a compression, innermost first.
+    `transforms` names what was done to them, such as a compression, innermost first. `digest`
+    is that of their pieces (see `reshard.checkpoint.archives.item_pieces`), where recorded.
     """
 
     name: str
@@ -163,6 +164,7 @@ class StoredItem:
     size_bytes: int
     rank: int = 0
     transforms: tuple[str, ...] = ()
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

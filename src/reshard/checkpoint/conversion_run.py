@@ -279,7 +279,7 @@ class _Run:
 
     def _finish(self) -> None:
         self.archives.check_sources(self.sources)
-        self.archives.complete_targets(self.sources, self.targets)
+        items = self.archives.complete_targets(self.sources, self.targets)
         for target in self.targets:
             target.sync()
         for source in self.sources:
@@ -309,6 +309,7 @@ class _Run:
                 arrangement.tensors,
                 self.digests(),
                 self.conversion.source.carried,
+                items,
             )
             _write_synced(content / MANIFEST_NAME, manifest.to_json())
 

@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,10 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself; `conversion_id` names the run that wrote it."""
+    """What a checkpoint says about itself; `conversion_id` names the run that wrote it.
+
+    `items` has the digests of what is no tensor, in formats that have such.
+    """
 
     format: str
     conversion_id: str
@@ -64,11 +67,12 @@ class Manifest:
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, ManifestTensor]
     carried: tuple[str, ...]
+    items: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of the manifest file."""
         mesh = self.mesh
-        content = {
+        content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "format": self.format,
             "conversion_id": self.conversion_id,
@@ -85,6 +89,8 @@ class Manifest:
             "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
             "carried": self.carried,
         }
+        if self.items:
+            content["items"] = {name: digest.hex() for name, digest in self.items.items()}
         return json.dumps(content, indent=1) + "\n"
 
 
@@ -134,13 +140,14 @@ def manifest_of(
     tensors: Mapping[str, StoredTensor],
     digests: Mapping[str, TensorDigest],
     carried: tuple[str, ...],
+    items: Mapping[str, bytes],
 ) -> Manifest:
     """The manifest of tensors about to be committed, with their digests."""
     described = {
         name: ManifestTensor(tensor.dtype, tensor.layout, tensor.spec, digests.get(name))
         for name, tensor in tensors.items()
     }
-    return Manifest(format_name, conversion_id, mesh, files, described, carried)
+    return Manifest(format_name, conversion_id, mesh, files, described, carried, items)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -211,6 +218,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         tuple(files),
         {name: _parse_tensor(mesh, files, name, item) for name, item in content["tensors"].items()},
         tuple(_text(name, "a carried file") for name in content["carried"]),
+        {name: _digests(item, 1, name)[0] for name, item in content.get("items", {}).items()},
     )
 
 

@@ -68,7 +68,8 @@ def _open(path: Path) -> Checkpoint:
     elif not names:
         raise CheckpointError(
             f"no checkpoint in {path}: expected `{huggingface.SINGLE_FILE}`, "
-            f"`{huggingface.INDEX_NAME}`, or shard files ending in `{SUFFIX}`"
+            f"`{huggingface.INDEX_NAME}`, `{torch_dcp.METADATA_NAME}` of PyTorch, or shard files "
+            f"ending in `{SUFFIX}`{_other_metadata(path)}"
         )
     elif any(_is_sharded(path / name) for name in names):
         checkpoint = sharded_safetensors.read_without_manifest(path, names)
@@ -84,7 +85,19 @@ def _open(path: Path) -> Checkpoint:
     return _with_companions(_identified(checkpoint))
 
 
+def _other_metadata(folder: Path) -> str:
+    """What to do about a distributed checkpoint whose ranks kept their metadata to themselves."""
+    if not any(folder.glob(f"__*{torch_dcp.METADATA_NAME}")):
+        return ""
+    return (
+        f". There is `__0{torch_dcp.METADATA_NAME}`, of a save with use_collectives=False: each "
+        "rank knows its own part only. Save with use_collectives=True"
+    )
+
+
 def _open_file(path: Path) -> Checkpoint:
+    if path.name == torch_dcp.METADATA_NAME:
+        return torch_dcp.read(path.parent)
     if path.name.endswith(".index.json"):
         return huggingface.read_indexed(path)
     if _is_sharded(path):

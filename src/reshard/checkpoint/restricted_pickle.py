@@ -342,11 +342,15 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
 }
 
 
+_PLAIN = frozenset([str, int, bool, float, bytes, type(None)])
+_KEYS = _PLAIN | {Call, Global}
+
+
 def _is_key(key: Any) -> bool:
     """Whether a value may be the key of a dict: a plain one, or a flat tuple of such."""
     if type(key) is tuple:
-        return all(isinstance(item, str | int | float | bytes | None) for item in key)
-    return isinstance(key, str | int | float | bytes | Call | Global | None)
+        return all(type(item) in _PLAIN for item in key)
+    return type(key) in _KEYS
 
 
 def shortened(text: str, most: int = 120) -> str:

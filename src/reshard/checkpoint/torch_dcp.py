@@ -119,7 +119,8 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         CheckpointError: as `read`.
     """
     found = read(folder)
-    written = {(file.name, file.size_bytes) for file in manifest.files}
+    # A checkpoint of nothing has an empty file that nothing lies in.
+    written = {(file.name, file.size_bytes) for file in manifest.files if file.size_bytes}
     others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)
     names = sorted({*found.tensors} ^ {*manifest.tensors})
     if others or names:
@@ -132,8 +133,14 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         name: _as_described(folder, tensor, manifest.tensors[name])
         for name, tensor in found.tensors.items()
     }
+    items = {
+        name: dataclasses.replace(item, digest=manifest.items.get(name))
+        for name, item in found.items.items()
+    }
     checksums = tuple(one for one in found.checksums if tensors[one.tensor].digest is None)
-    return dataclasses.replace(found, tensors=tensors, mesh=manifest.mesh, checksums=checksums)
+    return dataclasses.replace(
+        found, tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums
+    )
 
 
 def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor) -> StoredTensor:

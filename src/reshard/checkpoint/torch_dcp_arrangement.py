@@ -54,9 +54,7 @@ def arrange_torch_dcp(
     check_values(tensors)
     storing = storing_slots(tensors, "once")
     cuts = {name: _cut(name, tensor, storing[name]) for name, tensor in tensors.items()}
-    ranks = sorted({slot for _, boxes in cuts.values() for slot in boxes})
-    if items and not ranks:
-        ranks = [0]
+    ranks = sorted({slot for _, boxes in cuts.values() for slot in boxes}) or [0]
     files = []
     placed: dict[str, StoredItem] = {}
     addresses: dict[str, dict[int, tuple[FileRange, ...]]] = {name: {} for name in tensors}

@@ -69,6 +69,7 @@ def inspect(
     Keys of --json:
       path, format, mesh {text, axes, devices}, ranks, metadata
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
+      items [{name, rank, size_bytes}] (bytes that are no tensors)
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       digest_check (null without --digest) {read_bytes, without_digest,
@@ -155,6 +156,7 @@ def _as_text(
         f"{count_text(totals['tensors'], 'tensor')}, {count_text(totals['elements'], 'element')}, "
         f"{bytes_text(totals['tensor_bytes'])}, in {count_text(totals['files'], 'file')} of "
         f"{bytes_text(totals['file_bytes'])}",
+        *listing("no tensors, but bytes", checkpoint.items),
         *listing("carried along", checkpoint.carried),
         *listing("left out", [f"{name} ({reason})" for name, reason in checkpoint.left_out]),
     ]
@@ -223,6 +225,10 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
             for tensor in checkpoint.tensors.values()
         ],
         "files": [file_json(file) for file in checkpoint.files],
+        "items": [
+            {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
+            for item in checkpoint.items.values()
+        ],
         "carried": list(checkpoint.carried),
         "left_out": [{"name": name, "reason": why} for name, why in checkpoint.left_out],
         "totals": _totals(checkpoint),
