@@ -12,10 +12,9 @@ from reshard.checkpoint import blocks, conversion_run, plan_conversion, run_conv
 from reshard.checkpoint.processes import running_processes
 from reshard.errors import ReshardError
 
-blocks.BLOCK_BYTES = 4096
-
 
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
+    blocks.BLOCK_BYTES = 4096
     record = conversion_run._Run._record
     recorded = 0
 
