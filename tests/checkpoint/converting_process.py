@@ -45,4 +45,7 @@ def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> i
 
 if __name__ == "__main__":
     source, target, form, *kill = sys.argv[1:]
-    sys.exit(main(source, target, form, *map(int, kill)))
+    code = main(source, target, form, *map(int, kill))
+    sys.stdout.flush()
+    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
+    os._exit(code)

@@ -392,6 +392,7 @@ def test_killed_and_run_again(tmp_path: Path, processes: FaultyProcesses) -> Non
 
 
 TWO = """
+import os
 import sys
 import warnings
 
@@ -418,6 +419,8 @@ dcp.load(state, checkpoint_id=made)
 assert torch.equal(state["w"].to_local(), expected.to_local())
 assert state["lr"] == 0.5
 dist.destroy_process_group()
+# Now and then torch 2.13 aborts while the interpreter takes its threads down.
+os._exit(0)
 """
 
 

@@ -132,7 +132,7 @@ def test_what_one_process_of_torch_writes(tmp_path: Path) -> None:
 
 
 SAVE = """
-import sys
+import os, sys
 import warnings
 
 warnings.simplefilter("ignore")
@@ -156,6 +156,8 @@ for target, files in zip(targets, [None, mapping]):
     writer = dcp.HuggingFaceStorageWriter(target, files, save_distributed=True)
     dcp.save(state, storage_writer=writer)
 dist.destroy_process_group()
+# Now and then torch 2.13 aborts while the interpreter takes its threads down.
+os._exit(0)
 """
 
 
