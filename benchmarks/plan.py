@@ -1,24 +1,111 @@
 """How long does planning take, and how much of it is one rank's part?
 
-Shapes only; the transfer columns are written out. The peer, where torch is installed, is the
-planner of PyTorch's distributed checkpoint, which makes one Python object for each pair of
-overlapping chunks (`create_read_items_for_chunk_list`), on the same chunks in the same run,
-alternating; medians.
+Shapes only; the transfer columns are written out. Each turn is a process of its own, so that
+nothing found before is used again, and its time begins when its imports are done. Medians.
 
-Expected before measuring: one tensor of 1,024 row chunks to 1,024 column chunks (1,048,576
-transfers) in some tenths of a second, since a transfer is a row of NumPy columns; one rank's
-part in about 10 ms.
+    chunks   one tensor, 1,024 row chunks to 1,024 column chunks: 1,048,576 transfers
+    llama    the 1,138 tensors of a Llama-3.1-405B, each cut by rows over 64 ranks ("fsdp"), to
+             tp=8,pp=16,dp=8 by the llama recipe. Tensors of equal layouts share one plan, and
+             its columns.
+
+Of each: the layouts (for llama, 1,138 names matched by the recipe), the transfers of all ranks,
+the part of one rank that only receives and of one that sends as well, and the peak of memory
+that planning all ranks adds to the imports.
+
+The peer, where torch is installed, is the planner of PyTorch's distributed checkpoint, which
+makes one Python object for each pair of overlapping chunks (`create_read_items_for_chunk_list`).
+It is asked for an evenly chosen part of the ranks, and its time multiplied accordingly.
+
+Expected before the first run: chunks in 0.2 s; llama's all ranks in 1 s and 300 MB, its one
+rank's part in 20 ms.
+
+    python benchmarks/plan.py [--chunks 1024] [--repeat 5] [--cases chunks llama] [--without-peer]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import reshard
+from reshard.layout import Layout
 from reshard.planning.plan import Plan
+from reshard.recipes.assignment import assign
+from reshard.recipes.library import load_recipe
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What is planned: both layouts of every tensor, and the ranks that the peer is asked for."""
+
+    source: dict[str, Layout]
+    target: dict[str, Layout]
+    receiver: int
+    sender: int
+    peer_ranks: range
+    ranks: int
+
+    def plans(self) -> list[Plan]:
+        """One a tensor; those of equal layouts are one."""
+        return [Plan(self.source[name], target) for name, target in self.target.items()]
+
+
+def chunks(count: int) -> Movement:
+    """Row chunks to column chunks."""
+    mesh = reshard.DeviceMesh.of(x=count)
+    rows, columns = (
+        reshard.spec(mesh, text).layout((8 * count, 8 * count)) for text in ("x, -", "-, x")
+    )
+    return Movement({"w": rows}, {"w": columns}, 5, 5, range(0, count, 16), count)
+
+
+def llama_shapes() -> dict[str, tuple[int, ...]]:
+    """The parameters of Llama-3.1-405B, from its published config.json."""
+    hidden, inner, key_value = 16384, 53248, 8 * 128
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, hidden)}
+    for layer in range(126):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
+            f"{at}.mlp.gate_proj.weight": (inner, hidden),
+            f"{at}.mlp.up_proj.weight": (inner, hidden),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.self_attn.k_proj.weight": (key_value, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.v_proj.weight": (key_value, hidden),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (128256, hidden)}
+
+
+def llama(_: int) -> Movement:
+    """64 ranks of FSDP to 1,024 of three parallelisms."""
+    shapes = llama_shapes()
+    rows = reshard.DeviceMesh.of(fsdp=64)
+    row_chunks = {
+        ndim: reshard.spec(rows, ", ".join(["fsdp", *["-"] * (ndim - 1)])) for ndim in (1, 2)
+    }
+    source = {name: row_chunks[len(shape)].layout(shape) for name, shape in shapes.items()}
+    config = {"num_attention_heads": 128, "num_key_value_heads": 8, "num_hidden_layers": 126}
+    mesh = reshard.DeviceMesh.of(tp=8, pp=16, dp=8)
+    target = assign(shapes, mesh, recipe=load_recipe("llama"), config=config).layouts
+    # The receiver is in the middle of the mesh; PyTorch is asked for one rank of each stage.
+    tp, pp, dp = 3, 7, 5
+    receiver = (tp * 16 + pp) * 8 + dp
+    return Movement(source, target, receiver, 29, range(0, 128, 8), mesh.size)
+
+
+CASES = {"chunks": chunks, "llama": llama}
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -27,68 +114,125 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
-def fresh_plan(source: reshard.Layout, target: reshard.Layout) -> Plan:
-    """A plan that nobody keeps, so that nothing found before is used again."""
-    return Plan(source, target)
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def layouts(chunks: int) -> tuple[reshard.Layout, reshard.Layout]:
-    mesh = reshard.DeviceMesh.of(x=chunks)
-    shape = (8 * chunks, 8 * chunks)
-    rows, columns = (reshard.spec(mesh, text).layout(shape) for text in ("x, -", "-, x"))
-    return rows, columns
+def plan_all_ranks(movement: Movement) -> dict[str, float]:
+    """Every box that is copied, of all tensors and ranks."""
+    before_bytes = peak_bytes()
+    begin_s = time.perf_counter()
+    plans = movement.plans()
+    rows = [len(plan.transfers) for plan in plans]
+    return {
+        "all_ranks_s": time.perf_counter() - begin_s,
+        "extra_bytes": peak_bytes() - before_bytes,
+        "transfers": sum(rows),
+        "written_out": sum(len(plan.transfers) for plan in set(plans)),
+    }
 
 
-def torch_planner(chunks: int, ranks: int) -> Callable[[], object] | None:
-    """PyTorch's read items for `ranks` of the target's column chunks, or None without torch."""
-    try:
-        import torch
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-    except ImportError:
-        return None
-    size = 8 * chunks
+def plan_one_rank(movement: Movement, rank: int) -> float:
+    """What one rank receives, keeps and sends."""
 
-    def chunk(offset: tuple[int, int], shape: tuple[int, int]) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+    def plan() -> None:
+        for plan in set(movement.plans()):
+            plan.for_rank(rank)
 
-    metadata = TensorStorageMetadata(
-        properties=TensorProperties(),
-        size=torch.Size((size, size)),
-        chunks=[chunk((8 * i, 0), (8, size)) for i in range(chunks)],
+    return timed(plan)
+
+
+def plan_receiver(movement: Movement) -> dict[str, float]:
+    """The part of a rank that holds nothing of the source, where there is one."""
+    return {"receiver_s": plan_one_rank(movement, movement.receiver)}
+
+
+def plan_sender(movement: Movement) -> dict[str, float]:
+    """The part of a rank on both sides."""
+    return {"sender_s": plan_one_rank(movement, movement.sender)}
+
+
+def plan_by_peer(movement: Movement) -> dict[str, float]:
+    """PyTorch's read items, for all ranks by multiplication."""
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
     )
-    wanted = [chunk((0, 8 * i), (size, 8)) for i in range(ranks)]
-    return lambda: create_read_items_for_chunk_list("w", metadata, wanted)
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    def boxes(layout: Layout, slot: int) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+            for box in layout.boxes(slot)
+        ]
+
+    asked = []
+    for name, source in movement.source.items():
+        stored = [chunk for slot in source.holders for chunk in boxes(source, slot)]
+        size = torch.Size(source.shape)
+        metadata = TensorStorageMetadata(properties=TensorProperties(), size=size, chunks=stored)
+        target = movement.target[name]
+        for rank in movement.peer_ranks:
+            if wanted := boxes(target, rank):
+                asked.append((name, metadata, wanted))
+
+    def plan() -> None:
+        for name, metadata, wanted in asked:
+            create_read_items_for_chunk_list(name, metadata, wanted)
+
+    return {"peer_s": timed(plan) * movement.ranks / len(movement.peer_ranks)}
+
+
+TURNS = {
+    "all": plan_all_ranks,
+    "receiver": plan_receiver,
+    "sender": plan_sender,
+    "peer": plan_by_peer,
+}
+
+
+def turn(case: str, what: str, count: str) -> None:
+    """The hidden command, in a process of its own."""
+    begin_s = time.perf_counter()
+    movement = CASES[case](int(count))
+    layouts_s = time.perf_counter() - begin_s
+    print(json.dumps({"layouts_s": layouts_s, **TURNS[what](movement)}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chunks", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--without-peer", action="store_true", help="leave PyTorch out")
     options = parser.parse_args()
-    source, target = layouts(options.chunks)
-    # PyTorch is asked for a sixteenth of the ranks, and its time taken 16 times.
-    share = max(1, options.chunks // 16)
-    peer = torch_planner(options.chunks, share)
-    ours, one_rank, theirs = [], [], []
-    for _ in range(options.repeat):
-        ours.append(timed(lambda: fresh_plan(source, target).transfers))
-        one_rank.append(timed(lambda: fresh_plan(source, target).for_rank(5)))
-        if peer is not None:
-            theirs.append(timed(peer) * options.chunks / share)
-    count = len(fresh_plan(source, target).transfers)
-    assert count == options.chunks**2, f"{count} transfers"
-    print(f"{options.chunks} row chunks to {options.chunks} column chunks, {count:,} transfers")
-    print(f"  all ranks      {statistics.median(ours):8.3f} s")
-    print(f"  one rank's     {statistics.median(one_rank):8.4f} s")
-    if theirs:
-        ratio = statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
-        print(f"  PyTorch's      {statistics.median(theirs):8.3f} s, {ratio:.0f} times as long")
+    turns = [what for what in TURNS if what != "peer" or not options.without_peer]
+    for case in options.cases:
+        taken: dict[str, list[float]] = {}
+        for what in turns * options.repeat:
+            command = [sys.executable, __file__, "--turn", case, what, str(options.chunks)]
+            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+            for name, value in json.loads(answer).items():
+                taken.setdefault(name, []).append(value)
+        median = {name: statistics.median(values) for name, values in taken.items()}
+        print(
+            f"{case}: {median['transfers']:,.0f} transfers, "
+            f"{median['written_out']:,.0f} of different plans"
+        )
+        print(f"  layouts       {median['layouts_s']:9.4f} s")
+        print(
+            f"  all ranks     {median['all_ranks_s']:9.4f} s, {median['extra_bytes'] / MIB:.0f} MiB"
+        )
+        print(f"  one rank      {median['one_rank_s']:9.4f} s")
+        if "peer_s" in median:
+            ratio = median["peer_s"] / median["all_ranks_s"]
+            print(f"  PyTorch's     {median['peer_s']:9.4f} s, {ratio:.0f} times as long")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--turn"]:
+        turn(*sys.argv[2:])
+    else:
+        main()

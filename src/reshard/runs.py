@@ -297,6 +297,23 @@ def ragged_arange(counts: IntArray) -> IntArray:
     return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
+def ragged_ranges(low: IntArray, counts: IntArray) -> tuple[IntArray | slice, IntArray]:
+    """The numbers `low[i]..low[i] + counts[i] - 1` of every `i`, end to end, and each one's `i`.
+
+    Where every count is 1, the `i` are `slice(None)`: indexing by it copies nothing.
+
+    >>> of, numbers = ragged_ranges(np.array([7, 0, 4]), np.array([2, 0, 1]))
+    >>> of.tolist(), numbers.tolist()
+    ([0, 0, 2], [7, 8, 4])
+    """
+    if (counts == 1).all():
+        return slice(None), low
+    ends = np.cumsum(counts)
+    numbers = np.arange(int(ends[-1]), dtype=np.int64)
+    numbers += np.repeat(low - (ends - counts), counts)
+    return np.repeat(np.arange(len(counts)), counts), numbers
+
+
 def _single_runs(matrix: IntArray) -> SingleRuns:
     part, start, length, local_start, repeat, global_step, local_step, role = matrix.T
     row = np.arange(len(repeat)).repeat(repeat)

@@ -20,6 +20,7 @@ the same set of parts holds, and only then for whole cells:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,8 @@ class Holders:
         return np.where(found, self.slot_key_cell[at], -1)
 
 
+# A model has few different sources, and many targets for each.
+@lru_cache(maxsize=32)
 def find_holders(layout: Layout) -> Holders:
     """Who holds each element of `layout`, as a source."""
     key_code = KeyCode(layout)

@@ -15,7 +15,7 @@ Both sides are sorted lists of intervals, so their overlap is a merge::
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class Overlap:
         return Pieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
 
 
+# The tensors of all layers are cut alike, wherever the layers live.
+@lru_cache(maxsize=128)
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     """What each part of `target` takes from each holder set."""
     runs = target.single_runs()

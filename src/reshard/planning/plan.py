@@ -104,7 +104,16 @@ class Plan(Interned):
     def routes_into(self, rank: int) -> Routes:
         """The routes that end on a rank, those that stay included."""
         cells = self.target.cells_of(rank) if rank < self.target.slots else range(0)
+        # Most ranks have no part in most tensors of a model; then nothing is built.
+        if not cells:
+            return Routes.none(self.target.ndim)
         return self._finder.into(np.arange(cells.start, cells.stop))
+
+    def routes_out_of(self, rank: int) -> Routes:
+        """The routes that begin on a rank and end on another."""
+        if rank >= self.source.slots or not self.source.cells_of(rank):
+            return Routes.none(self.target.ndim)
+        return self._finder.out_of(rank)
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -118,7 +127,9 @@ class Plan(Interned):
     def for_rank(self, rank: int) -> Transfers:
         """What one rank receives, keeps and sends, found without the others' part."""
         received = self.expand(self.routes_into(rank))
-        sent = self.expand(self._finder.out_of(rank))
+        sent = self.expand(self.routes_out_of(rank))
+        if not len(sent):
+            return received
         columns = {
             name: np.concatenate((getattr(received, name), getattr(sent, name)))
             for name in Transfers.__dataclass_fields__

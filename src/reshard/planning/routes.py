@@ -23,12 +23,12 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.holders import Holders
 from reshard.planning.overlap import Overlap
-from reshard.runs import PAD, IntArray, ragged_arange
+from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Routes as columns of shape `(routes,)`; `pair` has shape `(dims, routes)`.
+    """Routes as columns of shape `(routes,)`; `pair` has one for each dimension.
 
     `order` counts the contributions of a target cell in the order they are combined.
     """
@@ -36,9 +36,20 @@ class Routes:
     target_cell: IntArray
     source_cell: IntArray
     order: IntArray
-    pair: IntArray
+    pair: tuple[IntArray, ...]
     elements: IntArray
     stays: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+    @classmethod
+    def none(cls, ndim: int) -> Routes:
+        """No routes."""
+        nothing = np.zeros(0, dtype=np.int64)
+        pair = (nothing,) * ndim
+        return cls(nothing, nothing, nothing, pair, nothing, np.zeros(0, dtype=bool))
+
+
+# Target cell, order, source contribution, and a column of pairs for each dimension.
+_Needs = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +81,7 @@ class RouteFinder:
         source, target = self.source, self.target
         mine = source.cells_of(slot) if slot < source.slots else range(0)
         if not mine or not target.cells:
-            return self._choose(self._needs(np.zeros(0, dtype=np.int64), None))
+            return Routes.none(target.ndim)
         reached = np.ones(target.cells, dtype=bool)
         allowed = []
         for d, overlap in enumerate(self.overlaps):
@@ -89,8 +100,8 @@ class RouteFinder:
 
     def _needs(
         self, cells: IntArray, allowed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] | None
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """What cells need: target cell, order, source contribution, and pairs `(dims, needs)`."""
+    ) -> _Needs:
+        """What cells need: the product of their pairs, for each contribution."""
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts)))
         flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
@@ -100,18 +111,16 @@ class RouteFinder:
         contribution = flat[np.repeat(first[carried], counts[carried]) + order]
         if allowed is None and self._is_sparse(cell):
             return self._needs_by_cell(cell, order, contribution)
-        pairs = np.zeros((0, len(cell)), dtype=np.int64)
+        pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):
             part = self.target.cell_part[cell, d]
             low = overlap.part_begin[part]
-            count = overlap.part_begin[part + 1] - low
-            row = np.repeat(np.arange(len(cell)), count)
-            pair = np.repeat(low, count) + ragged_arange(count)
+            row, pair = ragged_ranges(low, overlap.part_begin[part + 1] - low)
             if allowed is not None:
-                keep = allowed[d][pair]
-                row, pair = row[keep], pair[keep]
+                keep = np.flatnonzero(allowed[d][pair])
+                row, pair = (keep if isinstance(row, slice) else row[keep]), pair[keep]
             cell, order, contribution = cell[row], order[row], contribution[row]
-            pairs = np.concatenate((pairs[:, row], pair[None]))
+            pairs = (*(column[row] for column in pairs), pair)
         return cell, order, contribution, pairs
 
     def _is_sparse(self, cell: IntArray) -> bool:
@@ -128,9 +137,7 @@ class RouteFinder:
             products *= overlap.part_begin[part + 1] - overlap.part_begin[part]
         return float(products.sum()) > 2.0 * len(cell) * len(self.holders.keys)
 
-    def _needs_by_cell(
-        self, cell: IntArray, order: IntArray, contribution: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    def _needs_by_cell(self, cell: IntArray, order: IntArray, contribution: IntArray) -> _Needs:
         """The same as `_needs`, by comparing every cell with every key of the source."""
         holders = self.holders
         key_cell = holders.cells[holders.cell_begin[:-1]]
@@ -152,10 +159,10 @@ class RouteFinder:
             for column, table in zip(pieces, tables, strict=True):
                 column.append(table[row, key])
         need = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-        pairs = np.array([np.concatenate(column) if column else need for column in pieces])
-        return cell[need], order[need], contribution[need], pairs.astype(np.int64)
+        pairs = tuple(np.concatenate(column) if column else need for column in pieces)
+        return cell[need], order[need], contribution[need], pairs
 
-    def _choose(self, needs: tuple[IntArray, IntArray, IntArray, IntArray]) -> Routes:
+    def _choose(self, needs: _Needs) -> Routes:
         """The source cell of each need; needs that nobody holds are left out."""
         cell, order, contribution, pairs = needs
         if self.holders.is_exclusive:
@@ -194,7 +201,11 @@ class RouteFinder:
         return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
 
     def _choose_copy(
-        self, cell: IntArray, order: IntArray, contribution: IntArray, pairs: IntArray
+        self,
+        cell: IntArray,
+        order: IntArray,
+        contribution: IntArray,
+        pairs: tuple[IntArray, ...],
     ) -> Routes:
         """The same where every need has one key: the choice is among its copies."""
         holders = self.holders
@@ -202,7 +213,8 @@ class RouteFinder:
         key = holders.key_of(contribution, parts)
         held = key >= 0
         if not held.all():
-            cell, order, pairs, key = cell[held], order[held], pairs[:, held], key[held]
+            cell, order, key = cell[held], order[held], key[held]
+            pairs = tuple(column[held] for column in pairs)
         slot = self.target.cell_slot[cell]
         begin = holders.cell_begin[key]
         copies = holders.cell_begin[key + 1] - begin
@@ -211,7 +223,7 @@ class RouteFinder:
         chosen = np.where(stays, own, holders.cells[begin + slot % copies])
         return Routes(cell, chosen, order, pairs, self._elements(pairs, len(cell)), stays)
 
-    def _elements(self, pairs: IntArray, count: int) -> IntArray:
+    def _elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:
         elements = np.ones(count, dtype=np.int64)
         for d, overlap in enumerate(self.overlaps):
             elements *= overlap.pair_length[pairs[d]]
@@ -252,7 +264,7 @@ def _take(routes: Routes, index: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
         routes.target_cell[index],
         routes.source_cell[index],
         routes.order[index],
-        routes.pair[:, index],
+        tuple(column[index] for column in routes.pair),
         routes.elements[index],
         routes.stays[index],
     )

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout import Box, Layout
-from reshard.planning.overlap import Overlap
+from reshard.planning.overlap import Overlap, Pieces
 from reshard.planning.routes import Routes
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +38,14 @@ class Transfers:
     shape: IntArray
     source_start: IntArray
     target_start: IntArray
+
+    @classmethod
+    def none(cls, ndim: int) -> Transfers:
+        """No transfers, of a tensor of `ndim` dimensions."""
+        nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
+        stays = np.zeros(0, dtype=bool)
+        columns = (nothing, nothing, nothing, nothing, nothing, stays)
+        return cls(*columns, boxes, boxes, boxes, boxes)
 
     def __len__(self) -> int:
         return len(self.source_slot)
@@ -78,20 +86,28 @@ def expand(
     source: Layout, target: Layout, overlaps: tuple[Overlap, ...], routes: Routes
 ) -> Transfers:
     """Every box that the routes copy, in the order of the routes."""
-    route = np.arange(len(routes.target_cell))
-    columns: list[list[IntArray]] = [[], [], [], []]
+    if not len(routes.target_cell):
+        return Transfers.none(target.ndim)
+    # Where every route is one box, rows are routes and nothing is repeated.
+    route: IntArray | slice = slice(None)
+    pieces: list[Pieces] = []
+    chosen: list[IntArray] = []
     for d, overlap in enumerate(overlaps):
-        pieces = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
-        count = pieces.count[route]
-        row = np.repeat(np.arange(len(route)), count)
-        piece = pieces.begin[route][row] + ragged_arange(count)
-        values = (pieces.start, pieces.length, pieces.source_local, pieces.target_local)
-        for column, value in zip(columns, values, strict=True):
-            column[:] = [earlier[row] for earlier in column] + [value[piece]]
-        route = route[row]
-    boxes = [
-        np.array(column, dtype=np.int64).reshape(len(overlaps), len(route)).T for column in columns
-    ]
+        found = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
+        row, piece = ragged_ranges(found.begin[route], found.count[route])
+        if not isinstance(row, slice):
+            chosen = [earlier[row] for earlier in chosen]
+            route = row if isinstance(route, slice) else route[row]
+        pieces.append(found)
+        chosen.append(piece)
+    rows = len(chosen[0]) if chosen else len(routes.target_cell)
+    boxes = np.empty((4, len(overlaps), rows), dtype=np.int64)
+    for d, (found, piece) in enumerate(zip(pieces, chosen, strict=True)):
+        boxes[0, d] = found.start[piece]
+        boxes[1, d] = found.length[piece]
+        boxes[2, d] = found.source_local[piece]
+        boxes[3, d] = found.target_local[piece]
+    start, shape, source_start, target_start = (box.T for box in boxes)
     return Transfers(
         source.cell_slot[routes.source_cell][route],
         target.cell_slot[routes.target_cell][route],
@@ -99,5 +115,8 @@ def expand(
         routes.target_cell[route],
         routes.order[route],
         routes.stays[route],
-        *boxes,
+        start,
+        shape,
+        source_start,
+        target_start,
     )
