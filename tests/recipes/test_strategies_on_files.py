@@ -18,6 +18,7 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (7, 4),
     "model.layers.0.input_layernorm.weight": (4,),
     "empty": (0, 3),
+    "hollow": (5, 0, 2),
     "wide": (1, 2, 3, 2),
     "scalar": (),
 }

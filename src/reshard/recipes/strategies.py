@@ -170,7 +170,9 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
 
 
 def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
-    """Every tensor's first dimension cut by ceil over all ranks; scalars on rank 0.
+    """Every tensor's first dimension cut by ceil over all ranks.
+
+    Scalars, and tensors without elements, are on rank 0.
 
     >>> from reshard.dtypes import dtype
     >>> layout = sharded({"a": (dtype("int8"), (5, 2))}, 4)["a"]
@@ -181,7 +183,7 @@ def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> 
 
 
 def _rows(shape: tuple[int, ...], world_size: int) -> Layout:
-    if not shape or not shape[0]:
+    if not shape or 0 in shape:
         return Layout.whole(shape, [0], world_size)
     chunk = -(-shape[0] // world_size)
     rest = shape[1:]
