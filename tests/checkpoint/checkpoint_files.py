@@ -58,6 +58,10 @@ class Tensor(NamedTuple):
             and self.bits.tobytes() == other.bits.tobytes()
         )
 
+    def __ne__(self, other: object) -> bool:
+        # A tuple's own would compare the arrays.
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((self.dtype.name, self.bits.tobytes()))
 

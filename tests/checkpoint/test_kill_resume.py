@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from checkpoint.faulty_process import FaultyProcesses, Outcome, lose_what_was_not_synced
+from checkpoint.faulty_process import FaultyProcesses
+from checkpoint.killed_conversion import (
+    Case,
+    run_again,
+    run_until_the_power_fails,
+    write_old,
+)
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard.checkpoint import convert
-from reshard.checkpoint.staging import staging_folder
 
 KILLS = 50
 LAST_CALLS = 25
 POWER_FAILURES = 15
-
-
-class Case:
-    """A conversion of shards of rows to shards of columns, and what it gives undisturbed."""
-
-    def __init__(self, folder: Path, processes: FaultyProcesses) -> None:
-        self.processes = processes
-        self.folder = folder
-        self.source = folder / "rows"
-        convert(write_model(folder / "whole"), self.source, **ROWS)
-        self.undisturbed = self.run(folder / "undisturbed", has_old=False)
-        assert self.undisturbed.error is None
-        self.expected = contents(folder / "undisturbed")
-        self.calls = cache(self._calls)
-
-    def run(self, target: Path, has_old: bool, **options: Any) -> Outcome:
-        return self.processes.convert(
-            self.source, target, overwrite=has_old, sync_bytes=256 * 1024, **COLUMNS, **options
-        )
-
-    def _calls(self, has_old: bool, threads: int) -> list[str]:
-        """The calls that an undisturbed run makes."""
-        target = self.folder / f"{has_old}-{threads}"
-        if has_old:
-            write_old(target)
-        return self.run(target, has_old, threads=threads).calls
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +31,10 @@ def processes() -> Iterator[FaultyProcesses]:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory, processes: FaultyProcesses) -> Case:
-    return Case(tmp_path_factory.mktemp("case"), processes)
+    """Shards of rows become shards of columns."""
+    folder = tmp_path_factory.mktemp("case")
+    convert(write_model(folder / "whole"), folder / "rows", **ROWS)
+    return Case(folder, processes, folder / "rows", **COLUMNS)
 
 
 @pytest.fixture(params=[False, True], ids=["fresh", "overwrite"])
@@ -69,26 +48,6 @@ def has_old(request: pytest.FixtureRequest, target: Path) -> bool:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
-
-
-def write_old(target: Path) -> None:
-    (target / "inner").mkdir(parents=True)
-    (target / "old weights").write_bytes(bytes(10_000))
-    (target / "inner" / "old words").write_text("old")
-
-
-def run_again(case: Case, target: Path, has_old: bool, old: dict[str, str] | None) -> Outcome:
-    """The same call after a kill, which finds one or the other whole and makes it the new."""
-    seen = contents(target)
-    assert seen in (old, case.expected)
-    again = case.run(target, has_old)
-    if again.error is not None:
-        # Killed when nothing was left to do but to remove the emptied staging folder.
-        assert "UsageError: the target exists" in again.error
-        assert seen == case.expected
-    assert os.listdir(target.parent) == [target.name]
-    assert contents(target) == case.expected
-    return again
 
 
 @pytest.mark.parametrize("kill", range(KILLS))
@@ -146,19 +105,10 @@ def test_killed_once_more_when_it_goes_on(
 
 @pytest.mark.parametrize("failure", range(POWER_FAILURES))
 def test_the_power_fails(case: Case, target: Path, has_old: bool, failure: int) -> None:
-    """As a kill, but what was not synced is lost: data, sizes and the names of new files."""
     old = contents(target)
-    durable_before = {path.stat().st_ino for path in [target.parent, *target.parent.rglob("*")]}
-    synced = target.parent / "synced"
-    synced.mkdir()
     calls = len(case.calls(has_old, 4))
     kill_at = failure * (calls - 1) // (POWER_FAILURES - 1)
-    case.run(target, has_old, synced=synced, kill_at=kill_at)
 
-    for folder in (target, staging_folder(target)):
-        lose_what_was_not_synced(folder, synced, durable_before)
-    for copy in synced.iterdir():
-        copy.unlink()
-    synced.rmdir()
+    run_until_the_power_fails(case, target, has_old, kill_at)
 
     run_again(case, target, has_old, old)
