@@ -30,7 +30,7 @@ from checkpoint.checkpoint_files import (
 )
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
-from checkpoint.test_torch_dcp import DTYPES, as_torch, bits_of
+from checkpoint.test_torch_dcp import DTYPES, FIXTURES, as_torch, bits_of, edit
 from reshard import checkpoint
 from reshard.checkpoint.conversion_run import run_conversion
 from reshard.checkpoint.opening import open_checkpoint
@@ -216,6 +216,55 @@ def test_a_flipped_byte_of_what_is_no_tensor_is_noticed(tmp_path: Path, nested: 
     with pytest.raises(DigestError, match="'epoch'"):
         checkpoint.convert(made, again, to="full", format="torch-dcp")
     assert not again.exists()
+
+
+def test_transformed_bytes_stay_as_they_are(tmp_path: Path, nested: Path) -> None:
+    def transform(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "epoch":
+                info.transform_descriptors = ["stream.zstd"]
+
+    edit(nested, transform)
+    checkpoint.convert(nested, tmp_path / "made", to="full", format="torch-dcp")
+    metadata = pickle.loads((tmp_path / "made" / ".metadata").read_bytes())
+    found = {index.fqn: info.transform_descriptors for index, info in metadata.storage_data.items()}
+    assert found.pop("epoch") == ["stream.zstd"]
+    assert {*found.values()} == {None}
+    before, after = (open_checkpoint(path).items["epoch"] for path in (nested, tmp_path / "made"))
+    assert stored(nested, before) == stored(tmp_path / "made", after)
+
+
+def test_a_megatron_checkpoint_recut(tmp_path: Path) -> None:
+    source = FIXTURES / "megatron_torch_dist"
+    if not source.exists():
+        pytest.skip("the fixtures beside the repository are not there")
+    made = tmp_path / "made"
+    checkpoint.convert(source, made, to="tp=4", rules=["w=-, tp"], format="torch-dcp")
+    state = {"w": torch.zeros(8, 8)}
+    dcp.load(state, checkpoint_id=made, no_dist=True)
+    halves = [torch.arange(32.0).view(4, 8) + 100 * rank for rank in (0, 1)]
+    assert torch.equal(state["w"], torch.cat(halves))
+    for name in ("common.pt", "metadata.json"):
+        assert (made / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_what_eight_ranks_of_torch_saved_for_three(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        mesh = torch_checkpoints.mesh_of(2, 4, names=("dp", "tp"))
+        return {
+            "w": torch_checkpoints.cut(as_torch(WHOLE["w"]), mesh, [Shard(0), Shard(1)]),
+            "h": torch_checkpoints.cut(as_torch(WHOLE["h"]), mesh, [Shard(0), Shard(0)]),
+            "b": torch_checkpoints.cut(as_torch(WHOLE["b"]), mesh, [Replicate(), Shard(0)]),
+        }
+
+    torch_checkpoints.save(tmp_path / "dcp", 8, state)
+    rules = ["w=tp, -", "h=-, -, tp", "b=tp"]
+    checkpoint.convert(
+        tmp_path / "dcp", tmp_path / "made", to="tp=3", rules=rules, format="torch-dcp"
+    )
+    wholes = {name: WHOLE[name] for name in "whb"}
+    assert read_by_torch(tmp_path / "made", wholes) == bytes_of(wholes)
+    assert open_checkpoint(tmp_path / "made").ranks == 3
 
 
 def test_a_checkpoint_of_nothing(tmp_path: Path) -> None:
