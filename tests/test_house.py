@@ -28,6 +28,7 @@ HOUSE = [
     "block_rules",
     "rule_text",
     "layout",
+    "binding",
     "mesh",
     "topology",
     "sharding",

@@ -28,12 +28,10 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.errors import LayoutError
 from reshard.interning import Interned
@@ -384,114 +382,3 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if whole == last:
         boxes += below(last, 0, tail)
     return boxes
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a shard lies in memory that is not its own: element `offset` and `strides`.
-
-    `strides` has one entry a dimension, in elements, so column-major, transposed and
-    flattened shards are ordinary.
-
-    >>> View.row_major((2, 3))
-    View(offset=0, strides=(3, 1))
-    """
-
-    offset: int
-    strides: tuple[int, ...]
-
-    @classmethod
-    def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
-        """The dense view of `shape`, last dimension fastest."""
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return cls(offset, tuple(strides))
-
-    def positions(self, shape: Sequence[int]) -> NDArray[np.int64]:
-        """The position of every element of a shard of `shape`, an array of that shape.
-
-        Raises LayoutError for a shape of another number of dimensions.
-        """
-        if len(shape) != len(self.strides):
-            raise LayoutError(
-                f"a view of {len(self.strides)} strides for a shard of shape {list(shape)}; give "
-                "one stride a dimension"
-            )
-        index = np.full(tuple(shape), self.offset, dtype=np.int64)
-        for dimension, stride in enumerate(self.strides):
-            steps = np.arange(shape[dimension], dtype=np.int64) * stride
-            index += steps.reshape((-1,) + (1,) * (len(shape) - dimension - 1))
-        return index
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """An address: the buffer of one rank."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """An address: bytes `start_bytes` onwards of a file."""
-
-    path: str
-    start_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorName:
-    """An address: another tensor, by name."""
-
-    name: str
-
-
-Address = RankMemory | FileRange | TensorName
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where the slots of a layout are: an address and a view for each slot that has one.
-
-    A slot without a view is dense and row major. A slot without an address is not there: two
-    slots that hold the same cell may share one copy, which then has one address. A slot whose
-    cells lie apart has a tuple of addresses, one for each cell in order, and so has its view.
-
-    Raises:
-        LayoutError: an address for a slot that holds nothing, or a view of the wrong rank.
-    """
-
-    layout: Layout
-    addresses: Mapping[int, Address | tuple[Address, ...]]
-    views: Mapping[int, View | tuple[View, ...]]
-
-    def __post_init__(self) -> None:
-        holders = set(self.layout.holders)
-        for slot, address in self.addresses.items():
-            if slot not in holders:
-                raise LayoutError(f"slot {slot} has an address, but holds nothing of the tensor")
-            cells = len(self.layout.cells_of(slot))
-            if isinstance(address, tuple) and len(address) != cells:
-                raise LayoutError(f"slot {slot} has {len(address)} addresses for {cells} cells")
-        for slot, view in self.views.items():
-            shape = self.layout.local_shape(slot)
-            if isinstance(view, tuple):
-                fit = [len(one.strides) == self.layout.ndim for one in view]
-                if not all(fit) or len(fit) != len(self.layout.cells_of(slot)):
-                    raise LayoutError(f"the views of slot {slot} do not fit its cells: {view}")
-            elif shape is None or len(view.strides) != len(shape):
-                raise LayoutError(
-                    f"the view of slot {slot} has {len(view.strides)} strides for a shard of "
-                    f"shape {shape}"
-                )
-
-    @classmethod
-    def to_ranks(cls, layout: Layout) -> Binding:
-        """Every slot in the memory of the rank of the same number."""
-        return cls(layout, {slot: RankMemory(slot) for slot in layout.holders}, {})
-
-    def view(self, slot: int) -> View | tuple[View, ...]:
-        """How a slot's shard lies behind its address; a tuple where its cells lie apart."""
-        shape = self.layout.local_shape(slot)
-        if shape is None:
-            raise LayoutError(f"slot {slot} holds nothing of the tensor")
-        return self.views.get(slot) or View.row_major(shape)

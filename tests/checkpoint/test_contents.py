@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredTensor, missing_box
 from reshard.dtypes import dtype
 from reshard.errors import CheckpointError, CoverageError
-from reshard.layout import Binding, Box, FileRange, Layout
+from reshard.layout import Box, Layout
 from reshard.testing.strategies import partitions_into_boxes, shapes
 
 MESH = reshard.DeviceMesh.of(dp=2, tp=2)

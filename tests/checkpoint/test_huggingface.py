@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from reshard import checkpoint
+from reshard.binding import FileRange
 from reshard.checkpoint.huggingface import arrange_files, index_text, read_indexed, read_single
 from reshard.dtypes import dtype
-from reshard.layout import FileRange
 
 WHOLE = {
     "model.b": tensor("float32", (5,), 1),

@@ -8,10 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.binding import View
 from reshard.checkpoint.blocks import BlockGrid
 from reshard.checkpoint.strided_spans import extent, is_dense, strided_spans
 from reshard.checkpoint.tiles import source_tiles
-from reshard.layout import Box, Layout, View
+from reshard.layout import Box, Layout
 from reshard.planning.plan import Plan
 from reshard.testing.strategies import shapes
 

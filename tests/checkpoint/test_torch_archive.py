@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.binding import View
 from reshard.checkpoint.torch_archive import ArchivedTensor, read_archive
 from reshard.checkpoint.torch_archive_writing import NewArchive, is_writable
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import FormatError, UsageError
-from reshard.layout import View
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 torch = pytest.importorskip("torch")

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint import huggingface, sharded_safetensors
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.manifest import can_describe
@@ -24,7 +25,7 @@ from reshard.checkpoint.safetensors_header import FileHeader, NamedTensor
 from reshard.checkpoint.torch_archive_writing import NewArchive
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
-from reshard.layout import Binding, FileRange, Layout
+from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray, RunTable
 

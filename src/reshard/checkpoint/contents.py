@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.source_file import FileIdentity
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
-from reshard.layout import Binding, Box, FileRange, Layout, View
+from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
 

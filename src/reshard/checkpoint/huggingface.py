@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.manifest import is_plain_name
 from reshard.checkpoint.safetensors_header import (
@@ -27,7 +28,7 @@ from reshard.checkpoint.safetensors_header import (
     tensor_size_bytes,
 )
 from reshard.errors import CheckpointError, FormatError
-from reshard.layout import Binding, FileRange, Layout
+from reshard.layout import Layout
 
 FORMAT = "safetensors"
 SINGLE_FILE = "model.safetensors"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.binding import View
 from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion import DEFAULT_THREADS
@@ -27,7 +28,7 @@ from reshard.checkpoint.opening import open_checkpoint
 from reshard.checkpoint.pipeline import run_in_threads
 from reshard.checkpoint.shard_reads import BUFFER_BYTES, read_box
 from reshard.errors import ShardError, UsageError
-from reshard.layout import Layout, View
+from reshard.layout import Layout
 from reshard.planning.plan import Plan
 
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from reshard.binding import View
 from reshard.checkpoint.file_io import AlignedBuffer, SourceFile
-from reshard.layout import View
 from reshard.runs import IntArray
 
 MOST_WASTE = 0.05

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.manifest import Manifest, ManifestTensor
 from reshard.checkpoint.safetensors_header import (
@@ -31,7 +32,7 @@ from reshard.checkpoint.safetensors_header import (
 )
 from reshard.checkpoint.safetensors_values import LARGEST_OFFSET
 from reshard.errors import CheckpointError, CoverageError, FormatError
-from reshard.layout import Binding, Box, FileRange, Layout
+from reshard.layout import Box, Layout
 
 FORMAT = "sharded-safetensors"
 SHARDING_INFO_KEY = "DCP_SHARDING_INFO"

@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from reshard.binding import View
 from reshard.checkpoint.blocks import BlockGrid
 from reshard.checkpoint.file_io import PAGE_BYTES
 from reshard.checkpoint.tiles import Span, Tile
-from reshard.layout import Box, View
+from reshard.layout import Box
 
 
 def is_dense(view: View, shape: Sequence[int]) -> bool:

@@ -26,12 +26,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.binding import View
 from reshard.checkpoint.restricted_pickle import Call, Global, Reference, read_pickle, shortened
 from reshard.checkpoint.strided_spans import extent
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import FormatError, UsageError
-from reshard.layout import View
 
 ReadRange = Callable[[int, int], bytes]
 

@@ -20,12 +20,12 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from reshard.binding import View
 from reshard.checkpoint.pickle_writing import write_pickle
 from reshard.checkpoint.restricted_pickle import Call, Global, Reference
 from reshard.checkpoint.torch_archive import TYPED_STORAGES
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.layout import View
 
 PAGE_BYTES = 4096
 SMALL_ALIGNMENT_BYTES = 64

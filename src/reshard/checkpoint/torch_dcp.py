@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.contents import (
     Checkpoint,
     StoredChecksum,
@@ -44,7 +45,7 @@ from reshard.checkpoint.torch_dcp_metadata import (
     read_metadata,
 )
 from reshard.errors import CheckpointError, CoverageError, FormatError
-from reshard.layout import Binding, Box, FileRange, Layout, View
+from reshard.layout import Box, Layout
 
 FORMAT = "torch-dcp"
 METADATA_NAME = ".metadata"

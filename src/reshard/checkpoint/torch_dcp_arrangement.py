@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint import torch_dcp
 from reshard.checkpoint.arrangement import (
     Arrangement,
@@ -32,7 +33,7 @@ from reshard.checkpoint.torch_dcp_metadata import (
     metadata_pickle,
 )
 from reshard.errors import RecipeError
-from reshard.layout import Binding, Box, FileRange, Layout
+from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 
 # Each chunk is an archive of its own and a line in every reader's plan.

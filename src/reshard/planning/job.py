@@ -15,9 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard.binding import Binding
 from reshard.dtypes import DType
 from reshard.errors import PlanError
-from reshard.layout import Binding, Layout
+from reshard.layout import Layout
 from reshard.planning.plan import Plan
 from reshard.runs import IntArray
 
