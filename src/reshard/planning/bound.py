@@ -9,6 +9,9 @@ The count does not look at any plan:
 1. what a target slot needs is the size of its cells, times the contributions it combines;
 2. what it holds of that is the overlap of its source cells with its target cells, a product
    of one-dimensional overlaps, taken as a union where its source cells overlap.
+
+A slot whose target cells overlap (boxes given by hand) needs the shared elements once for each
+of them, for each is memory of its own; the count says so too.
 """
 
 from __future__ import annotations
