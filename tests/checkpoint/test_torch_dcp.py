@@ -274,6 +274,24 @@ def test_files_that_were_cut_off_are_errors(halves: Path) -> None:
             open_checkpoint(halves)
 
 
+@pytest.mark.parametrize(
+    "size", [(2**40, 2**40), (0, 2**61, 4), (1,) * 65, (2**61,)], ids=lambda size: str(len(size))
+)
+def test_sizes_that_cannot_be_are_errors(halves: Path, size: tuple[int, ...]) -> None:
+    def grow(metadata: Any) -> None:
+        described = metadata.state_dict_metadata["w"]
+        chunk = described.chunks[0]
+        chunk.offsets, chunk.sizes = torch.Size([0] * len(size)), torch.Size([0] * len(size))
+        described.size, described.chunks = torch.Size(size), [chunk]
+        for index in [index for index in metadata.storage_data if index.fqn == "w"]:
+            info = metadata.storage_data.pop(index)
+        metadata.storage_data[type(index)("w", chunk.offsets)] = info
+
+    edit(halves, grow)
+    with pytest.raises(FormatError, match=r"tensor 'w'.*(too large|at most)"):
+        open_checkpoint(halves)
+
+
 def test_chunks_that_overlap_are_an_error(halves: Path) -> None:
     def grow(metadata: Any) -> None:
         described = metadata.state_dict_metadata["w"]

@@ -24,6 +24,7 @@ from typing import Any
 
 from reshard.checkpoint.pickle_writing import write_pickle
 from reshard.checkpoint.restricted_pickle import Call, Global, read_pickle, shortened
+from reshard.checkpoint.safetensors_values import check_shape
 from reshard.checkpoint.torch_archive import TORCH_DTYPES
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
@@ -132,8 +133,8 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
     for name, described in fields.mapping("state_dict_metadata").items():
         _check_name(name, label)
         kind = described.function.name if isinstance(described, Call) else ""
-        if kind == "TensorStorageMetadata":
-            tensors[name] = _tensor(name, _Fields(described, f"{label}: tensor {name!r}"), places)
+        if isinstance(described, Call) and kind == "TensorStorageMetadata":
+            tensors[name] = _tensor(name, described, places, label)
         elif kind == "BytesStorageMetadata":
             if (name, None) not in places:
                 raise CoverageError(f"{label} lists {name!r}, but says not where its bytes are")
@@ -230,9 +231,15 @@ def _places(storage: Mapping[Any, Any], label: str) -> _Places:
     return places
 
 
-def _tensor(name: str, fields: _Fields, places: _Places) -> DcpTensor:
-    label = fields._label
+def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
+    label = f"{file}: tensor {name!r}"
+    fields = _Fields(value, label)
     shape = fields.sizes("size")
+    dtype = _dtype(fields, label)
+    try:
+        check_shape(name, dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{file}: {error}") from error
     listed = fields.get("chunks")
     if not isinstance(listed, list):
         raise fields.wrong("chunks", "a list")
@@ -254,10 +261,10 @@ def _tensor(name: str, fields: _Fields, places: _Places) -> DcpTensor:
                 "of the save is missing"
             )
         chunks.append(DcpChunk(box, place))
-    return DcpTensor(_dtype(fields), shape, tuple(chunks))
+    return DcpTensor(dtype, shape, tuple(chunks))
 
 
-def _dtype(fields: _Fields) -> DType:
+def _dtype(fields: _Fields, label: str) -> DType:
     """The element type in the properties of a tensor, the first of the values they have."""
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Call) else None
@@ -269,7 +276,7 @@ def _dtype(fields: _Fields) -> DType:
     try:
         return as_dtype(named.name)
     except UsageError as error:
-        raise FormatError(f"{fields._label}: {error}") from error
+        raise FormatError(f"{label}: {error}") from error
 
 
 def _paths(planner_data: object) -> dict[str, StatePath] | None:
