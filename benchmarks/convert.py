@@ -108,19 +108,10 @@ def by_cp(source: Path, target: Path, case: Case) -> Turn:
 
 def by_dcp(source: Path, target: Path, case: Case) -> Turn:
     """What one rank of two does with the functions that PyTorch's guide names."""
-    import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     turns.join_job()
-    mesh = init_device_mesh("cpu", (2,))
-    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    state = {}
-    for name, tensor in stored.items():
-        high, wide = tensor.size
-        part = torch.zeros((high, wide // 2), dtype=tensor.properties.dtype)
-        state[name] = DTensor.from_local(part, mesh, [Shard(1)])
+    state = sources.empty_columns(source, 2)
 
     def run() -> None:
         dcp.load(state, checkpoint_id=source)

@@ -221,11 +221,11 @@ def main() -> None:
             f"{case}: {median['transfers']:,.0f} transfers, "
             f"{median['written_out']:,.0f} of different plans"
         )
+        extra_mib = median["extra_bytes"] / MIB
         print(f"  layouts       {median['layouts_s']:9.4f} s")
-        print(
-            f"  all ranks     {median['all_ranks_s']:9.4f} s, {median['extra_bytes'] / MIB:.0f} MiB"
-        )
-        print(f"  one rank      {median['one_rank_s']:9.4f} s")
+        print(f"  all ranks     {median['all_ranks_s']:9.4f} s, {extra_mib:.0f} MiB")
+        print(f"  one receiver  {median['receiver_s']:9.4f} s")
+        print(f"  one sender    {median['sender_s']:9.4f} s")
         if "peer_s" in median:
             ratio = median["peer_s"] / median["all_ranks_s"]
             print(f"  PyTorch's     {median['peer_s']:9.4f} s, {ratio:.0f} times as long")

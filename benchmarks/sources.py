@@ -108,6 +108,22 @@ def write_dcp(folder: Path, size_mib: int) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
+def empty_columns(folder: Path, ranks: int) -> dict[str, Any]:
+    """This rank's columns of every tensor of a distributed checkpoint, as zeros of DTensors."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    state = {}
+    for name, tensor in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        high, wide = tensor.size
+        part = torch.zeros((high, wide // ranks), dtype=tensor.properties.dtype)
+        state[name] = DTensor.from_local(part, mesh, [Shard(1)])
+    return state
+
+
 def write_llama(folder: Path, size_mib: int) -> None:
     """A model of Hugging Face, of real shapes; its size is its own."""
     import torch
