@@ -14,7 +14,7 @@ Both sides are sorted lists of intervals, so their overlap is a merge::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -33,6 +33,17 @@ class Pieces:
     length: IntArray
     source_local: IntArray
     target_local: IntArray
+
+    def of(self, unit: IntArray) -> Pieces:
+        """The same pieces for other routes, each with those of a route of this one."""
+        return Pieces(
+            self.begin[unit],
+            self.count[unit],
+            self.start,
+            self.length,
+            self.source_local,
+            self.target_local,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,11 @@ class Overlap:
         `pair[i]` and `source_part[i]`. Pieces that continue one another are joined.
         """
         if self.holders.is_single:
-            of_pair = self._pieces_of_pairs
-            return replace(of_pair, begin=of_pair.begin[pair], count=of_pair.count[pair])
+            return self._pieces_of_pairs.of(pair)
         parts = self.holders.parts
         units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
         found = self._joined_pieces(units // parts, units % parts)
-        return replace(found, begin=found.begin[of_route], count=found.count[of_route])
+        return found.of(of_route)
 
     @cached_property
     def _pieces_of_pairs(self) -> Pieces:

@@ -86,9 +86,12 @@ class RouteFinder:
         allowed = []
         for d, overlap in enumerate(self.overlaps):
             sets = overlap.holders
-            owns = np.isin(sets.set_part, source.cell_part[mine.start : mine.stop, d])
-            touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
-            touched &= np.diff(sets.set_begin) > 0
+            touched = np.zeros(sets.parts, dtype=bool)
+            touched[source.cell_part[mine.start : mine.stop, d]] = True
+            if not sets.is_single:
+                owns = touched[sets.set_part]
+                touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
+                touched &= np.diff(sets.set_begin) > 0
             pairs = touched[overlap.pair_set] if len(touched) else np.zeros(0, dtype=bool)
             parts = np.zeros(len(overlap.part_begin) - 1, dtype=bool)
             parts[overlap.pair_part[pairs]] = True
