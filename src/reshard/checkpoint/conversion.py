@@ -25,6 +25,7 @@ from reshard.checkpoint.arrangement import (
 )
 from reshard.checkpoint.block_io import BlockReader, BlockWriter, OpenFiles, Workspace
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.durability import refusals_explained
 from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint, read_config
 from reshard.checkpoint.torch_dcp_arrangement import arrange_torch_dcp
@@ -250,16 +251,16 @@ def plan_conversion(
         CheckpointError: a source that cannot be used.
         RecipeError: rules or a recipe that do not fit.
         UsageError: arguments that contradict each other; a target inside the source.
+        RunError: a target that the system does not let us look at.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     target = Path(target)
-    _check_apart(
-        checkpoint,
-        target,
-        whole_folder=Path(os.fspath(source)).is_dir()
-        if not isinstance(source, Checkpoint)
-        else True,
-    )
+    with refusals_explained("look at the target", target):
+        _check_apart(
+            checkpoint,
+            target,
+            whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
+        )
     if format not in (None, *FORMATS):
         raise UsageError(f"unknown format {format!r}; expected one of {', '.join(FORMATS)}")
     parsed = tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules)

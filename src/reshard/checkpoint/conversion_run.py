@@ -160,9 +160,9 @@ class _Run:
         """Every target file at its full size, with its header."""
         for file in self.conversion.arrangement.files:
             path = self.staging.content / file.stored.name
-            if self.resumed_bytes and not (
-                path.exists() and path.stat().st_size == file.stored.size_bytes
-            ):
+            with refusals_explained("look at what an earlier run left", path):
+                is_whole = path.exists() and path.stat().st_size == file.stored.size_bytes
+            if self.resumed_bytes and not is_whole:
                 raise RunError(
                     f"{path} is not what an earlier run left, though its journal lists finished "
                     "blocks; --restart starts over"

@@ -56,7 +56,10 @@ class SharedStaging:
 
     def other_records(self) -> Iterator[JournalRecord]:
         """What the journals of the processes beside the first say."""
-        for path in sorted(self.content.parent.glob("journal.*")):
+        root = self.content.parent
+        with refusals_explained("look for the journals of the processes", root):
+            paths = sorted(root.glob("journal.*"))
+        for path in paths:
             record = None if path.name.endswith(".new") else read_journal(path)
             if record is not None:
                 yield record

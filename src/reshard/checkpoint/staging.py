@@ -97,16 +97,19 @@ class Staging:
         on the target, where an earlier run staged another conversion, where its leavings make
         no sense, and for what the file system refuses.
         """
-        target = _checked_target(target, overwrite)
-        root = staging_folder(target)
-        if not root.exists():
-            _refuse_existing(target, overwrite)
-        lock = FolderLock.acquire(root)
-        try:
-            return cls._open_locked(target, lock, conversion_id, description, overwrite, restart)
-        except BaseException:
-            lock.release()
-            raise
+        with refusals_explained("look at the target", target):
+            target = _checked_target(target, overwrite)
+            root = staging_folder(target)
+            if not root.exists():
+                _refuse_existing(target, overwrite)
+            lock = FolderLock.acquire(root)
+            try:
+                return cls._open_locked(
+                    target, lock, conversion_id, description, overwrite, restart
+                )
+            except BaseException:
+                lock.release()
+                raise
 
     @classmethod
     def _open_locked(

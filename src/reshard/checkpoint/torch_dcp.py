@@ -230,7 +230,10 @@ class _OpenFiles:
                 if len(self._files) >= 64:
                     self._files.pop(next(iter(self._files))).close()
                 file = self._files[name] = path.open("rb", buffering=0)
-            content = os.pread(file.fileno(), size, offset)
+            # The system may give less than was asked for; at the end of the file it gives nothing.
+            content = b""
+            while more := os.pread(file.fileno(), size - len(content), offset + len(content)):
+                content += more
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if len(content) != size:

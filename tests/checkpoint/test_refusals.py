@@ -1,0 +1,69 @@
+"""What the system refuses before a run has begun is an error of reshard's, and no bare one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.checkpoint_files import tensor, write_file
+from reshard.checkpoint import compare, convert, plan_conversion, run_conversion
+from reshard.errors import RunError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_file(folder / "model.safetensors", {"w": tensor("float32", (4, 3))})
+    return folder
+
+
+def refusing(path: Path) -> Callable[..., os.stat_result]:
+    """`os.stat` that may not look at a path."""
+    real = os.stat
+
+    def stat(asked: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if asked == path:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(asked, *arguments, **keywords)
+
+    return stat
+
+
+def test_a_source_that_may_not_be_looked_at_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.checkpoint.conversion.open_checkpoint", lambda path: None)
+    monkeypatch.setattr(os, "stat", refusing(source))
+    with pytest.raises(RunError, match=f"look at the target: {source}: Permission denied"):
+        plan_conversion(source, source.with_name("target"), to="full")
+
+
+@pytest.mark.parametrize("name", ["target", ".target.reshard-staging"])
+def test_a_target_that_may_not_be_looked_at(
+    source: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target = source.with_name("target")
+    target.mkdir()
+    conversion = plan_conversion(source, target, to="full")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refusing(source.with_name(name)))
+        with pytest.raises(RunError, match=f"look at the target: .*{name}: Permission denied"):
+            run_conversion(conversion, overwrite=True)
+    run_conversion(conversion, overwrite=True)
+    assert compare(source, target).is_same
+
+
+def test_reads_that_give_less_than_was_asked_for(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = source.with_name("torch")
+    convert(source, torch, to="tp=2", rules=["w=tp, -"], format="torch-dcp")
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: real(file, (size + 2) // 3, at))
+    assert compare(source, torch).is_same
