@@ -4,7 +4,7 @@ VENV := .venv
 DEMO := .demo
 PROCESSES ?= 2
 
-.PHONY: demo venv test lint bench golden clean
+.PHONY: demo venv test lint bench soak golden clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -51,6 +51,12 @@ bench: venv
 	$(VENV)/bin/python benchmarks/load.py --size-mib 512
 	$(VENV)/bin/python benchmarks/convert.py --size-mib 512 \
 		--cases rows4-columns2 rows4-rows8 dcp-rows4-columns2
+
+# Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
+soak: venv
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[soak]' \
+		|| echo "atheris cannot be installed here: inputs are changed by chance alone"
+	@OMP_NUM_THREADS=1 PYTHONPATH=tools:tests $(VENV)/bin/python -m soak $(SOAK)
 
 # Rewrite the golden files; look at the difference before you commit it.
 golden: venv

@@ -1,0 +1,1 @@
+"""Faults as a campaign that can be run again: see docs/soak.md."""

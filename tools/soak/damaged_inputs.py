@@ -1,0 +1,126 @@
+"""What must hold of a checkpoint that was tampered with: an error of reshard's, or a right answer.
+
+1. Whatever the bytes, the readers end with a value or an error that says what is wrong; nothing
+   is run, and no file is looked at but those of the checkpoint.
+2. What they accept can be converted, or refused; the `safetensors` package accepts it too, and
+   finds the same tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import shutil
+import zipfile
+from pathlib import Path
+
+import safetensors
+
+from checkpoint.checkpoint_files import Tensor, read_file
+from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
+from reshard.checkpoint.safetensors_header import read_header
+from reshard.checkpoint.torch_archive import read_archive
+from reshard.checkpoint.torch_dcp_metadata import read_metadata
+from reshard.errors import ReshardError
+from soak.nothing_runs import nothing_runs
+from soak.wrong import Wrong
+
+MOST_MEMORY_BYTES = 4 << 30
+
+
+def limit_memory() -> None:
+    """Let a reader that believes a size run out of memory here, and not the machine."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+
+
+def read_damaged_checkpoint(folder: Path, target: Path) -> str:
+    """Open, and where that succeeds convert; answers how far it came."""
+    try:
+        with nothing_runs(folder):
+            opened = open_checkpoint(folder)
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    try:
+        convert(folder, target, to="full", threads=1)
+    except ReshardError as error:
+        _check_message(error)
+        return "refused when converted"
+    if not compare(opened, target).is_same:
+        raise Wrong("what was converted is not what is read")
+    if opened.format == "safetensors":
+        _check_as_the_package_reads(folder)
+    shutil.rmtree(target)
+    return "accepted"
+
+
+def _check_as_the_package_reads(folder: Path) -> None:
+    expected: dict[str, Tensor] = {}
+    opened = open_checkpoint(folder)
+    for file in opened.files:
+        expected |= read_file(folder / file.name)
+    found = {name: (opened[name].dtype, opened[name].shape) for name in opened}
+    if found != {name: (one.dtype, one.shape) for name, one in expected.items()}:
+        raise Wrong(f"read as {found}, the safetensors package finds {expected}")
+    for name, whole in expected.items():
+        if read_tensor(opened, name).tobytes() != whole.bits.tobytes():
+            raise Wrong(f"{name} has other bits than the safetensors package finds")
+
+
+def _check_message(error: ReshardError) -> None:
+    if not str(error).strip():
+        raise Wrong(f"{type(error).__name__} says nothing") from error
+
+
+def read_damaged_header(content: bytes, path: Path) -> str:
+    """A safetensors file: its header is refused, or the package finds the same in it."""
+    path.write_bytes(content)
+    try:
+        with nothing_runs(path.parent):
+            header = read_header(path)
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    try:
+        found = {name: one["shape"] for name, one in safetensors.deserialize(content)}
+    except safetensors.SafetensorError as error:
+        raise Wrong(f"{content[:300]!r} is accepted, the safetensors package refuses it") from error
+    if found != {tensor.name: list(tensor.shape) for tensor in header.tensors}:
+        raise Wrong(f"{header.tensors}, the safetensors package finds {found}")
+    return "accepted"
+
+
+def read_damaged_metadata(content: bytes, folder: Path) -> str:
+    """The `.metadata` of a distributed checkpoint."""
+    try:
+        with nothing_runs(folder):
+            read_metadata(content, ".metadata")
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    return "accepted"
+
+
+def read_damaged_archive(content: bytes, folder: Path) -> str:
+    """The archive of a tensor: its elements lie inside it, or it is refused."""
+    try:
+        with nothing_runs(folder):
+            found = read_archive(
+                lambda offset, size: content[offset : offset + size], 0, len(content), "archive"
+            )
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    if not 0 <= found.start_bytes <= found.start_bytes + found.storage_bytes <= len(content):
+        raise Wrong(f"{found} is not inside {len(content)} bytes")
+    return "accepted"
+
+
+def archive_with(content: bytes, pickle: bytes) -> bytes:
+    """An archive whose `data.pkl` is another, with checksums that fit."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        for entry in old.infolist():
+            is_pickle = entry.filename.endswith("/data.pkl")
+            new.writestr(entry.filename, pickle if is_pickle else old.read(entry))
+    return made.getvalue()

@@ -1,0 +1,152 @@
+"""Every header and pickle field of small checkpoints in every format, mutated one at a time.
+
+All mutations are listed once, in a fixed order that mixes formats; a seed is a place in that list.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import struct
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import Shard
+
+from checkpoint import torch_checkpoints
+from checkpoint.checkpoint_files import tensor, write_file
+from reshard.checkpoint import convert, open_checkpoint
+from soak.damaged_inputs import (
+    archive_with,
+    limit_memory,
+    read_damaged_archive,
+    read_damaged_checkpoint,
+)
+from soak.mutated_fields import mutated_bytes, mutated_json, mutated_pickle
+
+from checkpoint.test_torch_dcp import as_torch  # isort: skip
+
+WHOLES = {
+    "w": tensor("float32", (5, 4), 1),
+    "b": tensor("bfloat16", (3,), 2),
+    "s": tensor("int64", (), 3),
+    "e": tensor("float16", (0, 2), 4),
+}
+
+
+def small_checkpoints(folder: Path) -> Iterator[Path]:
+    """Checkpoints of the same tensors in every format, as others and as reshard write them."""
+    (folder / "one file").mkdir()
+    write_file(folder / "one file" / "model.safetensors", WHOLES, {"format": "pt"})
+    yield folder / "one file"
+    source = folder / "one file"
+    rules = ["w=tp, -", "b=tp"]
+    convert(source, folder / "index", to="full", most_file_bytes=60)
+    (folder / "index" / "reshard.manifest.json").unlink()
+    yield folder / "index"
+    convert(source, folder / "manifest", to="tp=2", rules=rules)
+    yield folder / "manifest"
+    shutil.copytree(folder / "manifest", folder / "shards")
+    (folder / "shards" / "reshard.manifest.json").unlink()
+    yield folder / "shards"
+    convert(source, folder / "torch-dcp", to="tp=2", rules=rules, format="torch-dcp")
+    yield folder / "torch-dcp"
+
+    def state(rank: int) -> dict[str, object]:
+        mesh = torch_checkpoints.mesh_of(2)
+        cut = torch_checkpoints.cut(as_torch(WHOLES["w"]), mesh, [Shard(0)])
+        return {"w": cut, "b": as_torch(WHOLES["b"]), "step": 3}
+
+    torch_checkpoints.save(folder / "PyTorch", 2, state)
+    yield folder / "PyTorch"
+
+
+def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
+    """Every file of a checkpoint with headers or fields in it, mutated in every way."""
+    for path in sorted(checkpoint.iterdir()):
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            mutated = mutated_json(content)
+        elif path.suffix == ".safetensors":
+            mutated = _mutated_headers(content)
+        elif path.name == ".metadata":
+            mutated = mutated_pickle(content)
+        else:
+            continue
+        for other in mutated:
+            yield path, other
+
+
+def _mutated_headers(content: bytes) -> Iterator[bytes]:
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = content[8 : 8 + length], content[8 + length :]
+    for other in mutated_json(header):
+        yield struct.pack("<Q", len(other)) + other + data
+    yield from mutated_bytes(content, 0, 8)
+    for more in (b"", b"\0", data):
+        yield content[: 8 + length] + more
+    yield content + b"\0"
+
+
+def an_archive() -> tuple[bytes, bytes]:
+    """A tensor as `torch.save` writes it, and the pickle in it."""
+    made = io.BytesIO()
+    torch.save(as_torch(WHOLES["w"]), made)
+    content = made.getvalue()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return content, archive.read(name)
+
+
+class Mutations:
+    """The campaign."""
+
+    goal = "mutations"
+
+    def __init__(self, folder: Path) -> None:
+        warnings.simplefilter("ignore")
+        memory = Path("/dev/shm")
+        self._is_elsewhere = memory.is_dir()
+        self._folder = memory / folder.name if self._is_elsewhere else folder / "checkpoints"
+        self._folder.mkdir()
+        self._cases: list[tuple[str, Callable[[], str]]] = []
+        target = self._folder / "target"
+        for checkpoint in small_checkpoints(self._folder):
+            # Whatever is loaded when it is first needed is loaded now.
+            open_checkpoint(checkpoint)
+            read_damaged_checkpoint(checkpoint, target)
+            for path, content in mutated_files(checkpoint):
+                name = f"{checkpoint.name}: {path.suffix or path.name}"
+                self._cases.append((name, partial(self._read, path, content, target)))
+        archive, pickle = an_archive()
+        for other in mutated_pickle(pickle):
+            damaged = archive_with(archive, other)
+            self._cases.append(("data.pkl", partial(read_damaged_archive, damaged, self._folder)))
+        for damaged in mutated_bytes(archive, 0, len(archive)):
+            self._cases.append(("archive", partial(read_damaged_archive, damaged, self._folder)))
+        random.Random(0).shuffle(self._cases)
+        limit_memory()
+
+    def run(self, seed: int) -> Counter[str]:
+        name, read = self._cases[seed % len(self._cases)]
+        return Counter({"mutations": 1, f"{name}, {read()}": 1})
+
+    def _read(self, path: Path, content: bytes, target: Path) -> str:
+        kept = path.read_bytes()
+        path.write_bytes(content)
+        try:
+            return read_damaged_checkpoint(path.parent, target)
+        finally:
+            path.write_bytes(kept)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.rmtree(target.with_name(".target.reshard-staging"), ignore_errors=True)
+
+    def close(self) -> None:
+        if self._is_elsewhere:
+            shutil.rmtree(self._folder, ignore_errors=True)
