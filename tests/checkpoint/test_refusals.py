@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from checkpoint.checkpoint_files import tensor, write_file
-from reshard.checkpoint import compare, convert, plan_conversion, run_conversion
-from reshard.errors import RunError
+from reshard.checkpoint import (
+    compare,
+    convert,
+    open_checkpoint,
+    plan_conversion,
+    run_conversion,
+)
+from reshard.errors import CheckpointError, RunError
 
 
 @pytest.fixture
@@ -57,6 +63,24 @@ def test_a_target_that_may_not_be_looked_at(
             run_conversion(conversion, overwrite=True)
     run_conversion(conversion, overwrite=True)
     assert compare(source, target).is_same
+
+
+def test_a_folder_beside_the_tensors_that_cannot_be_listed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in it would be missing in every target, and nobody told."""
+    (source / "inner").mkdir()
+    (source / "inner" / "tokenizer").write_text("words")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if os.fspath(path) == str(source / "inner"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(CheckpointError, match=f"{source}/inner: Input/output error"):
+        open_checkpoint(source)
 
 
 def test_reads_that_give_less_than_was_asked_for(

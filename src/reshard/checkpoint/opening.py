@@ -174,12 +174,17 @@ def _identified(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, identities=identities)
 
 
+def _raise(error: OSError) -> None:
+    """A folder that cannot be listed would be passed over in silence otherwise."""
+    raise error
+
+
 def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its folder, and those that are left out."""
     folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME, huggingface.INDEX_NAME}
     carried, left_out = [], list(checkpoint.left_out)
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(parent) / name
