@@ -144,25 +144,28 @@ def run_campaign(
                 or len(outcome.failures) >= MOST_FAILURES
             )
             # A case to be run again is run alone.
-            alone = wanted == 1 and next_seed > first_seed
-            while not is_over and not alone and len(running) < 2 * workers:
-                running[pool.submit(_run_batch, range(next_seed, next_seed + size))] = range(
-                    next_seed, next_seed + size
-                )
-                next_seed += size
+            is_over = is_over or (wanted == 1 and next_seed > first_seed)
+            while not is_over and len(running) < 2 * workers:
+                in_flight = sum(map(len, running.values()))
+                if in_flight >= wanted - outcome.counts[outcome.goal]:
+                    break
+                seeds = range(next_seed, next_seed + size)
+                running[pool.submit(_run_batch, seeds)] = seeds
+                next_seed = seeds.stop
                 size = 1 if wanted < 100 else _BATCH
-                alone = wanted == 1
+                is_over = wanted == 1
             if not running:
                 break
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
+                results = future.result()
                 del running[future]
-                for result in future.result():
+                for result in results:
                     if isinstance(result, Failure):
                         outcome.failures.append(result)
                     else:
                         outcome.counts += result
-            if is_over:
+            if is_over and wanted > 1:
                 for future in list(running):
                     if future.cancel():
                         del running[future]

@@ -54,8 +54,9 @@ class Fuzzing:
         inputs = [line.split()[1] for line in output.splitlines() if line.startswith("inputs ")]
         reached = [line for line in output.splitlines() if " cov: " in line]
         edges = int(reached[-1].split("cov: ")[1].split()[0]) if reached else 0
-        counts = Counter({"fuzzers": 1, f"{target}: inputs": int(inputs[-1])})
-        return counts + Counter({f"{target}: edges of the reader reached": edges})
+        return Counter(
+            {"fuzzers": 1, f"{target}: inputs": int(inputs[-1]), f"{target}: {edges} edges": 1}
+        )
 
     def close(self) -> None:
         return
