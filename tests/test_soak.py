@@ -44,14 +44,13 @@ from soak.campaign import Outcome, reproduce, run_campaign
 
 class Broken:
     goal = "cases"
+    is_in_memory = True
     def __init__(self, folder: Path) -> None:
         pass
     def run(self, seed: int) -> Counter:
         if seed == 12:
             raise ValueError("twelve")
         return Counter(cases=1)
-    def close(self) -> None:
-        pass
 
 if __name__ == "__main__":
     outcome = run_campaign(Broken, 30, 10, 60, 1)

@@ -106,6 +106,7 @@ class BadDisks:
     """The campaign."""
 
     goal = "troubles"
+    is_in_memory = False
 
     def __init__(self, folder: Path) -> None:
         blocks.BLOCK_BYTES = BLOCK_BYTES
@@ -148,9 +149,6 @@ class BadDisks:
         finally:
             shutil.rmtree(place)
         return Counter({"troubles": 1, name: 1, kind: 1, "calls that were hit": hits})
-
-    def close(self) -> None:
-        return
 
     def _convert(self, name: str, target: Path, threads: int) -> ConversionReport:
         source, options = self._conversions[name]

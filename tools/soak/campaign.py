@@ -28,23 +28,25 @@ from typing import ClassVar, Protocol
 
 LONGEST_CASE_S = 120.0
 MOST_FAILURES = 5
+MEMORY = Path("/dev/shm")
 _BATCH = 4
 _WATCH_S = 0.25
 
 
 class Campaign(Protocol):
-    """Cases of one kind. `goal` is the name of the option and of the count it bounds."""
+    """Cases of one kind. `goal` is the name of the option and of the count it bounds.
+
+    Where `is_in_memory`, its folders are in memory if there is such a place, else on a disk.
+    """
 
     goal: ClassVar[str]
+    is_in_memory: ClassVar[bool]
 
     def __init__(self, folder: Path) -> None:
-        """A worker's own, with an empty folder on a real disk."""
+        """A worker's own, with an empty folder that is removed after the campaign."""
 
     def run(self, seed: int) -> Counter[str]:
         """Run one case; answers what was done. Raises for what is wrong."""
-
-    def close(self) -> None:
-        """End what it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ def run_campaign(
     """Run cases until `wanted` is reached, or so many seconds have passed."""
     outcome = Outcome(kind.goal, wanted, first_seed)
     began_s = time.monotonic()
-    parent = tempfile.mkdtemp(prefix="reshard-soak-")
+    place = MEMORY if kind.is_in_memory and MEMORY.is_dir() else None
+    parent = tempfile.mkdtemp(dir=place, prefix="reshard-soak-")
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _begin, (kind, parent)
     )

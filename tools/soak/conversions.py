@@ -109,9 +109,10 @@ class Conversions:
     """The campaign."""
 
     goal = "conversions"
+    is_in_memory = True
 
     def __init__(self, folder: Path) -> None:
-        self._disk = folder
+        self._folder = folder
         self._counts: Counter[str] = Counter()
         warnings.simplefilter("ignore")
 
@@ -130,16 +131,11 @@ class Conversions:
         self._run(random.Random(seed).randbytes(_CHOICES_BYTES))
         return self._counts
 
-    def close(self) -> None:
-        return
-
     def _journey(self, data: st.DataObject) -> None:
         wholes = data.draw(large_tensors() if self._is_large else tensors())
         sizes = [64 << 10, 256 << 10] if self._is_large else [16, 64, 1000, 4 << 20]
         block_bytes = data.draw(st.sampled_from(sizes))
-        memory = Path("/dev/shm")
-        parent = self._disk if self._is_large or not memory.is_dir() else memory
-        folder = Path(tempfile.mkdtemp(dir=parent, prefix="reshard-soak-"))
+        folder = Path(tempfile.mkdtemp(dir=None if self._is_large else self._folder))
         try:
             with mock.patch.object(blocks, "BLOCK_BYTES", block_bytes):
                 source = self._write_source(folder, wholes, data)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Fuzzing:
     """The campaign: a case is one target, for some seconds."""
 
     goal = "fuzzers"
+    is_in_memory = True
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +52,7 @@ class Fuzzing:
         )
         output = done.stdout + done.stderr
         if done.returncode:
-            raise Wrong(f"{target}: {output[-6000:]}")
+            raise Wrong(f"{target}: {output[-6000:]}\n{self._keep(target)}")
         inputs = [line.split()[1] for line in output.splitlines() if line.startswith("inputs ")]
         reached = [line for line in output.splitlines() if " cov: " in line]
         edges = int(reached[-1].split("cov: ")[1].split()[0]) if reached else 0
@@ -58,8 +60,12 @@ class Fuzzing:
             {"fuzzers": 1, f"{target}: inputs": int(inputs[-1]), f"{target}: {edges} edges": 1}
         )
 
-    def close(self) -> None:
-        return
+    def _keep(self, target: str) -> str:
+        """Save what was found from the end of the campaign, and say how to read it again."""
+        found = [path for path in self._folder.glob(f"{target}-*") if path.is_file()]
+        kept = Path(tempfile.mkdtemp(prefix=f"reshard-soak-{target}-"))
+        names = [shutil.copy(path, kept) for path in found]
+        return "\n".join(f"python -m soak.fuzzing {target} {name}" for name in names)
 
 
 def _corpus(target: str, folder: Path) -> list[bytes]:
@@ -99,40 +105,38 @@ def _fuzz(target: str, seed: int, kept: Path) -> None:
         with atheris.instrument_imports(include=["reshard.checkpoint", "json"]):
             import reshard.checkpoint  # noqa: F401  (with counters in it)
     warnings.simplefilter("ignore")
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        folder = Path(name)
-        (folder / "made").mkdir()
-        corpus = _corpus(target, folder / "made")
-        read = _reader(target, folder)
-        for content in corpus:
-            if read(content) != "accepted":
-                raise Wrong(f"{target}: what is right is refused")
-        if not HAS_ATHERIS:
-            _by_chance(read, corpus, seed, kept / f"{target}-{seed}")
-            return
-        (folder / "corpus").mkdir()
-        for number, content in enumerate(corpus):
-            (folder / "corpus" / str(number)).write_bytes(content)
-        options = [
-            f"-max_total_time={SECONDS_S}",
-            f"-seed={seed % 2**31 or 1}",
-            f"-max_len={LONGEST_INPUT_BYTES}",
-            f"-artifact_prefix={kept}/{target}-",
-            "-timeout=20",
-            "-rss_limit_mb=4096",
-        ]
-        inputs = 0
+    folder = Path(tempfile.mkdtemp(dir=kept))
+    (folder / "made").mkdir()
+    corpus = _corpus(target, folder / "made")
+    read = _reader(target, folder)
+    for content in corpus:
+        if read(content) != "accepted":
+            raise Wrong(f"{target}: what is right is refused")
+    if not HAS_ATHERIS:
+        _by_chance(read, corpus, seed, kept / f"{target}-{seed}")
+        return
+    (folder / "corpus").mkdir()
+    for number, content in enumerate(corpus):
+        (folder / "corpus" / str(number)).write_bytes(content)
+    options = [
+        f"-max_total_time={SECONDS_S}",
+        f"-seed={seed % 2**31 or 1}",
+        f"-max_len={LONGEST_INPUT_BYTES}",
+        f"-artifact_prefix={kept}/{target}-",
+        "-timeout=20",
+        "-rss_limit_mb=4096",
+    ]
+    inputs = 0
 
-        def one(content: bytes) -> None:
-            nonlocal inputs
-            inputs += 1
-            read(content)
-            if inputs % 1000 == 0:
-                print(f"inputs {inputs}", flush=True)
+    def one(content: bytes) -> None:
+        nonlocal inputs
+        inputs += 1
+        read(content)
+        if inputs % 1000 == 0:
+            print(f"inputs {inputs}", flush=True)
 
-        atheris.Setup([target, *options, str(folder / "corpus")], one)
-        atheris.Fuzz()
+    atheris.Setup([target, *options, str(folder / "corpus")], one)
+    atheris.Fuzz()
 
 
 def _by_chance(read: Callable[[bytes], str], corpus: list[bytes], seed: int, kept: Path) -> None:

@@ -18,6 +18,7 @@ class Jobs:
     """The campaign."""
 
     goal = "jobs"
+    is_in_memory = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,9 +58,6 @@ class Jobs:
         finally:
             shutil.rmtree(target, ignore_errors=True)
         return counts + Counter({"jobs": 1})
-
-    def close(self) -> None:
-        return
 
     def _convert(self, count: int, target: Path, form: str) -> None:
         outcome = run(count, self._source, target, form)

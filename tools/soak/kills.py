@@ -29,6 +29,7 @@ class Kills:
     """The campaign."""
 
     goal = "kills"
+    is_in_memory = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,6 +80,3 @@ class Kills:
         finally:
             shutil.rmtree(place)
         return Counter({"kills": kills, name: kills, kind: kills})
-
-    def close(self) -> None:
-        self._processes.close()

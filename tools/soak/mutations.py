@@ -108,13 +108,11 @@ class Mutations:
     """The campaign."""
 
     goal = "mutations"
+    is_in_memory = True
 
     def __init__(self, folder: Path) -> None:
         warnings.simplefilter("ignore")
-        memory = Path("/dev/shm")
-        self._is_elsewhere = memory.is_dir()
-        self._folder = memory / folder.name if self._is_elsewhere else folder / "checkpoints"
-        self._folder.mkdir()
+        self._folder = folder
         self._cases: list[tuple[str, Callable[[], str]]] = []
         target = self._folder / "target"
         for checkpoint in small_checkpoints(self._folder):
@@ -146,7 +144,3 @@ class Mutations:
             path.write_bytes(kept)
             shutil.rmtree(target, ignore_errors=True)
             shutil.rmtree(target.with_name(".target.reshard-staging"), ignore_errors=True)
-
-    def close(self) -> None:
-        if self._is_elsewhere:
-            shutil.rmtree(self._folder, ignore_errors=True)
