@@ -296,6 +296,14 @@ class Layout(Interned):
         elements: IntArray = lengths.prod(axis=1)
         return elements
 
+    @cached_property
+    def cell_offset(self) -> IntArray:
+        """How many elements of its slot's memory lie before each cell: shape `(cells,)`."""
+        sizes = self.cell_shape.prod(axis=1)
+        before = np.cumsum(sizes) - sizes
+        offset: IntArray = before - before[np.searchsorted(self.cell_slot, self.cell_slot)]
+        return offset
+
     def _cell_lengths(self, lengths: list[IntArray]) -> IntArray:
         columns = [column[self.cell_part[:, d]] for d, column in enumerate(lengths)]
         return np.array(columns, dtype=np.int64).reshape(self.ndim, self.cells).T

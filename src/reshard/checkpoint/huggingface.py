@@ -27,6 +27,7 @@ from reshard.checkpoint.safetensors_header import (
     read_header,
     tensor_size_bytes,
 )
+from reshard.checkpoint.safetensors_values import first_repeated
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 
@@ -93,8 +94,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         content = dict(pairs)
         if len(content) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = first_repeated(key for key, _ in pairs)
             raise FormatError(f"{index} lists {twice!r} twice")
         return content
 

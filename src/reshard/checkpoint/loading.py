@@ -207,33 +207,27 @@ def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any])
     )
     plan = Plan(stored, mine, tensor.dtype)
     routes = plan.routes
-    pieces = [
-        overlap.pieces(routes.pair[d], stored.cell_part[routes.source_cell, d])
-        for d, overlap in enumerate(plan.overlaps)
-    ]
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
-    begins = np.concatenate(([0], np.cumsum([math.prod(shape) for shape in shapes])))
     for route in range(len(routes.source_cell)):
         cell = int(routes.source_cell[route])
-        of_slot = stored.cells_of(int(stored.cell_slot[cell]))
-        before = range(of_slot.start, cell)
+        slot = int(stored.cell_slot[cell])
         target_cell = int(routes.target_cell[route])
         part = array
         if len(shapes) > 1:
-            part = array[begins[target_cell] : begins[target_cell + 1]]
-            part = part.reshape(shapes[target_cell])
+            begin, shape = int(mine.cell_offset[target_cell]), shapes[target_cell]
+            part = array[begin : begin + math.prod(shape)].reshape(shape)
         columns = []
-        for column in pieces:
-            rows = slice(int(column.begin[route]), int(column.begin[route] + column.count[route]))
+        for column in plan.pieces:
+            rows = column.rows(route)
             stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
             columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
         for product in itertools.product(*columns):
             inside: Any = (*(slice(at, at + length) for _, at, length in product), ...)
             yield _Read(
                 tensor,
-                int(stored.cell_slot[cell]),
-                cell - of_slot.start,
-                sum(int(stored.cell_shape[other].prod()) for other in before),
+                slot,
+                cell - stored.cells_of(slot).start,
+                int(stored.cell_offset[cell]),
                 tuple(stored.cell_shape[cell].tolist()),
                 tuple(source for source, _, _ in product),
                 part[inside],

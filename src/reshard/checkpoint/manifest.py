@@ -28,6 +28,7 @@ from typing import Any
 from reshard.checkpoint.blocks import BlockGrid
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
 from reshard.checkpoint.journal import DIGEST_BYTES
+from reshard.checkpoint.safetensors_values import first_repeated
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -187,8 +188,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = first_repeated(key for key, _ in pairs)
         raise FormatError(f"the key {twice!r} appears twice")
     return content
 

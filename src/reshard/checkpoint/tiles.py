@@ -238,15 +238,11 @@ def source_tiles(assembly: Plan) -> Tiles:
     `assembly` is the plan that puts the tensor together (`StoredTensor.assembly`).
     """
     routes, layout = assembly.routes, assembly.source
-    pieces = [
-        overlap.pieces(routes.pair[d], layout.cell_part[routes.source_cell, d])
-        for d, overlap in enumerate(assembly.overlaps)
-    ]
     of_cell: dict[int, list[list[_Pieces]]] = {}
     for route in range(len(routes.source_cell)):
         product: list[_Pieces] = []
-        for column in pieces:
-            rows = slice(int(column.begin[route]), int(column.begin[route] + column.count[route]))
+        for column in assembly.pieces:
+            rows = column.rows(route)
             values = (column.start[rows], column.length[rows], column.source_local[rows])
             product.append(sorted(zip(*(v.tolist() for v in values), strict=True), key=_local))
         of_cell.setdefault(int(routes.source_cell[route]), []).append(product)
@@ -316,10 +312,8 @@ def target_tiles(layout: Layout) -> Tiles:
 
 def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
     slot = int(layout.cell_slot[cell])
-    before = range(layout.cells_of(slot).start, cell)
-    offset = sum(int(layout.cell_shape[other].prod()) for other in before)
+    number = cell - layout.cells_of(slot).start
+    offset = int(layout.cell_offset[cell])
     matrices = [np.array(pieces, dtype=np.int64).reshape(-1, 3).T for pieces in product]
     start, length, local = (tuple(matrix[row] for matrix in matrices) for row in range(3))
-    return Tile(
-        slot, len(before), offset, tuple(layout.cell_shape[cell].tolist()), start, length, local
-    )
+    return Tile(slot, number, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)

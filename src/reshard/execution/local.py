@@ -61,10 +61,7 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
     }
     source_cells, target_cells = _cells(plan.source, source), _cells(plan.target, target)
     routes = plan.routes
-    pieces = [
-        overlap.pieces(routes.pair[d], plan.source.cell_part[routes.source_cell, d])
-        for d, overlap in enumerate(plan.overlaps)
-    ]
+    pieces = plan.pieces
     reduction = plan.source.reduction or "sum"
     for route in np.argsort(routes.order, kind="stable").tolist():
         data = source_cells[routes.source_cell[route]][_index(pieces, route, "source_local")]
@@ -123,16 +120,14 @@ def _cells(layout: Layout, arrays: Mapping[int, Storage]) -> list[Storage]:
         if len(numbers) == 1:
             cells.append(arrays[slot])
             continue
-        begin = 0
         for cell in numbers:
-            shape = layout.cell_shape[cell]
+            begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
             stop = begin + int(shape.prod())
             cells.append(arrays[slot][begin:stop].reshape(tuple(shape.tolist())))
-            begin = stop
     return cells
 
 
-def _index(pieces: list[Pieces], route: int, side: str) -> Any:
+def _index(pieces: tuple[Pieces, ...], route: int, side: str) -> Any:
     """The positions of a route's elements in a cell: slices, or index lists for `np.ix_`."""
     slices: list[slice] = []
     for column in pieces:
@@ -145,7 +140,7 @@ def _index(pieces: list[Pieces], route: int, side: str) -> Any:
 
 
 def _positions(column: Pieces, route: int, side: str) -> IntArray:
-    rows = slice(int(column.begin[route]), int(column.begin[route] + column.count[route]))
+    rows = column.rows(route)
     length = column.length[rows]
     begin: IntArray = getattr(column, side)[rows]
     return np.repeat(begin, length) + ragged_arange(length)

@@ -34,6 +34,11 @@ class Pieces:
     source_local: IntArray
     target_local: IntArray
 
+    def rows(self, route: int) -> slice:
+        """Where the pieces of one route are in the columns."""
+        begin = int(self.begin[route])
+        return slice(begin, begin + int(self.count[route]))
+
     def of(self, unit: IntArray) -> Pieces:
         """The same pieces for other routes, each with those of a route of this one."""
         return Pieces(

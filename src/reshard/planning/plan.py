@@ -25,7 +25,7 @@ from reshard.layout import Layout
 from reshard.planning.bound import lower_bound_elements
 from reshard.planning.contributions import contribution_sources, mean_scale
 from reshard.planning.holders import Holders, find_holders
-from reshard.planning.overlap import Overlap, find_overlap
+from reshard.planning.overlap import Overlap, Pieces, find_overlap
 from reshard.planning.routes import RouteFinder, Routes
 from reshard.planning.transfers import Transfers, expand
 from reshard.planning.verification import verify_transfers
@@ -114,6 +114,15 @@ class Plan(Interned):
         if rank >= self.source.slots or not self.source.cells_of(rank):
             return Routes.none(self.target.ndim)
         return self._finder.out_of(rank)
+
+    @cached_property
+    def pieces(self) -> tuple[Pieces, ...]:
+        """For each dimension, the pieces of every route of `routes`."""
+        cells = self.routes.source_cell
+        return tuple(
+            overlap.pieces(self.routes.pair[d], self.source.cell_part[cells, d])
+            for d, overlap in enumerate(self.overlaps)
+        )
 
     @cached_property
     def transfers(self) -> Transfers:
