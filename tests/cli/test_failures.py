@@ -311,10 +311,15 @@ def test_missing_extra_is_one_line(folder: Path, missing: str) -> None:
     assert run.errors == (f"reshard: the command needs {missing}: pip install 'reshard[cli]'\n")
 
 
-def test_missing_hash_library_is_told_before_anything_is_written(folder: Path) -> None:
-    code = "import sys; sys.modules['xxhash'] = None\n"
+@pytest.mark.parametrize(
+    ("missing", "options"), [("xxhash", ()), ("zlib_ng", ("--format", "torch-dcp"))]
+)
+def test_missing_hash_library_is_told_before_anything_is_written(
+    folder: Path, missing: str, options: tuple[str, ...]
+) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\n"
     code += "from reshard.cli import main; sys.exit(main())"
-    run = run_alone("convert", "model", "new", *TP2, cwd=folder, code=code)
+    run = run_alone("convert", "model", "new", *TP2, *options, cwd=folder, code=code)
     assert_told(run, 2)
     assert "pip install" in run.errors
     assert entries(folder) == {"model"}

@@ -13,7 +13,6 @@ pass by (`range_checksums`), so that no byte is read twice:
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from reshard.checkpoint.block_io import OpenFiles, Watch
 from reshard.checkpoint.blocks import block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
 from reshard.checkpoint.file_io import SourceFile, TargetFile
-from reshard.checkpoint.range_checksums import RangeChecksums
+from reshard.checkpoint.range_checksums import RangeChecksums, crc32
 from reshard.errors import DigestError
 
 _PIECE_BYTES = 1024 * 1024
@@ -46,6 +45,12 @@ class Archives:
                 if file.archives
             }
         )
+
+    @staticmethod
+    def expect_library(source: Checkpoint, arrangement: Arrangement) -> None:
+        """Raise MissingExtraError where there are checksums, and nothing to find them with."""
+        if source.checksums or any(file.archives for file in arrangement.files):
+            crc32(b"")
 
     @property
     def watch_source(self) -> Watch | None:
@@ -167,5 +172,5 @@ def _checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:
     for offset in range(0, size_bytes, _PIECE_BYTES):
         part = piece[: min(_PIECE_BYTES, size_bytes - offset)]
         file.read_into(part, start_bytes + offset)
-        checksum = zlib.crc32(part, checksum)
+        checksum = crc32(part, checksum)
     return checksum

@@ -340,7 +340,7 @@ def run_conversion(
 
     Raises:
         UsageError: a target that exists; too small a memory limit.
-        MissingExtraError: xxhash is not installed.
+        MissingExtraError: xxhash (or, for PyTorch's archives, zlib-ng) is not installed.
         RunError: a full disk, a read-only target, an interruption, a source that changed.
         DigestError: a source that is not what its manifest says.
     """
@@ -349,6 +349,7 @@ def run_conversion(
     workers = conversion.threads(memory_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
+    Archives.expect_library(conversion.source, conversion.arrangement)
     sources = open_sources(conversion.source)
     run: _Run | None = None
     try:
