@@ -72,7 +72,7 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
         if routes.order[route] > 0:
             data = kind.combine(reduction, cell[place], data)
         cell[place] = data
-    _finish_contributions(plan, kind, target_cells)
+    finish_contributions(plan, kind, dict(enumerate(target_cells)))
     return {slot: kind.array(storage) for slot, storage in target.items()}
 
 
@@ -146,10 +146,13 @@ def _positions(column: Pieces, route: int, side: str) -> IntArray:
     return np.repeat(begin, length) + ragged_arange(length)
 
 
-def _finish_contributions(plan: Plan, kind: ArrayKind, cells: list[Storage]) -> None:
-    """Scale means, and fill what combines nothing with the reduction's identity."""
+def finish_contributions(plan: Plan, kind: ArrayKind, cells: Mapping[int, Storage]) -> None:
+    """Scale means, and fill what combines nothing with the reduction's identity.
+
+    `cells` are the storages of target cells, by their number; not all need be given.
+    """
     numerator, denominator = plan.scale
-    for cell, storage in enumerate(cells):
+    for cell, storage in cells.items():
         if plan.combines[int(plan.target.cell_contribution[cell])]:
             if numerator != denominator:
                 storage[...] = kind.scale(storage, numerator, denominator)

@@ -11,6 +11,7 @@ shard is cut in levels, by ceil (`torch.chunk`)::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,22 +34,32 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def sharding_of(tensor: DTensor) -> ShardingSpec:
-    """The sharding of a DTensor, over its mesh.
+    """The sharding of a DTensor, over its mesh. Raises as `sharding_of_placements`."""
+    return sharding_of_placements(tensor.device_mesh, tensor.placements, tensor.ndim)
+
+
+def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
+    """What placements over a torch `DeviceMesh` mean for a tensor of `ndim` dimensions.
 
     Raises:
         SpecError: a placement that is neither sharded, replicated nor partial by a reduction
             that reshard has, or several different reductions.
     """
-    mesh = mesh_of(tensor.device_mesh)
-    levels: list[list[Level]] = [[] for _ in range(tensor.ndim)]
+    mesh = mesh_of(torch_mesh)
+    if len(placements) != len(mesh.axis_names):
+        raise SpecError(
+            f"{len(placements)} placements {list(placements)} for a mesh of "
+            f"{len(mesh.axis_names)} dimensions; give one for each"
+        )
+    levels: list[list[Level]] = [[] for _ in range(ndim)]
     partial: list[str] = []
     reductions: set[str] = set()
-    for axis, placement in zip(mesh.axis_names, tensor.placements, strict=True):
+    for axis, placement in zip(mesh.axis_names, placements, strict=True):
         stride = getattr(placement, "split_factor", None)
         if stride is not None:
-            levels[placement.dim % tensor.ndim].append(Level([axis], Strided(int(stride))))
+            levels[placement.dim % ndim].append(Level([axis], Strided(int(stride))))
         elif placement.is_shard():
-            levels[placement.dim % tensor.ndim].append(Level([axis]))
+            levels[placement.dim % ndim].append(Level([axis]))
         elif placement.is_partial():
             operation = str(getattr(placement, "reduce_op", placement))
             if operation not in _REDUCTIONS:
@@ -62,7 +73,7 @@ def sharding_of(tensor: DTensor) -> ShardingSpec:
             raise SpecError(f"placement {placement} on mesh dimension {axis!r} is not known")
     if len(reductions) > 1:
         raise SpecError(
-            f"placements {tensor.placements} reduce in several ways; a tensor is partial in one"
+            f"placements {list(placements)} reduce in several ways; a tensor is partial in one"
         )
     reduction = reductions.pop() if reductions else "sum"
     return ShardingSpec(mesh, [DimSpec(of_dim) for of_dim in levels], (), partial, reduction)

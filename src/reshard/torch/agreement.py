@@ -1,0 +1,112 @@
+"""Do all ranks of a process group mean the same, before a byte of theirs moves?
+
+Every rank plans by itself, so ranks that were given different arguments would wait for
+messages that nobody sends. One small all-reduce finds that out:
+
+1. Each rank brings the digest of what it means to do, and whether it can.
+2. The greatest and the least of all digests are found at once, as `max(d)` and `max(-d)`.
+3. Where they differ, or a rank cannot, the ranks tell each other why, and all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import PlanError, RunError
+
+_SHOWN_RANKS = 8
+_SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What one rank means to do: the digest of each part, by a name that people know.
+
+    `problem` says why this rank cannot take part; None where it can.
+    """
+
+    parts: Mapping[str, bytes]
+    problem: str | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """14 bytes that are equal for equal parts, in the same order."""
+        hasher = hashlib.blake2b(digest_size=14)
+        for name, part in self.parts.items():
+            hasher.update(f"{len(name)}:{name}:{len(part)}:".encode() + part)
+        return hasher.digest()
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where small tensors of a group's collectives have to lie."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> None:
+    """Return where all ranks of `group` mean the same and can do it; raise on all otherwise.
+
+    Raises:
+        PlanError: ranks that mean different things; the message names the part and the ranks.
+        RunError: a rank that cannot; the message says which, and why.
+    """
+    digest = intent.digest
+    low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
+    numbers = [low, high, -low, -high, int(intent.problem is not None)]
+    most = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    found = most.tolist()
+    if found[4]:
+        _raise_problems(intent, group)
+    if found[:2] != [-found[2], -found[3]]:
+        _raise_difference(intent, group)
+
+
+def _raise_problems(intent: Intent, group: dist.ProcessGroup | None) -> None:
+    every: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, intent.problem, group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    told: dict[str, list[int]] = {}
+    for rank, problem in zip(ranks, every, strict=True):
+        if problem is not None:
+            told.setdefault(problem, []).append(rank)
+    lines = [f"{_ranks(of)}: {problem}" for problem, of in list(told.items())[:_SHOWN_PROBLEMS]]
+    raise RunError("nothing was moved: " + "; ".join(lines))
+
+
+def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
+    every: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, dict(intent.parts), group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    names = list(dict.fromkeys(name for parts in every for name in parts))
+    for name in names:
+        by_digest: dict[bytes | None, list[int]] = {}
+        for rank, parts in zip(ranks, every, strict=True):
+            by_digest.setdefault(parts.get(name), []).append(rank)
+        if len(by_digest) > 1:
+            sides = [
+                f"{_ranks(of)} {'have none of it' if digest is None else 'mean one thing'}"
+                if digest is None or position == 0
+                else f"{_ranks(of)} another"
+                for position, (digest, of) in enumerate(by_digest.items())
+            ]
+            raise PlanError(
+                f"the ranks do not mean the same by {name!r}: {', '.join(sides)}. Nothing was "
+                "moved; give every rank the same shapes, dtypes and layouts"
+            )
+    raise PlanError(
+        "the ranks name the same tensors in different orders; nothing was moved. Give every "
+        "rank the same order"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = len(ranks) - _SHOWN_RANKS
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")
