@@ -1,0 +1,200 @@
+"""Which ranks share a host, and how fast are the links between them?
+
+Ranks live on hosts, and hosts, where it matters, in racks. Between two ranks runs the link of
+the smallest box that holds both::
+
+    rack 0                                 rack 1
+    +------------------+------------------+------------------+
+    | host 0           | host 1           | host 2           |
+    | rank 0 -- rank 1 | rank 2 -- rank 3 | rank 4 -- rank 5 |
+    +------------------+------------------+------------------+
+         within a host      between hosts      between racks
+
+What is planned depends on who shares a host alone. Bandwidths and latencies are for telling
+how long a plan takes, and may be left out where nobody asks that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from reshard.errors import LayoutError
+from reshard.interning import Interned
+from reshard.mesh import LARGEST_MESH
+from reshard.runs import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast one rank sends to another: bytes per second, and seconds before the first byte.
+
+    Raises LayoutError for a bandwidth or latency that cannot be.
+
+    >>> Link(50e9, latency_s=5e-6)
+    Link(bandwidth_bytes_per_s=50000000000.0, latency_s=5e-06)
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("bandwidth_bytes_per_s", "more than 0"), ("latency_s", "0 or more")):
+            try:
+                value = float(getattr(self, name))
+            except (TypeError, ValueError):
+                value = math.nan
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency_s"):
+                raise LayoutError(
+                    f"{name} of a link is {getattr(self, name)!r}; a finite number, {least}, was "
+                    "expected"
+                )
+            object.__setattr__(self, name, value)
+
+
+class Topology(Interned):
+    """Ranks on hosts, hosts in racks, and the links between them. Interned.
+
+    Args:
+        hosts: the host of each rank, shape `(ranks,)`: numbers 0, 1, 2... in any order, none
+            of them left out. For hosts that have names see `of_names`.
+        racks: the rack of each host, shape `(hosts,)`, numbered alike; one rack when None.
+        within_host, between_hosts, between_racks: links, None where not known.
+
+    Raises:
+        LayoutError: no ranks, numbers with gaps, a wrong number of racks.
+
+    >>> topology = Topology([0, 0, 1, 1])
+    >>> topology is Topology.of(hosts=2, ranks_per_host=2)
+    True
+    >>> topology.host_of([3, 0]).tolist(), topology.ranks_of(1)
+    ([1, 0], (2, 3))
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[int] | IntArray,
+        racks: Sequence[int] | IntArray | None = None,
+        within_host: Link | None = None,
+        between_hosts: Link | None = None,
+        between_racks: Link | None = None,
+    ) -> None:
+        self.rank_host = _numbers(hosts, "host", "rank")
+        self.ranks = len(self.rank_host)
+        self.hosts = int(self.rank_host.max()) + 1
+        self.host_rack = _numbers([0] * self.hosts if racks is None else racks, "rack", "host")
+        if len(self.host_rack) != self.hosts:
+            raise LayoutError(
+                f"racks of {len(self.host_rack)} hosts, but there are {self.hosts} hosts; give "
+                "one rack a host"
+            )
+        self.racks = int(self.host_rack.max()) + 1
+        self.within_host = within_host
+        self.between_hosts = between_hosts
+        self.between_racks = between_racks
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        hosts: int,
+        ranks_per_host: int,
+        hosts_per_rack: int | None = None,
+        within_host: Link | None = None,
+        between_hosts: Link | None = None,
+        between_racks: Link | None = None,
+    ) -> Topology:
+        """Hosts with equally many ranks each, numbered host by host.
+
+        The last rack may have fewer hosts than the others.
+
+        >>> Topology.of(hosts=3, ranks_per_host=2, hosts_per_rack=2).host_rack.tolist()
+        [0, 0, 1]
+        """
+        sizes = {"hosts": hosts, "ranks_per_host": ranks_per_host}
+        if hosts_per_rack is not None:
+            sizes["hosts_per_rack"] = hosts_per_rack
+        for name, size in sizes.items():
+            if not isinstance(size, int | np.integer) or size < 1:
+                raise LayoutError(f"{name} is {size!r}; a whole number, at least 1, was expected")
+        if hosts * ranks_per_host > LARGEST_MESH:
+            raise LayoutError(
+                f"{hosts} hosts of {ranks_per_host} ranks; at most {LARGEST_MESH} ranks are "
+                "supported"
+            )
+        return cls(
+            np.repeat(np.arange(hosts), ranks_per_host),
+            None if hosts_per_rack is None else np.arange(hosts) // hosts_per_rack,
+            within_host,
+            between_hosts,
+            between_racks,
+        )
+
+    @classmethod
+    def of_names(cls, names: Iterable[Hashable], **links: Link | None) -> Topology:
+        """A topology from the name of each rank's host, numbered as they first appear.
+
+        >>> Topology.of_names(["node-b", "node-a", "node-b"]).rank_host.tolist()
+        [0, 1, 0]
+        """
+        number: dict[Hashable, int] = {}
+        return cls([number.setdefault(name, len(number)) for name in names], None, **links)
+
+    def interning_key(self) -> object:
+        links = (self.within_host, self.between_hosts, self.between_racks)
+        return (self.rank_host.tobytes(), self.host_rack.tobytes(), links)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        links = (self.within_host, self.between_hosts, self.between_racks)
+        return (Topology, (self.rank_host, self.host_rack, *links))
+
+    def host_of(self, ranks: ArrayLike) -> IntArray:
+        """The host of each rank, in the shape of `ranks`.
+
+        Raises LayoutError for a rank that is not there.
+        """
+        found = np.asarray(ranks, dtype=np.int64)
+        bad = found[(found < 0) | (found >= self.ranks)]
+        if bad.size:
+            raise LayoutError(
+                f"rank {bad.flat[0]} of a topology over ranks 0 to {self.ranks - 1}; describe "
+                "the hosts of all ranks"
+            )
+        host: IntArray = self.rank_host[found]
+        return host
+
+    def ranks_of(self, host: int) -> tuple[int, ...]:
+        """The ranks on a host, in order. Raises LayoutError for a host that is not there."""
+        if not 0 <= host < self.hosts:
+            raise LayoutError(f"host {host} of a topology over hosts 0 to {self.hosts - 1}")
+        return tuple(np.flatnonzero(self.rank_host == host).tolist())
+
+    def __repr__(self) -> str:
+        racks = f" in {self.racks} racks" if self.racks > 1 else ""
+        return f"<Topology of {self.ranks} ranks on {self.hosts} hosts{racks}>"
+
+
+def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
+    """The number of the box each thing is in, checked: 0 to n - 1, none left out."""
+    try:
+        column = np.array(values)
+        numbers = column.astype(np.int64).reshape(-1)
+    except (TypeError, ValueError, OverflowError):
+        numbers = column = np.zeros(0, dtype=object)
+    if not len(numbers) or column.shape != numbers.shape or column.dtype.kind not in "iu":
+        raise LayoutError(
+            f"{what}s {values!r}: a whole number for each {of}, and at least one {of}, was expected"
+        )
+    present = np.unique(numbers)
+    if present[0] != 0 or present[-1] != len(present) - 1:
+        raise LayoutError(
+            f"{what}s are numbered {present.tolist()[:8]}; numbers from 0 up, none left out, were "
+            "expected (Topology.of_names takes names)"
+        )
+    numbers.flags.writeable = False
+    return numbers
