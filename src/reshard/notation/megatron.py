@@ -1,0 +1,322 @@
+"""Megatron's way to say a sharding, as one line of text.
+
+The sizes and order of the ranks stand before a bar, what a parameter says of itself behind it::
+
+    tp=2 dp=4 order=tp-cp-ep-dp-pp | partition_dim=0 partition_stride=2
+    tp=4 pp=2 | partition_dim=0 partition_sizes=16,8,4 stages=1
+    etp=1 ep=4 edp=2 | expert expert_ranks=3 partition_dim=0
+
+=============================  ==================================================================
+before the bar
+`tp cp dp pp`                  sizes of the grid of everything but experts; 1 where left out
+`etp ep edp pp`                sizes of the experts' grid
+`order`                        words from fastest to slowest; tp-cp-ep-dp-pp where left out
+`offset`                       the first rank
+behind the bar
+`partition_dim`                the dimension cut over `tp` or `etp`; none where left out
+`partition_stride`             equal blocks that are each cut over all ranks
+`partition_sizes`              blocks on one rank; for each rank its own, with `;` between them
+`local_lengths`                what the ranks have of the cut dimension, where that is uneven
+`heads`                        heads that ranks may share
+`pad`                          local lengths are a multiple of this
+`expert`                       over the experts' grid
+`stages`, `expert_ranks`       where it lives along `pp` and `ep`
+`ndim`                         dimensions of the tensor, where no shape says it
+=============================  ==================================================================
+
+`MegatronParameter` in `reshard.notation.megatron_parameters` says the same of a parameter whose
+local shape is known, and more: that is what a program uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from reshard.block_rules import Blocks, Pieces, Strided
+from reshard.cut_rules import Ceil, CutRule, Heads, Padded, Sizes
+from reshard.errors import NotationError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.megatron_parameters import blocks_rule, tensor_parallel_spec
+from reshard.notation.megatron_ranks import (
+    DEFAULT_ORDER,
+    DENSE_AXES,
+    EXPERT_AXES,
+    MegatronRanks,
+    rank_grid,
+)
+from reshard.sharding import ShardingSpec
+
+_RANK_WORDS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "order", "offset")
+_CUT_WORDS = (
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "local_lengths",
+    "heads",
+    "pad",
+    "expert",
+    "stages",
+    "expert_ranks",
+    "ndim",
+)
+
+
+def parse_megatron(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that `text` writes in Megatron's words.
+
+    Args:
+        text: ranks, a bar, and the parameter; without a bar only the parameter.
+        mesh: the grid of ranks for a text without one, with an axis `tp` or `etp`.
+        shape: of the whole tensor, for its number of dimensions.
+
+    Raises:
+        NotationError: words that are unknown, repeated or do not fit each other.
+        MeshError, SpecError, RuleError: ranks or cuts that cannot be.
+
+    >>> spec = parse_megatron("tp=2 dp=2 | partition_dim=0 partition_stride=2", shape=(8, 4))
+    >>> spec
+    ShardingSpec(DeviceMesh(pp=1,dp=2,cp=1,tp=2), 'tp@stride2, -')
+    >>> megatron_text(spec)
+    'tp=2 dp=2 | partition_dim=0 partition_stride=2 ndim=2'
+    """
+    ranks, bar, cut = text.rpartition("|")
+    said = _words(cut, _CUT_WORDS, text)
+    of_ranks = _words(ranks, _RANK_WORDS, text)
+    is_expert = "expert" in said
+    if bar:
+        mesh = _grid(of_ranks, is_expert, text)
+    elif mesh is None:
+        raise NotationError(
+            f"no ranks in {text!r}; write them before a bar, such as `tp=2 dp=4 | "
+            "partition_dim=0`, or give a mesh"
+        )
+    axis = "etp" if is_expert else "tp"
+    if axis not in mesh.axis_names:
+        raise NotationError(
+            f"{text!r} is cut over {axis}, but the mesh has {', '.join(mesh.axis_names)}; write "
+            "the ranks before a bar, or name the axis so"
+        )
+    ndim = _ndim(said, shape, text)
+    rule = _rule(said, mesh.axis_size(axis), text)
+    dim = _number(said, "partition_dim", text) or 0
+    if rule is not None and dim >= ndim:
+        raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")
+    stages, expert_ranks = _numbers(said, "stages", text), _numbers(said, "expert_ranks", text)
+    if expert_ranks is not None and not is_expert:
+        raise NotationError(f"expert_ranks of a parameter that is no expert's in {text!r}")
+    return tensor_parallel_spec(mesh, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
+
+
+def _words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for item in text.split():
+        word, equals, value = item.partition("=")
+        if word not in known or word in found or bool(equals and value) == (word == "expert"):
+            raise NotationError(
+                f"cannot read {item!r} in {whole!r}; write each of {', '.join(known)} at most "
+                "once, with its value, such as tp=2 dp=4 | partition_dim=0 partition_stride=2"
+            )
+        found[word] = value
+    return found
+
+
+def _numbers(said: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
+    if word not in said:
+        return None
+    items = said[word].split(",")
+    if not all(item.isdecimal() for item in items):
+        raise NotationError(
+            f"cannot read {word}={said[word]} in {text!r}; write whole numbers with commas between"
+        )
+    return tuple(int(item) for item in items)
+
+
+def _number(said: dict[str, str], word: str, text: str) -> int | None:
+    numbers = _numbers(said, word, text)
+    if numbers is None:
+        return None
+    if len(numbers) != 1:
+        raise NotationError(f"cannot read {word}={said[word]} in {text!r}; write one number")
+    return numbers[0]
+
+
+def _grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
+    """The grid of ranks that the words before the bar write."""
+    sizes = {word: _number(said, word, text) or 0 for word in said if word != "order"}
+    offset = sizes.pop("offset", 0)
+    order = said.get("order", DEFAULT_ORDER)
+    if "edp" not in sizes:
+        ranks = MegatronRanks(order=order, offset=offset, **sizes)
+        return ranks.expert if is_expert else ranks.dense
+    if not is_expert or set(sizes) - set(EXPERT_AXES):
+        raise NotationError(
+            f"edp={sizes['edp']} in {text!r}; it belongs to an expert's grid: write etp, ep, edp "
+            "and pp before the bar and `expert` behind it, or tp, cp, dp, pp with ep and etp"
+        )
+    return rank_grid({axis: sizes.get(axis, 1) for axis in EXPERT_AXES}, order, offset)
+
+
+def _ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
+    stated = _number(said, "ndim", text)
+    if stated is None and shape is None:
+        raise NotationError(
+            f"{text!r} does not say how many dimensions the tensor has; add ndim=2, or give a shape"
+        )
+    if stated is not None and shape is not None and stated != len(shape):
+        raise NotationError(f"ndim={stated} in {text!r} of a tensor of shape {list(shape)}")
+    return len(shape) if shape is not None else (stated or 0)
+
+
+def _rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
+    """The rule of the cut dimension, None where none is cut."""
+    ways = ("partition_stride", "partition_sizes", "heads", "pad")
+    given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
+    lengths = _numbers(said, "local_lengths", text)
+    if "partition_dim" not in said and (given or lengths):
+        raise NotationError(f"{(given or ['local_lengths'])[0]} without partition_dim in {text!r}")
+    if len(given) > 1 or (lengths is not None and given not in ([], ["partition_stride"])):
+        raise NotationError(
+            f"{' and '.join(given)}{' and local_lengths' if lengths else ''} in {text!r}; one of "
+            "them says how the dimension is cut"
+        )
+    if "partition_dim" not in said:
+        return None
+    if not given:
+        return Ceil() if lengths is None else Sizes(lengths)
+    number = None if given == ["partition_sizes"] else _number(said, given[0], text)
+    if given == ["partition_stride"]:
+        return Strided(number or 0, lengths)
+    if given == ["heads"]:
+        return Heads(number or 0)
+    if given == ["pad"]:
+        return Padded(number or 0)
+    rows = [
+        _numbers({"partition_sizes": row}, "partition_sizes", text) or ()
+        for row in said["partition_sizes"].split(";")
+    ]
+    if len(rows) == 1:
+        return blocks_rule(rows * parts)
+    if len(rows) != parts or len({len(row) for row in rows}) != 1:
+        raise NotationError(
+            f"partition_sizes of {len(rows)} ranks in {text!r}; write one list for all, or one of "
+            f"as many blocks for each of {parts} tensor-parallel ranks"
+        )
+    return Pieces.from_splits(rows)
+
+
+def megatron_text(spec: ShardingSpec) -> str:
+    """The text that `parse_megatron` reads back to the same sharding.
+
+    Raises:
+        NotationError: what Megatron's words cannot say, with the part of the sharding.
+
+    >>> from reshard.sharding_text import spec
+    >>> grid = MegatronRanks(dp=4, ep=2).expert
+    >>> megatron_text(spec(grid, "etp, - | only(ep=1)"))
+    'ep=2 edp=2 | expert partition_dim=0 expert_ranks=1 ndim=2'
+    >>> megatron_text(spec(DeviceMesh.of(x=2), "x"))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: the mesh x=2 in Megatron's words; its axes are named tp, cp, dp,
+    pp, or etp, ep, edp, pp
+    """
+    mesh = spec.mesh
+    words, is_expert = _rank_words(mesh)
+    _refuse_the_rest(spec)
+    cut = ["expert"] if is_expert else []
+    cut += _cut_words(spec, "etp" if is_expert else "tp")
+    for axis, at in spec.only:
+        if axis not in ("pp", "ep"):
+            raise NotationError(
+                f"`only({axis}=...)` of `{spec}`; Megatron's words place a tensor "
+                "along pp and ep only"
+            )
+        cut.append(f"{'stages' if axis == 'pp' else 'expert_ranks'}={_joined(at)}")
+    return " ".join([*words, "|", *cut, f"ndim={spec.ndim}"])
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _rank_words(mesh: DeviceMesh) -> tuple[list[str], bool]:
+    """The words before the bar, and whether the grid is that of the experts."""
+    grids = (DENSE_AXES, EXPERT_AXES)
+    axes = next((axes for axes in grids if set(mesh.axis_names) == set(axes)), None)
+    if axes is None:
+        raise NotationError(
+            f"the mesh {mesh.text} in Megatron's words; its axes are named "
+            f"{', '.join(DENSE_AXES)}, or {', '.join(EXPERT_AXES)}"
+        )
+    offset = min(mesh.devices)
+    if mesh.devices != tuple(range(offset, offset + mesh.size)):
+        raise NotationError(
+            f"the devices {list(mesh.devices)} in Megatron's words; its ranks are consecutive and "
+            "in the order of the grid"
+        )
+    is_expert = axes is EXPERT_AXES
+    sizes = {axis: mesh.axis_size(axis) for axis in axes}
+    words = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "edp"]
+    order = "-".join(reversed(mesh.axis_names)).replace("etp", "tp").replace("edp", "dp")
+    if rank_grid(sizes, DEFAULT_ORDER, offset).axis_names != mesh.axis_names:
+        words.append(f"order={order}")
+    return words + ([f"offset={offset}"] if offset else []), is_expert
+
+
+def _refuse_the_rest(spec: ShardingSpec) -> None:
+    """Raise NotationError for what no parameter of Megatron has."""
+    parts = {
+        "partial axes": spec.partial_axes,
+        "replicated axes": spec.replicated_axes,
+        "an open dimension or a priority": any(d.is_open or d.priority for d in spec.dim_specs),
+    }
+    for part, is_there in parts.items():
+        if is_there:
+            raise NotationError(f"{part} of `{spec}` cannot be said in Megatron's words")
+
+
+def _cut_words(spec: ShardingSpec, axis: str) -> list[str]:
+    cut = [(dim, level) for dim, item in enumerate(spec.dim_specs) for level in item.levels]
+    if not cut:
+        return []
+    (dim, level), *more = cut
+    if more or level.axes != (Axis(axis),):
+        raise NotationError(
+            f"`{spec}` in Megatron's words; one dimension is cut, and over the axis {axis}"
+        )
+    words = [f"partition_dim={dim}", *_rule_words(level.rule, spec.mesh.axis_size(axis))]
+    said = dict(word.split("=") for word in words)
+    if any(not value for value in said.values()) or (
+        _rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
+    ):
+        raise NotationError(
+            f"the rule `{level.rule.text}` of `{spec}` in Megatron's words; {_SAYABLE}"
+        )
+    return words
+
+
+_SAYABLE = (
+    "it has equal parts, strides, blocks that every rank has equal pieces of (or says its own), "
+    "local lengths, shared heads and padding"
+)
+
+
+def _rule_words(rule: CutRule, parts: int) -> list[str]:
+    """The words of a rule; those that read back as another rule are refused by the caller."""
+    if isinstance(rule, Strided):
+        lengths = (
+            [] if rule.local_lengths is None else [f"local_lengths={_joined(rule.local_lengths)}"]
+        )
+        return [f"partition_stride={rule.stride}", *lengths]
+    if isinstance(rule, Blocks):
+        return [f"partition_sizes={_joined(size // parts for size in rule.sizes)}"]
+    if isinstance(rule, Pieces):
+        rows = zip(*rule.pieces, strict=True)
+        return [f"partition_sizes={';'.join(map(_joined, rows))}"]
+    if isinstance(rule, Sizes):
+        return [f"local_lengths={_joined(rule.sizes)}"]
+    if isinstance(rule, Heads):
+        return [f"heads={rule.count}"]
+    return [f"pad={rule.multiple}"] if isinstance(rule, Padded) else []
