@@ -15,7 +15,7 @@ import reshard
 from cli.command_runs import run_alone, run_here, write_model
 from reshard.cli.program import program
 
-COMMANDS = ("inspect", "plan", "convert", "verify")
+COMMANDS = ("inspect", "plan", "convert", "verify", "explain")
 GROUPS = ("recipe",)
 
 
@@ -56,13 +56,13 @@ def llama(folder: Path) -> None:
 @pytest.mark.usefixtures("llama")
 def test_the_examples_run() -> None:
     ran = 0
-    for command in ("convert", "inspect", "plan", "verify"):
+    for command in ("convert", "inspect", "plan", "verify", "explain"):
         for arguments in examples(command):
             run = run_here(*arguments)
             assert (run.code, run.errors) == (0, ""), arguments
             assert "rules that decided no tensor" not in run.output
             ran += 1
-    assert ran >= 12
+    assert ran >= 14
 
 
 @pytest.mark.usefixtures("llama")
@@ -96,7 +96,7 @@ def test_help_says_all_there_is(command: str) -> None:
         if isinstance(parameter, click.Option):
             assert parameter.help and parameter.help.endswith((".", "]")), parameter.name
         else:
-            assert parameter.name and parameter.name.upper() in text
+            assert parameter.human_readable_name in text
 
 
 def test_version(folder: Path) -> None:

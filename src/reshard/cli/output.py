@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.mesh import DeviceMesh
+from reshard.show.markup import printable as printable
 from reshard.show.text_width import display_width
 
 LINE_WIDTH = 100
@@ -69,17 +70,6 @@ def settle_streams() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
-
-
-def printable(text: str, keep: str = "") -> str:
-    """`text` with characters that are none to look at as escapes, but for those to keep.
-
-    >>> printable("wte\\x1b[2J"), printable("層")
-    ('wte\\\\x1b[2J', '層')
-    """
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def can_draw_boxes() -> bool:

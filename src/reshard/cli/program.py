@@ -10,6 +10,7 @@ import click
 from reshard import __version__
 from reshard.cli.command_group import Commands
 from reshard.cli.convert import convert
+from reshard.cli.explain import explain
 from reshard.cli.failures import DONE, report
 from reshard.cli.inspect import inspect
 from reshard.cli.output import prepare_streams, settle_streams
@@ -29,6 +30,7 @@ def program() -> None:
       reshard plan llama-3-8b --to tp=4 --recipe llama
       reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
       reshard verify llama-3-8b llama-tp4
+      reshard explain "tp, -" "-, tp" --mesh tp=4 --shape 4096x1024
       reshard recipe check llama-3-8b --to tp=4,pp=2
 
     \b
@@ -44,7 +46,7 @@ def program() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, recipe):
+for _command in (inspect, plan, convert, verify, explain, recipe):
     program.add_command(_command)
 
 

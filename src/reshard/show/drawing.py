@@ -168,8 +168,9 @@ def _labelled(
 
     rest = {(r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
     found = []
-    while rest:
-        first = min(rest)
+    for first in sorted(rest):
+        if first not in rest:
+            continue
         rest.remove(first)
         places, waiting = [first], [first]
         while waiting:

@@ -16,10 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-
-import numpy as np
 
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -27,6 +25,8 @@ from reshard.planning.plan import Plan
 from reshard.show.drawing import Place, Sketch, sketch
 from reshard.show.labels import Labels, SlotLabel
 from reshard.show.notes import notes
+from reshard.show.origins import Origins
+from reshard.show.origins import origins as find_origins
 from reshard.show.quantities import bytes_text, count_text
 from reshard.show.rank_text import rank_text
 from reshard.show.regions import RegionGrid, drawn_dimensions, region_grid
@@ -34,9 +34,6 @@ from reshard.show.text_width import display_width, padded, shortened
 
 LEAST_WIDTH = 40
 LEAST_HEIGHT = 9
-_MOST_ROUTES_FOR_ORIGINS = 4096
-
-Origins = Callable[[RegionGrid, Sequence[Place]], list[int]]
 
 
 def picture(
@@ -140,7 +137,7 @@ def change_picture(
             "reshard.plan(source, target)"
         )
     written = _labels(labels, ascii)
-    origins = None if plan is None or labels != "ranks" else _origins(plan)
+    origins = None if plan is None or labels != "ranks" else find_origins(plan)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
     source_sketch = _fitted(source, width, height, written, None)
     target_sketch = _fitted(target, width, height, written, origins)
@@ -256,32 +253,6 @@ def _label(
     row, column = places[0]
     senders = origins(grid, places) if origins else []
     return labels.lines(grid.holdings[row][column], senders, most_columns)
-
-
-def _origins(plan: Plan) -> Origins | None:
-    """Finds the ranks that send into a region; None where there are too many routes to look."""
-    if len(plan.routes.target_cell) > _MOST_ROUTES_FOR_ORIGINS:
-        return None
-    moving = plan.transfers.moving
-    stop = moving.start + moving.shape
-
-    def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
-        # Whoever receives elements of a region holds it, so its place alone finds them.
-        inside = np.zeros(len(moving), dtype=bool)
-        for r, c in places:
-            meets = np.ones(len(moving), dtype=bool)
-            for dimension, interval in (
-                (grid.row_dimension, grid.rows[r]),
-                (grid.column_dimension, grid.columns[c]),
-            ):
-                if dimension is not None:
-                    meets &= moving.start[:, dimension] < interval.stop
-                    meets &= stop[:, dimension] > interval.start
-            inside |= meets
-        ranks: list[int] = np.unique(moving.source_slot[inside]).tolist()
-        return ranks
-
-    return senders
 
 
 def _natural_width(drawn: Sketch, most: int) -> int:

@@ -90,32 +90,42 @@ class RegionGrid:
         return any(interval.left_out for interval in (*self.rows, *self.columns))
 
 
-def drawn_dimensions(layout: Layout) -> tuple[int | None, int | None]:
+def drawn_dimensions(layout: Layout, *others: Layout) -> tuple[int | None, int | None]:
     """The row and the column dimension of a picture: the two most cut, the longest among equals.
+
+    For several layouts of one tensor, what counts is the most that any of them cuts.
 
     >>> drawn_dimensions(Layout.replicated((2, 5, 4)))
     (1, 2)
     >>> drawn_dimensions(Layout.replicated((5,)))
     (None, 0)
     """
-    pieces = [len(_edges(layout, dimension)) for dimension in range(layout.ndim)]
+    pieces = [
+        max(len(_edges(one, dimension)) for one in (layout, *others))
+        for dimension in range(layout.ndim)
+    ]
     order = sorted(range(layout.ndim), key=lambda d: (-pieces[d], -layout.shape[d], d))
     chosen = (None, None, *sorted(order[:2]))
     return chosen[-2], chosen[-1]
 
 
 def region_grid(
-    layout: Layout, row_dimension: int | None, column_dimension: int | None
+    layout: Layout,
+    row_dimension: int | None,
+    column_dimension: int | None,
+    most_intervals: int = MOST_INTERVALS,
 ) -> RegionGrid:
     """The rectangles of two dimensions of a layout and the slots that hold them.
+
+    Where a dimension has more than `most_intervals` intervals, those in the middle are left out.
 
     >>> layout = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     >>> grid = region_grid(layout, 0, 1)
     >>> [[sorted(h.slot for h in place) for place in row] for row in grid.holdings]
     [[[0], [0]], [[0], [1]], [[1], [1]]]
     """
-    rows, row_cover = _cover(layout, row_dimension)
-    columns, column_cover = _cover(layout, column_dimension)
+    rows, row_cover = _cover(layout, row_dimension, most_intervals)
+    columns, column_cover = _cover(layout, column_dimension, most_intervals)
     places: list[list[set[Holding]]] = [[set() for _ in columns] for _ in rows]
     for (row_part, column_part), holdings in _holdings(
         layout, row_dimension, column_dimension
@@ -159,14 +169,14 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
 
 
 def _cover(
-    layout: Layout, dimension: int | None
+    layout: Layout, dimension: int | None, most_intervals: int
 ) -> tuple[list[Interval], dict[int, dict[int, bool]]]:
     """The intervals of a dimension, and for each part those it covers, True where as a halo."""
     if dimension is None:
         return [Interval(0, 1)], {0: {0: False}}
     edges = _edges(layout, dimension).tolist()
     intervals = [Interval(a, b) for a, b in itertools.pairwise(edges)]
-    _, shown = _leave_out_middle(intervals, MOST_INTERVALS)
+    _, shown = _leave_out_middle(intervals, most_intervals)
     table = layout.tables[dimension]
     covers = {
         part: _covered(table, part, shown) for part in _used_parts(layout, dimension).tolist()

@@ -1,0 +1,58 @@
+"""Which colour stands for which rank?
+
+Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), which
+people who see fewer colours tell apart too. More ranks share a scale from dark blue to light
+yellow: lightness alone puts them in order, and neighbours look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_DISTINCT = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#f0e442",
+    "#999999",
+)
+_SCALE = ((38, 36, 104), (38, 92, 148), (28, 146, 140), (122, 190, 96), (246, 224, 94))
+
+
+def rank_colours(ranks: Iterable[int]) -> dict[int, str]:
+    """A colour for each rank, by its place among them.
+
+    >>> rank_colours([7, 4])
+    {4: '#0072b2', 7: '#e69f00'}
+    >>> list(rank_colours(range(512)).values())[::511]
+    ['#262468', '#f6e05e']
+    """
+    ordered = sorted(set(ranks))
+    if len(ordered) <= len(_DISTINCT):
+        return dict(zip(ordered, _DISTINCT, strict=False))
+    return {rank: _on_scale(place, len(ordered) - 1) for place, rank in enumerate(ordered)}
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour.
+
+    >>> ink_on("#262468"), ink_on("#f6e05e")
+    ('#ffffff', '#000000')
+    """
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 299 * red + 587 * green + 114 * blue > 128_000 else "#ffffff"
+
+
+def _on_scale(place: int, last: int) -> str:
+    """The colour `place / last` of the way along the scale."""
+    steps = len(_SCALE) - 1
+    step = min(place * steps // last, steps - 1)
+    weight = place * steps - step * last
+    mixed = (
+        (low * (last - weight) + high * weight + last // 2) // last
+        for low, high in zip(_SCALE[step], _SCALE[step + 1], strict=True)
+    )
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)

@@ -1,0 +1,144 @@
+"""How much does each rank send to each other?
+
+A table of pairs, so that a hundred thousand ranks of which each talks to a few stay small. Ranks
+can be taken together, by hosts or so that few enough remain to be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from reshard.planning.job import Job
+from reshard.planning.plan import Plan
+from reshard.runs import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Amounts (elements or bytes) that pass between ranks, as columns of shape `(pairs,)`.
+
+    Every pair is there once, sorted by sender, then receiver.
+    """
+
+    ranks: int
+    sender: IntArray
+    receiver: IntArray
+    amount: IntArray
+
+    @classmethod
+    def gathered(
+        cls, ranks: int, sender: IntArray, receiver: IntArray, amount: IntArray
+    ) -> Traffic:
+        """The traffic of `ranks` ranks that columns with repeated pairs add up to.
+
+        >>> columns = (np.array([1, 0, 1]), np.array([0, 1, 0]), np.array([5, 2, 3]))
+        >>> traffic = Traffic.gathered(2, *columns)
+        >>> traffic.sender.tolist(), traffic.receiver.tolist(), traffic.amount.tolist()
+        ([0, 1], [1, 0], [2, 8])
+        """
+        pairs, place = np.unique(sender * ranks + receiver, return_inverse=True)
+        total = np.zeros(len(pairs), dtype=np.int64)
+        np.add.at(total, place.reshape(-1), amount)
+        return cls(ranks, pairs // ranks, pairs % ranks, total)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Traffic:
+        """The elements that a plan moves.
+
+        >>> from reshard.layout import Layout
+        >>> half = Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
+        >>> Traffic.of_plan(Plan(half, Layout.replicated((6,), 2))).amount.tolist()
+        [3, 3]
+        """
+        ranks = max(plan.source.slots, plan.target.slots)
+        return cls.gathered(ranks, *_moving(plan))
+
+    @classmethod
+    def of_job(cls, job: Job) -> Traffic:
+        """The bytes that a job moves."""
+        ranks = max(
+            (max(item.plan.source.slots, item.plan.target.slots) for item in job.items), default=1
+        )
+        bytes_of: dict[Plan, int] = {}
+        for item in job.items:
+            bytes_of[item.plan] = bytes_of.get(item.plan, 0) + item.dtype.itemsize_bytes
+        columns = [
+            (sender, receiver, elements * size_bytes)
+            for plan, size_bytes in bytes_of.items()
+            for sender, receiver, elements in (_moving(plan),)
+        ]
+        return cls.gathered(ranks, *_joined(columns))
+
+    @property
+    def total(self) -> int:
+        """All that passes."""
+        return int(self.amount.sum())
+
+    @cached_property
+    def sent(self) -> IntArray:
+        """What each rank sends: shape `(ranks,)`."""
+        return self._sum_by(self.sender, self.amount)
+
+    @cached_property
+    def received(self) -> IntArray:
+        """What each rank receives: shape `(ranks,)`."""
+        return self._sum_by(self.receiver, self.amount)
+
+    @cached_property
+    def receivers(self) -> IntArray:
+        """How many ranks each rank sends to: shape `(ranks,)`."""
+        return self._sum_by(self.sender, np.ones_like(self.amount))
+
+    @cached_property
+    def senders(self) -> IntArray:
+        """How many ranks each rank receives from: shape `(ranks,)`."""
+        return self._sum_by(self.receiver, np.ones_like(self.amount))
+
+    def _sum_by(self, rank: IntArray, amount: IntArray) -> IntArray:
+        total = np.zeros(self.ranks, dtype=np.int64)
+        np.add.at(total, rank, amount)
+        return total
+
+    def taken_together(self, size: int) -> Traffic:
+        """The traffic between groups of `size` neighbouring ranks, that inside one included.
+
+        >>> ring = Traffic.gathered(4, np.arange(4), (np.arange(4) + 1) % 4, np.full(4, 7))
+        >>> halves = ring.taken_together(2)
+        >>> list(zip(halves.sender.tolist(), halves.receiver.tolist(), halves.amount.tolist()))
+        [(0, 0, 7), (0, 1, 7), (1, 0, 7), (1, 1, 7)]
+        """
+        groups = -(-self.ranks // size)
+        return Traffic.gathered(groups, self.sender // size, self.receiver // size, self.amount)
+
+
+def busiest(amounts: IntArray) -> tuple[int, list[int]]:
+    """The largest amount, and the ranks that have it.
+
+    >>> busiest(np.array([3, 7, 7]))
+    (7, [1, 2])
+    """
+    most = int(amounts.max(initial=0))
+    return most, np.flatnonzero(amounts == most).tolist() if most else []
+
+
+def _moving(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
+    """Sender, receiver and elements of every route that leaves its rank."""
+    routes = plan.routes
+    moves = ~routes.stays
+    return (
+        plan.source.cell_slot[routes.source_cell[moves]],
+        plan.target.cell_slot[routes.target_cell[moves]],
+        routes.elements[moves],
+    )
+
+
+def _joined(
+    columns: Iterable[tuple[IntArray, IntArray, IntArray]],
+) -> tuple[IntArray, IntArray, IntArray]:
+    nothing = np.zeros(0, dtype=np.int64)
+    sender, receiver, amount = zip((nothing, nothing, nothing), *columns, strict=True)
+    return np.concatenate(sender), np.concatenate(receiver), np.concatenate(amount)
