@@ -1,0 +1,439 @@
+"""Which sharding do the placements of a DTensor say, and which placements say a sharding?
+
+A DTensor has a mesh and one placement for each mesh axis. They are applied from left to right,
+each to what those before it left, so a tensor dimension that several axes shard is cut in
+levels, by ceil (`torch.chunk`)::
+
+    mesh ("dp": 2, "tp": 2), [Shard(0), Shard(0)]            "dp / tp, ..."
+    the same, [_StridedShard(0, split_factor=2), Shard(0)]   "dp@stride2 / tp, ..."
+    the same, S(0)[1]S(0)[0]: in another order               "tp / dp, ..."
+    the same, [Partial("sum"), Shard(1)]                     "-, tp | sum(dp)"
+
+There:
+
+1. Every placement is a value of `reshard.notation.placements`, whether it was text or an object.
+2. The axes that shard one dimension are put in the order in which they cut; each is a level.
+
+And back: each level is the placement of its one axis, and where the axes of a dimension do not
+cut in the order of the mesh, that order is written too. torch is imported by `to_placements`
+only.
+
+Source: `torch.distributed.tensor` of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.block_rules import Strided
+from reshard.errors import LayoutError, MissingExtraError, NotationError
+from reshard.mesh import DeviceMesh
+from reshard.notation.partitioned import PartitionedShard
+from reshard.notation.placements import (
+    OPERATION_OF_REDUCTION,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    as_placement,
+    placement_of_call,
+    read_calls,
+)
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPlacements:
+    """One placement for each mesh axis, and which axis cuts a dimension before which.
+
+    Attributes:
+        placements: in the order of the mesh's axes.
+        shard_order: for each tensor dimension that is cut, its mesh axes by number, the one that
+            cuts first in front; torch's `shard_order`.
+    """
+
+    placements: tuple[Placement, ...]
+    shard_order: ShardOrder
+
+    @property
+    def is_left_to_right(self) -> bool:
+        """Whether every dimension is cut in the order of the mesh's axes, as torch does."""
+        return all(list(axes) == sorted(axes) for _, axes in self.shard_order)
+
+    def __str__(self) -> str:
+        if self.is_left_to_right:
+            return f"[{', '.join(map(str, self.placements))}]"
+        step = {axis: i for _, axes in self.shard_order for i, axis in enumerate(axes)}
+        several = {axis for _, axes in self.shard_order if len(axes) > 1 for axis in axes}
+        words = [
+            f"{placement}[{step[axis]}]" if axis in several else str(placement)
+            for axis, placement in enumerate(self.placements)
+        ]
+        return f"[{', '.join(words)}]"
+
+
+def parse_dtensor(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that a list of placements writes.
+
+    Args:
+        text: in any form that torch prints: `[Shard(dim=0), Replicate()]`, `S(0)R`,
+            `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
+            `PartitionedShard` may be among them.
+        mesh: the devices; one placement for each of its axes, major to minor.
+        shape: of the tensor; placements do not say how many dimensions it has.
+
+    Raises:
+        NotationError: text that cannot be read, or that does not fit the mesh or the shape.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(parse_dtensor("[Shard(0), Shard(0)]", mesh, (6, 4)))
+    dp / tp, -
+    >>> print(parse_dtensor("S(0)[1]S(0)[0]", mesh, (6, 4)))
+    tp / dp, -
+    >>> print(parse_dtensor("P(avg) S(-1)", mesh, (6, 4)))
+    -, tp | mean(dp)
+    """
+    try:
+        calls = read_calls(text)
+        if mesh is None or shape is None:
+            missing = "mesh" if mesh is None else "shape"
+            raise NotationError(
+                f"placements do not say the tensor's {missing}; give a {missing} beside them"
+            )
+        placements = [placement_of_call(call) for call in calls]
+        order = _order_of_steps(mesh, placements, [call.order for call in calls], len(shape))
+        return sharding_of_placements(mesh, placements, len(shape), order)
+    except LayoutError as error:
+        raise type(error)(f"{error} (in the placements `{text}`)") from None
+
+
+def dtensor_text(spec: ShardingSpec) -> str:
+    """The placements of a sharding, as torch is given them.
+
+    Axes that cut one dimension in another order than the mesh's are written with their steps,
+    as torch prints a `shard_order`.
+
+    Raises:
+        NotationError: a sharding that DTensor cannot say; the message names the part.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> dtensor_text(ShardingSpec(mesh, [DimSpec([Level(["dp"], Strided(2)), Level(["tp"])])]))
+    '[_StridedShard(0, split_factor=2), Shard(0)]'
+    >>> dtensor_text(ShardingSpec(mesh, [DimSpec([Level(["tp"]), Level(["dp"])])]))
+    '[Shard(0)[1], Shard(0)[0]]'
+    >>> dtensor_text(ShardingSpec(mesh, [["dp", "tp"]]))
+    Traceback (most recent call last):
+        ...
+    reshard.errors.NotationError: DTensor cannot say the level `dp tp` of dimension 0: each of its
+    placements cuts over one mesh axis; write `dp / tp` for a cut of a cut
+    """
+    return str(placements_of(spec))
+
+
+def sharding_of_placements(
+    mesh: DeviceMesh,
+    placements: Iterable[object],
+    ndim: int,
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None = None,
+) -> ShardingSpec:
+    """The sharding that placements say, given as values or as torch's own objects.
+
+    Args:
+        mesh: the devices.
+        placements: one for each axis of the mesh.
+        ndim: dimensions of the tensor.
+        shard_order: for each cut dimension the numbers of its mesh axes, the one that cuts first
+            in front, as torch's `DTensorSpec.shard_order`; by rising number when None.
+
+    Raises:
+        NotationError: a wrong number of placements, a dimension the tensor has not, several
+            kinds of reduction, or an order that does not fit the placements.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(sharding_of_placements(mesh, [Shard(1), StridedShard(1, 2)], 2))
+    -, dp / tp@stride2
+    """
+    values = [as_placement(item) for item in placements]
+    if len(values) != len(mesh.shape):
+        raise NotationError(
+            f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give "
+            "one for each axis, major to minor"
+        )
+    by_dim: dict[int, dict[int, Level]] = {dim: {} for dim in range(ndim)}
+    partial: list[str] = []
+    reductions: list[str] = []
+    for number, (axis, value) in enumerate(zip(mesh.axis_names, values, strict=True)):
+        if isinstance(value, Partial):
+            partial.append(axis)
+            reductions.append(value.reduction)
+        elif not isinstance(value, Replicate):
+            level = _level(axis, value, mesh.shape[number])
+            by_dim[_dimension(value, ndim)][number] = level
+    if len(set(reductions)) > 1:
+        raise NotationError(
+            f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
+            "a tensor is partial in one, redistribute the other axes first"
+        )
+    dim_specs = []
+    order = _checked_order(shard_order, by_dim, ndim)
+    for dim, levels in by_dim.items():
+        dim_specs.append(DimSpec([levels[number] for number in order[dim]]))
+    return ShardingSpec(mesh, dim_specs, (), partial, reductions[0] if reductions else "sum")
+
+
+def _level(axis: str, value: Shard | StridedShard | PartitionedShard, size: int) -> Level:
+    if isinstance(value, PartitionedShard):
+        if value.by_rank is not None and len(value.by_rank) != size:
+            raise NotationError(
+                f"{value} gives sizes for {len(value.by_rank)} ranks, but axis {axis} has {size}; "
+                "give one row for each"
+            )
+        return Level([axis], value.rule)
+    return Level([axis], Strided(value.split_factor) if isinstance(value, StridedShard) else None)
+
+
+def _dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int:
+    if not -ndim <= value.dim < ndim:
+        raise NotationError(
+            f"{value} cuts dimension {value.dim} of a tensor that has {ndim}; give one from "
+            f"{-ndim} to {ndim - 1}"
+            if ndim
+            else f"{value} cuts a tensor that has no dimensions; it can only be replicated or "
+            "partial"
+        )
+    return value.dim % ndim
+
+
+def _order_of_steps(
+    mesh: DeviceMesh, placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
+) -> ShardOrder | None:
+    """The order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without any."""
+    if all(step is None for step in steps):
+        return None
+    chosen: dict[int, list[tuple[int, int]]] = {}
+    for number, (value, step) in enumerate(zip(placements, steps, strict=True)):
+        if isinstance(value, Replicate | Partial):
+            if step is not None:
+                raise NotationError(
+                    f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
+                )
+            continue
+        # An axis alone on its dimension needs no number; without one it stands behind the others.
+        position = len(placements) if step is None else step
+        chosen.setdefault(_dimension(value, ndim), []).append((position, number))
+    for dim, pairs in chosen.items():
+        given = sorted(position for position, _ in pairs)
+        if len(pairs) > 1 and given != list(range(len(pairs))):
+            raise NotationError(
+                f"the axes on dimension {dim} have the steps {given}; give each one of 0 to "
+                f"{len(pairs) - 1}"
+            )
+    return tuple(
+        (dim, tuple(number for _, number in sorted(chosen[dim]))) for dim in sorted(chosen)
+    )
+
+
+def _checked_order(
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None,
+    by_dim: dict[int, dict[int, Level]],
+    ndim: int,
+) -> dict[int, list[int]]:
+    """The axes of every dimension, by number, in the order in which they cut."""
+    rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
+    if shard_order is None:
+        return rising
+    order = {int(dim): [int(axis) for axis in axes] for dim, axes in shard_order}
+    given = {dim: sorted(axes) for dim, axes in order.items()}
+    if given != {dim: axes for dim, axes in rising.items() if axes}:
+        raise NotationError(
+            f"shard order {order} does not fit the placements, which cut "
+            f"{ {dim: axes for dim, axes in rising.items() if axes} }; name every axis of every "
+            "cut dimension once"
+        )
+    return {dim: order.get(dim, []) for dim in range(ndim)}
+
+
+def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
+    """The placements of a sharding, and the order in which the axes of a dimension cut.
+
+    Args:
+        spec: the sharding.
+        further: `PartitionedShard`, where it may be used beside torch's own placements.
+
+    Raises:
+        NotationError: a part that no placement says: an axis taken in part, a flat cut over
+            several axes, another rule, marks for propagation, a place on some ranks only.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> found = placements_of(ShardingSpec(mesh, [DimSpec([Level(["tp"]), Level(["dp"])])]))
+    >>> found.shard_order
+    ((0, (1, 0)),)
+    """
+    mesh = spec.mesh
+    found: dict[str, Placement] = {}
+    order: list[tuple[int, tuple[int, ...]]] = []
+    if spec.only:
+        raise _cannot_say(f"`only` of axis {spec.only[0][0]}", "every rank of the mesh has a part")
+    for dim, dim_spec in enumerate(spec.dim_specs):
+        if dim_spec.is_open or dim_spec.priority:
+            raise _cannot_say(
+                f"`{dim_spec}` of dimension {dim}", "placements have no marks for propagation"
+            )
+        for level in dim_spec.levels:
+            axis = _whole_axis(level, dim)
+            found[axis] = _placement_of_level(level, dim, mesh.axis_size(axis), further)
+        axes = tuple(mesh.axis_names.index(level.axes[0].name) for level in dim_spec.levels)
+        if axes:
+            order.append((dim, axes))
+    partial = [axis.name for axis in spec.partial_axes]
+    if not all(axis.is_full for axis in spec.partial_axes):
+        raise _cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
+    if partial != [axis for axis in mesh.axis_names if axis in partial]:
+        raise _cannot_say(
+            f"the order of the partial axes {' '.join(partial)}",
+            "contributions are numbered in the order of the mesh's axes",
+        )
+    if spec.reduction is not None:
+        found |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
+    placements = tuple(found.get(axis, Replicate()) for axis in mesh.axis_names)
+    return OrderedPlacements(placements, tuple(order))
+
+
+def _cannot_say(part: str, because: str) -> NotationError:
+    return NotationError(f"DTensor cannot say {part}: {because}")
+
+
+def _whole_axis(level: Level, dim: int) -> str:
+    if len(level.axes) > 1:
+        nested = " / ".join(map(str, level.axes))
+        raise _cannot_say(
+            f"the level `{level}` of dimension {dim}",
+            f"each of its placements cuts over one mesh axis; write `{nested}` for a cut of a cut",
+        )
+    if not level.axes[0].is_full:
+        raise _cannot_say(
+            f"the axis `{level.axes[0]}` of dimension {dim}",
+            "it takes mesh axes whole; split the axis in the mesh",
+        )
+    return level.axes[0].name
+
+
+def _placement_of_level(
+    level: Level, dim: int, size: int, further: Sequence[str]
+) -> Shard | StridedShard | PartitionedShard:
+    if level.rule.is_default:
+        return Shard(dim)
+    if isinstance(level.rule, Strided) and level.rule.local_lengths is None:
+        return StridedShard(dim, level.rule.stride)
+    partitioned = PartitionedShard.from_rule(dim, level.rule, size)
+    if partitioned is None or "PartitionedShard" not in further:
+        raise _cannot_say(
+            f"the rule `{level.rule.text}` of dimension {dim}",
+            "its placements cut by ceil (Shard) or by a stride (_StridedShard)",
+        )
+    return partitioned
+
+
+def mesh_of(mesh: Any) -> DeviceMesh:
+    """The mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name get one.
+
+    Raises:
+        MeshError: names that are no axis names.
+    """
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(ranks.ndim))
+    return DeviceMesh("torch", tuple(ranks.shape), names, ranks.reshape(-1).tolist())
+
+
+def sharding_of_dtensor(tensor: Any) -> ShardingSpec:
+    """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
+
+    Raises:
+        NotationError: a placement that reshard has no word for.
+    """
+    spec = getattr(tensor, "_spec", tensor)
+    return sharding_of_placements(
+        mesh_of(spec.mesh),
+        spec.placements,
+        len(tensor.shape),
+        getattr(spec, "shard_order", None),
+    )
+
+
+def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """torch's placement objects for a sharding, one for each mesh axis. Imports torch.
+
+    A dimension that axes cut in another order than the mesh's is written by `_StridedShard`, as
+    torch does, where that puts the same elements of a tensor of `shape` in the same places.
+
+    Args:
+        spec: the sharding.
+        shape: of the tensor; needed for an order other than the mesh's.
+
+    Raises:
+        NotationError: what DTensor cannot say, see `placements_of`.
+        MissingExtraError: torch is not installed.
+    """
+    found = placements_of(spec)
+    placements = found.placements
+    if not found.is_left_to_right:
+        placements = _strided(found, spec, shape)
+    try:
+        from torch.distributed.tensor import placement_types
+    except ImportError as error:
+        raise MissingExtraError(
+            "placement objects need torch, which is not installed; `dtensor_text` writes them "
+            "without it"
+        ) from error
+    objects: list[Any] = []
+    for value in placements:
+        if isinstance(value, Shard):
+            objects.append(placement_types.Shard(value.dim))
+        elif isinstance(value, StridedShard):
+            objects.append(
+                placement_types._StridedShard(value.dim, split_factor=value.split_factor)
+            )
+        elif isinstance(value, Partial):
+            objects.append(placement_types.Partial(value.operation))
+        else:
+            objects.append(placement_types.Replicate())
+    return tuple(objects)
+
+
+def _strided(
+    found: OrderedPlacements, spec: ShardingSpec, shape: Sequence[int] | None
+) -> tuple[Placement, ...]:
+    """Placements to be applied from left to right that give the layout of ordered ones.
+
+    An axis that cuts what later axes of the mesh have cut before it takes their parts as its
+    blocks. Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
+    """
+    if shape is None:
+        raise _cannot_say(
+            f"`{spec}` for any shape",
+            "axes cut a dimension in another order than the mesh's; give the shape, so that "
+            "`_StridedShard` can be tried",
+        )
+    placements = list(found.placements)
+    for dim, axes in found.shard_order:
+        for step, axis in enumerate(axes):
+            blocks = 1
+            for earlier in axes[:step]:
+                blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
+            if blocks > 1 and placements[axis] == Shard(dim):
+                placements[axis] = StridedShard(dim, blocks)
+    strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
+    if strided.layout(shape) is not spec.layout(shape):
+        raise _cannot_say(
+            f"`{spec}` for shape {list(shape)}",
+            "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
+            "shape elsewhere; pad it, or take a mesh whose axes are in that order",
+        )
+    return tuple(placements)
