@@ -1,0 +1,1 @@
+"""Shardings in the words of other systems: texts and objects, both ways."""

@@ -1,0 +1,329 @@
+"""The shardings of JAX: `PartitionSpec`, `NamedSharding`, single devices, and their texts.
+
+One entry a dimension says which mesh axes cut it, major to minor::
+
+    PartitionSpec('x', ('y', 'z'), None)       rows over x, columns over y and z, the rest whole
+    P(UNCONSTRAINED, 'x')                      rows are left to propagation
+    P('x', unreduced={'y'})                    contributions to a sum along y
+
+Objects are read without importing jax: they are recognised by the module of their type. Cuts
+are by ceil, as GSPMD makes them; JAX itself puts only shapes that divide on devices. Memory
+kinds and the types of mesh axes say nothing about where elements are, and are not read.
+
+Source: JAX, `jax.sharding`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import MissingExtraError, NotationError
+from reshard.mesh import DeviceMesh
+from reshard.notation.scanner import reading
+from reshard.notation.vocabulary import Vocabulary
+from reshard.sharding import DimSpec, ShardingSpec
+
+_VOCABULARY = Vocabulary("JAX", reductions=("sum",), has_open_dims=True)
+_PARTITION_SPECS = ("PartitionSpec", "P")
+_OPEN = "UNCONSTRAINED"
+_MESH_AXIS = re.compile(r"'([^']*)':\s*(\d+)")
+
+Entry = tuple[str, ...] | None
+"""The axes of one dimension; None for one that is not constrained."""
+
+
+def parse_jax(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that a JAX text writes.
+
+    Args:
+        text: `PartitionSpec(...)` or `P(...)`, or what `NamedSharding` prints.
+        mesh: whose axes are named; None where the text is a `NamedSharding`, which prints its
+            axes but not the order of its devices: they are then taken as 0, 1, 2...
+        shape: of the tensor. Trailing entries that are None may be left out, and are added when
+            it is known.
+
+    Raises:
+        NotationError: text that cannot be read, more entries than dimensions.
+        MeshError, SpecError: axes that are unknown or used twice.
+
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> print(parse_jax("P(('x', 'y'))", mesh, shape=(6, 6)))
+    x y, -
+    >>> print(parse_jax("PartitionSpec(UNCONSTRAINED, None, unreduced={'x'})", mesh))
+    ?, - | sum(x)
+    """
+    with reading("JAX", text):
+        body = text.strip()
+        if re.match(r"(?:\w+\.)*NamedSharding\(", body):
+            body, mesh = _named_sharding(body, mesh)
+        if mesh is None:
+            raise NotationError("a PartitionSpec names mesh axes; give a mesh, such as x=2,y=3")
+        return _build(mesh, *_partition_spec(body), shape)
+
+
+def _named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
+    """The text of the PartitionSpec in what a `NamedSharding` prints, and its mesh."""
+    match = re.search(r"\b(?:PartitionSpec|P)\(", text)
+    if not match:
+        raise NotationError("a NamedSharding without a PartitionSpec; write its spec as P(...)")
+    depth = 0
+    for end in range(match.start(), len(text)):
+        depth += (text[end] == "(") - (text[end] == ")")
+        if text[end] == ")" and not depth:
+            break
+    printed = dict(_MESH_AXIS.findall(text[: match.start()]))
+    if printed:
+        written = DeviceMesh("mesh", [int(size) for size in printed.values()], list(printed))
+        if mesh is not None and (mesh.axis_names, mesh.shape) != (
+            written.axis_names,
+            written.shape,
+        ):
+            raise NotationError(
+                f"a NamedSharding over the mesh {written.text}, where the mesh {mesh.text} was "
+                "given; give the same axes"
+            )
+        mesh = mesh or written
+    if mesh is None:
+        raise NotationError("a NamedSharding whose mesh is not printed; give a mesh")
+    return text[match.start() : end + 1], mesh
+
+
+def _partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
+    """The entries, the unreduced and the reduced axes of a text."""
+    try:
+        # A backslash would be an escape in Python; no axis name has one.
+        call = None if "\\" in text else ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        call = None
+    if not isinstance(call, ast.Call) or _name(call.func) not in _PARTITION_SPECS:
+        raise NotationError(f"cannot read {text!r}; write PartitionSpec('x', ('y', 'z'), None)")
+    named: dict[str, list[str]] = {"unreduced": [], "reduced": []}
+    for keyword in call.keywords:
+        if keyword.arg not in named:
+            raise NotationError(f"unknown argument {keyword.arg!r}; it is unreduced or reduced")
+        named[keyword.arg] = _axis_names(keyword.value)
+    return [_entry(node) for node in call.args], named["unreduced"], named["reduced"]
+
+
+def _name(node: ast.expr) -> str | None:
+    """The last name of `P` or `jax.sharding.P`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _entry(node: ast.expr) -> Entry:
+    if _name(node) == _OPEN:
+        return None
+    if isinstance(node, ast.Constant) and node.value is None:
+        return ()
+    return tuple(_axis_names(node))
+
+
+def _axis_names(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return [name for item in node.elts for name in _axis_names(item)]
+    if isinstance(node, ast.Call) and _name(node.func) in ("set", "frozenset"):
+        return [name for item in node.args for name in _axis_names(item)]
+    raise NotationError(
+        f"cannot read the entry {ast.unparse(node)!r}; it is None, an axis such as 'x', a tuple of "
+        f"axes, or {_OPEN}"
+    )
+
+
+def _build(
+    mesh: DeviceMesh,
+    entries: Sequence[Entry],
+    unreduced: Iterable[str],
+    reduced: Iterable[str],
+    shape: Sequence[int] | None,
+) -> ShardingSpec:
+    entries = list(entries)
+    if shape is not None:
+        if len(entries) > len(shape):
+            raise NotationError(
+                f"{len(entries)} entries for a tensor of shape {list(shape)}; give at most one a "
+                "dimension"
+            )
+        entries += [()] * (len(shape) - len(entries))
+    for axis in (*unreduced, *reduced):
+        mesh.axis_size(axis)
+    return ShardingSpec(
+        mesh,
+        [DimSpec(is_open=True) if entry is None else DimSpec(entry) for entry in entries],
+        replicated_axes=reduced,
+        partial_axes=sorted(unreduced, key=mesh.axis_names.index),
+    )
+
+
+def jax_text(spec: ShardingSpec) -> str:
+    """The `PartitionSpec` of a sharding, as text. The mesh stays apart.
+
+    Raises:
+        NotationError: a part of the sharding that JAX cannot say, such as a cut rule.
+
+    >>> from reshard.sharding_text import spec
+    >>> jax_text(spec(DeviceMesh.of(x=2, y=2, z=2), "x y, -, ? | sum(z)"))
+    "PartitionSpec(('x', 'y'), None, PartitionSpec.UNCONSTRAINED, unreduced={'z'})"
+    """
+    entries, unreduced = _entries(spec)
+    words = [_entry_text(entry) for entry in entries]
+    if unreduced:
+        words.append(f"unreduced={{{', '.join(map(repr, unreduced))}}}")
+    return f"PartitionSpec({', '.join(words)})"
+
+
+def _entries(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
+    _VOCABULARY.check(spec)
+    for dim in spec.dim_specs:
+        if dim.is_open and dim.levels:
+            why = f"an open dimension is {_OPEN} and has no axes of its own"
+            raise _VOCABULARY.refusal(spec, str(dim), why)
+    entries = [
+        None if dim.is_open else tuple(axis.name for axis in dim.axes) for dim in spec.dim_specs
+    ]
+    unreduced = sorted((axis.name for axis in spec.partial_axes), key=spec.mesh.axis_names.index)
+    return entries, unreduced
+
+
+def _entry_text(entry: Entry) -> str:
+    if entry is None:
+        return f"PartitionSpec.{_OPEN}"
+    if not entry:
+        return "None"
+    return repr(entry[0]) if len(entry) == 1 else repr(entry)
+
+
+def is_jax(value: object) -> bool:
+    """Whether an object is one of JAX's, told without importing jax."""
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def spec_of_jax(
+    sharding: Any, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding of a JAX object. Ranks are the ids of its devices.
+
+    Args:
+        sharding: a `PartitionSpec`, `NamedSharding` or `SingleDeviceSharding`, or an array
+            with one of the last two.
+        mesh: for a `PartitionSpec`, which has none.
+        shape: of the tensor, to add the entries that are left out; an array has its own.
+
+    Raises:
+        NotationError: another object, a `PartitionSpec` without a mesh, a mesh that is empty.
+    """
+    kind = type(sharding).__name__
+    with reading("JAX", repr(sharding)):
+        if is_jax(sharding) and hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
+            return spec_of_jax(sharding.sharding, None, sharding.shape)
+        if not is_jax(sharding):
+            raise NotationError(f"{kind} is no object of JAX; give a PartitionSpec or a sharding")
+        if kind == "SingleDeviceSharding":
+            (device,) = sharding.device_set
+            if shape is None:
+                raise NotationError("a single device; give the shape of the tensor it holds")
+            return ShardingSpec(DeviceMesh("mesh", (), (), [device.id]), [()] * len(shape))
+        if kind == "NamedSharding":
+            return spec_of_jax(sharding.spec, mesh_of_jax(sharding.mesh), shape)
+        if kind not in _PARTITION_SPECS:
+            raise NotationError(
+                f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding or "
+                "SingleDeviceSharding"
+            )
+        if mesh is None:
+            raise NotationError("a PartitionSpec names mesh axes; give a mesh")
+        is_open = type(sharding).UNCONSTRAINED
+        return _build(
+            mesh,
+            [None if entry is is_open else _names(entry) for entry in sharding],
+            _names(tuple(getattr(sharding, "unreduced", None) or ())),
+            _names(tuple(getattr(sharding, "reduced", None) or ())),
+            shape,
+        )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise NotationError(f"mesh axis {axis!r} is not named by a text; rename it")
+    return axes
+
+
+def mesh_of_jax(mesh: Any) -> DeviceMesh:
+    """The mesh of a JAX `Mesh`, its devices by their ids, or of an `AbstractMesh`.
+
+    Raises:
+        NotationError: another object, an empty mesh, axes that are not named by texts.
+    """
+    kind = type(mesh).__name__
+    if not is_jax(mesh) or kind not in ("Mesh", "AbstractMesh"):
+        raise NotationError(f"{kind} is no mesh of JAX; give a Mesh or an AbstractMesh")
+    names = _names(tuple(mesh.axis_names))
+    if kind == "AbstractMesh":
+        return DeviceMesh("mesh", mesh.axis_sizes, names)
+    if mesh.empty:
+        raise NotationError("an empty mesh of JAX has no devices; give one with devices")
+    return DeviceMesh(
+        "mesh", mesh.devices.shape, names, [device.id for device in mesh.devices.flat]
+    )
+
+
+def to_partition_spec(spec: ShardingSpec) -> Any:
+    """The `jax.sharding.PartitionSpec` of a sharding. Imports jax.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+        NotationError: a part of the sharding that JAX cannot say.
+    """
+    entries, unreduced = _entries(spec)
+    partition_spec = _jax().sharding.PartitionSpec
+    open_entry = partition_spec.UNCONSTRAINED
+    items = [open_entry if entry is None else entry or None for entry in entries]
+    return partition_spec(*items, **({"unreduced": set(unreduced)} if unreduced else {}))
+
+
+def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) -> Any:
+    """The `jax.sharding.NamedSharding` of a sharding. Imports jax.
+
+    Args:
+        spec: whose ranks are ids of devices.
+        devices: where to look for them; `jax.devices()` when None.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+        NotationError: a part of the sharding that JAX cannot say, a rank without a device.
+    """
+    partition_spec = to_partition_spec(spec)
+    jax = _jax()
+    by_id = {device.id: device for device in (jax.devices() if devices is None else devices)}
+    missing = [rank for rank in spec.mesh.devices if rank not in by_id]
+    if missing:
+        raise NotationError(
+            f"no device for rank {missing[0]} of the mesh {spec.mesh!r}; the devices of JAX have "
+            f"the ids {sorted(by_id)}"
+        )
+    places = np.empty(spec.mesh.size, dtype=object)
+    places[:] = [by_id[rank] for rank in spec.mesh.devices]
+    mesh = jax.sharding.Mesh(places.reshape(spec.mesh.shape), spec.mesh.axis_names)
+    return jax.sharding.NamedSharding(mesh, partition_spec)
+
+
+def _jax() -> Any:
+    try:
+        import jax
+    except ImportError as error:
+        raise MissingExtraError(
+            "objects of JAX need jax, which is not installed; install it with: pip install jax"
+        ) from error
+    return jax

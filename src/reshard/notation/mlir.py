@@ -1,0 +1,334 @@
+"""The sharding notation of MLIR's `shard` dialect, called `mesh` before.
+
+Mesh axes have numbers, not names, and one list a dimension says which of them cut it::
+
+    [[0, 1], []]                                rows over axes 0 and 1, columns not cut
+    [[0]] partial = sum[1]                      contributions to a sum along axis 1
+    [[0]] halo_sizes = [1, 2]                   copies of 1 and 2 neighbours around each part
+    [[0]] sharded_dims_offsets = [0, 24, 32]    parts 0:24 and 24:32
+
+Read are such lists by themselves, and in the texts of the dialect: `shard.sharding @grid
+split_axes = [[0]] : !shard.sharding`, `mesh.sharding`, the older `#mesh.shard<@mesh, [[0]]>`,
+each after the `shard.grid @grid(shape = 2x3)` or `mesh.mesh` it names, if that is given too.
+Dimensions are cut by ceil (`K ceildiv M`). With halos every part is equally wide, so what a
+halo at the ends of a dimension has no element for is padding.
+
+Source: the LLVM project, `mlir/include/mlir/Dialect/Shard/IR/ShardOps.td`, and `MeshOps.td`
+before it, for the partial axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from reshard.cut_rules import Ceil, CutRule, Halo, Sizes
+from reshard.errors import NotationError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.scanner import Scanner, reading, symbol_text
+from reshard.notation.vocabulary import Vocabulary
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+_REDUCTIONS = {
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    "product": "product",
+    "average": "mean",
+}
+_WORDS = {ours: theirs for theirs, ours in _REDUCTIONS.items()}
+_VOCABULARY = Vocabulary("MLIR", rules=(Halo, Sizes), reductions=tuple(_WORDS))
+
+_OPERATION = r"(?:%\w+\s*=\s*)?(?:shard|mesh)\.sharding\b"
+_ATTRIBUTE = r"(?:#(?:shard|mesh)\.shard(?:ing)?\s*)?<(?=\s*@)"
+_GRID = r"(?:shard\.grid|mesh\.mesh)\b"
+
+
+@dataclass(slots=True)
+class _Words:
+    """What a text says, in the dialect's own terms."""
+
+    mesh_name: str | None = None
+    split_axes: list[list[int]] = field(default_factory=list)
+    reduction: str = "sum"
+    partial_axes: list[int] = field(default_factory=list)
+    halo_sizes: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+
+def parse_mlir(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that an MLIR text writes.
+
+    Args:
+        text: axis lists, or the text of an operation or attribute of the dialect.
+        mesh: whose axes are numbered; None where the text has a `shard.grid`, whose axes are
+            called axis0, axis1 and so on.
+        shape: of the tensor. Lists of trailing dimensions that are not cut may be left out, and
+            are added when it is known.
+
+    Raises:
+        NotationError: text that cannot be read, axis numbers the mesh has not, a wrong number of
+            lists, halo sizes or offsets, dynamic ones.
+        SpecError: an axis used twice.
+
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> print(parse_mlir("[[1, 0]]", mesh, shape=(6, 6)))
+    y x, -
+    >>> print(parse_mlir("shard.sharding @mesh split_axes = [[], [1]] halo_sizes = [1, 1]", mesh))
+    -, y@halo[1,1,padded]
+    """
+    with reading("MLIR", text):
+        scanner = Scanner(text)
+        grids = {}
+        while scanner.take(_GRID):
+            grid = _read_grid(scanner)
+            grids[grid.name] = grid
+        words = _read_sharding(scanner)
+        scanner.expect_end()
+        if words.mesh_name in grids:
+            mesh = grids[words.mesh_name]
+        elif grids and words.mesh_name is not None:
+            known = ", ".join(map(symbol_text, grids))
+            raise NotationError(f"unknown grid @{words.mesh_name}; the text has {known}")
+        elif len(grids) == 1:
+            (mesh,) = grids.values()
+        if mesh is None:
+            raise NotationError(
+                "the axis numbers are of no mesh; give a mesh, or write `shard.grid @grid(shape = "
+                "2x3)` before the sharding"
+            )
+        return _build(words, mesh, shape)
+
+
+def parse_mlir_mesh(text: str) -> DeviceMesh:
+    """The mesh that `shard.grid @grid(shape = 2x3)` or `mesh.mesh` writes.
+
+    Raises:
+        NotationError: text that cannot be read, a `?` for a size.
+
+    >>> parse_mlir_mesh("shard.grid @grid(shape = 2x3)")
+    DeviceMesh('grid', axis0=2,axis1=3)
+    """
+    with reading("MLIR", text):
+        scanner = Scanner(text)
+        if not scanner.take(_GRID):
+            raise scanner.failure("`shard.grid @grid(shape = 2x3)`")
+        mesh = _read_grid(scanner)
+        scanner.expect_end()
+        return mesh
+
+
+def _read_grid(scanner: Scanner) -> DeviceMesh:
+    name = scanner.symbol()
+    if name is None:
+        raise scanner.failure("a name such as @grid")
+    scanner.expect("(")
+    scanner.expect("shape")
+    scanner.expect("=")
+    match = scanner.take(r"\d+(?:\s*x\s*\d+)*")
+    if not match:
+        raise scanner.failure("the sizes of the axes, such as 2x3, each of them known")
+    scanner.expect(")")
+    sizes = [int(size) for size in match[0].split("x")]
+    return DeviceMesh(name, sizes, [f"axis{number}" for number in range(len(sizes))])
+
+
+def _read_sharding(scanner: Scanner) -> _Words:
+    words = _Words()
+    is_attribute = False
+    if scanner.take(_OPERATION) or (is_attribute := scanner.take(_ATTRIBUTE) is not None):
+        words.mesh_name = scanner.symbol()
+        if words.mesh_name is None:
+            raise scanner.failure("the name of a grid, such as @grid")
+        scanner.accept(",")
+    if scanner.accept("split_axes"):
+        scanner.expect("=")
+    words.split_axes = scanner.listed("[", scanner.numbers, "]")
+    scanner.accept(",")
+    if scanner.accept("partial"):
+        scanner.expect("=")
+        word = scanner.take(r"\w+")
+        if not word or word[0] not in _REDUCTIONS:
+            given = f"the reduction {word[0]!r}" if word else "no reduction"
+            raise NotationError(f"{given} of partial axes; it is one of {', '.join(_REDUCTIONS)}")
+        words.reduction = _REDUCTIONS[word[0]]
+        words.partial_axes = scanner.numbers()
+        scanner.accept(",")
+    if scanner.accept("halo_sizes"):
+        scanner.expect("=")
+        words.halo_sizes = scanner.numbers()
+        scanner.accept(",")
+    if scanner.accept("sharded_dims_offsets"):
+        scanner.expect("=")
+        words.offsets = scanner.numbers()
+    if is_attribute:
+        scanner.expect(">")
+    if scanner.accept(":"):
+        scanner.take(r"[!\w.<>]+")
+    return words
+
+
+def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> ShardingSpec:
+    if words.halo_sizes and words.offsets:
+        raise NotationError(
+            "halo_sizes and sharded_dims_offsets together; MLIR allows one of the two"
+        )
+    dims = [[_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
+    if shape is not None:
+        while len(dims) > len(shape) and not dims[-1]:
+            dims.pop()
+        if len(dims) > len(shape):
+            raise NotationError(
+                f"{len(dims)} lists of axes for a tensor of shape {list(shape)}; give at most one "
+                "a dimension"
+            )
+        dims += [[] for _ in range(len(shape) - len(dims))]
+    rules = _rules(words, [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes])
+    return ShardingSpec(
+        mesh,
+        [DimSpec([Level(axes, next(rules))]) if axes else DimSpec() for axes in dims],
+        partial_axes=[_axis(number, mesh) for number in words.partial_axes],
+        reduction=words.reduction,
+    )
+
+
+def _axis(number: int, mesh: DeviceMesh) -> Axis:
+    if not 0 <= number < len(mesh.axis_names):
+        raise NotationError(
+            f"mesh axis {number} of a mesh of {len(mesh.axis_names)} axes ({mesh.text}); they are "
+            "numbered from 0"
+        )
+    return Axis(mesh.axis_names[number])
+
+
+def _rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
+    """The rules of the sharded dimensions, which have these numbers of parts."""
+    if words.halo_sizes:
+        sizes = words.halo_sizes
+        if len(sizes) != 2 * len(parts):
+            raise NotationError(
+                f"halo_sizes {sizes} for {len(parts)} sharded dimensions; give two numbers for "
+                "each of them"
+            )
+        for before, after in zip(sizes[::2], sizes[1::2], strict=True):
+            yield Halo(before, after, padded_edges=True) if before or after else Ceil()
+    elif words.offsets:
+        expected = sum(parts) + len(parts)
+        if len(words.offsets) != expected:
+            raise NotationError(
+                f"{len(words.offsets)} sharded_dims_offsets for dimensions in {parts} parts; give "
+                f"{expected}: for each sharded dimension the start of every part and the end of "
+                "the last"
+            )
+        begin = 0
+        for count in parts:
+            yield Sizes.from_offsets(words.offsets[begin : begin + count + 1])
+            begin += count + 1
+    else:
+        yield from [Ceil()] * len(parts)
+
+
+def mlir_text(spec: ShardingSpec) -> str:
+    """The axis lists of a sharding, and what stands behind them.
+
+    Raises:
+        NotationError: a part of the sharding that MLIR cannot say, such as a sub-axis.
+
+    >>> from reshard.sharding_text import spec
+    >>> mlir_text(spec(DeviceMesh.of(x=2, y=3, z=2), "y x, - | max(z)"))
+    '[[1, 0], []] partial = max[2]'
+    """
+    _VOCABULARY.check(spec)
+    lists = [[_number(axis, spec.mesh) for axis in dim.axes] for dim in spec.dim_specs]
+    words = [str(lists or [[]])]
+    if spec.reduction is not None:
+        numbers = [_number(axis, spec.mesh) for axis in spec.partial_axes]
+        words.append(f"partial = {_WORDS[spec.reduction]}{numbers}")
+    levels = [level for dim in spec.dim_specs for level in dim.levels]
+    if any(isinstance(level.rule, Halo) for level in levels):
+        widths = [width for level in levels for width in _halo(level, spec)]
+        words.append(f"halo_sizes = {widths}")
+    elif any(isinstance(level.rule, Sizes) for level in levels):
+        offsets = [offset for level in levels for offset in _offsets(level, spec)]
+        words.append(f"sharded_dims_offsets = {offsets}")
+    return " ".join(words)
+
+
+def _number(axis: Axis, mesh: DeviceMesh) -> int:
+    return mesh.axis_names.index(axis.name)
+
+
+def _halo(level: Level, spec: ShardingSpec) -> tuple[int, int]:
+    rule = level.rule
+    if rule.is_default:
+        return (0, 0)
+    if not isinstance(rule, Halo):
+        why = "halo_sizes and sharded_dims_offsets exclude each other"
+        raise _VOCABULARY.refusal(spec, str(level), why)
+    if not rule.rule.is_default:
+        why = f"halos are on parts by ceil, not by `{rule.rule.text}`"
+        raise _VOCABULARY.refusal(spec, str(level), why)
+    if rule.fresh:
+        raise _VOCABULARY.refusal(spec, str(level), "it has no word for fresh halos")
+    if not rule.padded_edges:
+        why = (
+            f"all its halos are equally wide; `halo[{rule.before},{rule.after},padded]` can be said"
+        )
+        raise _VOCABULARY.refusal(spec, str(level), why)
+    return (rule.before, rule.after)
+
+
+def _offsets(level: Level, spec: ShardingSpec) -> list[int]:
+    if not isinstance(level.rule, Sizes):
+        why = "offsets are given for every sharded dimension or none; cut this one by sizes too"
+        raise _VOCABULARY.refusal(spec, str(level), why)
+    return [0, *itertools.accumulate(level.rule.sizes)]
+
+
+def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
+    """The operation that defines a sharding, in the dialect `shard` or `mesh`.
+
+    Raises:
+        NotationError: what MLIR cannot say; in `shard`, also partial axes.
+
+    >>> from reshard.sharding_text import spec
+    >>> mlir_operation_text(spec(DeviceMesh.of(name="grid", x=2, y=3), "y, -"))
+    'shard.sharding @grid split_axes = [[1], []] : !shard.sharding'
+    """
+    if dialect == "shard" and spec.reduction is not None:
+        axes = " ".join(map(str, spec.partial_axes))
+        why = "the dialect `shard` has no partial axes; `mesh` has"
+        raise _VOCABULARY.refusal(spec, f"{spec.reduction}({axes})", why)
+    _check_dialect(dialect)
+    grid, lists = symbol_text(spec.mesh.name), mlir_text(spec)
+    return f"{dialect}.sharding {grid} split_axes = {lists} : !{dialect}.sharding"
+
+
+def mlir_mesh_text(mesh: DeviceMesh, dialect: str = "shard") -> str:
+    """The operation that defines a mesh: `shard.grid` or `mesh.mesh`. Axis names are lost.
+
+    Raises:
+        NotationError: devices that are not 0, 1, 2... in row-major order, a mesh without axes.
+
+    >>> mlir_mesh_text(DeviceMesh.of(name="grid", x=2, y=3))
+    'shard.grid @grid(shape = 2x3)'
+    """
+    _check_dialect(dialect)
+    if mesh.devices != tuple(range(mesh.size)):
+        raise NotationError(
+            f"MLIR cannot say the device order {list(mesh.devices)} of the mesh {mesh.name!r}: its "
+            "devices are numbered in row-major order"
+        )
+    if not mesh.shape:
+        raise NotationError(f"MLIR cannot say the mesh {mesh.name!r} without axes; give it one")
+    word = "grid" if dialect == "shard" else "mesh"
+    return f"{dialect}.{word} {symbol_text(mesh.name)}(shape = {'x'.join(map(str, mesh.shape))})"
+
+
+def _check_dialect(dialect: str) -> None:
+    if dialect not in ("shard", "mesh"):
+        raise NotationError(f"unknown dialect {dialect!r} of MLIR; it is shard or mesh")
