@@ -65,7 +65,10 @@ class _Message:
 
     @property
     def staged_bytes(self) -> int:
-        return 0 if self.direct is not None else sum(map(_aligned, self.sizes_bytes))
+        # The last piece ends the message: one piece alone is as long as it is unpacked.
+        if self.direct is not None:
+            return 0
+        return sum(map(_aligned, self.sizes_bytes[:-1])) + self.sizes_bytes[-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +130,7 @@ class Exchange:
     @property
     def extra_bytes(self) -> int:
         """Memory beyond source and target: staging, and contributions until they are combined."""
-        beside = sum(
+        beside: int = sum(
             one.source.numel() * one.source.element_size()
             for batch in self._batches
             for one in batch.combinations
@@ -264,7 +267,7 @@ def _staging(batches: list[list[_Message]], device: torch.device) -> torch.Tenso
         total = 0
         for message in messages:
             message.place = total
-            total += message.staged_bytes
+            total += _aligned(message.staged_bytes)
         largest = max(largest, total)
     return torch.empty(largest, dtype=torch.uint8, device=device)
 

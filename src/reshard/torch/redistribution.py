@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
 from reshard.layout import Layout
+from reshard.notation.dtensor import mesh_of, sharding_of_placements
 from reshard.planning.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.torch.agreement import Intent, agree
-from reshard.torch.distributed_tensor import sharding_of, sharding_of_placements
+from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange import Exchange, Movement, complete_contributions
 
 DEFAULT_EXTRA_BYTES = 64 << 20
@@ -53,7 +54,7 @@ class Redistribution:
         self, exchange: Exchange, plan: Plan, side: _Side, local: torch.Tensor | None
     ) -> None:
         self._exchange = exchange
-        self._plan = plan
+        self.plan = plan
         self._side = side
         self._local = local
         self._is_done = False
@@ -65,7 +66,7 @@ class Redistribution:
         """The result, once it is there. Raises RunError where a message does not come."""
         if not self._is_done:
             self._exchange.finish()
-            complete_contributions(self._plan, dist.get_rank(), self._local)
+            complete_contributions(self.plan, dist.get_rank(), self._local)
             self._is_done = True
         return _handed_out(self._side, self._local)
 
@@ -104,9 +105,54 @@ def redistribute(
         PlanError: ranks that mean different things; a source that leaves out an element.
     """
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        raise NotImplementedError
+        if async_op or out is not None:
+            raise UsageError(
+                f"{'async_op=True' if async_op else 'out='} with a tensor that requires gradients; "
+                "give tensor.detach(), or leave it out"
+            )
+        return _WithGradient.apply(tensor, target, source, shape, group)
     begun = _begin(tensor, target, source, shape, dtype, out, group)
     return begun if async_op else begun.wait()
+
+
+class _WithGradient(torch.autograd.Function):  # type: ignore[misc]
+    """The way back is a redistribution too. A contribution's gradient is that of the whole, as
+    DTensor has it: where a side is partial, its gradient is replicated there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        target: Target,
+        source: ShardingSpec | Layout | None,
+        shape: Sequence[int] | None,
+        group: dist.ProcessGroup | None,
+    ) -> Any:
+        begun = _begin(tensor, target, source, shape, None, None, group)
+        plan = begun.plan
+        for reduction in {plan.source.reduction, plan.target.reduction} - {None, "sum", "mean"}:
+            raise ShardError(f"a {reduction} of contributions has no gradient here; detach it")
+        ctx.group = group
+        ctx.before = _without_contributions(plan.source)
+        ctx.after = _without_contributions(plan.target)
+        ctx.torch_target = None
+        if isinstance(tensor, DTensor):
+            placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+            ctx.torch_target = (tensor.device_mesh, placements)
+        return begun.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        source = None if isinstance(gradient, DTensor) else ctx.after
+        target = ctx.torch_target or ctx.before
+        back = redistribute(gradient, target, source=source, group=ctx.group)
+        return back, None, None, None, None
+
+
+def _without_contributions(layout: Layout) -> Layout:
+    """The same with every contribution taken for a copy of the whole."""
+    return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)
 
 
 def _begin(
@@ -193,7 +239,7 @@ def _side(target: Target, shape: Sequence[int]) -> _Side:
         return _Side(target.layout(shape))
     if isinstance(target, tuple) and len(target) == 2:
         mesh, placements = target
-        spec = sharding_of_placements(mesh, placements, len(shape))
+        spec = sharding_of_placements(mesh_of(mesh), placements, len(shape))
         return _Side(spec.layout(shape), mesh, tuple(placements))
     raise UsageError(
         f"a target of type {type(target).__name__}; give (torch DeviceMesh, placements), a "
