@@ -60,6 +60,10 @@ class Scanner:
         """Whether nothing is left but blanks and comments."""
         return self.position == len(self.text)
 
+    def looks_at(self, pattern: str | re.Pattern[str]) -> bool:
+        """Whether a pattern matches here; nothing is passed over."""
+        return re.compile(pattern).match(self.text, self.position) is not None
+
     def take(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
         """The match of a pattern here, passed over; None where there is none."""
         match = re.compile(pattern).match(self.text, self.position)
