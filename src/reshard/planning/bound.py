@@ -39,24 +39,40 @@ def lower_bound_elements(
     [2, 5, 6, 6, 5, 2]
     """
     bound = np.zeros(target.slots, dtype=np.int64)
-    overlaps: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    known: dict[tuple[int, int, int], _Intervals] = {}
     for slot in target.holders:
-        mine = source.cells_of(slot) if slot < source.slots else range(0)
         for cell in target.cells_of(slot):
             wanted = combines[int(target.cell_contribution[cell])]
             needed = int(target.cell_elements[cell]) * len(wanted)
             for contribution in wanted:
-                held = [
-                    _shared(source, int(own), target, cell, overlaps)
-                    for own in mine
-                    if source.cell_contribution[own] == contribution
-                ]
-                needed -= _union(held)
+                needed -= held_elements(source, slot, target, cell, contribution, known)
             bound[slot] += needed
     return bound
 
 
 _Intervals = list[tuple[int, int]]
+
+
+def held_elements(
+    source: Layout,
+    slot: int,
+    target: Layout,
+    cell: int,
+    contribution: int,
+    known: dict[tuple[int, int, int], _Intervals],
+) -> int:
+    """Elements of a contribution of a target cell that a source slot holds, each counted once.
+
+    `known` keeps what parts share from one question to the next; it begins empty.
+    """
+    mine = source.cells_of(slot) if slot < source.slots else range(0)
+    return _union(
+        [
+            _shared(source, int(own), target, cell, known)
+            for own in mine
+            if source.cell_contribution[own] == contribution
+        ]
+    )
 
 
 def _shared(
