@@ -27,8 +27,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from reshard.block_rules import Strided
 from reshard.errors import LayoutError, MissingExtraError, NotationError
+from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.partitioned import PartitionedShard
 from reshard.notation.placements import (
@@ -111,6 +114,8 @@ def parse_dtensor(
         order = _order_of_steps(mesh, placements, [call.order for call in calls], len(shape))
         return sharding_of_placements(mesh, placements, len(shape), order)
     except LayoutError as error:
+        if f"`{text}`" in str(error):
+            raise
         raise type(error)(f"{error} (in the placements `{text}`)") from None
 
 
@@ -430,10 +435,20 @@ def _strided(
             if blocks > 1 and placements[axis] == Shard(dim):
                 placements[axis] = StridedShard(dim, blocks)
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
-    if strided.layout(shape) is not spec.layout(shape):
+    if not _hold_the_same(strided.layout(shape), spec.layout(shape)):
         raise _cannot_say(
             f"`{spec}` for shape {list(shape)}",
             "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
             "shape elsewhere; pad it, or take a mesh whose axes are in that order",
         )
     return tuple(placements)
+
+
+def _hold_the_same(one: Layout, other: Layout) -> bool:
+    """Whether every rank holds the same elements in the same order; parts may be numbered anew."""
+    for dim in range(one.ndim):
+        pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)
+        for part, counterpart in np.unique(pairs, axis=0).tolist():
+            if one.tables[dim].runs_of(part) != other.tables[dim].runs_of(counterpart):
+                return False
+    return True

@@ -189,7 +189,7 @@ def read_calls(text: str) -> list[Call]:
         name = _NAME.match(body, at)
         if not name:
             raise NotationError(
-                f"cannot read {body[at : at + 40]!r} in the placements {text!r}; a placement is "
+                f"cannot read {body[at : at + 40]!r} in the placements `{text}`; a placement is "
                 "Shard(0), _StridedShard(0, split_factor=2), Replicate(), Partial(sum), "
                 "PartitionedShard(0, 2, (4, 6)) or RaggedShard((0,), (1, 2))"
             )
@@ -276,7 +276,7 @@ def _token(body: str, at: int, text: str) -> tuple[str, int]:
 def _unreadable(what: str, text: str) -> NotationError:
     where = f"at {what[:40]!r} " if what else "at its end "
     return NotationError(
-        f"cannot read the placements {text!r} {where}; arguments are numbers, words and lists of "
+        f"cannot read the placements `{text}` {where}; arguments are numbers, words and lists of "
         "numbers, in brackets that close"
     )
 
