@@ -170,7 +170,7 @@ class MegatronParameter:
         """The local shape on every tensor-parallel rank."""
         if self.shape and isinstance(self.shape[0], tuple):
             return self.shape
-        return (self.shape,) * self.parts
+        return (self.shape,) * self.parts  # type: ignore[return-value]
 
     @property
     def local_lengths(self) -> tuple[int, ...]:
