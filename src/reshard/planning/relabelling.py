@@ -34,6 +34,7 @@ from reshard.planning.plan import Plan
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
+
 # Doubles are exact up to here, and so is what scipy does with whole numbers below it.
 _LARGEST_EXACT = 2**53
 
@@ -242,7 +243,7 @@ def _assigned(
     worth = worth // max(int(np.gcd.reduce(worth, axis=None)), 1)
     if int(worth.max()) * (len(places) + 1) * 2 * len(ranks) >= _LARGEST_EXACT:
         raise PlanError(
-            f"relabelling {len(places)} ranks that keep up to {int(worth.max())} bytes each is more "
+            f"relabelling {len(places)} ranks that keep up to {int(kept.max())} bytes each: more "
             "than can be compared exactly; relabel by some of the tensors"
         )
     same = np.array(places)[:, None] == np.array(ranks)[None, :]
