@@ -18,7 +18,7 @@ import reshard
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation import dtensor, placements
+from reshard.notation import dtensor_objects, placements
 from reshard.notation.dtensor import dtensor_text, parse_dtensor, sharding_of_placements
 from reshard.notation.placements import Partial, Replicate, Shard, StridedShard
 from reshard.sharding import DimSpec, ShardingSpec
@@ -131,7 +131,7 @@ def test_texts_and_torch_objects_of_a_sharding_give_it_back(
     values[:partial] = [Partial(operation)] * partial
     spec = sharding_of_placements(mesh, values, len(shape))
     assert parse_dtensor(dtensor_text(spec), mesh, shape) is spec
-    objects = dtensor.to_placements(spec)
+    objects = dtensor_objects.to_placements(spec)
     assert list(objects) == [torch_object(value) for value in values]
     assert sharding_of_placements(mesh, objects, len(shape)) is spec
     for text in (str(list(objects)), repr(objects), "".join(map(str, objects))):
@@ -164,7 +164,7 @@ def test_distribute_tensor(
             mesh = mesh_of(*mesh_shape, names=AXES[: len(mesh_shape)])
             whole = torch.arange(math.prod(shape)).reshape(shape)
             tensor = cut(whole, mesh, [torch_object(value) for value in values])
-            spec = dtensor.sharding_of_dtensor(tensor)
+            spec = dtensor_objects.sharding_of_dtensor(tensor)
             assert spec.mesh is DeviceMesh("torch", mesh_shape, AXES[: len(mesh_shape)])
             assert spec is sharding_of_placements(spec.mesh, values, len(shape))
             # A DTensor's own text, as it is printed.
@@ -185,12 +185,12 @@ def test_a_shard_order_is_the_order_of_the_cuts(order: Shape, shape: Shape) -> N
             shards = (torch_placements.Shard(0),) * 3
             ordered = DTensorSpec(mesh, shards, meta, (ShardOrderEntry(0, order),))
             local = redistribute_local_tensor(whole, full, ordered)
-            spec = dtensor.sharding_of_dtensor(ordered)
+            spec = dtensor_objects.sharding_of_dtensor(ordered)
             assert str(spec) == f"{' / '.join(AXES[axis] for axis in order)}, -"
             assert np.array_equal(locals_of(spec.layout(shape))[rank], local.numpy())
             assert parse_dtensor(str(ordered), spec.mesh, shape) is spec
             tensor = DTensor(local, ordered, requires_grad=False)
-            assert dtensor.sharding_of_dtensor(tensor) is spec
+            assert dtensor_objects.sharding_of_dtensor(tensor) is spec
 
 
 def test_a_shard_order_is_written_back_by_steps_or_by_strides() -> None:
@@ -198,15 +198,19 @@ def test_a_shard_order_is_written_back_by_steps_or_by_strides() -> None:
     assert dtensor_text(spec) == "[Shard(0)[1], Shard(0)[2], Shard(0)[0]]"
     assert parse_dtensor(dtensor_text(spec), CUBE, (4, 4)) is spec
     strided = torch_placements._StridedShard(0, split_factor=2)
-    assert dtensor.to_placements(spec, (16, 2)) == (strided, strided, torch_placements.Shard(0))
+    assert dtensor_objects.to_placements(spec, (16, 2)) == (
+        strided,
+        strided,
+        torch_placements.Shard(0),
+    )
     with pytest.raises(NotationError, match="give the shape"):
-        dtensor.to_placements(spec)
+        dtensor_objects.to_placements(spec)
     # 9 over tp are 5 and 4, and over dp then 2, 2, 1, 0 and 1, 1, 1, 1: dp's last has no index of
     # tp's first. By strides it has one index, and gives it to tp's first.
     uneven = native(DeviceMesh.of(dp=4, tp=2), "tp / dp, -")
     with pytest.raises(NotationError, match=r"for shape \[9, 2\].*_StridedShard"):
-        dtensor.to_placements(uneven, (9, 2))
-    assert dtensor.to_placements(uneven, (16, 2))[0].split_factor == 2
+        dtensor_objects.to_placements(uneven, (9, 2))
+    assert dtensor_objects.to_placements(uneven, (16, 2))[0].split_factor == 2
 
 
 @pytest.mark.parametrize(
@@ -324,7 +328,7 @@ def test_what_dtensor_cannot_say_is_named(text: str, message: str) -> None:
     with pytest.raises(NotationError, match=f"DTensor cannot say {message}"):
         dtensor_text(native(mesh, text))
     with pytest.raises(NotationError, match=f"DTensor cannot say {message}"):
-        dtensor.to_placements(native(mesh, text))
+        dtensor_objects.to_placements(native(mesh, text))
 
 
 @given(specs_with_shapes())
@@ -375,10 +379,10 @@ def test_a_mesh_in_another_order_of_ranks() -> None:
     order = [[3, 1], [2, 0]]
     with standing_for(2, 4):
         mesh = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor(order))
-        found = dtensor.mesh_of(mesh)
+        found = dtensor_objects.mesh_of(mesh)
         assert found is DeviceMesh("torch", (2, 2), ("dim0", "dim1"), [3, 1, 2, 0])
         tensor = cut(torch.arange(10), mesh, [torch_placements.Shard(0)] * 2)
-        held = locals_of(dtensor.sharding_of_dtensor(tensor).layout((10,)))
+        held = locals_of(dtensor_objects.sharding_of_dtensor(tensor).layout((10,)))
         assert np.array_equal(held[2], tensor.to_local().numpy())
         assert [held[rank].tolist() for rank in (3, 1, 2, 0)] == [
             [0, 1, 2],

@@ -15,8 +15,8 @@ There:
 2. The axes that shard one dimension are put in the order in which they cut; each is a level.
 
 And back: each level is the placement of its one axis, and where the axes of a dimension do not
-cut in the order of the mesh, that order is written too. torch is imported by `to_placements`
-only.
+cut in the order of the mesh, that order is written too. Objects of torch are read here like any
+placement; `reshard.notation.dtensor_objects` reads whole DTensors and makes torch's objects.
 
 Source: `torch.distributed.tensor` of PyTorch 2.13.
 """
@@ -25,14 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from reshard.block_rules import Strided
-from reshard.errors import LayoutError, MissingExtraError, NotationError
-from reshard.layout import Layout
+from reshard.errors import LayoutError, NotationError
 from reshard.mesh import DeviceMesh
+from reshard.notation.calls import read_calls
 from reshard.notation.partitioned import PartitionedShard
 from reshard.notation.placements import (
     OPERATION_OF_REDUCTION,
@@ -43,7 +40,6 @@ from reshard.notation.placements import (
     StridedShard,
     as_placement,
     placement_of_call,
-    read_calls,
 )
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
@@ -285,10 +281,10 @@ def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
     found: dict[str, Placement] = {}
     order: list[tuple[int, tuple[int, ...]]] = []
     if spec.only:
-        raise _cannot_say(f"`only` of axis {spec.only[0][0]}", "every rank of the mesh has a part")
+        raise cannot_say(f"`only` of axis {spec.only[0][0]}", "every rank of the mesh has a part")
     for dim, dim_spec in enumerate(spec.dim_specs):
         if dim_spec.is_open or dim_spec.priority:
-            raise _cannot_say(
+            raise cannot_say(
                 f"`{dim_spec}` of dimension {dim}", "placements have no marks for propagation"
             )
         for level in dim_spec.levels:
@@ -299,9 +295,9 @@ def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
             order.append((dim, axes))
     partial = [axis.name for axis in spec.partial_axes]
     if not all(axis.is_full for axis in spec.partial_axes):
-        raise _cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
+        raise cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
     if partial != [axis for axis in mesh.axis_names if axis in partial]:
-        raise _cannot_say(
+        raise cannot_say(
             f"the order of the partial axes {' '.join(partial)}",
             "contributions are numbered in the order of the mesh's axes",
         )
@@ -311,19 +307,19 @@ def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
     return OrderedPlacements(placements, tuple(order))
 
 
-def _cannot_say(part: str, because: str) -> NotationError:
+def cannot_say(part: str, because: str) -> NotationError:
     return NotationError(f"DTensor cannot say {part}: {because}")
 
 
 def _whole_axis(level: Level, dim: int) -> str:
     if len(level.axes) > 1:
         nested = " / ".join(map(str, level.axes))
-        raise _cannot_say(
+        raise cannot_say(
             f"the level `{level}` of dimension {dim}",
             f"each of its placements cuts over one mesh axis; write `{nested}` for a cut of a cut",
         )
     if not level.axes[0].is_full:
-        raise _cannot_say(
+        raise cannot_say(
             f"the axis `{level.axes[0]}` of dimension {dim}",
             "it takes mesh axes whole; split the axis in the mesh",
         )
@@ -339,116 +335,8 @@ def _placement_of_level(
         return StridedShard(dim, level.rule.stride)
     partitioned = PartitionedShard.from_rule(dim, level.rule, size)
     if partitioned is None or "PartitionedShard" not in further:
-        raise _cannot_say(
+        raise cannot_say(
             f"the rule `{level.rule.text}` of dimension {dim}",
             "its placements cut by ceil (Shard) or by a stride (_StridedShard)",
         )
     return partitioned
-
-
-def mesh_of(mesh: Any) -> DeviceMesh:
-    """The mesh of a torch `DeviceMesh`, with its ranks in its order; axes without a name get one.
-
-    Raises:
-        MeshError: names that are no axis names.
-    """
-    ranks = mesh.mesh
-    names = mesh.mesh_dim_names or tuple(f"dim{d}" for d in range(ranks.ndim))
-    return DeviceMesh("torch", tuple(ranks.shape), names, ranks.reshape(-1).tolist())
-
-
-def sharding_of_dtensor(tensor: Any) -> ShardingSpec:
-    """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
-
-    Raises:
-        NotationError: a placement that reshard has no word for.
-    """
-    spec = getattr(tensor, "_spec", tensor)
-    return sharding_of_placements(
-        mesh_of(spec.mesh),
-        spec.placements,
-        len(tensor.shape),
-        getattr(spec, "shard_order", None),
-    )
-
-
-def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
-    """torch's placement objects for a sharding, one for each mesh axis. Imports torch.
-
-    A dimension that axes cut in another order than the mesh's is written by `_StridedShard`, as
-    torch does, where that puts the same elements of a tensor of `shape` in the same places.
-
-    Args:
-        spec: the sharding.
-        shape: of the tensor; needed for an order other than the mesh's.
-
-    Raises:
-        NotationError: what DTensor cannot say, see `placements_of`.
-        MissingExtraError: torch is not installed.
-    """
-    found = placements_of(spec)
-    placements = found.placements
-    if not found.is_left_to_right:
-        placements = _strided(found, spec, shape)
-    try:
-        from torch.distributed.tensor import placement_types
-    except ImportError as error:
-        raise MissingExtraError(
-            "placement objects need torch, which is not installed; `dtensor_text` writes them "
-            "without it"
-        ) from error
-    objects: list[Any] = []
-    for value in placements:
-        if isinstance(value, Shard):
-            objects.append(placement_types.Shard(value.dim))
-        elif isinstance(value, StridedShard):
-            objects.append(
-                placement_types._StridedShard(value.dim, split_factor=value.split_factor)
-            )
-        elif isinstance(value, Partial):
-            objects.append(placement_types.Partial(value.operation))
-        else:
-            objects.append(placement_types.Replicate())
-    return tuple(objects)
-
-
-def _strided(
-    found: OrderedPlacements, spec: ShardingSpec, shape: Sequence[int] | None
-) -> tuple[Placement, ...]:
-    """Placements to be applied from left to right that give the layout of ordered ones.
-
-    An axis that cuts what later axes of the mesh have cut before it takes their parts as its
-    blocks. Source: `DTensorSpec._convert_shard_order_to_StridedShard`.
-    """
-    if shape is None:
-        raise _cannot_say(
-            f"`{spec}` for any shape",
-            "axes cut a dimension in another order than the mesh's; give the shape, so that "
-            "`_StridedShard` can be tried",
-        )
-    placements = list(found.placements)
-    for dim, axes in found.shard_order:
-        for step, axis in enumerate(axes):
-            blocks = 1
-            for earlier in axes[:step]:
-                blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
-            if blocks > 1 and placements[axis] == Shard(dim):
-                placements[axis] = StridedShard(dim, blocks)
-    strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
-    if not _hold_the_same(strided.layout(shape), spec.layout(shape)):
-        raise _cannot_say(
-            f"`{spec}` for shape {list(shape)}",
-            "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
-            "shape elsewhere; pad it, or take a mesh whose axes are in that order",
-        )
-    return tuple(placements)
-
-
-def _hold_the_same(one: Layout, other: Layout) -> bool:
-    """Whether every rank holds the same elements in the same order; parts may be numbered anew."""
-    for dim in range(one.ndim):
-        pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)
-        for part, counterpart in np.unique(pairs, axis=0).tolist():
-            if one.tables[dim].runs_of(part) != other.tables[dim].runs_of(counterpart):
-                return False
-    return True

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.layout import Layout
-from reshard.notation import dtensor
+from reshard.notation import dtensor, dtensor_objects
 from reshard.sharding import ShardingSpec
 
 
@@ -23,7 +23,7 @@ def sharding_of(tensor: DTensor) -> ShardingSpec:
         NotationError: a placement that is neither sharded, replicated nor partial by a reduction
             that reshard has, or several different reductions.
     """
-    return dtensor.sharding_of_dtensor(tensor)
+    return dtensor_objects.sharding_of_dtensor(tensor)
 
 
 def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
@@ -32,7 +32,7 @@ def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int
     Raises:
         NotationError: as `sharding_of`; or another number of placements than the mesh's.
     """
-    return dtensor.sharding_of_placements(dtensor.mesh_of(torch_mesh), placements, ndim)
+    return dtensor.sharding_of_placements(dtensor_objects.mesh_of(torch_mesh), placements, ndim)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
