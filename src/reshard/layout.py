@@ -64,6 +64,34 @@ class Box(NamedTuple):
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
 
 
+class Placement(Interned):
+    """On which slot each cell is, and what it takes there: a layout without its lengths.
+
+    Tensors that are cut alike share it, whatever their shapes, and what follows from it alone
+    is found once for all of them. Cells are sorted by slot.
+
+    Args:
+        slot: of each cell, shape `(cells,)`.
+        part: of each dimension that a cell takes, shape `(cells, dims)`.
+        contribution: that each cell carries, shape `(cells,)`.
+    """
+
+    def __init__(self, slot: IntArray, part: IntArray, contribution: IntArray) -> None:
+        order = np.argsort(slot, kind="stable")
+        self.slot: IntArray = slot[order]
+        self.part: IntArray = part[order]
+        self.contribution: IntArray = contribution[order]
+        for array in (self.slot, self.part, self.contribution):
+            array.flags.writeable = False
+
+    def interning_key(self) -> object:
+        columns = (self.slot, self.part, self.contribution)
+        return (self.part.shape, *(column.tobytes() for column in columns))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Placement, (self.slot, self.part, self.contribution))
+
+
 class Layout(Interned):
     """Which slot holds which elements of a tensor of `shape`, interned.
 
@@ -104,12 +132,10 @@ class Layout(Interned):
         self.contributions = int(contributions)
         self.reduction = reduction
         self._check(slot, part, carried)
-        order = np.argsort(slot, kind="stable")
-        self.cell_slot: IntArray = slot[order]
-        self.cell_part: IntArray = part[order]
-        self.cell_contribution: IntArray = carried[order]
-        for array in (self.cell_slot, self.cell_part, self.cell_contribution):
-            array.flags.writeable = False
+        self.placement = Placement(slot, part, carried)
+        self.cell_slot: IntArray = self.placement.slot
+        self.cell_part: IntArray = self.placement.part
+        self.cell_contribution: IntArray = self.placement.contribution
 
     def _check(self, slot: IntArray, part: IntArray, carried: IntArray) -> None:
         lengths = tuple(table.dimension_length for table in self.tables)
@@ -148,9 +174,7 @@ class Layout(Interned):
             self.shape,
             self.tables,
             self.slots,
-            self.cell_slot.tobytes(),
-            self.cell_part.tobytes(),
-            self.cell_contribution.tobytes(),
+            self.placement,
             self.contributions,
             self.reduction,
         )

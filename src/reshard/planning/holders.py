@@ -5,7 +5,7 @@ declared fresh. The question is answered one dimension at a time, by stretches o
 the same set of parts holds, and only then for whole cells:
 
 1. Cells that carry the same contribution and take the same parts are copies of each other:
-   one *key*, with the slots that hold it.
+   one *key*, with the slots that hold it (`copies`).
 2. If different keys never share an element, a dimension's stretches are simply its runs, and
    every stretch has one holder part. This is the common case, and the only one in which cells
    need not form a grid (ragged shards, chunk lists).
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout import Layout
+from reshard.planning.copies import Copies, find_copies, find_in
 from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, ragged_arange
 
 BoolArray = NDArray[np.bool_]
@@ -69,20 +70,20 @@ class KeyCode:
     """One number for a contribution and a part a dimension, equal only for equal ones.
 
     The number is positional. Where it would outgrow 64 bits, what was read so far is first
-    replaced by its rank among the prefixes that occur in the layout.
+    replaced by its rank among the prefixes that occur in the given cells of the layout.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, cells: IntArray) -> None:
         self._sizes = [table.parts for table in layout.tables]
         self._prefixes: list[IntArray | None] = []
-        code, bound = layout.cell_contribution, layout.contributions
+        code, bound = layout.cell_contribution[cells], layout.contributions
         for dimension, size in enumerate(self._sizes):
             prefix = None
             if bound * size >= 2**62:
                 prefix = np.unique(code)
                 code, bound = np.searchsorted(prefix, code), len(prefix)
             self._prefixes.append(prefix)
-            code, bound = code * size + layout.cell_part[:, dimension], bound * size
+            code, bound = code * size + layout.cell_part[cells, dimension], bound * size
         self.of_cells: IntArray = code
 
     def of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
@@ -96,28 +97,11 @@ class KeyCode:
         return np.where(known, code, -1)
 
 
-def find_in(
-    values: IntArray, wanted: IntArray, known: BoolArray | None = None
-) -> tuple[IntArray, BoolArray]:
-    """Where in the rising `values` each wanted one is, and whether it is there at all."""
-    if not len(values):
-        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=bool)
-    if values[-1] - values[0] == len(values) - 1:
-        # Without gaps a value's place is its distance from the first.
-        at = np.clip(wanted - values[0], 0, len(values) - 1)
-        found = values[at] == wanted
-        return at, found if known is None else found & known
-    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-    found = values[at] == wanted
-    return at, found if known is None else found & known
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
     """The whole source: dimensions, keys, and the cells that are copies of each key.
 
-    `keys` has shape `(keys,)`, rising; the cells of key `k` are
-    `cells[cell_begin[k]:cell_begin[k + 1]]`, in the order of their slots.
+    `keys` has shape `(keys,)`, rising; `copies` says which cells have key number `k`.
     `is_exclusive` says that no element has two keys (of one contribution).
     """
 
@@ -126,10 +110,23 @@ class Holders:
     dimensions: tuple[DimensionHolders, ...]
     code: KeyCode
     keys: IntArray
-    cell_begin: IntArray
-    cells: IntArray
-    slot_key: IntArray
-    slot_key_cell: IntArray
+    copies: Copies
+
+    @property
+    def cell_begin(self) -> IntArray:
+        """Where the cells of each key begin in `cells`: shape `(keys + 1,)`."""
+        return self.copies.begin
+
+    @property
+    def cells(self) -> IntArray:
+        """The cells of all keys, those of one key in the order of their slots."""
+        return self.copies.cells
+
+    @property
+    def slot_key(self) -> IntArray:
+        """`key * slots + slot` of every entry of `cells`, rising."""
+        copies = self.copies
+        return copies.slot_key // copies.slots * self.layout.slots + copies.slot
 
     def key_of(self, contribution: IntArray, parts: list[IntArray]) -> IntArray:
         """The key number of a contribution and a part a dimension, or -1 where no cell has it."""
@@ -138,40 +135,20 @@ class Holders:
 
     def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
         """The cell of a key that lies on a slot, or -1 where the slot has no copy."""
-        real = (key >= 0) & (slot < self.layout.slots)
-        at, found = find_in(self.slot_key, np.where(real, key * self.layout.slots + slot, -1))
-        if not len(self.slot_key_cell):
-            return np.full(len(key), -1, dtype=np.int64)
-        return np.where(found, self.slot_key_cell[at], -1)
+        return self.copies.cell_on_slot(key, slot)
 
 
 # A model has few different sources, and many targets for each.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def find_holders(layout: Layout) -> Holders:
     """Who holds each element of `layout`, as a source."""
-    key_code = KeyCode(layout)
-    code = key_code.of_cells
-    order = np.lexsort((layout.cell_slot, code))
-    keys, first = np.unique(code[order], return_index=True)
-    begin = np.append(first, layout.cells).astype(np.int64)
-    number = np.searchsorted(keys, code[order])
-    slot_key = number * layout.slots + layout.cell_slot[order]
-    by_slot = np.argsort(slot_key, kind="stable")
+    copies = find_copies(layout.placement)
+    key_code = KeyCode(layout, copies.first)
     runs = [_stretches(table) for table in layout.tables]
-    exclusive = _is_grid(layout, runs) or _keys_are_disjoint(layout, order[first])
+    exclusive = _is_grid(layout, copies.first, runs) or _keys_are_disjoint(layout, copies.first)
     if not exclusive:
         runs = [_split(dimension) for dimension in runs]
-    return Holders(
-        layout,
-        exclusive,
-        tuple(runs),
-        key_code,
-        keys,
-        begin,
-        order,
-        slot_key[by_slot],
-        order[by_slot],
-    )
+    return Holders(layout, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
 
 
 def _stretches(table: RunTable) -> DimensionHolders:
@@ -195,11 +172,11 @@ def _stretches(table: RunTable) -> DimensionHolders:
     )
 
 
-def _is_grid(layout: Layout, dimensions: list[DimensionHolders]) -> bool:
-    """Whether the parts that cells take are disjoint in every dimension."""
+def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]) -> bool:
+    """Whether the parts that the given cells take are disjoint in every dimension."""
     for d, dimension in enumerate(dimensions):
         used = np.zeros(dimension.parts, dtype=bool)
-        used[layout.cell_part[:, d]] = True
+        used[layout.cell_part[cells, d]] = True
         runs = used[dimension.holder_set]
         start, stop = dimension.start[runs], dimension.stop[runs]
         if (start[1:] < np.maximum.accumulate(stop)[:-1]).any():

@@ -1,0 +1,92 @@
+"""Which cells are copies of each other, and on which slots do they lie?
+
+Cells that carry the same contribution and take the same part of every dimension hold the same
+elements, whatever the lengths of the dimensions: they are copies of one *key*. A replicated
+tensor has one key with a cell on every slot; one cut over all slots has a key a slot::
+
+    slot         0  1  2  3         keys   0: slots 0, 2
+    part taken   a  b  a  b                1: slots 1, 3
+
+Tensors that are cut alike share their placement, and what is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout import Placement
+from reshard.runs import IntArray
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """The keys of a placement, in rising order of contribution and parts.
+
+    The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, in the order of their slots, which
+    are beside them in `slot`; `first[k]` is the first of them. `slot_key` is
+    `key * slots + slot` for each entry of `cells`, rising.
+    """
+
+    slots: int
+    begin: IntArray
+    cells: IntArray
+    slot: IntArray
+    first: IntArray
+    slot_key: IntArray
+
+    @property
+    def keys(self) -> int:
+        """How many different keys there are."""
+        return len(self.first)
+
+    def cell_on_slot(self, key: IntArray, slot: IntArray) -> IntArray:
+        """The cell of a key that lies on a slot, or -1 where the slot has no copy."""
+        if not len(self.cells):
+            return np.full(len(key), -1, dtype=np.int64)
+        real = (key >= 0) & (slot < self.slots)
+        at, found = find_in(self.slot_key, np.where(real, key * self.slots + slot, -1))
+        return np.where(found, self.cells[at], -1)
+
+
+@lru_cache(maxsize=128)
+def find_copies(placement: Placement) -> Copies:
+    """The keys of a placement, and the cells that are copies of each."""
+    code = placement.contribution
+    bound = int(code.max(initial=0)) + 1
+    for dimension in range(placement.part.shape[1]):
+        part = placement.part[:, dimension]
+        size = int(part.max(initial=0)) + 1
+        if bound * size >= 2**62:
+            distinct = np.unique(code)
+            code, bound = np.searchsorted(distinct, code), len(distinct)
+        code, bound = code * size + part, bound * size
+    # Small numbers are sorted by their digits, in time that only grows with the cells.
+    order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
+    code, slot = code[order], placement.slot[order]
+    first = np.flatnonzero(np.diff(code, prepend=-1))
+    begin = np.append(first, len(code))
+    slots = int(slot.max(initial=-1)) + 1
+    number = np.repeat(np.arange(len(first)), np.diff(begin))
+    return Copies(slots, begin, order, slot, order[first], number * slots + slot)
+
+
+def find_in(
+    values: IntArray, wanted: IntArray, known: BoolArray | None = None
+) -> tuple[IntArray, BoolArray]:
+    """Where in the rising `values` each wanted one is, and whether it is there at all."""
+    if not len(values):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=bool)
+    if values[-1] - values[0] == len(values) - 1:
+        # Without gaps a value's place is its distance from the first.
+        at = np.clip(wanted - values[0], 0, len(values) - 1)
+        found = values[at] == wanted
+        return at, found if known is None else found & known
+    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
+    found = values[at] == wanted
+    return at, found if known is None else found & known
