@@ -54,7 +54,8 @@ def kept_elements(plan: Plan) -> IntArray:
     carried = source.cell_contribution[key_cell][:, None]
     shared *= combined[carried, target.cell_contribution[first]]
     # A slot that has a key twice holds it once.
-    owned = np.unique(holders.slot_key)
+    key = np.repeat(np.arange(len(key_cell)), np.diff(holders.cell_begin))
+    owned = np.unique(key * source.slots + source.cell_slot[holders.cells])
     held = np.zeros((source.slots, len(first)), dtype=np.int64)
     if len(owned):
         np.add.at(held, owned % source.slots, shared[owned // source.slots])
