@@ -198,13 +198,16 @@ def test_experts_on_the_same_ranks_come_from_ranks_that_hold_them(before: int, a
     assert sides[0].groups("dp") == (tuple(range(8)),)
     names = [MegatronNames(ranks, num_experts=experts) for ranks in sides]
     memory = {
-        rank: {f"experts.weight{n}": e for n, e in enumerate(held_experts(before, rank, experts))}
+        rank: {
+            f"experts.linear_fc1.weight{n}": e
+            for n, e in enumerate(held_experts(before, rank, experts))
+        }
         for rank in range(world)
     }
     found: dict[int, dict[str, int]] = {rank: {} for rank in range(world)}
     received = 0
     for number in range(experts):
-        name = f"experts.weight{number}"
+        name = f"experts.linear_fc1.weight{number}"
         at = [of.expert_rank(name) or 0 for of in names]
         pair = reconcile(expert(sides[0], at[0], 2, 2), expert(sides[1], at[1], 2, 2))
         plan = moved(pair)
@@ -221,7 +224,7 @@ def test_experts_on_the_same_ranks_come_from_ranks_that_hold_them(before: int, a
             assert names[1].global_name(names[1].local_name(name), rank) == name
     for rank in range(world):
         expected = held_experts(after, rank, experts)
-        assert found[rank] == {f"experts.weight{n}": e for n, e in enumerate(expected)}
+        assert found[rank] == {f"experts.linear_fc1.weight{n}": e for n, e in enumerate(expected)}
     lacking = [
         set(held_experts(after, rank, experts)) - set(held_experts(before, rank, experts))
         for rank in range(world)

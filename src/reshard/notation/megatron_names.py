@@ -9,7 +9,7 @@ The same local name is then another tensor on another rank. Global names count o
                    |                              |
     decoder.layers.5.mlp.experts.linear_fc1.weight3
 
-Experts are named `weight3` and `bias3` (grouped) or `local_experts.3.` (one module each). Two
+Experts are named `linear_fc1.weight3` (grouped) or `local_experts.3.` (one module each). Two
 global names may mean one tensor, where embeddings are tied: that is declared, see
 `reshard.notation.megatron_refit`.
 """
@@ -24,8 +24,10 @@ from reshard.errors import NotationError
 from reshard.notation.megatron_layers import PipelineLayers
 from reshard.notation.megatron_ranks import MegatronRanks
 
-_LAYER = re.compile(r"((?:^|.*?\.)layers\.)(\d+)(?=\.|$)")
-_EXPERT = re.compile(r"(?P<before>(?:^|\.)(?:weight|bias)|(?:^|\.)local_experts\.)(\d+)(?=\.|$)")
+# `experts.weight1` and `experts.weight2` are the stacked weights of all of a rank's experts.
+_EXPERT = re.compile(
+    r"((?:^|(?<!\bexperts)\.)(?:weight|bias)|(?:^|\.)local_experts\.)(\d+)(?=\.|$)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class MegatronNames:
         ranks: the parallel groups.
         layers: how many layers each stage has; None where names count over the model already.
         num_experts: in the whole model; None for a model without experts.
+        stack: the module whose numbered layers the pipeline shares out. Others, such as the
+            layers of `mtp.layers`, keep their numbers.
 
     Raises:
         NotationError: layers for another number of stages, or experts that the ranks cannot
@@ -51,6 +55,7 @@ class MegatronNames:
     ranks: MegatronRanks
     layers: PipelineLayers | None = None
     num_experts: int | None = None
+    stack: str = "decoder.layers"
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers.pp != self.ranks.pp:
@@ -106,8 +111,9 @@ class MegatronNames:
 
         Raises NotationError for a layer or expert that is not there.
 
-        >>> MegatronNames(MegatronRanks(dp=4, ep=4), num_experts=8).local_name("experts.weight5")
-        'experts.weight1'
+        >>> names = MegatronNames(MegatronRanks(dp=4, ep=4), num_experts=8)
+        >>> names.local_name("experts.local_experts.5.linear_fc1.bias")
+        'experts.local_experts.1.linear_fc1.bias'
         """
 
         def layer(number: int) -> int:
@@ -124,15 +130,21 @@ class MegatronNames:
     def _renumbered(
         self, name: str, layer: Callable[[int], int], expert: Callable[[int], int]
     ) -> str:
-        name = _LAYER.sub(lambda found: f"{found[1]}{layer(int(found[2]))}", name, count=1)
+        found = self._layer(name)
+        if found:
+            begin, end = found.span(1)
+            name = f"{name[:begin]}{layer(int(found[1]))}{name[end:]}"
         if self.num_experts is None:
             return name
         return _EXPERT.sub(lambda found: f"{found[1]}{expert(int(found[2]))}", name, count=1)
 
     def layer(self, name: str) -> int | None:
         """The layer of a global name, None for what is in none."""
-        found = _LAYER.match(name)
-        return int(found[2]) if found else None
+        found = self._layer(name)
+        return int(found[1]) if found else None
+
+    def _layer(self, name: str) -> re.Match[str] | None:
+        return re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?=\.|$)", name)
 
     def expert(self, name: str) -> int | None:
         """The expert of a global name, None for what belongs to none."""
