@@ -113,6 +113,14 @@ def test_what_one_slot_holds_twice_counts_once() -> None:
     plan.verify()
 
 
+def test_a_box_that_one_slot_has_twice_is_one_copy() -> None:
+    first, second = reshard.Box((0,), (1,)), reshard.Box((1,), (2,))
+    source = Layout.from_boxes((2,), [(0, first), (0, first), (1, first), (1, second)])
+    plan = reshard.plan(source, Layout.whole((2,), [1], 2))
+    assert plan.moved_elements == plan.lower_bound_elements == 0
+    plan.verify()
+
+
 def test_overlapping_parts_are_sources_of_what_they_share() -> None:
     mesh = reshard.DeviceMesh.of(tp=8)
     heads, whole = (reshard.spec(mesh, text).layout((8, 2)) for text in ("tp@heads4, -", "tp, -"))

@@ -28,8 +28,8 @@ BoolArray = NDArray[np.bool_]
 class Copies:
     """The keys of a placement, in rising order of contribution and parts.
 
-    The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, in the order of their slots, which
-    are beside them in `slot`; `first[k]` is the first of them. `slot_key` is
+    The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, one a slot, in the order of their
+    slots, which are beside them in `slot`; `first[k]` is the first of them. `slot_key` is
     `key * slots + slot` for each entry of `cells`, rising.
     """
 
@@ -69,6 +69,11 @@ def find_copies(placement: Placement) -> Copies:
     # Small numbers are sorted by their digits, in time that only grows with the cells.
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
     code, slot = code[order], placement.slot[order]
+    # A slot may have a box twice; the first of them is its copy.
+    again = (code[1:] == code[:-1]) & (slot[1:] == slot[:-1])
+    if again.any():
+        once = np.append(True, ~again)
+        order, code, slot = order[once], code[once], slot[once]
     first = np.flatnonzero(np.diff(code, prepend=-1))
     begin = np.append(first, len(code))
     slots = int(slot.max(initial=-1)) + 1
