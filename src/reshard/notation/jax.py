@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import MissingExtraError, NotationError
-from reshard.mesh import DeviceMesh
+from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.scanner import reading
 from reshard.notation.vocabulary import Vocabulary
 from reshard.sharding import DimSpec, ShardingSpec
@@ -31,7 +31,7 @@ from reshard.sharding import DimSpec, ShardingSpec
 _VOCABULARY = Vocabulary("JAX", reductions=("sum",), has_open_dims=True)
 _PARTITION_SPECS = ("PartitionSpec", "P")
 _OPEN = "UNCONSTRAINED"
-_MESH_AXIS = re.compile(r"'([^']*)':\s*(\d+)")
+_MESH_AXIS = re.compile(r"'([^']*)':\s*(\d{1,18})(?!\d)")
 
 Entry = tuple[str, ...] | None
 """The axes of one dimension; None for one that is not constrained."""
@@ -155,13 +155,17 @@ def _build(
                 "dimension"
             )
         entries += [()] * (len(shape) - len(entries))
-    for axis in (*unreduced, *reduced):
+    partial = [Axis(name) for name in unreduced]
+    for axis in partial:
         mesh.axis_size(axis)
     return ShardingSpec(
         mesh,
-        [DimSpec(is_open=True) if entry is None else DimSpec(entry) for entry in entries],
-        replicated_axes=reduced,
-        partial_axes=sorted(unreduced, key=mesh.axis_names.index),
+        [
+            DimSpec(is_open=True) if entry is None else DimSpec([Axis(name) for name in entry])
+            for entry in entries
+        ],
+        replicated_axes=[Axis(name) for name in reduced],
+        partial_axes=sorted(partial, key=lambda axis: mesh.axis_names.index(axis.name)),
     )
 
 
@@ -222,19 +226,20 @@ def spec_of_jax(
     Raises:
         NotationError: another object, a `PartitionSpec` without a mesh, a mesh that is empty.
     """
+    if not is_jax(sharding):
+        kind = type(sharding).__name__
+        raise NotationError(f"{kind} is no object of JAX; give a PartitionSpec or a sharding")
+    if hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
+        sharding, shape = sharding.sharding, sharding.shape
     kind = type(sharding).__name__
     with reading("JAX", repr(sharding)):
-        if is_jax(sharding) and hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
-            return spec_of_jax(sharding.sharding, None, sharding.shape)
-        if not is_jax(sharding):
-            raise NotationError(f"{kind} is no object of JAX; give a PartitionSpec or a sharding")
         if kind == "SingleDeviceSharding":
             (device,) = sharding.device_set
             if shape is None:
                 raise NotationError("a single device; give the shape of the tensor it holds")
             return ShardingSpec(DeviceMesh("mesh", (), (), [device.id]), [()] * len(shape))
         if kind == "NamedSharding":
-            return spec_of_jax(sharding.spec, mesh_of_jax(sharding.mesh), shape)
+            return _of_partition_spec(sharding.spec, mesh_of_jax(sharding.mesh), shape)
         if kind not in _PARTITION_SPECS:
             raise NotationError(
                 f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding or "
@@ -242,14 +247,23 @@ def spec_of_jax(
             )
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh")
-        is_open = type(sharding).UNCONSTRAINED
-        return _build(
-            mesh,
-            [None if entry is is_open else _names(entry) for entry in sharding],
-            _names(tuple(getattr(sharding, "unreduced", None) or ())),
-            _names(tuple(getattr(sharding, "reduced", None) or ())),
-            shape,
-        )
+        return _of_partition_spec(sharding, mesh, shape)
+
+
+def _of_partition_spec(
+    partition_spec: Any, mesh: DeviceMesh, shape: Sequence[int] | None
+) -> ShardingSpec:
+    # Older versions of JAX have no `partitions`, newer ones forbid to iterate without it.
+    has_partitions = hasattr(partition_spec, "partitions")
+    entries = partition_spec.partitions if has_partitions else tuple(partition_spec)
+    is_open = type(partition_spec).UNCONSTRAINED
+    return _build(
+        mesh,
+        [None if entry is is_open else _names(entry) for entry in entries],
+        _names(tuple(getattr(partition_spec, "unreduced", None) or ())),
+        _names(tuple(getattr(partition_spec, "reduced", None) or ())),
+        shape,
+    )
 
 
 def _names(entry: Any) -> tuple[str, ...]:
@@ -315,8 +329,19 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
         )
     places = np.empty(spec.mesh.size, dtype=object)
     places[:] = [by_id[rank] for rank in spec.mesh.devices]
-    mesh = jax.sharding.Mesh(places.reshape(spec.mesh.shape), spec.mesh.axis_names)
-    return jax.sharding.NamedSharding(mesh, partition_spec)
+    kinds = {}
+    if spec.partial_axes:
+        # JAX allows unreduced axes of this type alone.
+        explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+        unreduced = {axis.name for axis in spec.partial_axes}
+        types = tuple(explicit if name in unreduced else auto for name in spec.mesh.axis_names)
+        kinds = {"axis_types": types}
+    mesh = jax.sharding.Mesh(places.reshape(spec.mesh.shape), spec.mesh.axis_names, **kinds)
+    try:
+        return jax.sharding.NamedSharding(mesh, partition_spec)
+    except ValueError as error:
+        # What meshes of one type of axes may have differs between the versions of JAX.
+        raise NotationError(f"JAX refuses the sharding `{spec}`: {error}") from error
 
 
 def _jax() -> Any:

@@ -129,7 +129,7 @@ def _read_grid(scanner: Scanner) -> DeviceMesh:
     scanner.expect("(")
     scanner.expect("shape")
     scanner.expect("=")
-    match = scanner.take(r"\d+(?:\s*x\s*\d+)*")
+    match = scanner.take(r"\d{1,18}(?:\s*x\s*\d{1,18})*(?!\d)")
     if not match:
         raise scanner.failure("the sizes of the axes, such as 2x3, each of them known")
     scanner.expect(")")

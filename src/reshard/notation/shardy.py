@@ -210,13 +210,13 @@ def _read_dim(scanner: Scanner) -> DimSpec:
             scanner.expect("}")
             break
         axes.append(_read_axis(scanner))
-    match = scanner.take(r"p(0|[1-9]\d*)(?!\w)")
+    match = scanner.take(r"p(0|[1-9]\d{0,8})(?!\w)")
     if not match and scanner.looks_at("p"):
         raise scanner.failure("a priority such as p1")
     if match and not axes and not is_open:
         raise NotationError(
-            f"{{}}{match[0]} is empty and closed and has a priority; open it as {{?}}{match[0]}, or "
-            "leave the priority out"
+            f"the dimension {{}}{match[0]} is empty and closed and has a priority; open it as "
+            f"{{?}}{match[0]}, or leave the priority out"
         )
     return DimSpec(axes, is_open, int(match[1]) if match else 0)
 
@@ -266,17 +266,25 @@ def shardy_text(spec: ShardingSpec) -> str:
     for axis in (*used, *spec.replicated_axes, *spec.partial_axes):
         if axis.size == 1:
             raise _VOCABULARY.refusal(spec, str(axis), "it has no sub-axes of size 1; leave it out")
-    words = [
-        symbol_text(spec.mesh.name),
-        f"[{', '.join(_dim_text(spec, d) for d in spec.dim_specs)}]",
-    ]
+    words = [symbol_text(spec.mesh.name), _dims_text(spec)]
     if spec.replicated_axes:
         words.append(f"replicated={_axes_text(spec.replicated_axes)}")
     if spec.reduction is not None:
         reduction = "" if spec.reduction == "sum" else spec.reduction
-        axes = _in_mesh_order(spec.mesh, spec.partial_axes)
+        # In the order of the mesh, sub-axes may follow one another that did not before.
+        ordered = _in_mesh_order(spec.mesh, spec.partial_axes)
+        axes = ShardingSpec(spec.mesh, [], partial_axes=ordered).partial_axes
         words.append(f"unreduced={reduction}{_axes_text(axes)}")
     return f"#sdy.sharding<{', '.join(words)}>"
+
+
+def _dims_text(spec: ShardingSpec) -> str:
+    if spec.mesh.axis_names:
+        return f"[{', '.join(_dim_text(spec, dim) for dim in spec.dim_specs)}]"
+    for dim in spec.dim_specs:
+        if dim.is_open or dim.priority:
+            raise _VOCABULARY.refusal(spec, str(dim), "on a mesh without axes it has no dimensions")
+    return "[]"
 
 
 def _dim_text(spec: ShardingSpec, dim: DimSpec) -> str:
