@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -13,15 +15,17 @@ import numpy as np
 from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import can_draw_boxes, printable, write, write_json
+from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NOTATIONS, Reading, read_sharding
 from reshard.planning.plan import Plan, plan
+from reshard.show.html_report import DrawnChange, Report, movement_figures
 from reshard.show.movement_table import movement_table
 from reshard.show.pictures import LEAST_WIDTH, change_picture
 from reshard.show.quantities import bytes_text, count_text
-from reshard.show.rank_text import rank_text
+from reshard.show.rank_text import ranks_text
 from reshard.show.traffic import Traffic, busiest
 
 
@@ -47,6 +51,7 @@ class _Explain(click.Command):
 )
 @click.option("--dtype", metavar="NAME", help="Of the elements, for sizes in bytes.")
 @json_option
+@report_options
 def explain(
     source: str,
     target: str,
@@ -56,6 +61,9 @@ def explain(
     notation: str | None,
     dtype: str | None,
     as_json: bool,
+    report_path: str | None,
+    overwrite: bool,
+    ranks_per_host: int | None,
 ) -> int:
     """What moves when a tensor laid out as FROM becomes TO.
 
@@ -74,6 +82,7 @@ def explain(
     A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
     local array of each rank (of a rank that holds several boxes: in the one it is of).
     """
+    check_report(report_path, overwrite, ranks_per_host)
     shape = None if shape_text is None else shape_of(shape_text)
     mesh = None if mesh_text is None else DeviceMesh.parse(mesh_text)
     target_mesh = mesh if target_mesh_text is None else DeviceMesh.parse(target_mesh_text)
@@ -81,6 +90,9 @@ def explain(
     after = _side(target.strip(), target_mesh, shape, notation)
     shape = shape if shape is not None else _shape_of_sides(before, after)
     movement = plan(before.layout(shape), after.layout(shape), dtype)
+    if report_path is not None:
+        page = _report(before, after, movement, ranks_per_host).html()
+        write_report(report_path, page, overwrite)
     if as_json:
         write_json(_as_json(movement))
     else:
@@ -187,17 +199,29 @@ def _numbers(movement: Plan) -> list[str]:
             ("receiver", movement.received_elements),
         ):
             most, ranks = busiest(amounts)
-            lines.append(f"busiest {word}: {_ranks(ranks)}, {size(most)}")
+            lines.append(f"busiest {word}: {ranks_text(ranks)}, {size(most)}")
         lines += ["", movement_table(movement, Traffic.of_plan(movement))]
     return lines
 
 
-def _ranks(ranks: list[int]) -> str:
-    text = rank_text(ranks)
-    if len(text) > 60:
-        text = f"{rank_text(ranks[:4])}, ..."
-        return f"{len(ranks):,} ranks ({text})"
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+def _report(before: _Side, after: _Side, movement: Plan, ranks_per_host: int | None) -> Report:
+    traffic, bound = Traffic.of_plan(movement), movement.lower_bound_elements
+    amount_text: Callable[[int], str] = partial(count_text, noun="element")
+    short_text: Callable[[int], str] = count_text
+    if movement.dtype is not None:
+        traffic, bound = traffic.times(movement.dtype.itemsize_bytes), movement.lower_bound_bytes
+        amount_text = short_text = bytes_text
+    shape = "x".join(map(str, movement.source.shape)) or "scalar"
+    dtype = f" of {movement.dtype.name}" if movement.dtype else ""
+    return Report(
+        title=f"{before.text} to {after.text}: {shape}{dtype}",
+        figures=movement_figures(traffic, bound, len(movement.transfers.moving), amount_text),
+        changes=[DrawnChange("", before.title, after.title, movement)],
+        traffic=traffic,
+        amount_text=amount_text,
+        short_text=short_text,
+        ranks_per_host=ranks_per_host,
+    )
 
 
 def _as_json(movement: Plan) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import click
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.conversion import Conversion, plan_conversion
+from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
@@ -29,6 +30,7 @@ from reshard.cli.output import (
     write,
     write_json,
 )
+from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.mesh import DeviceMesh
 from reshard.show.pictures import LEAST_WIDTH, change_picture
 from reshard.show.quantities import bytes_text, count_text, table
@@ -41,15 +43,21 @@ from reshard.show.quantities import bytes_text, count_text, table
 @threads_option
 @click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's cuts before and after.")
 @json_option
+@report_options
 def plan(
     source: str,
     memory_bytes: int,
     threads: int | None,
     drawn: str | None,
     as_json: bool,
+    report_path: str | None,
+    overwrite: bool,
+    ranks_per_host: int | None,
     **conversion_arguments: Any,
 ) -> int:
-    """What converting SOURCE would read, write and move, per rank. Writes nothing.
+    """What converting SOURCE would read, write and move, per rank.
+
+    Writes nothing but the report of --html.
 
     Read is from the files of each rank of SOURCE, written is what each rank's files would
     hold. Sent and received is what would pass between the ranks if it were done among them:
@@ -60,6 +68,7 @@ def plan(
       reshard plan llama-3-8b --to tp=4 --recipe llama
       reshard plan llama-tp4 --to tp=2,dp=2 --rule '*.weight=tp, -' --json
       reshard plan llama-3-8b --to tp=4 --recipe llama --picture lm_head.weight
+      reshard plan llama-3-8b --to tp=4 --recipe llama --html report.html --ranks-per-host 2
 
     \b
     Keys of --json:
@@ -71,6 +80,7 @@ def plan(
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     check_picture(drawn, as_json)
+    check_report(report_path, overwrite, ranks_per_host)
     # Planning wants to know that the target is apart from the source, and nothing else of it.
     place = Path(source).resolve()
     conversion = plan_conversion(
@@ -79,6 +89,9 @@ def plan(
     workers = conversion.threads(memory_bytes, threads)
     extra_bytes = conversion.extra_bytes(memory_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
+    if report_path is not None:
+        report = conversion_report(source, conversion, ranks_per_host)
+        write_report(report_path, report.html(), overwrite)
     if as_json:
         write_json(_as_json(source, conversion, workers, extra_bytes))
     else:

@@ -61,7 +61,9 @@ class Notation:
         """
         if self.name == NATIVE:
             if mesh is None:
-                raise NotationError(f"`{text}` names mesh axes; give a mesh, such as x=2,y=3")
+                raise NotationError(
+                    f"`{text}` names mesh axes; give a mesh, such as `--mesh dp=2,tp=4`"
+                )
             return spec(mesh, text, ndim=None if shape is None else len(shape))
         parse = cast(
             "Callable[[str, DeviceMesh | None, Sequence[int] | None], ShardingSpec | Layout]",
@@ -79,28 +81,40 @@ class Notation:
         return getattr(import_module(f"reshard.notation.{self.name}"), name)
 
 
-_REDUCTION = r"(?:sum|avg|mean|max|min|product|band|bor|bxor|premul_sum)"
+_REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
+_NO_OTHER_SHARD = r"^(?!.*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
 
 NOTATIONS = {
     notation.name: notation
     for notation in (
         Notation(NATIVE, "dp tp, -", None),
-        Notation("mlir", "[[0, 1], [2]]", r"\[\s*\[[\d,\s]*\]|split_axes|#?(?:shard|mesh)\.shard"),
+        Notation(
+            "mlir",
+            "[[0, 1], [2]]",
+            r"\[\s*\[[\d,\s]*\]|\bsplit_axes\b|\b(?:shard|mesh)\.(?:shard|grid|mesh)",
+        ),
         Notation(
             "jax",
             "P(('dp', 'tp'), None)",
             rf"^\s*(?:[\w.]*\.)?(?:PartitionSpec|NamedSharding|P)\((?!\s*{_REDUCTION}\s*\))",
         ),
-        Notation("shardy", '[{"dp", "tp"}, {}]', r"\[\s*\{|<\s*@|#?sdy\."),
+        Notation("shardy", '[{"dp", "tp"}, {}]', r"\[\s*\{|\bsdy\.|<\s*@\w+\s*,\s*\[\s*\]"),
         Notation(
             "dtensor",
             "[Shard(0), Replicate()]",
-            rf"\b_?(?:Strided)?Shard\(|\bReplicate\b|\bPartial\(|\b[SR]\(\d|\bP\(\s*{_REDUCTION}\s*\)",
+            rf"{_NO_OTHER_SHARD}.*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
+            rf"\bS\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
         ),
         Notation("partitioned", "PartitionedShard(0, 2, (4, 6))", r"\bPartitionedShard\("),
-        Notation("ragged", "RaggedShard(dims=(0,), local_units=(1, 3))", r"\bRaggedShard\("),
-        Notation("scalapack", "8 6 2 2 0 0", r"^\W*(?:DESC\w*\W+)?\d+(?:[,\s]+\d+){5,}\W*$|\bDESC"),
-        Notation("megatron", "tp=2 dp=4 | partition_dim=0", r"\bpartition_(?:dim|stride|sizes)\b"),
+        Notation(
+            "ragged", "RaggedShard(dims=(0,), local_units=(1, 3))", r"\b_?(?:Strided)?RaggedShard\("
+        ),
+        Notation("scalapack", "8 6 2 2 0 0 2x3", r"^\W*\d+(?:[,\s]+\d+){5}|\bDESC|\bgrid\b"),
+        Notation(
+            "megatron",
+            "tp=2 dp=4 | partition_dim=0",
+            r"\bpartition_(?:dim|stride|sizes)\b|^\s*(?:e?tp|cp|e?dp|pp|ep|order|offset)\s*=",
+        ),
     )
 }
 

@@ -13,8 +13,8 @@ from reshard.show.markup import element, escaped
 from reshard.show.traffic import Traffic
 
 MOST_GROUPS = 64
-_SIDE, _LARGEST, _GUTTER = 448.0, 54.0, 62.0
-_MOST_WRITTEN = 12
+_SIDE, _LARGEST, _LETTER = 448.0, 54.0, 6.4
+_MOST_WRITTEN, _SCALE = 12, 96.0
 
 
 def heat_map(
@@ -22,6 +22,7 @@ def heat_map(
     amount_text: Callable[[int], str],
     *,
     noun: str = "rank",
+    short_text: Callable[[int], str] | None = None,
     most_groups: int = MOST_GROUPS,
 ) -> str:
     """The traffic as an `svg` element.
@@ -30,6 +31,7 @@ def heat_map(
         traffic: between ranks, or what else is called `noun`.
         amount_text: writes an amount, with its unit.
         noun: what sends and receives.
+        short_text: writes an amount inside a square; `amount_text` when None.
         most_groups: the most rows and columns.
 
     >>> import numpy as np
@@ -44,51 +46,48 @@ def heat_map(
     groups = grouped.ranks
     step = min(_SIDE / groups, _LARGEST)
     most = int(grouped.amount.max(initial=0))
-    x0, y0, side = _GUTTER, 34.0, step * groups
+    side = step * groups
+    x0, y0 = 10 + _LETTER * len(str((groups - 1) * size)), 36.0
+    short_text = short_text or amount_text
 
     def name(group: int) -> str:
         last = min((group + 1) * size, traffic.ranks) - 1
         return f"{noun} {group}" if size == 1 else f"{noun}s {group * size}-{last}"
 
-    squares = [
-        element(
-            "g",
-            element("title", escaped(f"{name(a)} to {name(b)}: {amount_text(amount)}")),
+    squares, amounts = [], []
+    for a, b, amount in zip(
+        grouped.sender.tolist(), grouped.receiver.tolist(), grouped.amount.tolist(), strict=True
+    ):
+        x, y = x0 + b * step, y0 + a * step
+        said = f"{name(a)} to {name(b)}: {amount_text(amount)}"
+        squares.append(
             element(
                 "rect",
-                x=x0 + b * step,
-                y=y0 + a * step,
+                element("title", escaped(said)),
+                x=x,
+                y=y,
                 width=step,
                 height=step,
-                class_="heat",
-                fill_opacity=f"{_strength(amount, most):.3f}",
-            ),
-            *(
-                [_written(amount_text(amount), x0 + b * step, y0 + a * step, step, amount, most)]
-                if groups <= _MOST_WRITTEN
-                else []
-            ),
+                opacity=_strength(amount, most),
+            )
         )
-        for a, b, amount in zip(
-            grouped.sender.tolist(),
-            grouped.receiver.tolist(),
-            grouped.amount.tolist(),
-            strict=True,
-        )
-    ]
-    width, height = x0 + max(side, 150) + 14, y0 + side + 46
+        if groups <= _MOST_WRITTEN:
+            amounts.append(_written(short_text(amount), x, y, step, amount, most))
     together = "" if size == 1 else f", {size} {noun}s a square"
+    caption = f"sending {noun}s down, receiving {noun}s across{together}"
+    scale = f"up to {amount_text(most)}"
+    width = max(x0 + side + 4, _LETTER * len(caption), x0 + _SCALE + _LETTER * len(scale) + 12)
+    height = y0 + side + 32
     return element(
         "svg",
-        element("title", escaped(f"who sends to whom: {groups} by {groups} squares{together}")),
+        element("title", escaped(f"{caption}: {groups} by {groups} squares, {scale} in one")),
         element("rect", x=x0, y=y0, width=side, height=side, class_="heat-back"),
-        *squares,
+        element("g", *squares, class_="heat"),
         _grid(x0, y0, step, groups),
+        *amounts,
         *_ticks(x0, y0, step, groups, size),
-        element("text", f"receiving {noun} →", x=x0, y=12, class_="index"),
-        element("text", "sending", x=0, y=y0 + 12, class_="index"),
-        element("text", f"{noun} ↓", x=0, y=y0 + 25, class_="index"),
-        *_scale(x0, y0 + side + 18, amount_text(most)),
+        element("text", escaped(caption), x=0, y=11, class_="index"),
+        *_scale(x0, y0 + side + 14, scale),
         viewBox=f"0 0 {width:.0f} {height:.0f}",
         width=round(width),
         height=round(height),
@@ -97,9 +96,9 @@ def heat_map(
     )
 
 
-def _strength(amount: int, most: int) -> float:
-    """From faint to full; whatever passes is seen."""
-    return 0.15 + 0.85 * amount / most if amount else 0.0
+def _strength(amount: int, most: int) -> str:
+    """The opacity of an amount, from faint to full; whatever passes is seen."""
+    return f"{0.15 + 0.85 * amount / most:.2f}"
 
 
 def _written(text: str, x: float, y: float, step: float, amount: int, most: int) -> str:
@@ -110,7 +109,7 @@ def _written(text: str, x: float, y: float, step: float, amount: int, most: int)
         escaped(text),
         x=x + step / 2,
         y=y + step / 2 + 4,
-        class_="amount strong" if _strength(amount, most) > 0.5 else "amount",
+        class_="amount strong" if 2 * amount > most else "amount",
     )
 
 
@@ -127,7 +126,7 @@ def _grid(x0: float, y0: float, step: float, groups: int) -> str:
 
 def _ticks(x0: float, y0: float, step: float, groups: int, size: int) -> list[str]:
     """The first rank of a group, at every group that has room for it."""
-    widest = 6.1 * len(str((groups - 1) * size)) + 8
+    widest = _LETTER * len(str((groups - 1) * size)) + 8
     across, down = max(1, round(widest / step + 0.5)), max(1, round(13 / step + 0.5))
     middle = step / 2
     return [
@@ -146,8 +145,9 @@ def _ticks(x0: float, y0: float, step: float, groups: int, size: int) -> list[st
     ]
 
 
-def _scale(x: float, y: float, most: str) -> list[str]:
-    steps, width = 8, 12.0
+def _scale(x: float, y: float, text: str) -> list[str]:
+    steps = 8
+    width = _SCALE / steps
     squares = [
         element(
             "rect",
@@ -155,12 +155,11 @@ def _scale(x: float, y: float, most: str) -> list[str]:
             y=y,
             width=width,
             height=10,
-            class_="heat",
-            fill_opacity=f"{0.15 + 0.85 * (i + 1) / steps:.3f}",
+            opacity=_strength(i + 1, steps),
         )
         for i in range(steps)
     ]
     return [
-        *squares,
-        element("text", escaped(f"up to {most}"), x=x + steps * width + 8, y=y + 9, class_="index"),
+        element("g", *squares, class_="heat"),
+        element("text", escaped(text), x=x + _SCALE + 8, y=y + 9, class_="index"),
     ]

@@ -17,7 +17,7 @@ from reshard.show.palette import rank_colours
 from reshard.show.traffic import Traffic
 
 MOST_BANDED = 12
-_WIDTH, _LEFT, _BAR = 560.0, 120.0, 12.0
+_BETWEEN, _BAR, _LETTER = 320.0, 12.0, 6.4
 
 
 def host_traffic(traffic: Traffic, ranks_per_host: int) -> Traffic:
@@ -57,7 +57,11 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
     left = _tops(hosts.sent, scale, gap)
     right = _tops(hosts.received, scale, gap)
     colours = rank_colours(range(hosts.ranks))
-    x0, x1 = _LEFT, _WIDTH - _LEFT
+    longest = max(len(amount_text(int(amount))) for amount in (*hosts.sent, *hosts.received))
+    margin = 16 + _LETTER * (longest + len("receives "))
+    x0 = margin + _BAR
+    x1 = x0 + _BETWEEN
+    width = x1 + _BAR + margin
     from_y, to_y = left.copy(), right.copy()
     bands = []
     for a, b, amount in zip(
@@ -113,8 +117,8 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
         element("title", "what hosts send to each other"),
         *bands,
         *bars,
-        viewBox=f"0 -12 {_WIDTH:.0f} {height:.0f}",
-        width=round(_WIDTH),
+        viewBox=f"0 -12 {width:.0f} {height:.0f}",
+        width=round(width),
         height=round(height),
         role="img",
         class_="flows",

@@ -25,7 +25,7 @@ def escaped(text: object) -> str:
     return html.escape(printable(str(text), keep="\n"))
 
 
-def element(name: str, *content: str, **attributes: object) -> str:
+def element(tag: str, /, *content: str, **attributes: object) -> str:
     """An element with its content, which must be escaped already, and its attributes.
 
     `_` in the name of an attribute stands for `-`; one behind it is for words of Python's.
@@ -42,8 +42,8 @@ def element(name: str, *content: str, **attributes: object) -> str:
         if value is not None
     )
     if not content:
-        return f"<{name}{written}/>"
-    return f"<{name}{written}>{''.join(content)}</{name}>"
+        return f"<{tag}{written}/>"
+    return f"<{tag}{written}>{''.join(content)}</{tag}>"
 
 
 def _number(value: object) -> object:

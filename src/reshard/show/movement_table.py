@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.planning.plan import Plan
 from reshard.show.quantities import count_text, table
-from reshard.show.rank_text import rank_text
+from reshard.show.rank_text import short_rank_text
 from reshard.show.traffic import Traffic
 
 MOST_ROWS = 24
@@ -64,25 +64,13 @@ def _counted(rows: Sequence[Sequence[object]], headers: Sequence[str], align: st
 
 
 def _by_kind(traffic: Traffic, most_rows: int) -> str:
-    columns = (traffic.sent, traffic.receivers, traffic.received, traffic.senders)
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if any(numbers):
-            kinds.setdefault(numbers, []).append(rank)
-    shown = sorted(kinds.items(), key=lambda kind: kind[1])
-    if len(shown) > most_rows:
-        shown.sort(key=lambda kind: (-max(kind[0][0], kind[0][2]), kind[1]))
-    rows = [(_ranks(ranks), *numbers) for numbers, ranks in shown[:most_rows]]
+    kinds = traffic.kinds()
+    if len(kinds) > most_rows:
+        kinds.sort(key=lambda kind: (-kind.load, kind.ranks))
+    rows = [(short_rank_text(kind.ranks, 28), *kind[1:]) for kind in kinds[:most_rows]]
     headers = ("each of ranks", "sends", "to ranks", "receives", "from ranks")
     text = _counted(rows, headers, "lrrrr")
-    left_out = sum(len(ranks) for _, ranks in shown[most_rows:])
+    left_out = sum(len(kind.ranks) for kind in kinds[most_rows:])
     if left_out:
         text += f"\n... and {count_text(left_out, 'rank')} that move less"
     return text
-
-
-def _ranks(ranks: list[int], most_letters: int = 28) -> str:
-    text = rank_text(ranks)
-    if len(text) <= most_letters:
-        return text
-    return f"{ranks[0]}..{ranks[-1]} ({count_text(len(ranks), 'rank')})"

@@ -6,7 +6,7 @@ their last: `0-3,8`, `0,4..28`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def rank_text(ranks: Iterable[int]) -> str:
@@ -31,3 +31,24 @@ def rank_text(ranks: Iterable[int]) -> str:
             words.append(str(rest[0]))
         rest = rest[length:]
     return ",".join(words)
+
+
+def short_rank_text(ranks: Sequence[int], most_letters: int) -> str:
+    """The ranks, in rising order; where that is too long, the first and last and how many.
+
+    >>> short_rank_text([0, 1, 2], 9), short_rank_text([0, 2, 5, 6, 9], 8)
+    ('0-2', '0..9 (5 ranks)')
+    """
+    text = rank_text(ranks)
+    if len(text) <= most_letters:
+        return text
+    return f"{ranks[0]}..{ranks[-1]} ({len(ranks):,} ranks)"
+
+
+def ranks_text(ranks: Sequence[int], most_letters: int = 40) -> str:
+    """The ranks behind the word, for a sentence.
+
+    >>> ranks_text([3]), ranks_text([0, 2])
+    ('rank 3', 'ranks 0,2')
+    """
+    return f"rank{'' if len(ranks) == 1 else 's'} {short_rank_text(ranks, most_letters)}"

@@ -27,7 +27,7 @@ from reshard.show.regions import Holdings, Interval, RegionGrid, region_grid
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
 _MOST_INTERVALS, _MOST_BOXES = 512, 4096
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
-_MOST_STRIPES = 16
+_MOST_STRIPES, _PARTS, _THIN = 16, 6, 8.0
 _GAP, _LEAST_BOX = 60.0, 5.0
 
 
@@ -79,7 +79,7 @@ class _Drawing:
         self.layout, self.colours, self.name, self.origins = layout, colours, name, origins
         self.grid = _limited(region_grid(layout, *dimensions, _MOST_INTERVALS))
         rows, columns = self.grid.rows, self.grid.columns
-        self.left = 0.0
+        self.left = 12.0
         if self.grid.row_dimension is not None:
             self.left = 10 + _SMALL_LETTER * max(len(f"{row.stop:,}") for row in rows)
         self.top = 0.0 if self.grid.column_dimension is None else 18.0
@@ -99,10 +99,11 @@ class _Drawing:
     def picture(self) -> SvgPicture:
         drawn = sketch(self.grid, self._label, 10**6, 1, "…")
         boxes = [self._box(region) for region in drawn.regions]
-        labels = [self._region_label(region) for region in drawn.regions]
-        if len(self.y) == 2 and labels.count("") * 2 > len(labels):
-            labels = self._labels_of_several()
-        width, height = self.x[-1] + 14, self.y[-1] + 6
+        labels = self._labels(drawn.regions)
+        width = self.x[-1] + 4
+        if self.grid.column_dimension is not None:
+            width += _SMALL_LETTER * len(f"{self.grid.columns[-1].stop:,}") / 2
+        height = self.y[-1] + 6
         title = f"{self.name}: {count_text(len(boxes), 'box', 'boxes')} of {self.layout.shape}"
         svg = element(
             "svg",
@@ -110,7 +111,7 @@ class _Drawing:
             element("defs", *(self._gradient(*item) for item in self.gradients.items())),
             *boxes,
             self._borders(drawn.regions),
-            *(label for label in labels if label),
+            *labels,
             *self._indices(),
             viewBox=f"0 0 {width:.0f} {height:.0f}",
             width=round(width),
@@ -226,6 +227,22 @@ class _Drawing:
         near = edges[max(at - 1, 0) : at + 2]
         return at in (0, len(edges) - 1) or min(b - a for a, b in itertools.pairwise(near)) >= 4
 
+    def _labels(self, regions: Sequence[Region]) -> list[str]:
+        """The labels that have room; none in a box while a larger one has no room for its own."""
+        thin = min(
+            (self.x[-1] - self.x[0]) / (len(self.x) - 1),
+            (self.y[-1] - self.y[0]) / (len(self.y) - 1),
+        )
+        if thin < _THIN and 2 in (len(self.x), len(self.y)):
+            return self._labels_of_several()
+        labels = [(self._region_label(region), self._area(region)) for region in regions]
+        unnamed = max((area for label, area in labels if not label), default=0.0)
+        return [label for label, area in labels if label and area > 1.01 * unnamed]
+
+    def _area(self, region: Region) -> float:
+        across = self.x[region.columns.stop] - self.x[region.columns.start]
+        return across * (self.y[region.rows.stop] - self.y[region.rows.start])
+
     def _region_label(self, region: Region) -> str:
         left, right = self.x[region.columns.start], self.x[region.columns.stop]
         above, below = self.y[region.rows.start], self.y[region.rows.stop]
@@ -264,7 +281,7 @@ class _Drawing:
                 x=x,
                 y=top + (i + 1) * _LINE - 4,
                 class_="label small" if i else "label",
-                fill=None if colour is None else ink_on(colour),
+                style=None if colour is None else f"fill:{ink_on(colour)}",
             )
             for i, line in enumerate(lines)
         ]
@@ -272,21 +289,27 @@ class _Drawing:
 
     def _labels_of_several(self) -> list[str]:
         """For a line of thin boxes: the ranks of all boxes in each of a few equal parts."""
-        parts = 6
+        is_across = len(self.y) == 2
+        edges = self.x if is_across else self.y
+        places = [(0, i) if is_across else (i, 0) for i in range(len(edges) - 1)]
+        step = (edges[-1] - edges[0]) / _PARTS
         labels = []
-        middle = (self.y[0] + self.y[-1]) / 2
-        step = (self.x[-1] - self.x[0]) / parts
-        for part in range(parts):
-            low = self.x[0] + part * step
-            inside = [
-                c
-                for c, (a, b) in enumerate(itertools.pairwise(self.x))
+        for part in range(_PARTS):
+            low = edges[0] + part * step
+            ranks = {
+                holding.slot
+                for (r, c), (a, b) in zip(places, itertools.pairwise(edges), strict=True)
                 if low <= (a + b) / 2 < low + step
-            ]
-            ranks = {h.slot for c in inside for h in self.grid.holdings[0][c]}
+                for holding in self.grid.holdings[r][c]
+            }
+            x, y = low + step / 2, (self.y[0] + self.y[-1]) / 2
+            room = (step, self.y[-1] - self.y[0])
+            if not is_across:
+                x, y = (self.x[0] + self.x[-1]) / 2, x
+                room = (self.x[-1] - self.x[0], step)
             for text in (rank_text(ranks), count_text(len(ranks), "rank")):
-                if ranks and self._fits([text], step, self.y[-1] - self.y[0]):
-                    labels.append(self._text([text], low + step / 2, middle, None))
+                if ranks and self._fits([text], *room):
+                    labels.append(self._text([text], x, y, None))
                     break
         return labels
 
@@ -357,17 +380,20 @@ def _picked(ranks: Sequence[int]) -> tuple[int, ...]:
 def _spaced(
     edges: Sequence[float], intervals: Sequence[Interval], room: Callable[[str], float]
 ) -> list[tuple[float, str]]:
-    """Indices at edges: the first, the last, and of the others those that have room."""
-    bounds = [intervals[0].start, *(one.stop for one in intervals)]
-    texts = [f"{bound:,}" for bound in bounds]
-    kept = [0]
+    """Indices at edges: the first, the last, and every second, fourth... as there is room."""
+    texts = [f"{bound:,}" for bound in (intervals[0].start, *(one.stop for one in intervals))]
     last = len(edges) - 1
-    for at in range(1, last):
-        needed = (room(texts[at]) + room(texts[kept[-1]])) / 2
-        to_last = (room(texts[at]) + room(texts[last])) / 2
-        if edges[at] - edges[kept[-1]] >= needed and edges[last] - edges[at] >= to_last:
-            kept.append(at)
-    return [(edges[at], texts[at]) for at in (*kept, last)]
+
+    def is_apart(a: int, b: int) -> bool:
+        return edges[b] - edges[a] >= (room(texts[a]) + room(texts[b])) / 2
+
+    stride = 1
+    while stride < last:
+        kept = [at for at in range(0, last, stride) if at == 0 or is_apart(at, last)]
+        if all(is_apart(a, b) for a, b in itertools.pairwise(kept)):
+            return [(edges[at], texts[at]) for at in (*kept, last)]
+        stride *= 2
+    return [(edges[at], texts[at]) for at in (0, last)]
 
 
 def _n(length: float) -> str:

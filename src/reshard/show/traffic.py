@@ -7,8 +7,9 @@ can be taken together, by hosts or so that few enough remain to be drawn.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,10 @@ class Traffic:
         ]
         return cls.gathered(ranks, *_joined(columns))
 
+    def times(self, factor: int) -> Traffic:
+        """The same traffic with amounts `factor` times as large, such as bytes for elements."""
+        return replace(self, amount=self.amount * factor)
+
     @property
     def total(self) -> int:
         """All that passes."""
@@ -98,6 +103,21 @@ class Traffic:
         """How many ranks each rank receives from: shape `(ranks,)`."""
         return self._sum_by(self.receiver, np.ones_like(self.amount))
 
+    def kinds(self) -> list[RankKind]:
+        """Ranks that send and receive alike, taken together; those that do neither left out.
+
+        >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
+        >>> [(kind.ranks, kind.sends, kind.receivers) for kind in ring.kinds()]
+        [((0, 1, 2), 7, 1)]
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        columns = (self.sent, self.receivers, self.received, self.senders)
+        for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            if any(numbers):
+                found.setdefault(numbers, []).append(rank)
+        kinds = [RankKind(tuple(ranks), *numbers) for numbers, ranks in found.items()]
+        return sorted(kinds, key=lambda kind: kind.ranks)
+
     def _sum_by(self, rank: IntArray, amount: IntArray) -> IntArray:
         total = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(total, rank, amount)
@@ -113,6 +133,21 @@ class Traffic:
         """
         groups = -(-self.ranks // size)
         return Traffic.gathered(groups, self.sender // size, self.receiver // size, self.amount)
+
+
+class RankKind(NamedTuple):
+    """Ranks of which each sends so much to so many, and receives so much from so many."""
+
+    ranks: tuple[int, ...]
+    sends: int
+    receivers: int
+    receives: int
+    senders: int
+
+    @property
+    def load(self) -> int:
+        """The larger of what each of them sends and receives."""
+        return max(self.sends, self.receives)
 
 
 def busiest(amounts: IntArray) -> tuple[int, list[int]]:

@@ -1,0 +1,69 @@
+"""The report of a conversion that is planned: what moves, and how its largest tensors are cut."""
+
+from __future__ import annotations
+
+from reshard.checkpoint.conversion import Conversion
+from reshard.cli.output import cut_text
+from reshard.planning.job import JobItem
+from reshard.planning.plan import Plan
+from reshard.show.html_report import DrawnChange, Figure, Report, movement_figures
+from reshard.show.quantities import bytes_text, count_text
+from reshard.show.traffic import Traffic
+
+MOST_DRAWN = 6
+
+
+def conversion_report(source: str, conversion: Conversion, ranks_per_host: int | None) -> Report:
+    """The report of a conversion of the checkpoint `source`.
+
+    Tensors that change alike are drawn once, those with most bytes first.
+    """
+    job = conversion.job
+    traffic = Traffic.of_job(job)
+    alike: dict[Plan, list[JobItem]] = {}
+    for item in job.items:
+        alike.setdefault(item.plan, []).append(item)
+    drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
+    transfers = sum(len(plan.transfers.moving) * len(items) for plan, items in alike.items())
+    left_out = sum(len(items) for items in drawn[MOST_DRAWN:])
+    remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
+    arrangement = conversion.arrangement
+    return Report(
+        title=f"{source} to {conversion.request.to}",
+        figures=[
+            Figure("tensors", count_text(len(arrangement.tensors))),
+            Figure("size", bytes_text(conversion.source.size_bytes)),
+            *movement_figures(traffic, job.lower_bound_bytes, transfers, bytes_text),
+        ],
+        changes=[_drawn_change(conversion, items) for items in drawn[:MOST_DRAWN]],
+        traffic=traffic,
+        amount_text=bytes_text,
+        short_text=bytes_text,
+        ranks_per_host=ranks_per_host,
+        remarks=remarks,
+    )
+
+
+def _size_bytes(item: JobItem) -> int:
+    elements = 1
+    for size in item.plan.source.shape:
+        elements *= size
+    return elements * item.dtype.itemsize_bytes
+
+
+def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
+    first = items[0]
+    shape = "x".join(map(str, first.plan.source.shape)) or "scalar"
+    others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""
+    meshes = (conversion.source.mesh, conversion.arrangement.mesh)
+    cuts = (
+        cut_text(conversion.source[first.name]),
+        cut_text(conversion.arrangement.tensors[first.name]),
+    )
+    before, after = (
+        cut + (f"   over {mesh.text}" if mesh is not None else "")
+        for cut, mesh in zip(cuts, meshes, strict=True)
+    )
+    return DrawnChange(
+        f"{first.name}{others}: {shape} of {first.dtype.name}", before, after, first.plan
+    )
