@@ -1,0 +1,175 @@
+"""Which part of every tensor has a rank that has an even part of one long buffer?
+
+ZeRO and FSDP lay tensors one behind another, flattened, pad the end, and give every rank as many
+elements of the whole. A rank's part begins and ends anywhere in a tensor::
+
+    a (2, 3) and b (5,) over 3 ranks       |a a a a|a a b b|b b b .|
+
+    rank 0 has 0:4 of a; rank 1 has 4:6 of a and 0:2 of b; rank 2 has 2:5 of b and one pad
+
+==============================  ==========================================================
+ZeRO 1 and 2 of DeepSpeed       one buffer a parameter group, `rank_multiple=2`
+ZeRO 3 of DeepSpeed             one buffer a tensor
+FSDP1 of PyTorch                one buffer a wrapped module; with `use_orig_params`,
+                                `alignment` is 16 bytes of elements
+==============================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from reshard.cut_rules import ceil_divide
+from reshard.errors import NotationError
+from reshard.layout import Layout
+
+
+class BufferPiece(NamedTuple):
+    """Elements `start:stop` of a flattened tensor, which begin at `offset` in a rank's part."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """Tensors one behind another in a buffer that is cut evenly over ranks.
+
+    Args:
+        tensors: `(name, shape)` pairs in the order of the buffer, or a mapping.
+        ranks: how many ranks have a part of it.
+        alignment: each tensor begins at a multiple of so many elements.
+        rank_multiple: each rank's part is a multiple of so many elements.
+
+    Raises:
+        NotationError: a name twice, negative sizes, numbers below 1.
+
+    >>> buffer = FlatBuffer({"a": (2, 3), "b": (5,)}, ranks=3)
+    >>> buffer.rank_elements, buffer.elements
+    (4, 12)
+    >>> buffer.pieces(1)
+    (BufferPiece(name='a', start=4, stop=6, offset=0), BufferPiece(name='b', start=0, stop=2,
+    offset=2))
+    >>> [str(box) for box in buffer.layout("a").boxes(0)]
+    ['[0:1, 0:3]', '[1:2, 0:1]']
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    ranks: int
+    alignment: int = 1
+    rank_multiple: int = 1
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
+        ranks: int,
+        alignment: int = 1,
+        rank_multiple: int = 1,
+    ) -> None:
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        given = tuple((name, tuple(int(size) for size in shape)) for name, shape in pairs)
+        for name, value in (
+            ("tensors", given),
+            ("ranks", int(ranks)),
+            ("alignment", int(alignment)),
+            ("rank_multiple", int(rank_multiple)),
+        ):
+            object.__setattr__(self, name, value)
+        counts = Counter(name for name, _ in given)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise NotationError(f"{twice[0]!r} is twice in a flat buffer; give every tensor once")
+        for name, shape in given:
+            if any(size < 0 for size in shape):
+                raise NotationError(f"{name!r} of a flat buffer has the shape {list(shape)}")
+        if min(self.ranks, self.alignment, self.rank_multiple) < 1:
+            raise NotationError(
+                f"a flat buffer over {ranks} ranks, aligned to {alignment}, in multiples of "
+                f"{rank_multiple}; each must be at least 1"
+            )
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each tensor begins in the buffer, in elements."""
+        found: list[int] = []
+        at = 0
+        for _, shape in self.tensors:
+            at = ceil_divide(at, self.alignment) * self.alignment
+            found.append(at)
+            at += math.prod(shape)
+        return tuple(found)
+
+    @property
+    def rank_elements(self) -> int:
+        """How many elements of the buffer each rank has, padding included."""
+        used = 0
+        if self.tensors:
+            used = self.starts[-1] + math.prod(self.tensors[-1][1])
+        return ceil_divide(used, self.ranks * self.rank_multiple) * self.rank_multiple
+
+    @property
+    def elements(self) -> int:
+        """How long the buffer is, padding included."""
+        return self.rank_elements * self.ranks
+
+    def pieces(self, rank: int) -> tuple[BufferPiece, ...]:
+        """What one rank has of the tensors, in the order of its part. Raises NotationError for a
+        rank that is not there.
+        """
+        if not 0 <= rank < self.ranks:
+            raise NotationError(f"rank {rank} of a flat buffer over {self.ranks} ranks")
+        return tuple(self._pieces(rank))
+
+    def _pieces(self, rank: int) -> Iterator[BufferPiece]:
+        low, high = rank * self.rank_elements, (rank + 1) * self.rank_elements
+        for (name, shape), begin in zip(self.tensors, self.starts, strict=True):
+            start, stop = max(low, begin), min(high, begin + math.prod(shape))
+            if start < stop:
+                yield BufferPiece(name, start - begin, stop - begin, start - low)
+
+    def layout(self, name: str, devices: Sequence[int] | None = None) -> Layout:
+        """Where the elements of one tensor are; a rank without any of them holds nothing.
+
+        Args:
+            name: of the tensor.
+            devices: the slot of each rank of the buffer; 0, 1, 2... when None.
+
+        Raises:
+            NotationError: a name that is not in the buffer, another number of devices.
+        """
+        return self.layouts(devices, only=name)[name]
+
+    def layouts(
+        self, devices: Sequence[int] | None = None, only: str | None = None
+    ) -> dict[str, Layout]:
+        """Where the elements of every tensor are, by name; of one of them if `only` names it.
+
+        >>> FlatBuffer({"a": (2, 3), "b": (5,)}, ranks=3).layouts()["b"].holders
+        (1, 2)
+        """
+        slots = list(range(self.ranks)) if devices is None else [int(slot) for slot in devices]
+        if len(set(slots)) != self.ranks or len(slots) != self.ranks:
+            raise NotationError(
+                f"devices {slots} for a flat buffer over {self.ranks} ranks; give one for each"
+            )
+        shapes = dict(self.tensors)
+        if only is not None and only not in shapes:
+            raise NotationError(
+                f"{only!r} is not in the flat buffer, which has {', '.join(shapes)}"
+            )
+        wanted = shapes if only is None else {only: shapes[only]}
+        ranges: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in wanted}
+        for rank, slot in enumerate(slots):
+            for piece in self._pieces(rank):
+                if piece.name in wanted:
+                    ranges[piece.name][slot] = (piece.start, piece.stop)
+        return {
+            name: Layout.flat_ranges(shape, ranges[name], slots=max(slots) + 1)
+            for name, shape in wanted.items()
+        }
