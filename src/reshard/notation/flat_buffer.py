@@ -161,7 +161,7 @@ class FlatBuffer:
         shapes = dict(self.tensors)
         if only is not None and only not in shapes:
             raise NotationError(
-                f"{only!r} is not in the flat buffer, which has {', '.join(shapes)}"
+                f"{only!r} is not in the flat buffer, which has {', '.join(shapes) or 'no tensors'}"
             )
         wanted = shapes if only is None else {only: shapes[only]}
         ranges: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in wanted}
