@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import reshard
 from reshard.layout import Layout
 from reshard.planning.plan import Plan
+from reshard.runs import RunTable
 from reshard.testing.oracle import (
     Contents,
     dense_of,
@@ -119,6 +120,18 @@ def test_a_box_that_one_slot_has_twice_is_one_copy() -> None:
     plan = reshard.plan(source, Layout.whole((2,), [1], 2))
     assert plan.moved_elements == plan.lower_bound_elements == 0
     plan.verify()
+
+
+def test_a_part_that_has_an_index_twice_is_a_source_of_it() -> None:
+    table = RunTable(3, 1, [(0, 0, 2, 0), (0, 1, 2, 2)])
+    twice = Layout((3,), [table], 2, [0], [[0]])
+    plan = reshard.plan(twice, Layout.whole((3,), [1], 2))
+    assert plan.run({0: np.array([4, 5, 5, 6])})[1].tolist() == [4, 5, 6]
+    assert plan.moved_elements == plan.lower_bound_elements == 3
+    plan.verify()
+    back = reshard.plan(Layout.whole((3,), [1], 2), twice)
+    assert back.run({1: np.array([4, 5, 6])})[0].tolist() == [4, 5, 5, 6]
+    back.verify()
 
 
 def test_overlapping_parts_are_sources_of_what_they_share() -> None:

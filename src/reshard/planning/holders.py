@@ -151,6 +151,7 @@ def find_holders(layout: Layout) -> Holders:
     return Holders(layout, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
 
 
+@lru_cache(maxsize=256)
 def _stretches(table: RunTable) -> DimensionHolders:
     """The runs of a table that may be sources, each held by its one part."""
     single = table.single_runs()
@@ -185,7 +186,7 @@ def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]
 
 
 def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
-    """Whether the given cells, one a key, share no element within a contribution."""
+    """Whether the given cells, one a key, have no element twice within a contribution."""
     if (layout.cell_elements[cells] == 0).any():
         cells = cells[layout.cell_elements[cells] > 0]
     share: BoolArray | None = None
@@ -203,6 +204,9 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
         right = np.repeat(low, count) + ragged_arange(count)
         meet = stretches.stop[right] > first[left]
         a, b = stretches.holder_set[left[meet]], stretches.holder_set[right[meet]]
+        if (a == b).any():
+            # A part has an index twice, and only stretches cut at every edge tell them apart.
+            return False
         touch[a, b] = touch[b, a] = True
         part = layout.cell_part[cells, d]
         pairs = touch[part[:, None], part[None, :]]
@@ -212,6 +216,7 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
     return int(share.sum()) == size
 
 
+@lru_cache(maxsize=256)
 def _split(dimension: DimensionHolders) -> DimensionHolders:
     """Cut the stretches at every boundary, and collect the parts that hold each piece."""
     edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
