@@ -24,6 +24,7 @@ import numpy as np
 
 from reshard.errors import MissingExtraError, NotationError
 from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.mesh_order import in_mesh_order
 from reshard.notation.scanner import reading
 from reshard.notation.vocabulary import Vocabulary
 from reshard.sharding import DimSpec, ShardingSpec
@@ -155,9 +156,6 @@ def _build(
                 "dimension"
             )
         entries += [()] * (len(shape) - len(entries))
-    partial = [Axis(name) for name in unreduced]
-    for axis in partial:
-        mesh.axis_size(axis)
     return ShardingSpec(
         mesh,
         [
@@ -165,7 +163,7 @@ def _build(
             for entry in entries
         ],
         replicated_axes=[Axis(name) for name in reduced],
-        partial_axes=sorted(partial, key=lambda axis: mesh.axis_names.index(axis.name)),
+        partial_axes=in_mesh_order(mesh, [Axis(name) for name in unreduced]),
     )
 
 
@@ -195,8 +193,7 @@ def _entries(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
     entries = [
         None if dim.is_open else tuple(axis.name for axis in dim.axes) for dim in spec.dim_specs
     ]
-    unreduced = sorted((axis.name for axis in spec.partial_axes), key=spec.mesh.axis_names.index)
-    return entries, unreduced
+    return entries, [axis.name for axis in in_mesh_order(spec.mesh, spec.partial_axes)]
 
 
 def _entry_text(entry: Entry) -> str:

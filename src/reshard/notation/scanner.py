@@ -16,7 +16,8 @@ from reshard.errors import LayoutError, NotationError
 _BLANKS = re.compile(r"(?:\s|//[^\n]*|#\s[^\n]*)*")
 _NUMBER = re.compile(r"-?\d{1,18}(?!\d)")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_$.]*")
-_SYMBOL = re.compile(r'@([A-Za-z_][A-Za-z0-9_$.]*|"[^"\\]*")')
+_QUOTED = re.compile(r'[^"\\\n]*')
+_SYMBOL = re.compile(rf'@({_PLAIN.pattern}|"{_QUOTED.pattern}")')
 
 Item = TypeVar("Item")
 
@@ -33,10 +34,20 @@ def reading(notation: str, text: str) -> Iterator[None]:
 def symbol_text(name: str) -> str:
     """How MLIR writes a name that refers to something: in quotes where it must be.
 
+    Raises:
+        NotationError: a name with quotes, backslashes or line breaks.
+
     >>> symbol_text("mesh"), symbol_text("a mesh")
     ('@mesh', '@"a mesh"')
     """
-    return f"@{name}" if _PLAIN.fullmatch(name) else f'@"{name}"'
+    if _PLAIN.fullmatch(name):
+        return f"@{name}"
+    if not _QUOTED.fullmatch(name):
+        raise NotationError(
+            f"{name!r} cannot be written as a name of MLIR; give the mesh a name without quotes "
+            "and backslashes"
+        )
+    return f'@"{name}"'
 
 
 class Scanner:

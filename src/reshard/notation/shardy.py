@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from reshard.errors import MeshError, NotationError
 from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.mesh_order import in_mesh_order
 from reshard.notation.scanner import Scanner, reading, symbol_text
 from reshard.notation.vocabulary import Vocabulary
 from reshard.sharding import DimSpec, ShardingSpec
@@ -172,7 +173,7 @@ def _read_sharding(
         mesh,
         dims,
         marks.get("replicated", ("", []))[1],
-        _in_mesh_order(mesh, unreduced),
+        in_mesh_order(mesh, unreduced),
         reduction,
     )
 
@@ -243,14 +244,6 @@ def _read_mark(scanner: Scanner) -> tuple[str, str, list[Axis]]:
     return match[1], reduction[0] if reduction else "sum", axes
 
 
-def _in_mesh_order(mesh: DeviceMesh, axes: Iterable[Axis]) -> list[Axis]:
-    def place(axis: Axis) -> tuple[int, int]:
-        mesh.axis_size(axis)
-        return mesh.axis_names.index(axis.name), axis.pre
-
-    return sorted(axes, key=place)
-
-
 def shardy_text(spec: ShardingSpec) -> str:
     """The attribute that says a sharding, canonical. Its mesh stays apart, called by its name.
 
@@ -272,7 +265,7 @@ def shardy_text(spec: ShardingSpec) -> str:
     if spec.reduction is not None:
         reduction = "" if spec.reduction == "sum" else spec.reduction
         # In the order of the mesh, sub-axes may follow one another that did not before.
-        ordered = _in_mesh_order(spec.mesh, spec.partial_axes)
+        ordered = in_mesh_order(spec.mesh, spec.partial_axes)
         axes = ShardingSpec(spec.mesh, [], partial_axes=ordered).partial_axes
         words.append(f"unreduced={reduction}{_axes_text(axes)}")
     return f"#sdy.sharding<{', '.join(words)}>"
