@@ -119,10 +119,12 @@ class MegatronParameter:
         if not 0 <= self.partition_dim < self.ndim:
             raise SpecError(
                 f"partition_dim={self.partition_dim} of a parameter of {self.ndim} dimensions; it "
-                f"is one of 0 to {self.ndim - 1}"
+                + (f"is one of 0 to {self.ndim - 1}" if self.ndim else "has no dimension to cut")
             )
-        if self.partition_stride < 1:
-            raise RuleError(f"partition_stride={self.partition_stride} must be at least 1")
+        for name, least in (("partition_stride", 1), ("heads", 1), ("true_length", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise RuleError(f"{name}={number} must be at least {least}")
         said = {
             "partition_stride": self.partition_stride != 1,
             "partition_sizes": self.partition_sizes is not None,
