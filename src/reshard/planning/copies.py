@@ -54,9 +54,17 @@ class Copies:
         return np.where(found, self.cells[at], -1)
 
 
-@lru_cache(maxsize=128)
-def find_copies(placement: Placement) -> Copies:
-    """The keys of a placement, and the cells that are copies of each."""
+@lru_cache(maxsize=256)
+def find_copies(placement: Placement, apart: bool = False) -> Copies:
+    """The keys of a placement, and the cells that are copies of each.
+
+    A slot may have a key twice, in two places of its memory. Then only the first is a copy; or,
+    with `apart`, the second cells of all slots are copies of a key of their own.
+
+    >>> twice = Placement(np.array([0, 0, 1]), np.array([[5], [5], [5]]), np.array([0, 0, 0]))
+    >>> find_copies(twice).begin.tolist(), find_copies(twice, apart=True).cells.tolist()
+    ([0, 2], [0, 2, 1])
+    """
     code = placement.contribution
     bound = int(code.max(initial=0)) + 1
     for dimension in range(placement.part.shape[1]):
@@ -69,16 +77,27 @@ def find_copies(placement: Placement) -> Copies:
     # Small numbers are sorted by their digits, in time that only grows with the cells.
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
     code, slot = code[order], placement.slot[order]
-    # A slot may have a box twice; the first of them is its copy.
-    again = (code[1:] == code[:-1]) & (slot[1:] == slot[:-1])
-    if again.any():
-        once = np.append(True, ~again)
-        order, code, slot = order[once], code[once], slot[once]
-    first = np.flatnonzero(np.diff(code, prepend=-1))
-    begin = np.append(first, len(code))
+    new = np.diff(code, prepend=-1) != 0
+    again = ~new & (np.diff(slot, prepend=-1) == 0)
+    if again.any() and not apart:
+        order, slot, new = order[~again], slot[~again], new[~again]
+    elif again.any():
+        time = _times_in_a_row(again)
+        by_time = np.lexsort((slot, time, np.cumsum(new)))
+        order, slot, time, new = order[by_time], slot[by_time], time[by_time], new[by_time]
+        new = new | (np.diff(time, prepend=0) > 0)
+    first = np.flatnonzero(new)
+    begin = np.append(first, len(order))
     slots = int(slot.max(initial=-1)) + 1
     number = np.repeat(np.arange(len(first)), np.diff(begin))
     return Copies(slots, begin, order, slot, order[first], number * slots + slot)
+
+
+def _times_in_a_row(again: BoolArray) -> IntArray:
+    """How many true entries end at each place, without a false one between."""
+    count = np.cumsum(again)
+    times: IntArray = count - np.maximum.accumulate(np.where(again, 0, count))
+    return times
 
 
 def find_in(

@@ -49,7 +49,7 @@ class Routes:
 
 
 # Target cell, order, source contribution, and a column of pairs for each dimension.
-_Needs = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
+CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +71,8 @@ class RouteFinder:
         Raises:
             PlanError: an element that no source slot holds.
         """
-        needs = self._needs(cells, None)
-        routes = self._choose(needs)
-        self._check_complete(cells, routes)
+        routes = self._choose(self.needs(cells))
+        self.check_complete(cells, routes.target_cell, routes.elements)
         return routes
 
     def out_of(self, slot: int) -> Routes:
@@ -97,13 +96,15 @@ class RouteFinder:
             parts[overlap.pair_part[pairs]] = True
             reached &= parts[target.cell_part[:, d]]
             allowed.append(pairs)
-        routes = self._choose(self._needs(np.flatnonzero(reached), allowed))
+        routes = self._choose(self.needs(np.flatnonzero(reached), allowed))
         chosen = (source.cell_slot[routes.source_cell] == slot) & ~routes.stays
         return _take(routes, chosen)
 
-    def _needs(
-        self, cells: IntArray, allowed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] | None
-    ) -> _Needs:
+    def needs(
+        self,
+        cells: IntArray,
+        allowed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] | None = None,
+    ) -> CellNeeds:
         """What cells need: the product of their pairs, for each contribution."""
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts)))
@@ -140,7 +141,7 @@ class RouteFinder:
             products *= overlap.part_begin[part + 1] - overlap.part_begin[part]
         return float(products.sum()) > 2.0 * len(cell) * len(self.holders.keys)
 
-    def _needs_by_cell(self, cell: IntArray, order: IntArray, contribution: IntArray) -> _Needs:
+    def _needs_by_cell(self, cell: IntArray, order: IntArray, contribution: IntArray) -> CellNeeds:
         """The same as `_needs`, by comparing every cell with every key of the source."""
         holders = self.holders
         key_cell = holders.cells[holders.cell_begin[:-1]]
@@ -165,25 +166,13 @@ class RouteFinder:
         pairs = tuple(np.concatenate(column) if column else need for column in pieces)
         return cell[need], order[need], contribution[need], pairs
 
-    def _choose(self, needs: _Needs) -> Routes:
+    def _choose(self, needs: CellNeeds) -> Routes:
         """The source cell of each need; needs that nobody holds are left out."""
         cell, order, contribution, pairs = needs
         if self.holders.is_exclusive:
             return self._choose_copy(cell, order, contribution, pairs)
         holders, slot = self.holders, self.target.cell_slot[cell]
-        need = np.arange(len(cell))
-        parts: list[IntArray] = []
-        for d, overlap in enumerate(self.overlaps):
-            sets = overlap.pair_set[pairs[d][need]]
-            begin = overlap.holders.set_begin
-            count = begin[sets + 1] - begin[sets]
-            row = np.repeat(np.arange(len(need)), count)
-            member = np.repeat(begin[sets], count) + ragged_arange(count)
-            parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
-            need = need[row]
-        key = holders.key_of(contribution[need], parts)
-        held = key >= 0
-        key, need = key[held], need[held]
+        need, key = self.candidates(contribution, pairs)
         copies = holders.cell_begin[key + 1] - holders.cell_begin[key]
         total = np.zeros(len(cell), dtype=np.int64)
         np.add.at(total, need, copies)
@@ -200,8 +189,29 @@ class RouteFinder:
         chosen[need[own >= 0]] = own[own >= 0]
         stays = np.zeros(len(cell), dtype=bool)
         stays[need[own >= 0]] = True
-        elements = self._elements(pairs, len(cell))
+        elements = self.elements(pairs, len(cell))
         return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
+
+    def candidates(
+        self, contribution: IntArray, pairs: tuple[IntArray, ...]
+    ) -> tuple[IntArray, IntArray]:
+        """The source keys that hold each need: columns of the need and of the key, by need."""
+        need = np.arange(len(contribution))
+        parts: list[IntArray] = []
+        for d, overlap in enumerate(self.overlaps):
+            sets = overlap.pair_set[pairs[d][need]]
+            if overlap.holders.is_single:
+                parts.append(sets)
+                continue
+            begin = overlap.holders.set_begin
+            count = begin[sets + 1] - begin[sets]
+            row = np.repeat(np.arange(len(need)), count)
+            member = np.repeat(begin[sets], count) + ragged_arange(count)
+            parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
+            need = need[row]
+        key = self.holders.key_of(contribution[need], parts)
+        held = key >= 0
+        return (need, key) if held.all() else (need[held], key[held])
 
     def _choose_copy(
         self,
@@ -224,19 +234,21 @@ class RouteFinder:
         own = holders.cell_on_slot(key, slot)
         stays = own >= 0
         chosen = np.where(stays, own, holders.cells[begin + slot % copies])
-        return Routes(cell, chosen, order, pairs, self._elements(pairs, len(cell)), stays)
+        return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
 
-    def _elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:
+    def elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:
+        """How many elements each need has: the product of its pairs."""
         elements = np.ones(count, dtype=np.int64)
         for d, overlap in enumerate(self.overlaps):
             elements *= overlap.pair_length[pairs[d]]
         return elements
 
-    def _check_complete(self, cells: IntArray, routes: Routes) -> None:
+    def check_complete(self, cells: IntArray, target_cell: IntArray, elements: IntArray) -> None:
+        """Raise PlanError unless what was found for the given cells is all they need."""
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
         found = np.zeros(self.target.cells, dtype=np.int64)
-        np.add.at(found, routes.target_cell, routes.elements)
+        np.add.at(found, target_cell, elements)
         short = np.flatnonzero(found[cells] != needed)
         if len(short):
             cell = int(cells[short[0]])

@@ -1,0 +1,134 @@
+"""What do the copies of each part of a target need, and which slots hold it?
+
+Target cells that are copies of each other need the same, so needs are found once for each
+target key and not for each rank. A *need* is a target key, a contribution, and a pair of each
+dimension: a product of pieces that the same slots hold, whichever of them sends it.
+
+1. One cell of each target key stands for all: its needs, and the source keys that hold them.
+2. The holders of a need are the slots of its source keys.
+3. Pieces that continue one another for every holder are joined, so that the boxes of a need
+   are the same whoever sends them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from reshard.layout import Layout
+from reshard.planning.contributions import contribution_sources
+from reshard.planning.copies import Copies, find_copies
+from reshard.planning.holders import find_holders
+from reshard.planning.overlap import Overlap, find_overlap
+from reshard.planning.routes import RouteFinder
+from reshard.runs import IntArray, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """The needs of one plan, as columns of shape `(needs,)`; `pair` has one each dimension.
+
+    The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`. The slots that hold it
+    are set `holder_set[n]` of the sets `set_slot[set_begin[s]:set_begin[s + 1]]`, each rising.
+    """
+
+    source: Layout
+    target: Layout
+    overlaps: tuple[Overlap, ...]
+    source_copies: Copies
+    target_copies: Copies
+    target_key: IntArray
+    order: IntArray
+    pair: tuple[IntArray, ...]
+    elements: IntArray
+    key_begin: IntArray
+    key: IntArray
+    holder_set: IntArray
+    set_begin: IntArray
+    set_slot: IntArray
+
+    def __len__(self) -> int:
+        return len(self.target_key)
+
+    def source_cell(self, need: IntArray, slot: IntArray) -> IntArray:
+        """The cell from which a holder on `slot` sends each `need`, or -1 where it holds none."""
+        begin = self.key_begin[need]
+        count = self.key_begin[need + 1] - begin
+        if (count == 1).all():
+            return self.source_copies.cell_on_slot(self.key[begin], slot)
+        row = np.repeat(np.arange(len(need)), count)
+        key = self.key[np.repeat(begin, count) + ragged_arange(count)]
+        cell = self.source_copies.cell_on_slot(key, slot[row])
+        found = np.full(len(need), -1, dtype=np.int64)
+        # Of several keys on one slot the first: written last.
+        holds = np.flatnonzero(cell >= 0)[::-1]
+        found[row[holds]] = cell[holds]
+        return found
+
+
+@lru_cache(maxsize=256)
+def find_needs(source: Layout, target: Layout) -> Needs:
+    """The needs of the movement from `source` to `target`.
+
+    Raises:
+        PlanError: an element that no source slot holds.
+    """
+    holders = find_holders(source)
+    pairs = zip(holders.dimensions, target.tables, strict=True)
+    overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
+    combines = contribution_sources(source, target)
+    finder = RouteFinder(source, target, holders, overlaps, combines)
+    copies = find_copies(target.placement, apart=True)
+    cell, order, contribution, pair = finder.needs(copies.first)
+    need, key = finder.candidates(contribution, pair)
+    held = np.flatnonzero(np.bincount(need, minlength=len(cell)))
+    if len(held) < len(cell):
+        need = np.searchsorted(held, need)
+        cell, order, pair = cell[held], order[held], tuple(column[held] for column in pair)
+    elements = finder.elements(pair, len(cell))
+    finder.check_complete(copies.first, cell, elements)
+    by_cell = np.argsort(copies.first)
+    target_key = by_cell[np.searchsorted(copies.first[by_cell], cell)]
+    key_begin = np.searchsorted(need, np.arange(len(cell) + 1))
+    return Needs(
+        source,
+        target,
+        overlaps,
+        holders.copies,
+        copies,
+        target_key,
+        order,
+        pair,
+        elements,
+        key_begin,
+        key,
+        *_holder_sets(holders.copies, key_begin, key),
+    )
+
+
+def _holder_sets(
+    copies: Copies, key_begin: IntArray, key: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The set of each need, and the sets' slots: needs of the same source keys share a set."""
+    if (np.diff(key_begin) == 1).all():
+        keys, holder_set = np.unique(key, return_inverse=True)
+        first = np.arange(len(keys) + 1)
+    else:
+        numbers: dict[bytes, int] = {}
+        groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
+        holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
+        members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
+        keys = np.concatenate(members)
+        first = np.cumsum([0, *(len(group) for group in members)])
+    count = copies.begin[keys + 1] - copies.begin[keys]
+    slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
+    of_set = np.repeat(np.repeat(np.arange(len(first) - 1), np.diff(first)), count)
+    rising = (np.diff(of_set) > 0) | (np.diff(slot) > 0)
+    if not rising.all():
+        # A slot with two cells of a set is in it once.
+        pairs = np.unique(of_set * copies.slots + slot)
+        of_set, slot = np.divmod(pairs, copies.slots)
+    return holder_set, np.searchsorted(of_set, np.arange(len(first))), slot
