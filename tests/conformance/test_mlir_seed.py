@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import reshard
 from conformance.checked_movement import Side, check, rows, same
+from reshard.notation.mlir import parse_mlir
 from reshard.testing.oracle import shards_of
 from reshard.testing.strategies import sizes_adding_up_to
 
@@ -193,6 +194,34 @@ def test_an_example_of_the_notes(example: Example) -> None:
     plan.verify()
     # The source's drawing is itself checked: it is what comes out on the way back.
     assert same(reshard.plan(target, source).run(after), before)
+
+
+# What the notes write for the shardings of their examples.
+NOTES = {
+    "a b": "[[0, 1]]",
+    "b a": "[[1, 0]]",
+    "b": "[[1]]",
+    "-, a b": "[[], [0, 1]]",
+    "-, a": "[[], [0]]",
+    "a, b c": "[[0], [1, 2]]",
+    "a, c": "[[0], [2]]",
+    "a, c b": "[[0], [2, 1]]",
+    "a, b": "[[0], [1]]",
+    "b, a": "[[1], [0]]",
+    "a, -": "[[0], []]",
+    "a b, c": "[[0, 1], [2]]",
+    "d c, -, a b": "[[3, 2], [], [0, 1]]",
+    "d c, b, a": "[[3, 2], [1], [0]]",
+    "d, b c, a": "[[3], [1, 2], [0]]",
+    "-, b c, a": "[[], [1, 2], [0]]",
+    "a, b c, -": "[[0], [1, 2], []]",
+}
+
+
+@pytest.mark.parametrize(("native", "notes"), NOTES.items())
+def test_the_shardings_as_the_notes_write_them(native: str, notes: str) -> None:
+    mesh = reshard.DeviceMesh.of(a=2, b=3, c=2, d=2)
+    assert parse_mlir(notes, mesh) is reshard.spec(mesh, native)
 
 
 def place(layout: reshard.Layout, i: int, j: int) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ import pytest
 
 import reshard
 from conformance.checked_movement import Side, check, rows
+from reshard.notation.partitioned import parse_partitioned
 
 Ranges = list[tuple[int, int]]
 
@@ -80,6 +81,30 @@ UNEVEN_MOVED = {
     ("plain", "replicated"): 36,
 }
 KINDS = tuple(EXAMPLE)
+
+
+# The same as placements; plain and replicated are DTensor's own.
+PLACEMENTS = {
+    "unaligned": "PartitionedShard(0, 4, ((4, 6, 4, 2), (2, 4, 8, 2)))",
+    "aligned": "PartitionedShard(0, 4, (6, 10, 12, 4), aligned=True)",
+    "plain": "Shard(0)",
+    "replicated": "Replicate()",
+}
+UNEVEN_PLACEMENTS = {
+    "unaligned": "PartitionedShard(0, 6, (5, 1, 7, 3, 0, 2))",
+    "aligned": "PartitionedShard(0, 6, (5, 1, 7, 3, 0, 2), aligned=True)",
+    "plain": "Shard(0)",
+    "replicated": "Replicate()",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_placements_say_the_same(kind: str) -> None:
+    two, three = reshard.DeviceMesh.of(x=2), reshard.DeviceMesh.of(x=3)
+    found = parse_partitioned(PLACEMENTS[kind], two, (32,))
+    assert found is reshard.spec(two, EXAMPLE[kind])
+    found = parse_partitioned(UNEVEN_PLACEMENTS[kind], three, (18,))
+    assert found is reshard.spec(three, UNEVEN[kind])
 
 
 def indices(ranges: Ranges) -> list[int]:

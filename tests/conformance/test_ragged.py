@@ -14,6 +14,7 @@ import pytest
 import reshard
 from conformance.checked_movement import Side, check
 from reshard.errors import LayoutError
+from reshard.notation.ragged import parse_ragged
 
 RANKS = 4
 Units = tuple[int, ...]
@@ -77,6 +78,8 @@ def test_a_rank_has_its_units(shape: tuple[int, ...], units: Units, dims: int) -
     held = ragged(shape, units, dims).contents.elements
     sizes = [held[rank].size for rank in range(RANKS)]
     assert sizes == [count * unit * math.prod(shape[dims:]) for count in units]
+    text = f"RaggedShard(dims={tuple(range(dims))}, local_units={units})"
+    assert parse_ragged(text, shape=shape) is ragged(shape, units, dims).layout
 
 
 @pytest.mark.parametrize(("shape", "units", "dims"), CASES, ids=str)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 import reshard
 from conformance.checked_movement import check_geometry
 from reshard.layout import Layout
+from reshard.notation.dtensor import parse_dtensor
 
 SHAPE = (512, 512)
 BLOCK = 128 * 128
@@ -30,6 +31,13 @@ def text_of(placements: Placements) -> str:
     """
     dims = [[axis for axis, d in zip("xy", placements, strict=False) if d == dim] for dim in (0, 1)]
     return ", ".join(" / ".join(axes) or "-" for axes in dims)
+
+
+@pytest.mark.parametrize("placements", list(itertools.product((0, 1), repeat=2)), ids=str)
+def test_the_placements_say_the_same(placements: Placements) -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    listed = f"[{', '.join(f'Shard({dim})' for dim in placements)}]"
+    assert parse_dtensor(listed, mesh, SHAPE) is reshard.spec(mesh, text_of(placements))
 
 
 def layout_of(mesh: tuple[int, ...], placements: Placements, first: int = 0) -> Layout:
