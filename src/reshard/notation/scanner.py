@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from reshard.errors import LayoutError, NotationError
 
-_BLANKS = re.compile(r"(?:\s|//[^\n]*|#\s[^\n]*)*")
+_BLANKS = re.compile(r"(?:\s|//[^\n]*|#(?=\s)[^\n]*)*")
 _NUMBER = re.compile(r"-?\d{1,18}(?!\d)")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_$.]*")
 _QUOTED = re.compile(r'[^"\\\n]*')
