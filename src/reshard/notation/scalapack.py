@@ -1,0 +1,370 @@
+"""Which process of a grid has which block of a ScaLAPACK matrix?
+
+A matrix of `m` x `n` is cut in blocks of `mb` x `nb`. Blocks are dealt in turn: rows of blocks
+to rows of processes, beginning with row `rsrc`, columns of blocks to columns, beginning with
+`csrc`::
+
+    m=5 n=7 mb=2 nb=2 over a 2x3 grid in row order
+
+              0   1   2   0
+            +---+---+---+---+        process (i, j) is rank
+          0 | 0 | 1 | 2 | 0 |          row order       column order
+          1 | 3 | 4 | 5 | 3 |          0  1  2         0  2  4
+          0 | 0 | 1 | 2 | 0 |          3  4  5         1  3  5
+            +---+---+---+---+
+
+Each dimension is a level with the rule `BlockCyclic` over one axis of a mesh whose ranks follow
+the grid. A sharding has no sizes, so `m` and `n` are checked against a shape, not kept.
+
+Source: the ScaLAPACK Users' Guide (Blackford et al. 1997), sections 4.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.block_rules import BlockCyclic
+from reshard.errors import LayoutError, NotationError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+DENSE = 1
+ORDERS = ("row", "column")
+_ENTRIES = ("dtype", "ctxt", "m", "n", "mb", "nb", "rsrc", "csrc", "lld")
+_SHORT = ("m", "n", "mb", "nb", "rsrc", "csrc")
+_PREFIX = re.compile(r"\s*DESC\w*\s*=?", re.IGNORECASE)
+_BETWEEN = r"[\s,()\[\]]"
+_WORD = re.compile(
+    rf"{_BETWEEN}*(?:([A-Za-z]+)_?\s*=\s*"
+    r"(\d{1,9}\s*x\s*\d{1,9}|-?\d{1,18}|[A-Za-z]+|\[(?:[\s,\[\]]|\b\d{1,9}\b)*\])"
+    rf"|(-?\d{{1,18}}))(?={_BETWEEN}|$){_BETWEEN}*"
+)
+_SIZES = re.compile(r"(\d+)\s*x\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """The array descriptor of a dense matrix, without its context.
+
+    Args:
+        m, n: rows and columns of the matrix; None where it fits any.
+        mb, nb: rows and columns of a block.
+        rsrc, csrc: the process row and column of the first block.
+        lld: the leading dimension of a process's local array, which is in column order; it says
+            nothing about where elements live.
+
+    Raises:
+        NotationError: sizes that are negative, blocks without elements.
+
+    >>> Descriptor.from_array((1, 0, 5, 7, 2, 2, 0, 0, 3))
+    Descriptor(m=5, n=7, mb=2, nb=2, rsrc=0, csrc=0, lld=3)
+    """
+
+    m: int | None
+    n: int | None
+    mb: int
+    nb: int
+    rsrc: int = 0
+    csrc: int = 0
+    lld: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise NotationError(f"{name}={value} of a descriptor must be at least {bound}")
+
+    @classmethod
+    def from_array(cls, entries: Sequence[int]) -> Descriptor:
+        """The descriptor in an array of 9: type, context, m, n, mb, nb, rsrc, csrc, lld.
+
+        Raises:
+            NotationError: another length, or a matrix that is not dense and in memory.
+        """
+        values = [int(entry) for entry in entries]
+        if len(values) != len(_ENTRIES):
+            raise NotationError(
+                f"a descriptor of {len(values)} numbers; a dense one has 9, {' '.join(_ENTRIES)}"
+            )
+        if values[0] != DENSE:
+            raise NotationError(
+                f"a descriptor of type {values[0]}; only dense matrices in memory, of type 1, are "
+                "read (501 and 502 are banded, 601 lie in files)"
+            )
+        return cls(*values[2:])
+
+    def sharding(self, grid: DeviceMesh) -> ShardingSpec:
+        """The sharding over a grid of processes, a mesh of two axes: rows, then columns.
+
+        Raises:
+            NotationError: a mesh of another number of axes, a first process outside the grid, or
+                a leading dimension that no process can have.
+
+        >>> print(Descriptor(5, 7, 2, 2, rsrc=1).sharding(process_grid(2, 3)))
+        row@cyclic2+1, column@cyclic2
+        """
+        _expect_two_axes(grid)
+        firsts = (("rsrc", self.rsrc, grid.shape[0]), ("csrc", self.csrc, grid.shape[1]))
+        for name, first, size in firsts:
+            if first >= size:
+                raise NotationError(
+                    f"{name}={first} on a grid of {grid.shape[0]}x{grid.shape[1]} processes; it "
+                    f"must be below {size}"
+                )
+        rows = BlockCyclic(self.mb, self.rsrc)
+        if self.lld is not None and self.m is not None:
+            fewest = max(1, int(rows.table(self.m, grid.shape[0]).local_lengths.min()))
+            if self.lld < fewest:
+                raise NotationError(
+                    f"lld={self.lld}, but every process has at least {fewest} rows of {self.m} in "
+                    f"blocks of {self.mb} over {grid.shape[0]}"
+                )
+        rules = (rows, BlockCyclic(self.nb, self.csrc))
+        levels = [Level([axis], rule) for axis, rule in zip(grid.axis_names, rules, strict=True)]
+        return ShardingSpec(grid, [DimSpec([level]) for level in levels])
+
+
+def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
+    """A grid of processes, ranks in row or column order, as `blacs_gridinit` makes it.
+
+    Raises:
+        NotationError: an order that is not `row` or `column`.
+        MeshError: no rows or columns.
+
+    >>> process_grid(2, 3, "column")
+    DeviceMesh('grid', row=2,column=3, devices=[0, 2, 4, 1, 3, 5])
+    """
+    if order not in ORDERS:
+        raise NotationError(f"order {order!r} of a process grid; it is row or column")
+    grid = DeviceMesh("grid", (rows, columns), ("row", "column"))
+    if order == "row":
+        return grid
+    ranks = np.arange(grid.size).reshape(columns, rows).T.reshape(-1)
+    return DeviceMesh(grid.name, grid.shape, grid.axis_names, ranks.tolist())
+
+
+def parse_scalapack(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that a block-cyclic descriptor writes.
+
+    Args:
+        text: `m n mb nb rsrc csrc` as six numbers, an array descriptor `DESC_A = (1, 0, ...)` of
+            nine, or by name: `mb=2 nb=2`, of which `m`, `n`, `rsrc` and `csrc` may be left out.
+            Behind them the grid of processes: `grid=2x3 order=column`, or rank by rank,
+            `grid=[[3, 1], [2, 0]]`.
+        mesh: the grid, rows and then columns, where the text has none.
+        shape: of the matrix.
+
+    Raises:
+        NotationError: text that cannot be read, or that does not fit the mesh or the shape.
+
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> print(parse_scalapack("9 9 2 2 0 1", mesh))
+    x@cyclic2, y@cyclic2+1
+    >>> print(parse_scalapack("mb=2 nb=4 grid=2x3 order=column").mesh)
+    DeviceMesh('grid', row=2,column=3, devices=[0, 2, 4, 1, 3, 5])
+    """
+    try:
+        numbers, named = _words(text)
+        grid = _grid(named.pop("grid", None), named.pop("order", None), mesh)
+        descriptor = _descriptor(numbers, named)
+        sizes = (descriptor.m, descriptor.n)
+        if shape is not None and (
+            len(shape) != 2
+            or any(size not in (None, length) for size, length in zip(sizes, shape, strict=True))
+        ):
+            wanted = " x ".join("any" if size is None else str(size) for size in sizes)
+            raise NotationError(
+                f"a descriptor of a matrix of {wanted} for shape {list(shape)}; both must agree"
+            )
+        return descriptor.sharding(grid)
+    except LayoutError as error:
+        raise type(error)(f"{error} (in the descriptor `{text}`)") from None
+
+
+def _words(text: str) -> tuple[list[int], dict[str, str]]:
+    """The numbers without and the values with a name."""
+    numbers: list[int] = []
+    named: dict[str, str] = {}
+    prefix = _PREFIX.match(text)
+    at = prefix.end() if prefix else 0
+    while at < len(text.rstrip()):
+        match = _WORD.match(text, at)
+        if not match:
+            raise NotationError(
+                f"cannot read {text[at : at + 40]!r}; write m n mb nb rsrc csrc as six numbers or "
+                "by name, such as mb=2 nb=2 grid=2x3 order=row"
+            )
+        at = match.end()
+        if match[1] is None:
+            numbers.append(int(match[3]))
+            continue
+        name = match[1].lower()
+        if name in named or name not in (*_ENTRIES, "grid", "order"):
+            problem = "is given twice" if name in named else "is not known"
+            raise NotationError(
+                f"{name} {problem}; a descriptor has {', '.join(_ENTRIES)}, grid and order"
+            )
+        named[name] = match[2].lower()
+    return numbers, named
+
+
+def _descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
+    if numbers and named:
+        raise NotationError(
+            f"numbers {numbers} and names {', '.join(named)}; give one or the other"
+        )
+    if len(numbers) == len(_SHORT):
+        return Descriptor(*numbers)
+    if numbers:
+        return Descriptor.from_array(numbers)
+    wrong = [f"{name}={value}" for name, value in named.items() if not _is_number(value)]
+    missing = [name for name in ("mb", "nb") if name not in named]
+    if wrong or missing:
+        problem = f"{wrong[0]} is no number" if wrong else f"{' and '.join(missing)} missing"
+        raise NotationError(f"{problem}; give at least the sizes of a block, such as mb=2 nb=2")
+    values = {name: int(value) for name, value in named.items()}
+    if values.get("dtype", DENSE) != DENSE:
+        raise NotationError(f"dtype={named['dtype']}; only dense matrices, of type 1, are read")
+    return Descriptor(
+        values.get("m"),
+        values.get("n"),
+        values["mb"],
+        values["nb"],
+        values.get("rsrc", 0),
+        values.get("csrc", 0),
+        values.get("lld"),
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").isdecimal()
+
+
+def _grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The grid that the text says, or the mesh; where there are both, they must agree."""
+    if mesh is not None:
+        _expect_two_axes(mesh)
+        if text is None and order is None:
+            return mesh
+    if text is None:
+        if mesh is None:
+            raise NotationError("the grid of processes is missing; give a mesh, or grid=2x3")
+        text = f"{mesh.shape[0]}x{mesh.shape[1]}"
+    found = _grid_of_ranks(text, order) if "[" in text else _grid_of_sizes(text, order)
+    if mesh is not None and (mesh.shape, mesh.devices) != (found.shape, found.devices):
+        raise NotationError(
+            f"the text's grid of {found.shape[0]}x{found.shape[1]} has ranks "
+            f"{list(found.devices)}, the mesh {mesh.text} has {list(mesh.devices)}; leave one of "
+            "them out"
+        )
+    return found if mesh is None else mesh
+
+
+def _grid_of_sizes(text: str, order: str | None) -> DeviceMesh:
+    sizes = _SIZES.fullmatch(text)
+    if not sizes:
+        raise NotationError(f"grid={text}; write rows and columns, such as grid=2x3")
+    return process_grid(int(sizes[1]), int(sizes[2]), order or "row")
+
+
+def _grid_of_ranks(text: str, order: str | None) -> DeviceMesh:
+    if order is not None:
+        raise NotationError(f"grid={text} has every rank, so order={order} is left out")
+    rows = [re.findall(r"\d+", row) for row in re.findall(r"\[([\s\d,]*)\]", text)]
+    if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
+        raise NotationError(f"grid={text}; write equal rows of ranks, such as [[0, 1], [2, 3]]")
+    ranks = [int(rank) for row in rows for rank in row]
+    return DeviceMesh("grid", (len(rows), len(rows[0])), ("row", "column"), ranks)
+
+
+def _expect_two_axes(mesh: DeviceMesh) -> None:
+    if len(mesh.shape) != 2:
+        raise NotationError(
+            f"a mesh of {len(mesh.shape)} axes ({mesh.text}) is no grid of processes; give two, "
+            "rows and columns, one of which may have size 1"
+        )
+
+
+def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
+    """The descriptor of a sharding, by name, with its grid; with `m` and `n` for a shape.
+
+    With a shape, any rule that deals its indices as a block-cyclic one would is written as that.
+
+    Raises:
+        NotationError: a sharding that a descriptor cannot say; the message names the part.
+
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> blocks = [Level(["x"], BlockCyclic(2)), Level(["y"], BlockCyclic(4, 1))]
+    >>> scalapack_text(ShardingSpec(mesh, [DimSpec([level]) for level in blocks]))
+    'mb=2 nb=4 rsrc=0 csrc=1 grid=2x3 order=row'
+    >>> scalapack_text(ShardingSpec(mesh, [["x"], ["y"]]), (9, 9))
+    'm=9 n=9 mb=5 nb=3 rsrc=0 csrc=0 grid=2x3 order=row'
+    """
+    mesh = spec.mesh
+    if spec.ndim != 2:
+        raise _cannot_say(f"a tensor of {spec.ndim} dimensions", "it is for matrices")
+    if shape is not None and len(shape) != 2:
+        raise NotationError(f"shape {list(shape)} is no matrix's; give rows and columns")
+    if spec.partial_axes or spec.only or any(d.is_open or d.priority for d in spec.dim_specs):
+        raise _cannot_say(f"`{spec}`", "every element is on one process, and there are no marks")
+    lengths = (None, None) if shape is None else tuple(shape)
+    rules = [_block_cyclic(spec, dim, length) for dim, length in enumerate(lengths)]
+    axes = [dim.axes[0].name for dim in spec.dim_specs]
+    if sorted(axes) != sorted(mesh.axis_names):
+        raise _cannot_say(
+            f"`{spec}` over the mesh {mesh.text}", "it has no copies; use every axis of the mesh"
+        )
+    ranks = np.array(mesh.devices).reshape(mesh.shape)
+    ranks = ranks if axes == list(mesh.axis_names) else ranks.T
+    sizes = "" if shape is None else f"m={shape[0]} n={shape[1]} "
+    return (
+        f"{sizes}mb={rules[0].block} nb={rules[1].block} rsrc={rules[0].first} "
+        f"csrc={rules[1].first} {_grid_text(ranks.tolist())}"
+    )
+
+
+def _block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
+    """The rule of a dimension, as a block-cyclic one."""
+    levels = spec.dim_specs[dim].levels
+    if len(levels) != 1 or len(levels[0].axes) != 1 or not levels[0].axes[0].is_full:
+        raise _cannot_say(
+            f"`{spec.dim_specs[dim]}` of dimension {dim}",
+            "each dimension is cut over one whole axis of the grid",
+        )
+    rule = levels[0].rule
+    if isinstance(rule, BlockCyclic):
+        return rule
+    if length is not None:
+        parts = spec.mesh.axis_size(levels[0].axes[0])
+        table = rule.table(length, parts)
+        runs = table.runs_of(0)
+        found = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
+        if found.table(length, parts) is table:
+            return found
+    raise _cannot_say(
+        f"the rule `{rule.text or 'ceil'}` of dimension {dim}",
+        "blocks are dealt in turn; give a shape, for which other cuts may be the same"
+        if length is None
+        else f"for length {length} its blocks are not dealt in turn",
+    )
+
+
+def _grid_text(ranks: list[list[int]]) -> str:
+    """`grid=2x3 order=row`, or every rank where they are in neither order."""
+    rows, columns = len(ranks), len(ranks[0])
+    for order in ORDERS:
+        devices = [rank for row in ranks for rank in row]
+        if process_grid(rows, columns, order).devices == tuple(devices):
+            return f"grid={rows}x{columns} order={order}"
+    return f"grid={ranks}".replace(" ", "")
+
+
+def _cannot_say(part: str, because: str) -> NotationError:
+    return NotationError(f"a ScaLAPACK descriptor cannot say {part}: {because}")
