@@ -36,6 +36,21 @@ CASES: dict[str, tuple[str, ...]] = {
     "convert": ("convert", "model", "new", *TP4),
     "convert_json": ("convert", "model", "new", *TP4, "--json"),
     "convert_full": ("convert", "sharded", "new", "--to", "full", "--max-file", "1kB"),
+    "explain": ("explain", "x, y", "y, x", "--mesh", "x=2,y=3", "--shape", "6x6"),
+    "explain_json": ("explain", "tp", "tp@cyclic2", "--mesh", "tp=2", "--shape", "6", "--json"),
+    "explain_contents": (
+        *("explain", "[[0, 1]]", "P('y')", "--mesh", "x=2,y=3", "--shape", "6"),
+        *("--dtype", "bfloat16", "--contents"),
+    ),
+    "explain_many_boxes": (
+        *("explain", "tp@cyclic1, -", "tp, -", "--mesh", "tp=3", "--shape", "60x4"),
+        *("--to-ranks", "3-5"),
+    ),
+    "explain_many_ranks": (
+        *("explain", "dp tp, -", "-, dp tp", "--mesh", "dp=16,tp=16"),
+        *("--shape", "30522x384", "--dtype", "float32"),
+    ),
+    "explain_nothing": ("explain", "-, x", "-, x", "--mesh", "x=2", "--shape", "4x4"),
     "verify_same": ("verify", "model", "sharded"),
     "verify_same_json": ("verify", "model", "sharded", "--json"),
     "verify_differs": ("verify", "model", "other"),
@@ -85,13 +100,14 @@ def test_every_golden_file_belongs_to_a_case() -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-@pytest.mark.parametrize("name", ["inspect", "plan", "convert", "verify"])
+@pytest.mark.parametrize("name", ["inspect", "plan", "convert", "verify", "explain"])
 def test_json_has_the_keys_that_help_lists(name: str) -> None:
     arguments = {
         "inspect": ("sharded", "--digest"),
         "plan": ("model", *TP4),
         "convert": ("model", "new", *TP4),
         "verify": ("model", "sharded"),
+        "explain": ("x", "-", "--mesh", "x=2", "--shape", "4"),
     }[name]
     content = run_here(name, *arguments, "--json").json
     help_text = run_here(name, "--help").output

@@ -18,15 +18,19 @@ from reshard.cli.output import can_draw_boxes, printable, write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.mesh import DeviceMesh
+from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.notation.registry import NOTATIONS, Reading, read_sharding
 from reshard.planning.plan import Plan, plan
 from reshard.show.html_report import DrawnChange, Report, movement_figures
+from reshard.show.mesh_pictures import element_texts, mesh_picture
 from reshard.show.movement_table import movement_table
 from reshard.show.pictures import LEAST_WIDTH, change_picture
 from reshard.show.quantities import bytes_text, count_text
 from reshard.show.rank_text import ranks_text
+from reshard.show.text_width import shortened
 from reshard.show.traffic import Traffic, busiest
+
+MOST_DRAWN_ELEMENTS = 4096
 
 
 class _Explain(click.Command):
@@ -38,11 +42,16 @@ class _Explain(click.Command):
         return super().parse_args(ctx, texts)
 
 
-@click.command(cls=_Explain)
+_EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.items())
+
+
+@click.command(cls=_Explain, epilog=f"\b\nNotations, by example:{_EXAMPLES}")
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
 @click.option("--mesh", "mesh_text", metavar="MESH", help="The devices, such as dp=2,tp=4.")
+@click.option("--ranks", "rank_text", metavar="RANKS", help="Of the devices: 4-7, or 3,1,2,0.")
 @click.option("--to-mesh", "target_mesh_text", metavar="MESH", help="Of TO, where it differs.")
+@click.option("--to-ranks", "target_rank_text", metavar="RANKS", help="Of TO, where they differ.")
 @click.option("--shape", "shape_text", metavar="SHAPE", help="Of the tensor: 4096x1024, 7, scalar.")
 @click.option(
     "--notation",
@@ -50,16 +59,22 @@ class _Explain(click.Command):
     help="Of both texts. [default: recognised from each]",
 )
 @click.option("--dtype", metavar="NAME", help="Of the elements, for sizes in bytes.")
+@click.option(
+    "--contents", is_flag=True, help="Draw the elements that each device holds; small tensors."
+)
 @json_option
 @report_options
 def explain(
     source: str,
     target: str,
     mesh_text: str | None,
+    rank_text: str | None,
     target_mesh_text: str | None,
+    target_rank_text: str | None,
     shape_text: str | None,
     notation: str | None,
     dtype: str | None,
+    contents: bool,
     as_json: bool,
     report_path: str | None,
     overwrite: bool,
@@ -74,18 +89,26 @@ def explain(
     Examples:
       reshard explain "x, y" "y, x" --mesh x=2,y=3 --shape 6x6
       reshard explain "tp, -" "-, dp" --mesh tp=4 --to-mesh dp=2 --shape 64x48 --dtype bfloat16
+      reshard explain "[[0], [1]]" "P('y', 'x')" --mesh x=2,y=3 --shape 6x6 --contents
+      reshard explain "[Shard(0)]" "[Replicate()]" --mesh tp=2 --to-ranks 2-3 --shape 8x8 --json
 
     \b
     Keys of --json:
       moved_elements, lower_bound_elements, max_send_elements, max_receive_elements
       transfers [{source_rank, target_rank, box, source_box, target_box}]
+
     A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
     local array of each rank (of a rank that holds several boxes: in the one it is of).
     """
     check_report(report_path, overwrite, ranks_per_host)
+    if contents and as_json:
+        raise UsageError("--contents draws text and --json writes none; leave one of them out")
     shape = None if shape_text is None else shape_of(shape_text)
-    mesh = None if mesh_text is None else DeviceMesh.parse(mesh_text)
-    target_mesh = mesh if target_mesh_text is None else DeviceMesh.parse(target_mesh_text)
+    mesh = _mesh(mesh_text, rank_text)
+    if target_mesh_text is None and target_rank_text is None:
+        target_mesh = mesh
+    else:
+        target_mesh = _mesh(target_mesh_text or mesh_text, target_rank_text)
     before = _side(source.strip(), mesh, shape, notation)
     after = _side(target.strip(), target_mesh, shape, notation)
     shape = shape if shape is not None else _shape_of_sides(before, after)
@@ -96,8 +119,45 @@ def explain(
     if as_json:
         write_json(_as_json(movement))
     else:
-        write("\n".join(_as_text(before, after, movement)))
+        drawn = _contents(before, after, movement) if contents else []
+        write("\n".join([*_as_text(before, after, movement), *drawn]))
     return DONE
+
+
+def _mesh(text: str | None, ranks: str | None) -> DeviceMesh | None:
+    if text is None:
+        if ranks is not None:
+            raise UsageError(f"ranks {ranks} of no mesh; give one: --mesh dp=2,tp=4")
+        return None
+    mesh = DeviceMesh.parse(text)
+    if ranks is None:
+        return mesh
+    return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, ranks_of(ranks))
+
+
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+
+
+def ranks_of(text: str) -> list[int]:
+    """The ranks that a list of numbers and ranges writes, in its order.
+
+    Raises:
+        UsageError: anything else.
+
+    >>> ranks_of("4-6,1")
+    [4, 5, 6, 1]
+    """
+    ranks: list[int] = []
+    for word in text.split(","):
+        match = _RANKS.fullmatch(word.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < LARGEST_MESH:
+            raise UsageError(
+                f"{word.strip()!r} in the ranks {text!r}; write numbers and ranges such as "
+                f"0,2,4-7, below {LARGEST_MESH:,}"
+            )
+        ranks += range(first, last + 1)
+    return ranks
 
 
 _SHAPE = re.compile(r"\d{1,18}(?:\s*[x×,]\s*\d{1,18})*", re.ASCII)
@@ -145,7 +205,11 @@ class _Side:
         sharding = self.reading.sharding
         if isinstance(sharding, Layout):
             return printable(self.text)
-        return f"{sharding or 'a scalar'}   over {sharding.mesh.text}"
+        mesh = sharding.mesh
+        places = f"over {mesh.text}" if mesh.shape else "on one device"
+        if mesh.devices != tuple(range(mesh.size)):
+            places += f" on ranks {shortened(','.join(map(str, mesh.devices)), 24)}"
+        return f"{sharding}   {places}".strip()
 
 
 def _side(
@@ -180,6 +244,23 @@ def _as_text(before: _Side, after: _Side, movement: Plan) -> list[str]:
         ascii=not can_draw_boxes(),
     )
     return [*lines, drawn, "", *_numbers(movement)]
+
+
+def _contents(before: _Side, after: _Side, movement: Plan) -> list[str]:
+    """Both meshes with the elements of each device."""
+    lines = ["", "Elements by their place in each dimension, counted from 1:"]
+    for side, layout in ((before, movement.source), (after, movement.target)):
+        held = int(layout.cell_shape.prod(axis=1).sum())
+        if held > MOST_DRAWN_ELEMENTS:
+            raise UsageError(
+                f"--contents of {held:,} elements on all devices; at most "
+                f"{MOST_DRAWN_ELEMENTS:,} can be drawn, take a small --shape"
+            )
+        sharding = side.reading.sharding
+        mesh = DeviceMesh.of(rank=layout.slots) if isinstance(sharding, Layout) else sharding.mesh
+        drawn = mesh_picture(mesh, element_texts(layout), ascii=not can_draw_boxes())
+        lines += ["", side.title, drawn]
+    return lines
 
 
 def _numbers(movement: Plan) -> list[str]:

@@ -109,11 +109,15 @@ NOTATIONS = {
         Notation(
             "ragged", "RaggedShard(dims=(0,), local_units=(1, 3))", r"\b_?(?:Strided)?RaggedShard\("
         ),
-        Notation("scalapack", "8 6 2 2 0 0 2x3", r"^\W*\d+(?:[,\s]+\d+){5}|\bDESC|\bgrid\b"),
+        Notation(
+            "scalapack",
+            "8 6 2 2 0 0 grid=2x3",
+            r"^\W*\d+(?:[,\s]+\d+){5}|\bDESC|\bgrid\s*=|\b[mn]b_?\s*=",
+        ),
         Notation(
             "megatron",
             "tp=2 dp=4 | partition_dim=0",
-            r"\bpartition_(?:dim|stride|sizes)\b|^\s*(?:e?tp|cp|e?dp|pp|ep|order|offset)\s*=",
+            r"\bpartition_(?:dim|stride|sizes)\b|^\s*(?:e?tp|cp|e?dp|pp|ep|order|offset)\s*=(?!\s*(?:row|column)\b)",
         ),
     )
 }

@@ -1,0 +1,222 @@
+"""`reshard explain`: any two shardings, in any notation, against answers entered by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reshard
+from cli.command_runs import entries, run_alone, run_here
+
+SIX = ("--mesh", "x=2,y=3", "--shape", "6x6")
+
+
+def explained(*arguments: str) -> dict[str, object]:
+    run = run_here("explain", *arguments, "--json")
+    assert (run.code, run.errors) == (0, "")
+    return run.json
+
+
+# The examples of MLIR's notes on resharding with contents, and the fewest elements that move.
+SEED = [
+    ("[[0, 1]]", "[[1, 0]]", "x=2,y=3", "6", 4),
+    ("[[0, 1]]", "[[1]]", "x=2,y=3", "6", 10),
+    ("[[], [0, 1]]", "[[], [0]]", "x=2,y=3", "2x6", 24),
+    ("[[0], [1, 2]]", "[[0], [2]]", "x=2,y=2,z=2", "4x8", 48),
+    ("[[0], [1]]", "[[1], [0]]", "x=2,y=3", "6x6", 26),
+    ("[[0], [1]]", "[[1], [0]]", "x=2,y=6", "6x6", 30),
+    ("[[0], []]", "[[], [0]]", "x=3", "6x6", 24),
+    ("[[0], [1, 2]]", "[[0, 1], [2]]", "x=2,y=2,z=2", "4x4", 12),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "mesh", "shape", "least"), SEED)
+def test_the_examples_of_the_notes(
+    source: str, target: str, mesh: str, shape: str, least: int
+) -> None:
+    found = explained(source, target, "--mesh", mesh, "--shape", shape)
+    assert found["moved_elements"] == found["lower_bound_elements"] == least
+
+
+def test_the_keys_and_a_case_by_hand() -> None:
+    # Rank 0 has rows 0:2, rank 1 rows 2:4; each lacks the other's half of its columns.
+    assert explained("x, -", "-, x", "--mesh", "x=2", "--shape", "4x2") == {
+        "moved_elements": 4,
+        "lower_bound_elements": 4,
+        "max_send_elements": 2,
+        "max_receive_elements": 2,
+        "transfers": [
+            {
+                "source_rank": 1,
+                "target_rank": 0,
+                "box": [[2, 4], [0, 1]],
+                "source_box": [[0, 2], [0, 1]],
+                "target_box": [[2, 4], [0, 1]],
+            },
+            {
+                "source_rank": 0,
+                "target_rank": 1,
+                "box": [[0, 2], [1, 2]],
+                "source_box": [[0, 2], [1, 2]],
+                "target_box": [[0, 2], [0, 1]],
+            },
+        ],
+    }
+
+
+def test_transfers_carry_a_tensor_over() -> None:
+    """The boxes alone, copied from local array to local array, make the target."""
+    found = explained("x / y, -", "-, x y@stride2", "--mesh", "x=2,y=3", "--shape", "7x12")
+    mesh = reshard.DeviceMesh.of(x=2, y=3)
+    source = reshard.spec(mesh, "x / y, -").layout((7, 12))
+    target = reshard.spec(mesh, "-, x y@stride2").layout((7, 12))
+    dense = np.arange(84).reshape(7, 12)
+    held = {r: np.full(source.local_shape(r), -1) for r in source.holders}
+    wanted = {r: np.full(target.local_shape(r), -1) for r in target.holders}
+    for layout, arrays in ((source, held), (target, wanted)):
+        for rank, array in arrays.items():
+            index = []
+            for d, part in enumerate(layout.cell_part[layout.cells_of(rank)[0]].tolist()):
+                runs = layout.tables[d].runs_of(part)
+                index.append([i for start, stop, _, _ in runs for i in range(start, stop)])
+            array[...] = dense[np.ix_(*index)]
+    made = {rank: np.full(array.shape, -1) for rank, array in wanted.items()}
+    moved = 0
+    for transfer in found["transfers"]:
+        box, at, to = (
+            tuple(slice(*pair) for pair in transfer[key])
+            for key in ("box", "source_box", "target_box")
+        )
+        assert transfer["source_rank"] != transfer["target_rank"]
+        piece = held[transfer["source_rank"]][at]
+        assert np.array_equal(piece, dense[box])
+        made[transfer["target_rank"]][to] = piece
+        moved += piece.size
+    assert moved == found["moved_elements"]
+    for rank, array in made.items():
+        kept = array == -1
+        stays = np.isin(wanted[rank], held[rank])
+        assert np.array_equal(kept, stays)
+        assert np.array_equal(array[~kept], wanted[rank][~kept])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("[[0], [1]]", "[[1], [0]]"),
+        ("P('x', 'y')", "P('y', 'x')"),
+        ('[{"x"}, {"y"}]', '[{"y"}, {"x"}]'),
+        ("[Shard(0), Shard(1)]", "S(1)S(0)"),
+        ("native:x, y", "jax:P('y', 'x')"),
+        ("mlir:[[0], [1]]", "y, x"),
+    ],
+)
+def test_notations_mixed(source: str, target: str) -> None:
+    assert explained(source, target, *SIX) == explained("x, y", "y, x", *SIX)
+
+
+def test_one_notation_for_both() -> None:
+    found = explained("[[0], [1]]", "[[1], [0]]", *SIX, "--notation", "mlir")
+    assert found["moved_elements"] == 26
+    assert run_here("explain", "x, y", "y, x", *SIX, "--notation", "mlir").code == 2
+
+
+def test_other_devices_for_the_target() -> None:
+    arguments = ("tp, -", "-, dp", "--mesh", "tp=4", "--to-mesh", "dp=2", "--shape", "8x6")
+    same = explained(*arguments)
+    assert same["moved_elements"] == 48 - 2 * 3 - 2 * 3
+    apart = explained(*arguments, "--to-ranks", "4,5")
+    assert apart["moved_elements"] == 48
+    assert {t["target_rank"] for t in apart["transfers"]} == {4, 5}
+    turned = explained(
+        "tp", "tp", "--mesh", "tp=2", "--ranks", "1,0", "--to-ranks", "0-1", *("--shape", "4")
+    )
+    assert turned["moved_elements"] == 4
+
+
+def test_a_layout_brings_its_own_shape() -> None:
+    text = "RaggedShard(dims=(0,), local_units=(1, 3))"
+    assert explained(text, "tp, -", "--mesh", "tp=2", "--shape", "4x2")["moved_elements"] == 2
+
+
+def test_a_dimension_that_is_not_cut_is_no_option() -> None:
+    for first, second in (("-, x", "x, -"), ("-", "x"), ("- | sum(x)", "-"), ("-,x", "x,-")):
+        shape = "4" if "," not in first else "4x4"
+        assert run_here("explain", first, second, "--mesh", "x=2", "--shape", shape).code == 0
+    scalar = explained("", "", "--mesh", "x=2", "--shape", "scalar")
+    assert scalar["moved_elements"] == 0
+
+
+def test_text_says_who_and_how_much() -> None:
+    run = run_here("explain", "x, y", "y, x", *SIX, "--dtype", "float32")
+    assert "moved: 26 elements (104 B), the least possible is 26 elements (104 B)" in run.output
+    assert "busiest sender: ranks 2,3, 6 elements (24 B)" in run.output
+    assert "3   1         2  [3:4, 0:2]" in run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x", "y"), "give a mesh"),
+        (("x", "y", "--mesh", "x=2,y=3"), "--shape"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6x6"), "dimensions"),
+        (("x", "z", "--mesh", "x=2,y=3", "--shape", "6"), "unknown axis 'z'"),
+        (("x", "y", "--mesh", "x", "--shape", "6"), "x"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "six"), "'six' is no shape"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6x"), "'6x' is no shape"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "-6"), "no shape"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--dtype", "float33"), "float33"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--notation", "lama"), "lama"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--ranks", "4-"), "'4-'"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--ranks", "0-9999999"), "below"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--ranks", "0-4"), "5 devices"),
+        (("x", "x", "--ranks", "0-4", "--shape", "6"), "give one: --mesh"),
+        (("[]", "y", "--mesh", "x=2,y=3", "--shape", "6"), "mlir:[[0, 1], [2]]"),
+        (("[[0], [9]]", "y", *SIX), "read as mlir"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--overwrite"), "--html"),
+        (("x", "y", "--mesh", "x=2,y=3", "--shape", "6", "--ranks-per-host", "2"), "--html"),
+        (("x", "x", "--mesh", "x=2", "--shape", "6000", "--contents"), "small --shape"),
+        (("- | sum(x)", "x", "z", "--mesh", "x=2", "--shape", "6"), "extra argument"),
+    ],
+)
+def test_wrong_use_is_told(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    run = run_here("explain", *arguments)
+    assert (run.code, run.output) == (2, "")
+    assert said in run.errors
+    assert "Traceback" not in run.errors and "internal" not in run.errors
+    as_json = run_here("explain", *arguments, "--json")
+    assert as_json.code == 2
+    assert as_json.json["error"]["message"]
+    assert entries(folder) == {"model"}
+
+
+def test_both_sides_are_of_one_shape() -> None:
+    ragged = "RaggedShard(dims=(0,), local_units=(1, 3))"
+    matrix = "10 10 2 2 0 0 grid=2x1"
+    run = run_here("explain", ragged, matrix, "--shape", "4x2")
+    assert run.code == 2
+    assert "10" in run.errors
+
+
+def test_contents_are_not_drawn_in_json() -> None:
+    run = run_here("explain", "x", "-", "--mesh", "x=2", "--shape", "4", "--contents", "--json")
+    assert run.code == 2
+    assert run.json["error"]["kind"] == "UsageError"
+
+
+def test_ascii_terminals_get_ascii(folder: Path) -> None:
+    run = run_alone(
+        "explain",
+        "x",
+        "-",
+        "--mesh",
+        "x=2",
+        "--shape",
+        "4",
+        "--contents",
+        cwd=folder,
+        PYTHONIOENCODING="ascii",
+    )
+    assert run.code == 0 and run.output.isascii() and "----->" in run.output
