@@ -130,6 +130,24 @@ class Job:
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
 
+    def to_json(self) -> str:
+        """This job as a short JSON document, see `reshard.planning.job_serialization`."""
+        from reshard.planning.job_serialization import job_to_json
+
+        return job_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        """The job that `to_json` wrote. Raises ReshardError for a text that is no job's document."""
+        from reshard.planning.job_serialization import job_from_json
+
+        return job_from_json(text)
+
+    def __str__(self) -> str:
+        from reshard.show.job_table import job_table
+
+        return job_table(self)
+
     def __len__(self) -> int:
         return len(self.items)
 

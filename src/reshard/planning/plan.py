@@ -217,6 +217,27 @@ class Plan(Interned):
 
         return run(self, shards)
 
+    def to_json(self) -> str:
+        """This plan as a short JSON document, see `reshard.planning.serialization`."""
+        from reshard.planning.serialization import plan_to_json
+
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote: the same object, where it still exists.
+
+        Raises ReshardError for a text that is no plan's document.
+        """
+        from reshard.planning.serialization import plan_from_json
+
+        return plan_from_json(text)
+
+    def __str__(self) -> str:
+        from reshard.show.plan_table import plan_table
+
+        return plan_table(self)
+
     def __repr__(self) -> str:
         of = "" if self.dtype is None else f" {self.dtype.name}"
         return (
