@@ -158,6 +158,5 @@ def partitioned_text(spec: ShardingSpec) -> str:
     '[Shard(0), Replicate()]'
     """
     from reshard.notation.dtensor import placements_of
-    from reshard.notation.placements import placements_text
 
-    return placements_text(placements_of(spec, "PartitionedShard").placements)
+    return str(placements_of(spec, "PartitionedShard"))

@@ -15,7 +15,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -197,8 +197,3 @@ def as_placement(item: object) -> Placement:
         f"placement {item!s} of type {type(item).__name__} is not known; known are Shard, "
         "_StridedShard, Replicate, Partial and PartitionedShard"
     )
-
-
-def placements_text(placements: Sequence[Placement]) -> str:
-    """The list as torch would be given it: `[Shard(0), Replicate()]`."""
-    return f"[{', '.join(map(str, placements))}]"
