@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from reshard.errors import NotationError
 from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.notation.megatron_ranks import MegatronRanks, places_along
 
 # `experts.weight1` and `experts.weight2` are the stacked weights of all of a rank's experts.
 _EXPERT = re.compile(
@@ -78,14 +78,11 @@ class MegatronNames:
         """How many experts a rank has; 0 for a model without."""
         return (self.num_experts or 0) // self.ranks.ep
 
-    def _coordinate(self, axis: str, rank: int) -> int:
-        mesh = self.ranks.expert
-        if not self.ranks.offset <= rank < self.ranks.offset + self.ranks.world_size:
-            raise NotationError(
-                f"rank {rank} of the ranks {self.ranks.offset} to "
-                f"{self.ranks.offset + self.ranks.world_size - 1}"
-            )
-        return int(mesh.coordinates([axis])[rank - self.ranks.offset])
+    def _place(self, axis: str, rank: int) -> int:
+        places = places_along(self.ranks.expert, axis)
+        if rank not in places:
+            raise NotationError(f"rank {rank} of the ranks {min(places)} to {max(places)}")
+        return places[rank]
 
     def global_name(self, name: str, rank: int, chunk: int = 0) -> str:
         """What `name`, of model chunk `chunk` on `rank`, is called in the whole model.
@@ -97,12 +94,12 @@ class MegatronNames:
         def layer(number: int) -> int:
             if self.layers is None:
                 return number
-            held = self.layers.layers_of(self._coordinate("pp", rank), chunk)
+            held = self.layers.layers_of(self._place("pp", rank), chunk)
             return held[_within(number, len(held), f"layer of chunk {chunk}", name, rank)]
 
         def expert(number: int) -> int:
             _within(number, self.experts_per_rank, "expert", name, rank)
-            return self._coordinate("ep", rank) * self.experts_per_rank + number
+            return self._place("ep", rank) * self.experts_per_rank + number
 
         return self._renumbered(name, layer, expert)
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import MeshError
@@ -185,3 +186,14 @@ def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMe
 @lru_cache(maxsize=256)
 def _grid(axes: tuple[str, ...], shape: tuple[int, ...], offset: int) -> DeviceMesh:
     return DeviceMesh("mesh", shape, axes, range(offset, offset + math.prod(shape)))
+
+
+@lru_cache(maxsize=256)
+def places_along(mesh: DeviceMesh, axis: str) -> Mapping[int, int]:
+    """The place of every rank along an axis, by rank.
+
+    >>> dict(places_along(MegatronRanks(tp=2, offset=4).dense, "tp"))
+    {4: 0, 5: 1}
+    """
+    places = mesh.coordinates([axis]).tolist()
+    return MappingProxyType(dict(zip(mesh.devices, places, strict=True)))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from reshard.dtypes import dtype as as_dtype
@@ -64,6 +65,14 @@ def reconcile(
     tp@blocks[64,32], -
     tp@blocks[64,32], -
     """
+    return _reconciled(source, target, cast)
+
+
+# A model has thousands of parameters and few descriptions of them.
+@lru_cache(maxsize=4096)
+def _reconciled(
+    source: MegatronParameter, target: MegatronParameter, cast: str | None
+) -> Reconciled:
     _check_types(source, target, cast)
     if source.is_expert != target.is_expert:
         raise SpecError(
