@@ -53,13 +53,13 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
     >>> run(reshard.plan(rows, columns), shards)[1].tolist()
     [[2, 3], [6, 7]]
     """
-    kind = _check(plan, shards)
+    kind = check_shards(plan, shards)
     source = {slot: kind.storage(shards[slot]) for slot in plan.source.holders}
     target = {
         slot: np.zeros(plan.target.local_shape(slot) or (), dtype=kind.dtype.storage)
         for slot in plan.target.holders
     }
-    source_cells, target_cells = _cells(plan.source, source), _cells(plan.target, target)
+    source_cells, target_cells = cell_arrays(plan.source, source), cell_arrays(plan.target, target)
     routes = plan.routes
     pieces = plan.pieces
     reduction = plan.source.reduction or "sum"
@@ -76,7 +76,8 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
     return {slot: kind.array(storage) for slot, storage in target.items()}
 
 
-def _check(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
+def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
+    """The kind of the arrays of a plan's source. Raises ShardError where they do not fit it."""
     holders = plan.source.holders
     missing = [slot for slot in holders if slot not in shards]
     if missing:
@@ -112,7 +113,7 @@ def _check(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
     return kind
 
 
-def _cells(layout: Layout, arrays: Mapping[int, Storage]) -> list[Storage]:
+def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> list[Storage]:
     """The array of every cell: a slot's whole array, or its stretch of the slot's flat one."""
     cells: list[Storage] = []
     for slot in layout.holders:

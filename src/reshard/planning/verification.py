@@ -32,10 +32,10 @@ def verify_transfers(
     transfers: Transfers,
 ) -> None:
     """Raise PlanError unless the transfers do what the layouts ask for."""
-    _check_slots(source, target, transfers)
+    check_slots(source, target, transfers)
     for d in range(target.ndim):
-        _check_ends(source, transfers.source_cell, transfers.source_start, transfers, d, "source")
-        _check_ends(target, transfers.target_cell, transfers.target_start, transfers, d, "target")
+        check_ends(source, transfers.source_cell, transfers.source_start, transfers, d, "source")
+        check_ends(target, transfers.target_cell, transfers.target_start, transfers, d, "target")
     _check_stays(source, transfers)
     order = np.lexsort((transfers.order, transfers.target_cell))
     cells = transfers.target_cell[order]
@@ -52,7 +52,8 @@ def _fail(transfers: Transfers, row: int, problem: str) -> None:
     )
 
 
-def _check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
+def check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
+    """Raise PlanError unless every transfer has a cell of its slot at both ends, and elements."""
     for layout, cell, slot, name in (
         (source, transfers.source_cell, transfers.source_slot, "source"),
         (target, transfers.target_cell, transfers.target_slot, "target"),
@@ -68,7 +69,7 @@ def _check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
         _fail(transfers, int(empty[0]), "it is empty")
 
 
-def _check_ends(
+def check_ends(
     layout: Layout, cell: IntArray, local: IntArray, transfers: Transfers, d: int, name: str
 ) -> None:
     """Every box lies in one run of its cell's part, at the local position it claims."""

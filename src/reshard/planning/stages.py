@@ -1,0 +1,258 @@
+"""How does a job move so that every byte enters a host at most once?
+
+Within a host ranks are close, between hosts they are not. Where several ranks of a host want
+the same bytes, one copy is brought in, and handed on inside::
+
+    host 0            host 1
+    rank 0 --- a ---> rank 2 --- a ---> rank 3       stage 1, exchange: far or near, divided
+    rank 1 --- b ---> rank 3 --- b ---> rank 2       among those who want it
+                                                     stage 2, fan-out: each relay to the others
+
+1. What each host lacks flows there, from ranks of the host where they hold it, and else from
+   elsewhere, divided among the ranks that want it (`flows`).
+2. Senders and relays get shares that balance what each rank sends in all (`division`).
+3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
+   the fan-out from target cells to target cells of the same host.
+
+This is scatter and all-gather within a host (van de Geijn 1994), with as many relays as there
+are ranks that want the bytes. Every rank still receives each element it lacks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from reshard.binding import Binding, RankMemory
+from reshard.errors import PlanError
+from reshard.planning.division import Fragments, divide
+from reshard.planning.flows import Flows, across_hosts_bound_elements, find_flows
+from reshard.planning.fragment_boxes import (
+    exchange_transfers,
+    fan_out_transfers,
+    find_boxes,
+    joined_transfers,
+    transfers_of_slot,
+)
+from reshard.planning.job import Job, JobItem
+from reshard.planning.lots import Lots, find_lots
+from reshard.planning.plan import Plan
+from reshard.planning.stage_verification import verify_stages
+from reshard.planning.transfers import Transfers
+from reshard.runs import IntArray, ragged_arange
+from reshard.topology import Topology
+
+Array = TypeVar("Array")
+
+
+class StageTransfers(NamedTuple):
+    """The transfers of one tensor: first the exchange, then the fan-out.
+
+    In the fan-out the sender's cell, `source_cell`, is a cell of the *target*, which the
+    exchange has filled, and so is the local position `source_start`.
+    """
+
+    exchange: Transfers
+    fan_out: Transfers
+
+
+@dataclass(frozen=True)
+class StagedJob:
+    """A job between ranks on hosts, in two stages.
+
+    Raises:
+        PlanError: a shard that is not in the memory of the rank of its number; an element that
+            no source slot holds.
+        LayoutError: a rank that the topology has not.
+
+    >>> import reshard
+    >>> from reshard.dtypes import dtype
+    >>> mesh = reshard.DeviceMesh.of(host=2, gpu=4)
+    >>> cut, whole = (reshard.spec(mesh, text).layout((64,)) for text in ("host gpu", "-"))
+    >>> job = reshard.Job([reshard.JobItem.between_ranks("w", dtype("int8"), cut, whole)])
+    >>> staged = StagedJob(job, Topology.of(hosts=2, ranks_per_host=4))
+    >>> staged.across_hosts_bytes, staged.across_hosts_bound_bytes, staged.moved_bytes
+    (64, 64, 448)
+    >>> staged.host_bytes.tolist(), staged.sent_bytes.tolist()
+    ([[192, 32], [32, 192]], [56, 56, 56, 56, 56, 56, 56, 56])
+    """
+
+    job: Job
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        for item in self.job.items:
+            for binding in (item.source, item.target):
+                _check_binding(item.name, binding)
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The parts that flows are divided into, with a sender and a relay each."""
+        return divide(self.job, self.topology)
+
+    @cached_property
+    def _item_begin(self) -> IntArray:
+        return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
+
+    def _parts(self, item: JobItem) -> tuple[Lots, Flows]:
+        return find_lots(item.plan), find_flows(item.plan, self.topology)
+
+    def transfers(self, item: int) -> StageTransfers:
+        """All transfers of item number `item`."""
+        begin, end = self._item_begin[item : item + 2].tolist()
+        return self._expand(item, np.arange(begin, end), None)
+
+    def for_rank(self, rank: int) -> tuple[StageTransfers, ...]:
+        """What one rank receives, keeps, sends and hands on, item by item."""
+        found = []
+        for number in range(len(self.job.items)):
+            begin, end = self._item_begin[number : number + 2].tolist()
+            found.append(self._expand(number, self._of_rank(number, begin, end, rank), rank))
+        return tuple(found)
+
+    def _of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
+        """The fragments that a rank sends, hands on or receives."""
+        item = self.job.items[number]
+        _, flows = self._parts(item)
+        mine = item.plan.source.cell_slot[self.fragments.source_cell[begin:end]] == rank
+        receiving = np.zeros(len(flows), dtype=bool)
+        flow = np.repeat(np.arange(len(flows)), np.diff(flows.receiver_begin))
+        receiving[flow[item.plan.target.cell_slot[flows.receiver] == rank]] = True
+        mine |= receiving[self.fragments.flow[begin:end]]
+        return begin + np.flatnonzero(mine)
+
+    def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
+        """Fragments written out as boxes, those of one rank only unless it is None."""
+        item = self.job.items[number]
+        lots, flows = self._parts(item)
+        columns = self.fragments
+        flow = columns.flow[chosen]
+        boxes = find_boxes(lots, flows.lot[flow], columns.first[chosen], columns.stop[chosen])
+        source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
+        moves = exchange_transfers(lots, boxes, source[boxes.of], relay[boxes.of])
+
+        kept = find_boxes(
+            lots, flows.kept_lot, np.zeros_like(flows.kept_lot), lots.elements[flows.kept_lot]
+        )
+        source, target = flows.kept_source[kept.of], flows.kept_target[kept.of]
+        stays = exchange_transfers(lots, kept, source, target)
+
+        # Each box of a relay goes on to every other receiver of its flow.
+        begin = flows.receiver_begin[flow][boxes.of]
+        count = flows.receiver_begin[flow + 1][boxes.of] - begin
+        row = np.repeat(np.arange(len(count)), count)
+        receiver = flows.receiver[np.repeat(begin, count) + ragged_arange(count)]
+        other = receiver != relay[boxes.of[row]]
+        again = boxes.take(row[other])
+        fan_out = fan_out_transfers(lots, again, relay[again.of], receiver[other])
+        both = StageTransfers(joined_transfers([stays, moves]), fan_out)
+        if rank is None:
+            return both
+        return StageTransfers(*(transfers_of_slot(part, rank) for part in both))
+
+    @cached_property
+    def _flow_counts(self) -> tuple[IntArray, ...]:
+        """For each fragment: bytes, sending rank, relay's rank, and receivers on other ranks."""
+        columns = self.fragments
+        shape = columns.item.shape
+        size, sender, relay, others = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        for number, item in enumerate(self.job.items):
+            rows = slice(*self._item_begin[number : number + 2].tolist())
+            _, flows = self._parts(item)
+            length = columns.stop[rows] - columns.first[rows]
+            size[rows] = length * item.dtype.itemsize_bytes
+            sender[rows] = item.plan.source.cell_slot[columns.source_cell[rows]]
+            relay[rows] = item.plan.target.cell_slot[columns.relay_cell[rows]]
+            others[rows] = (np.diff(flows.relay_begin) - 1)[columns.flow[rows]]
+        return size, sender, relay, others
+
+    @cached_property
+    def sent_bytes(self) -> IntArray:
+        """Bytes each rank sends to others, in both stages: shape `(topology.ranks,)`."""
+        size, sender, relay, others = self._flow_counts
+        total = np.zeros(self.topology.ranks, dtype=np.int64)
+        np.add.at(total, sender, size)
+        np.add.at(total, relay, size * others)
+        return total
+
+    @cached_property
+    def received_bytes(self) -> IntArray:
+        """Bytes each rank receives from others, in both stages: shape `(topology.ranks,)`."""
+        total = np.zeros(self.topology.ranks, dtype=np.int64)
+        for item in self.job.items:
+            lots, flows = self._parts(item)
+            # A rank that wants a flow in two cells receives it once, and copies it.
+            first = np.repeat(np.arange(len(flows)), np.diff(flows.relay_begin))
+            received = lots.elements[flows.lot[first]] * item.dtype.itemsize_bytes
+            np.add.at(total, item.plan.target.cell_slot[flows.relay], received)
+        return total
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that move between ranks, in both stages."""
+        return int(self.received_bytes.sum())
+
+    @cached_property
+    def host_bytes(self) -> IntArray:
+        """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
+        size, sender, relay, others = self._flow_counts
+        source, target = self.topology.host_of(sender), self.topology.host_of(relay)
+        total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
+        np.add.at(total, (source, target), size)
+        np.add.at(total, (target, target), size * others)
+        return total
+
+    @property
+    def across_hosts_bytes(self) -> int:
+        """Bytes that go from one host to another."""
+        return int(self.host_bytes.sum() - np.trace(self.host_bytes))
+
+    @cached_property
+    def across_hosts_bound_bytes(self) -> int:
+        """The fewest bytes that must: of each host, what its ranks want and none of them holds.
+
+        Contributions count one by one, as if they were combined where they are wanted.
+        """
+        known: dict[Plan, int] = {}
+        for item in self.job.items:
+            if item.plan not in known:
+                known[item.plan] = across_hosts_bound_elements(item.plan, self.topology)
+        return sum(known[item.plan] * item.dtype.itemsize_bytes for item in self.job.items)
+
+    def verify(self) -> None:
+        """Check both stages of every tensor against its layouts.
+
+        Raises:
+            PlanError: what is missing, doubled, misplaced, sent by a rank that has it not, or
+                handed on by one that has not received it.
+        """
+        for number, item in enumerate(self.job.items):
+            try:
+                verify_stages(item.plan, *self.transfers(number))
+            except PlanError as error:
+                raise PlanError(f"tensor {item.name!r}: {error}") from error
+
+    def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
+        """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.
+
+        Raises ShardError for arrays that do not fit the source layouts.
+        """
+        from reshard.execution.staged import run_staged
+
+        return run_staged(self, shards)
+
+    def __repr__(self) -> str:
+        return f"<StagedJob of {len(self.job)} tensors on {self.topology.hosts} hosts>"
+
+
+def _check_binding(name: str, binding: Binding) -> None:
+    for slot, address in binding.addresses.items():
+        if address != RankMemory(slot):
+            raise PlanError(
+                f"shard {slot} of {name!r} is at {address}; a job in stages is between ranks, "
+                "each shard in the memory of the rank of its number"
+            )
