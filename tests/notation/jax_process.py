@@ -15,7 +15,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from reshard.notation.jax import parse_jax, spec_of_jax, to_named_sharding
+    from reshard.notation.jax import parse_jax
+    from reshard.notation.jax_objects import sharding_of_jax, to_named_sharding
 
     spec_type = jax.sharding.PartitionSpec
     entries = [
@@ -39,10 +40,10 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     # hold the same indices of different contributions.
     reduced = jax.sharding.NamedSharding(mesh, spec_type(*entries))
     indices = reduced.devices_indices_map(shape)
-    spec = spec_of_jax(sharding, shape=shape)
+    spec = sharding_of_jax(sharding, shape=shape)
     array_spec = spec
     if not unreduced and "?" not in case["entries"]:
-        array_spec = spec_of_jax(jax.device_put(np.zeros(shape, dtype=np.int8), sharding))
+        array_spec = sharding_of_jax(jax.device_put(np.zeros(shape, dtype=np.int8), sharding))
     return {
         "boxes": {
             str(device.id): [
@@ -53,11 +54,11 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         "spec": str(spec),
         "devices": list(spec.mesh.devices),
         "is_same_array_spec": array_spec is spec,
-        "is_same_of_partition_spec": spec_of_jax(partition, spec.mesh, shape) is spec,
+        "is_same_of_partition_spec": sharding_of_jax(partition, spec.mesh, shape) is spec,
         "is_same_of_text": parse_jax(repr(sharding), spec.mesh, shape) is spec
         and parse_jax(repr(partition), spec.mesh, shape) is spec,
         "is_equivalent": to_named_sharding(spec).is_equivalent_to(sharding, len(shape)),
-        "is_same_again": spec_of_jax(to_named_sharding(spec)) is spec,
+        "is_same_again": sharding_of_jax(to_named_sharding(spec)) is spec,
     }
 
 
@@ -68,7 +69,12 @@ def other_objects() -> dict[str, Any]:
 
     from reshard.errors import LayoutError
     from reshard.mesh import DeviceMesh
-    from reshard.notation.jax import is_jax, mesh_of_jax, spec_of_jax, to_named_sharding
+    from reshard.notation.jax_objects import (
+        is_jax,
+        mesh_of,
+        sharding_of_jax,
+        to_named_sharding,
+    )
     from reshard.sharding import DimSpec, ShardingSpec
 
     sharding = jax.sharding
@@ -84,22 +90,22 @@ def other_objects() -> dict[str, Any]:
 
     far = ShardingSpec(DeviceMesh.of(x=2, devices=[1, 9]), [["x"]])
     return {
-        "abstract": repr(mesh_of_jax(mesh.abstract_mesh)),
+        "abstract": repr(mesh_of(mesh.abstract_mesh)),
         "reduced": str(
-            spec_of_jax(sharding.PartitionSpec("x", reduced={"y"}), mesh_of_jax(mesh), (4,))
+            sharding_of_jax(sharding.PartitionSpec("x", reduced={"y"}), mesh_of(mesh), (4,))
         ),
-        "single": str(spec_of_jax(single, shape=(4, 4))),
-        "single_devices": list(spec_of_jax(single, shape=(4, 4)).mesh.devices),
-        "single_array": repr(spec_of_jax(jax.device_put(np.zeros((2, 3)), jax.devices()[5]))),
+        "single": str(sharding_of_jax(single, shape=(4, 4))),
+        "single_devices": list(sharding_of_jax(single, shape=(4, 4)).mesh.devices),
+        "single_array": repr(sharding_of_jax(jax.device_put(np.zeros((2, 3)), jax.devices()[5]))),
         "are_jax": [is_jax(value) for value in (mesh, single, sharding.PartitionSpec(), "x")],
         "refused": [
-            refusal(spec_of_jax, single),
-            refusal(spec_of_jax, sharding.PartitionSpec("x")),
-            refusal(spec_of_jax, sharding.PartitionSpec("z"), DeviceMesh.of(x=2)),
-            refusal(spec_of_jax, mesh),
-            refusal(spec_of_jax, "x"),
-            refusal(mesh_of_jax, single),
-            refusal(mesh_of_jax, sharding.Mesh(np.array([]), ("x",))),
+            refusal(sharding_of_jax, single),
+            refusal(sharding_of_jax, sharding.PartitionSpec("x")),
+            refusal(sharding_of_jax, sharding.PartitionSpec("z"), DeviceMesh.of(x=2)),
+            refusal(sharding_of_jax, mesh),
+            refusal(sharding_of_jax, "x"),
+            refusal(mesh_of, single),
+            refusal(mesh_of, sharding.Mesh(np.array([]), ("x",))),
             refusal(to_named_sharding, far),
             refusal(to_named_sharding, far, jax.devices()[:1]),
             refusal(

@@ -181,7 +181,8 @@ def test_reading_and_writing_texts_does_not_load_jax() -> None:
     program = (
         "import sys\n"
         "from reshard.mesh import DeviceMesh\n"
-        "from reshard.notation.jax import is_jax, jax_text, parse_jax\n"
+        "from reshard.notation.jax import jax_text, parse_jax\n"
+        "from reshard.notation.jax_objects import is_jax\n"
         "print(jax_text(parse_jax('P(None)', DeviceMesh.of(x=2))), is_jax(1))\n"
         "print('jax' in sys.modules)\n"
     )

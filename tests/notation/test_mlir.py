@@ -166,6 +166,8 @@ def test_the_text_may_bring_its_grid() -> None:
     assert parse_mlir(text + "%0 = shard.sharding @g split_axes = [[1]]").mesh is grid
     assert parse_mlir(text + "shard.sharding @h split_axes = [[0]]", MESH).mesh.shape == (4,)
     assert parse_mlir("shard.grid @g(shape = 2x3) [[0]]", shape=(6, 6)).mesh is grid
+    assert parse_mlir("shard.grid @g(shape = 2x3) [[0]]", MESH).mesh is grid
+    assert parse_mlir(text + "[[0]]", MESH).mesh is MESH
 
 
 @given(flat_specs(("sum", "max", "min", "product", "mean")))

@@ -156,6 +156,8 @@ def test_the_text_may_bring_its_meshes() -> None:
     assert parse_shardy(text + '#sdy.sharding<@b, [{"x"}]>').mesh.shape == (4,)
     assert parse_shardy(text + '<@a, [{"x"}]>', MESH).mesh is DeviceMesh.of(name="a", x=2)
     assert parse_shardy('@a = <["x"=2]> [{"x"}]').mesh is DeviceMesh.of(name="a", x=2)
+    assert parse_shardy('@a = <["x"=2]> [{"x"}]', MESH).mesh is DeviceMesh.of(name="a", x=2)
+    assert parse_shardy(text + '[{"x"}]', MESH).mesh is MESH
     inline = parse_shardy('<mesh<["x"=2], device_ids=[1, 0]>, [{"x"}, {}]>')
     assert inline.mesh is DeviceMesh.of(x=2, devices=[1, 0])
     for asked, message in [

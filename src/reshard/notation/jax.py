@@ -1,4 +1,4 @@
-"""The shardings of JAX: `PartitionSpec`, `NamedSharding`, single devices, and their texts.
+"""The texts of JAX's shardings: `PartitionSpec`, and what `NamedSharding` prints.
 
 One entry a dimension says which mesh axes cut it, major to minor::
 
@@ -6,9 +6,8 @@ One entry a dimension says which mesh axes cut it, major to minor::
     P(UNCONSTRAINED, 'x')                      rows are left to propagation
     P('x', unreduced={'y'})                    contributions to a sum along y
 
-Objects are read without importing jax: they are recognised by the module of their type. Cuts
-are by ceil, as GSPMD makes them; JAX itself puts only shapes that divide on devices. Memory
-kinds and the types of mesh axes say nothing about where elements are, and are not read.
+Cuts are by ceil, as GSPMD makes them; JAX itself puts only shapes that divide on devices.
+Objects of JAX are read and made in `reshard.notation.jax_objects`.
 
 Source: JAX, `jax.sharding`.
 """
@@ -18,11 +17,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import numpy as np
-
-from reshard.errors import MissingExtraError, NotationError
+from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.mesh_order import in_mesh_order
 from reshard.notation.scanner import reading
@@ -30,7 +26,7 @@ from reshard.notation.vocabulary import Vocabulary
 from reshard.sharding import DimSpec, ShardingSpec
 
 _VOCABULARY = Vocabulary("JAX", reductions=("sum",), has_open_dims=True)
-_PARTITION_SPECS = ("PartitionSpec", "P")
+PARTITION_SPECS = ("PartitionSpec", "P")
 _OPEN = "UNCONSTRAINED"
 _MESH_AXIS = re.compile(r"'([^']*)':\s*(\d{1,18})(?!\d)")
 
@@ -66,7 +62,7 @@ def parse_jax(
             body, mesh = _named_sharding(body, mesh)
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh, such as x=2,y=3")
-        return _build(mesh, *_partition_spec(body), shape)
+        return sharding_of_entries(mesh, *_partition_spec(body), shape)
 
 
 def _named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
@@ -103,7 +99,7 @@ def _partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
         call = None if "\\" in text else ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
-    if not isinstance(call, ast.Call) or _name(call.func) not in _PARTITION_SPECS:
+    if not isinstance(call, ast.Call) or _name(call.func) not in PARTITION_SPECS:
         raise NotationError(f"cannot read {text!r}; write PartitionSpec('x', ('y', 'z'), None)")
     named: dict[str, list[str]] = {"unreduced": [], "reduced": []}
     for keyword in call.keywords:
@@ -141,13 +137,26 @@ def _axis_names(node: ast.expr) -> list[str]:
     )
 
 
-def _build(
+def sharding_of_entries(
     mesh: DeviceMesh,
     entries: Sequence[Entry],
     unreduced: Iterable[str],
     reduced: Iterable[str],
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
+    """The sharding whose dimensions are cut over `entries`; see `parse_jax`.
+
+    Args:
+        mesh: whose axes the entries name.
+        entries: the axes of each dimension.
+        unreduced: axes along which there are contributions to a sum.
+        reduced: axes along which copies are asked for.
+        shape: of the tensor, to add entries that were left out.
+
+    Raises:
+        NotationError: more entries than dimensions.
+        MeshError, SpecError: axes that are unknown or used twice.
+    """
     entries = list(entries)
     if shape is not None:
         if len(entries) > len(shape):
@@ -177,14 +186,19 @@ def jax_text(spec: ShardingSpec) -> str:
     >>> jax_text(spec(DeviceMesh.of(x=2, y=2, z=2), "x y, -, ? | sum(z)"))
     "PartitionSpec(('x', 'y'), None, PartitionSpec.UNCONSTRAINED, unreduced={'z'})"
     """
-    entries, unreduced = _entries(spec)
+    entries, unreduced = entries_of(spec)
     words = [_entry_text(entry) for entry in entries]
     if unreduced:
         words.append(f"unreduced={{{', '.join(map(repr, unreduced))}}}")
     return f"PartitionSpec({', '.join(words)})"
 
 
-def _entries(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
+def entries_of(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
+    """The axes of each dimension of a sharding, and the unreduced axes.
+
+    Raises:
+        NotationError: a part of the sharding that JAX cannot say.
+    """
     _VOCABULARY.check(spec)
     for dim in spec.dim_specs:
         if dim.is_open and dim.levels:
@@ -202,150 +216,3 @@ def _entry_text(entry: Entry) -> str:
     if not entry:
         return "None"
     return repr(entry[0]) if len(entry) == 1 else repr(entry)
-
-
-def is_jax(value: object) -> bool:
-    """Whether an object is one of JAX's, told without importing jax."""
-    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-
-
-def spec_of_jax(
-    sharding: Any, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
-) -> ShardingSpec:
-    """The sharding of a JAX object. Ranks are the ids of its devices.
-
-    Args:
-        sharding: a `PartitionSpec`, `NamedSharding` or `SingleDeviceSharding`, or an array
-            with one of the last two.
-        mesh: for a `PartitionSpec`, which has none.
-        shape: of the tensor, to add the entries that are left out; an array has its own.
-
-    Raises:
-        NotationError: another object, a `PartitionSpec` without a mesh, a mesh that is empty.
-    """
-    if not is_jax(sharding):
-        kind = type(sharding).__name__
-        raise NotationError(f"{kind} is no object of JAX; give a PartitionSpec or a sharding")
-    if hasattr(sharding, "sharding") and hasattr(sharding, "shape"):
-        sharding, shape = sharding.sharding, sharding.shape
-    kind = type(sharding).__name__
-    with reading("JAX", repr(sharding)):
-        if kind == "SingleDeviceSharding":
-            (device,) = sharding.device_set
-            if shape is None:
-                raise NotationError("a single device; give the shape of the tensor it holds")
-            return ShardingSpec(DeviceMesh("mesh", (), (), [device.id]), [()] * len(shape))
-        if kind == "NamedSharding":
-            return _of_partition_spec(sharding.spec, mesh_of_jax(sharding.mesh), shape)
-        if kind not in _PARTITION_SPECS:
-            raise NotationError(
-                f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding or "
-                "SingleDeviceSharding"
-            )
-        if mesh is None:
-            raise NotationError("a PartitionSpec names mesh axes; give a mesh")
-        return _of_partition_spec(sharding, mesh, shape)
-
-
-def _of_partition_spec(
-    partition_spec: Any, mesh: DeviceMesh, shape: Sequence[int] | None
-) -> ShardingSpec:
-    # Older versions of JAX have no `partitions`, newer ones forbid to iterate without it.
-    has_partitions = hasattr(partition_spec, "partitions")
-    entries = partition_spec.partitions if has_partitions else tuple(partition_spec)
-    is_open = type(partition_spec).UNCONSTRAINED
-    return _build(
-        mesh,
-        [None if entry is is_open else _names(entry) for entry in entries],
-        _names(tuple(getattr(partition_spec, "unreduced", None) or ())),
-        _names(tuple(getattr(partition_spec, "reduced", None) or ())),
-        shape,
-    )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    for axis in axes:
-        if not isinstance(axis, str):
-            raise NotationError(f"mesh axis {axis!r} is not named by a text; rename it")
-    return axes
-
-
-def mesh_of_jax(mesh: Any) -> DeviceMesh:
-    """The mesh of a JAX `Mesh`, its devices by their ids, or of an `AbstractMesh`.
-
-    Raises:
-        NotationError: another object, an empty mesh, axes that are not named by texts.
-    """
-    kind = type(mesh).__name__
-    if not is_jax(mesh) or kind not in ("Mesh", "AbstractMesh"):
-        raise NotationError(f"{kind} is no mesh of JAX; give a Mesh or an AbstractMesh")
-    names = _names(tuple(mesh.axis_names))
-    if kind == "AbstractMesh":
-        return DeviceMesh("mesh", mesh.axis_sizes, names)
-    if mesh.empty:
-        raise NotationError("an empty mesh of JAX has no devices; give one with devices")
-    return DeviceMesh(
-        "mesh", mesh.devices.shape, names, [device.id for device in mesh.devices.flat]
-    )
-
-
-def to_partition_spec(spec: ShardingSpec) -> Any:
-    """The `jax.sharding.PartitionSpec` of a sharding. Imports jax.
-
-    Raises:
-        MissingExtraError: jax is not installed.
-        NotationError: a part of the sharding that JAX cannot say.
-    """
-    entries, unreduced = _entries(spec)
-    partition_spec = _jax().sharding.PartitionSpec
-    open_entry = partition_spec.UNCONSTRAINED
-    items = [open_entry if entry is None else entry or None for entry in entries]
-    return partition_spec(*items, **({"unreduced": set(unreduced)} if unreduced else {}))
-
-
-def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) -> Any:
-    """The `jax.sharding.NamedSharding` of a sharding. Imports jax.
-
-    Args:
-        spec: whose ranks are ids of devices.
-        devices: where to look for them; `jax.devices()` when None.
-
-    Raises:
-        MissingExtraError: jax is not installed.
-        NotationError: a part of the sharding that JAX cannot say, a rank without a device.
-    """
-    partition_spec = to_partition_spec(spec)
-    jax = _jax()
-    by_id = {device.id: device for device in (jax.devices() if devices is None else devices)}
-    missing = [rank for rank in spec.mesh.devices if rank not in by_id]
-    if missing:
-        raise NotationError(
-            f"no device for rank {missing[0]} of the mesh {spec.mesh!r}; the devices of JAX have "
-            f"the ids {sorted(by_id)}"
-        )
-    places = np.empty(spec.mesh.size, dtype=object)
-    places[:] = [by_id[rank] for rank in spec.mesh.devices]
-    kinds = {}
-    if spec.partial_axes:
-        # JAX allows unreduced axes of this type alone.
-        explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
-        unreduced = {axis.name for axis in spec.partial_axes}
-        types = tuple(explicit if name in unreduced else auto for name in spec.mesh.axis_names)
-        kinds = {"axis_types": types}
-    mesh = jax.sharding.Mesh(places.reshape(spec.mesh.shape), spec.mesh.axis_names, **kinds)
-    try:
-        return jax.sharding.NamedSharding(mesh, partition_spec)
-    except ValueError as error:
-        # What meshes of one type of axes may have differs between the versions of JAX.
-        raise NotationError(f"JAX refuses the sharding `{spec}`: {error}") from error
-
-
-def _jax() -> Any:
-    try:
-        import jax
-    except ImportError as error:
-        raise MissingExtraError(
-            "objects of JAX need jax, which is not installed; install it with: pip install jax"
-        ) from error
-    return jax

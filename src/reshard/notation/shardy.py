@@ -141,7 +141,7 @@ def _read_sharding(
     is_bare = not scanner.looks_at(r"#|<")
     marks: dict[str, tuple[str, list[Axis]]] = {}
     if is_bare:
-        mesh = given or (next(iter(meshes.values())) if len(meshes) == 1 else None)
+        mesh = next(iter(meshes.values())) if len(meshes) == 1 else given
         dims = _read_dims(scanner)
     else:
         scanner.take(r"#sdy\.sharding\b")
