@@ -187,3 +187,12 @@ def piece_sizes(source: str, target: str, per_shard: Sequence[int]) -> list[list
 def test_the_splits_of_the_proposal() -> None:
     assert piece_sizes("unaligned", "aligned", (16, 16)) == [[4, 2, 6, 4], [4, 8, 2, 2]]
     assert piece_sizes("aligned", "unaligned", (16, 16)) == [[4, 6, 4, 2], [2, 4, 8, 2]]
+
+
+def test_aligned_partitions_that_do_not_divide_evenly() -> None:
+    """Five over two shards: three and two, where the proposal asks for an even number."""
+    mesh = reshard.DeviceMesh.of(x=2)
+    aligned, plain = (Side.sharded(mesh, text, (16,)) for text in ("x@whole[3,1,2,4,6]", "x"))
+    assert [aligned.layout.local_shape(rank) for rank in range(2)] == [(6,), (10,)]
+    check(aligned, plain, 2)
+    check(plain, aligned, 2)
