@@ -9,7 +9,7 @@
     │   ├── MeshError          a device mesh: sizes, names, devices, sub-axes
     │   ├── RuleError          a cut rule that does not fit the length it is given
     │   ├── SpecError          a sharding: axes used twice, wrong number of dimensions
-    │   └── NotationError      text that is not a sharding or a mesh
+    │   └── NotationError      text that is not a sharding, a mesh or a saved plan
     ├── PlanError              two layouts that cannot be planned, or a plan that is wrong
     ├── ShardError             arrays that do not fit the layout they are said to have
     ├── RecipeError            a recipe or rule that cannot be applied
@@ -57,7 +57,7 @@ class SpecError(LayoutError):
 
 
 class NotationError(LayoutError):
-    """Text that is not a sharding, a rule or a mesh."""
+    """Text that is not a sharding, a rule, a mesh or a saved plan."""
 
 
 class PlanError(ReshardError, ValueError):

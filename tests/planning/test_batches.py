@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
@@ -16,6 +16,9 @@ from reshard.layout import Layout
 from reshard.planning.batches import Batch, batches
 from reshard.planning.slices import Slice, restrict
 from reshard.testing.strategies import movements
+
+# Each example is a few movements.
+FEWER = settings(max_examples=max(settings().max_examples // 2, 1))
 
 
 @st.composite
@@ -59,6 +62,7 @@ def least_that_would_do(job: reshard.Job, limit: int, align: int = 1) -> int:
     return int(found[1])
 
 
+@FEWER
 @given(jobs(), st.integers(0, 2000), st.sampled_from([1, 16]))
 def test_no_rank_stages_more_than_the_limit(job: reshard.Job, limit: int, align: int) -> None:
     try:
@@ -75,6 +79,7 @@ def test_no_rank_stages_more_than_the_limit(job: reshard.Job, limit: int, align:
     assert [batch.items for batch in again] == [batch.items for batch in found]
 
 
+@FEWER
 @given(jobs())
 def test_with_room_for_all_there_is_one_batch(job: reshard.Job) -> None:
     ranks = max(len(job.sent_bytes), len(job.received_bytes))

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard.runs import IntArray
-from reshard.show.rank_text import rank_text
-from reshard.show.text_width import shortened
+from reshard.show.rank_text import ranks_text
 
-_WIDTH = 32
+_MOST_LETTERS = 32
 
 
 def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
@@ -29,5 +28,4 @@ def busiest_text(loads: IntArray, ranks: Iterable[int]) -> str:
         return ""
     most = int(loads.max())
     who = np.flatnonzero(loads == most).tolist()
-    text = shortened(rank_text(who), _WIDTH)
-    return f"rank{'s' * (len(who) > 1)} {text}: {most * len(able) / total:.2f} times the mean"
+    return f"{ranks_text(who, _MOST_LETTERS)}: {most * len(able) / total:.2f} times the mean"
