@@ -193,6 +193,16 @@ def test_a_shard_order_is_the_order_of_the_cuts(order: Shape, shape: Shape) -> N
             assert dtensor_objects.sharding_of_dtensor(tensor) is spec
 
 
+def test_offsets_of_torch_know_no_shard_order() -> None:
+    """Torch's offsets are those of the left-to-right cut, whatever the order: a trap."""
+    shards = (torch_placements.Shard(0),) * 2
+    spec = sharding_of_placements(SQUARE, shards, 1, [(0, (1, 0))])
+    held = locals_of(spec.layout((8,)))
+    assert held[1].tolist() == [4, 5]
+    offsets = torch_utils._compute_local_shape_and_global_offset((8,), (2, 2), [0, 1], shards)
+    assert offsets == ((2,), (2,))
+
+
 def test_a_shard_order_is_written_back_by_steps_or_by_strides() -> None:
     spec = native(CUBE, "pp / dp / tp, -")
     assert dtensor_text(spec) == "[Shard(0)[1], Shard(0)[2], Shard(0)[0]]"

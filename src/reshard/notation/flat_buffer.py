@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,19 +119,20 @@ class FlatBuffer:
         return self.rank_elements * self.ranks
 
     def pieces(self, rank: int) -> tuple[BufferPiece, ...]:
-        """What one rank has of the tensors, in the order of its part. Raises NotationError for a
-        rank that is not there.
+        """What one rank has of the tensors, in the order of its part.
+
+        Raises:
+            NotationError: a rank that is not there.
         """
         if not 0 <= rank < self.ranks:
             raise NotationError(f"rank {rank} of a flat buffer over {self.ranks} ranks")
-        return tuple(self._pieces(rank))
-
-    def _pieces(self, rank: int) -> Iterator[BufferPiece]:
         low, high = rank * self.rank_elements, (rank + 1) * self.rank_elements
+        found = []
         for (name, shape), begin in zip(self.tensors, self.starts, strict=True):
             start, stop = max(low, begin), min(high, begin + math.prod(shape))
             if start < stop:
-                yield BufferPiece(name, start - begin, stop - begin, start - low)
+                found.append(BufferPiece(name, start - begin, stop - begin, start - low))
+        return tuple(found)
 
     def layout(self, name: str, devices: Sequence[int] | None = None) -> Layout:
         """Where the elements of one tensor are; a rank without any of them holds nothing.
@@ -143,33 +144,40 @@ class FlatBuffer:
         Raises:
             NotationError: a name that is not in the buffer, another number of devices.
         """
-        return self.layouts(devices, only=name)[name]
+        shapes = dict(self.tensors)
+        if name not in shapes:
+            raise NotationError(
+                f"{name!r} is not in the flat buffer, which has {', '.join(shapes) or 'no tensors'}"
+            )
+        begin = dict(zip(shapes, self.starts, strict=True))[name]
+        return self._layout(shapes[name], begin, self._slots(devices))
 
-    def layouts(
-        self, devices: Sequence[int] | None = None, only: str | None = None
-    ) -> dict[str, Layout]:
-        """Where the elements of every tensor are, by name; of one of them if `only` names it.
+    def layouts(self, devices: Sequence[int] | None = None) -> dict[str, Layout]:
+        """Where the elements of every tensor are, by name; see `layout`.
 
         >>> FlatBuffer({"a": (2, 3), "b": (5,)}, ranks=3).layouts()["b"].holders
         (1, 2)
         """
+        slots = self._slots(devices)
+        return {
+            name: self._layout(shape, begin, slots)
+            for (name, shape), begin in zip(self.tensors, self.starts, strict=True)
+        }
+
+    def _slots(self, devices: Sequence[int] | None) -> list[int]:
         slots = list(range(self.ranks)) if devices is None else [int(slot) for slot in devices]
         if len(set(slots)) != self.ranks or len(slots) != self.ranks:
             raise NotationError(
                 f"devices {slots} for a flat buffer over {self.ranks} ranks; give one for each"
             )
-        shapes = dict(self.tensors)
-        if only is not None and only not in shapes:
-            raise NotationError(
-                f"{only!r} is not in the flat buffer, which has {', '.join(shapes) or 'no tensors'}"
-            )
-        wanted = shapes if only is None else {only: shapes[only]}
-        ranges: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in wanted}
-        for rank, slot in enumerate(slots):
-            for piece in self._pieces(rank):
-                if piece.name in wanted:
-                    ranges[piece.name][slot] = (piece.start, piece.stop)
-        return {
-            name: Layout.flat_ranges(shape, ranges[name], slots=max(slots) + 1)
-            for name, shape in wanted.items()
-        }
+        return slots
+
+    def _layout(self, shape: tuple[int, ...], begin: int, slots: list[int]) -> Layout:
+        """The layout of a tensor of `shape` that begins at `begin` in the buffer."""
+        each, end = self.rank_elements, begin + math.prod(shape)
+        ranges = {}
+        if begin < end:
+            for rank in range(begin // each, ceil_divide(end, each)):
+                start, stop = max(rank * each, begin), min((rank + 1) * each, end)
+                ranges[slots[rank]] = (start - begin, stop - begin)
+        return Layout.flat_ranges(shape, ranges, slots=max(slots) + 1)

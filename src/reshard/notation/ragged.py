@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -252,9 +253,11 @@ def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Lay
     """
     cells: list[tuple[int, list[tuple[int, int, int]], int]] = []
     width = len(shard.dims)
+    # Many ranks have parts of few lengths.
+    ranges = cache(shard.ranges)
     for cell, slot in enumerate(base.cell_slot.tolist()):
         local = tuple(base.cell_shape[cell].tolist())
-        window = shard.ranges(math.prod(local[:width]))[coordinate[slot]]
+        window = ranges(math.prod(local[:width]))[coordinate[slot]]
         leading = flat_range_boxes(local[:width], *window)
         for box in leading or [Box((0,) * width, (0,) * width)]:
             start, stop = box.start + (0,) * (len(local) - width), box.stop + local[width:]
