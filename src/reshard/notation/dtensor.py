@@ -333,10 +333,13 @@ def _placement_of_level(
         return Shard(dim)
     if isinstance(level.rule, Strided) and level.rule.local_lengths is None:
         return StridedShard(dim, level.rule.stride)
-    partitioned = PartitionedShard.from_rule(dim, level.rule, size)
-    if partitioned is None or "PartitionedShard" not in further:
-        raise cannot_say(
-            f"the rule `{level.rule.text}` of dimension {dim}",
-            "its placements cut by ceil (Shard) or by a stride (_StridedShard)",
-        )
-    return partitioned
+    words = ["by ceil (Shard)", "by a stride (_StridedShard)"]
+    if "PartitionedShard" in further:
+        partitioned = PartitionedShard.from_rule(dim, level.rule, size)
+        if partitioned is not None:
+            return partitioned
+        words.append("in partitions (PartitionedShard)")
+    raise cannot_say(
+        f"the rule `{level.rule.text}` of dimension {dim}",
+        f"its placements cut {', '.join(words[:-1])} or {words[-1]}",
+    )
