@@ -53,6 +53,15 @@ def texts(pair: Reconciled) -> tuple[str, str]:
         (cut(2, 6, partition_sizes=(4, 2)), cut(1, 6, partition_sizes=(4, 2)), (6,), ("-", "-")),
         # Along other dimensions.
         (cut(2, 4, 6), cut(3, 8, 2, partition_dim=1), (8, 6), ("tp, -", "-, tp")),
+        (
+            cut(2, 6, 6, partition_sizes=(4, 2)),
+            cut(2, 12, 3, partition_dim=1, partition_sizes=(2, 1)),
+            (12, 6),
+            ("tp@blocks[8,4], -", "-, tp@blocks[4,2]"),
+        ),
+        # Padded as the other, or not at all.
+        (cut(2, 8, true_length=13), whole(1, 16), (13,), ("tp@pad8", "tp@pad16")),
+        (cut(2, 8, true_length=13), whole(1, 13), (13,), ("tp@pad8", "tp@pad13")),
         # Strides of their own.
         (cut(2, 8, partition_stride=2), cut(2, 8), (16,), ("tp@stride2[8,8]", "tp")),
         # Blocks of one side, which may be a stride's.
@@ -142,12 +151,11 @@ def test_a_round_trip_through_any_cuts(data: st.DataObject) -> None:
         (cut(2, 8, true_length=16), cut(4, 8, true_length=15), SpecError, "both cut: 16 and 15"),
         # A marked side that is whole cannot stand against one that is cut.
         (cut(2, 16), cut(4, 4), SpecError, "no reading"),
-        (
-            cut(2, 6, 6, partition_sizes=(4, 2)),
-            cut(2, 12, 3, partition_dim=1, partition_sizes=(2, 1)),
-            RuleError,
-            "dimension 0 of the source and dimension 1 of the target",
-        ),
+        # Padding that no side explains.
+        (cut(2, 8, true_length=13), whole(1, 15), SpecError, r"\(as marked: 13 and 15\)"),
+        (cut(2, 8, true_length=13), whole(4, 5), SpecError, "as marked: 13 and 5"),
+        # Ranks of 8 copies, not 8 of 16 of which the second half is padding.
+        (cut(2, 8, true_length=7), whole(2, 8), SpecError, "as marked: 7 and 8"),
         (
             cut(2, 6, partition_sizes=(4, 2)),
             cut(4, 3, heads=4),

@@ -48,7 +48,8 @@ def reconcile(
 
     Args:
         source, target: what each side says of it.
-        cast: the target's element type, where it differs from the source's.
+        cast: the target's element type, where it differs from the source's. This only allows the
+            difference: elements are converted where the plan is run.
 
     Raises:
         SpecError: different element types without a cast, an expert on one side only, shapes
@@ -140,23 +141,17 @@ def _marked_as(side: MegatronParameter, other: MegatronParameter) -> MegatronPar
     """The side, cut as the other is where it has no mark; None where that cannot be."""
     if side.tensor_model_parallel:
         return side
-    marked = replace(
-        side, tensor_model_parallel=True, partition_dim=other.partition_dim, partition_stride=1
-    )
+    marked = replace(side, tensor_model_parallel=True, partition_dim=other.partition_dim)
     own = (side.partition_stride, side.partition_sizes, side.heads, side.true_length)
     if own != (1, None, None, None):
-        return replace(marked, partition_stride=side.partition_stride)
-    # Padding of one side is taken for padding of the other only where its ranks are as full as
-    # can be: copies of the whole length must not pass for padded parts.
-    full = marked.local_lengths[0] * marked.parts
-    if other.true_length is not None:
-        last = full - marked.local_lengths[0]
-        return (
-            replace(marked, true_length=other.true_length)
-            if last < other.true_length <= full
-            else None
-        )
-    return replace(marked, partition_stride=other.partition_stride, heads=other.heads)
+        return marked
+    if other.true_length is None:
+        return replace(marked, partition_stride=other.partition_stride, heads=other.heads)
+    # Without a word of its own on padding, a side is as long as the tensor or as the other is
+    # with its padding; and its last rank has a part: copies must not pass for padded parts.
+    lengths, padded = marked.local_lengths, sum(other.local_lengths)
+    fits = sum(lengths) in (other.true_length, padded) and sum(lengths[:-1]) < other.true_length
+    return replace(marked, true_length=other.true_length) if fits else None
 
 
 def _unmarked(side: MegatronParameter) -> MegatronParameter | None:
@@ -185,10 +180,7 @@ def _with_common_blocks(
     if source.partition_sizes is None and target.partition_sizes is None:
         return source, target
     if source.partition_dim != target.partition_dim:
-        raise RuleError(
-            f"partition_sizes along dimension {source.partition_dim} of the source and dimension "
-            f"{target.partition_dim} of the target; blocks are of one dimension"
-        )
+        return source, target
     blocks = [side.blocks for side in (source, target)]
     if blocks[0] is None:
         return _cut_in_blocks(source, blocks[1] or ()), target
