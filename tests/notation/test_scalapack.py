@@ -196,11 +196,16 @@ def test_a_grid_that_cannot_be() -> None:
         process_grid(2, 2, "both")
 
 
-def test_a_text_and_a_mesh_must_agree() -> None:
+def test_a_grid_of_the_text_goes_before_a_mesh() -> None:
+    for mesh in (DeviceMesh.of(x=2, y=3), DeviceMesh.of(x=4)):
+        assert parse_scalapack("mb=2 nb=2 grid=3x2", mesh).mesh is process_grid(3, 2)
+        turned = parse_scalapack("mb=2 nb=2 grid=2x3 order=column", mesh).mesh
+        assert turned is process_grid(2, 3, "column")
+
+
+def test_what_does_not_fit_the_mesh_or_the_shape() -> None:
     mesh = DeviceMesh.of(x=2, y=3)
-    with pytest.raises(NotationError, match="the text's grid of 3x2"):
-        parse_scalapack("mb=2 nb=2 grid=3x2", mesh)
-    with pytest.raises(NotationError, match=r"has ranks \[0, 2, 4, 1, 3, 5\], the mesh x=2,y=3"):
+    with pytest.raises(NotationError, match="order=column for the mesh x=2,y=3 with ranks"):
         parse_scalapack("mb=2 nb=2 order=column", mesh)
     with pytest.raises(NotationError, match="a mesh of 1 axes"):
         parse_scalapack("mb=2 nb=2", DeviceMesh.of(x=6))

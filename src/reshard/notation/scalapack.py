@@ -158,7 +158,8 @@ def parse_scalapack(
             nine, or by name: `mb=2 nb=2`, of which `m`, `n`, `rsrc` and `csrc` may be left out.
             Behind them the grid of processes: `grid=2x3 order=column`, or rank by rank,
             `grid=[[3, 1], [2, 0]]`.
-        mesh: the grid, rows and then columns, where the text has none.
+        mesh: the grid, rows and then columns, where the text has none. Where both say the same
+            grid, the mesh gives its axes their names.
         shape: of the matrix.
 
     Raises:
@@ -248,23 +249,20 @@ def _is_number(text: str) -> bool:
 
 
 def _grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The grid that the text says, or the mesh; where there are both, they must agree."""
-    if mesh is not None:
-        _expect_two_axes(mesh)
-        if text is None and order is None:
-            return mesh
-    if text is None:
-        if mesh is None:
-            raise NotationError("the grid of processes is missing; give a mesh, or grid=2x3")
-        text = f"{mesh.shape[0]}x{mesh.shape[1]}"
-    found = _grid_of_ranks(text, order) if "[" in text else _grid_of_sizes(text, order)
-    if mesh is not None and (mesh.shape, mesh.devices) != (found.shape, found.devices):
+    """The grid that the text says; the mesh where it says none, or says the same one."""
+    if text is not None:
+        found = _grid_of_ranks(text, order) if "[" in text else _grid_of_sizes(text, order)
+        is_same = mesh is not None and (mesh.shape, mesh.devices) == (found.shape, found.devices)
+        return mesh if mesh is not None and is_same else found
+    if mesh is None:
+        raise NotationError("the grid of processes is missing; give a mesh, or grid=2x3")
+    _expect_two_axes(mesh)
+    if order is not None and process_grid(*mesh.shape, order).devices != mesh.devices:
         raise NotationError(
-            f"the text's grid of {found.shape[0]}x{found.shape[1]} has ranks "
-            f"{list(found.devices)}, the mesh {mesh.text} has {list(mesh.devices)}; leave one of "
-            "them out"
+            f"order={order} for the mesh {mesh.text} with ranks {list(mesh.devices)}; a mesh has "
+            "its own order, leave one of them out"
         )
-    return found if mesh is None else mesh
+    return mesh
 
 
 def _grid_of_sizes(text: str, order: str | None) -> DeviceMesh:
