@@ -257,7 +257,10 @@ def _grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> Devic
     if mesh is None:
         raise NotationError("the grid of processes is missing; give a mesh, or grid=2x3")
     _expect_two_axes(mesh)
-    if order is not None and process_grid(*mesh.shape, order).devices != mesh.devices:
+    if (
+        order is not None
+        and process_grid(mesh.shape[0], mesh.shape[1], order).devices != mesh.devices
+    ):
         raise NotationError(
             f"order={order} for the mesh {mesh.text} with ranks {list(mesh.devices)}; a mesh has "
             "its own order, leave one of them out"
