@@ -4,14 +4,20 @@ A `Job` lists tensors, each with its plan and the places its shards are in. Tens
 layouts share one plan, so a job of thousands of tensors is planned as often as it has
 different geometries. Bytes, senders and the digest belong to the job, since they concern all
 tensors together.
+
+Who sends what is chosen for all tensors at once. What a rank holds stays; what it lacks comes
+from ranks that hold it, so that the most loaded of them sends as little as possible
+(`shares`, `line`); a box may come in parts, from several. Or the senders are *stable*: holders
+take turns, and what one rank gets from whom does not depend on ranks added behind the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,8 +25,16 @@ from reshard.binding import Binding
 from reshard.dtypes import DType
 from reshard.errors import PlanError
 from reshard.layout import Layout
+from reshard.planning.job_transfers import JobTransfers
+from reshard.planning.line import Bundle, Line, find_line
+from reshard.planning.needs import find_needs
 from reshard.planning.plan import Plan
+from reshard.planning.senders import transfers_of_all, transfers_of_rank
+from reshard.planning.transfers import Transfers
+from reshard.planning.verification import verify_transfers
 from reshard.runs import IntArray
+
+Sources = Literal["balanced", "stable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +84,57 @@ class Job:
     """
 
     items: tuple[JobItem, ...]
+    sources: Sources
 
-    def __init__(self, items: Iterable[JobItem]) -> None:
+    def __init__(self, items: Iterable[JobItem], sources: Sources = "balanced") -> None:
         object.__setattr__(self, "items", tuple(items))
+        object.__setattr__(self, "sources", sources)
+        if sources not in ("balanced", "stable"):
+            raise PlanError(
+                f"sources={sources!r}; senders are 'balanced', or 'stable' where ranks will be "
+                "added to the target"
+            )
         names: set[str] = set()
         for item in self.items:
             if item.name in names:
                 raise PlanError(f"tensor {item.name!r} appears twice in one job")
             names.add(item.name)
+
+    @cached_property
+    def line(self) -> Line:
+        """Where everything that moves lies, and who sends it: the same on all ranks.
+
+        Raises PlanError where a source leaves out an element.
+        """
+        numbers: dict[tuple[Plan, DType], list[int]] = {}
+        for number, item in enumerate(self.items):
+            numbers.setdefault((item.plan, item.dtype), []).append(number)
+        bundles = [
+            Bundle(plan, dtype, np.array(items), find_needs(plan.source, plan.target))
+            for (plan, dtype), items in numbers.items()
+        ]
+        slots = max((max(b.plan.source.slots, b.plan.target.slots) for b in bundles), default=0)
+        return find_line(bundles, slots)
+
+    @cached_property
+    def transfers(self) -> JobTransfers:
+        """The transfers of every tensor, by name; those that stay included."""
+        return self._named(transfers_of_all(self.line, self.sources == "stable"))
+
+    def for_rank(self, rank: int) -> JobTransfers:
+        """What one rank receives, keeps and sends of every tensor, found without the others'.
+
+        >>> import reshard
+        >>> from reshard.dtypes import dtype
+        >>> whole, parts = reshard.Layout.replicated((6,), 2), reshard.Layout.whole((6,), [2], 3)
+        >>> job = Job([JobItem.between_ranks("a", dtype("int8"), whole, parts)])
+        >>> print(job.for_rank(1)["a"])
+        1 -> 2 [3:6]
+        """
+        return self._named(transfers_of_rank(self.line, rank, self.sources == "stable"))
+
+    def _named(self, found: list[Any]) -> JobTransfers:
+        return JobTransfers(tuple(item.name for item in self.items), found)
 
     @property
     def moved_bytes(self) -> int:
@@ -94,24 +151,34 @@ class Job:
     @cached_property
     def sent_bytes(self) -> IntArray:
         """Bytes each source slot sends to others: shape `(slots,)`."""
-        return self._total([(item, item.plan.sent_elements) for item in self.items])
+        total = self._zeros([item.plan.source.slots for item in self.items])
+        for found in self.transfers.bundles:
+            moving = ~found.transfers.stays
+            size = found.transfers.elements[moving] * found.bundle.dtype.itemsize_bytes
+            np.add.at(total, found.transfers.source_slot[moving], size)
+        return total
 
     @cached_property
     def received_bytes(self) -> IntArray:
         """Bytes each target slot receives from others: shape `(slots,)`."""
-        return self._total([(item, item.plan.received_elements) for item in self.items])
+        rows, kinds = self.line.rows, self.line.kinds
+        of_kind = np.zeros(len(kinds.size), dtype=np.int64)
+        items = np.array([len(bundle.items) for bundle in self.line.bundles], dtype=np.int64)
+        moving = ~rows.stays
+        size = rows.size_bytes[moving] * items[rows.bundle[moving]]
+        np.add.at(of_kind, rows.kind[moving], size)
+        total = self._zeros([item.plan.target.slots for item in self.items])
+        total[:] = of_kind[kinds.group[: len(total)]]
+        return total
 
     @staticmethod
-    def _total(columns: list[tuple[JobItem, IntArray]]) -> IntArray:
-        total = np.zeros(max((len(column) for _, column in columns), default=0), dtype=np.int64)
-        for item, column in columns:
-            total[: len(column)] += column * item.dtype.itemsize_bytes
-        return total
+    def _zeros(slots: list[int]) -> IntArray:
+        return np.zeros(max(slots, default=0), dtype=np.int64)
 
     @cached_property
     def digest(self) -> str:
         """A digest that two ranks share exactly when they mean the same job."""
-        hasher = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(f"{self.sources}\0".encode(), digest_size=16)
         for item in self.items:
             hasher.update(f"{item.name}\0{item.dtype.name}\0".encode())
             for layout in (item.plan.source, item.plan.target):
@@ -119,16 +186,32 @@ class Job:
         return hasher.hexdigest()
 
     def verify(self) -> None:
-        """Check every plan, see `Plan.verify`. Raises PlanError naming the tensor."""
-        checked: set[Plan] = set()
+        """Check the transfers of every tensor against its layouts, see `Plan.verify`.
+
+        Raises:
+            PlanError: naming the tensor, where a box is missing, doubled, misplaced, or sent by
+                a slot that has it not; or where more moves than must.
+        """
         for item in self.items:
-            if item.plan in checked:
-                continue
-            checked.add(item.plan)
+            plan = item.plan
+            transfers = self.transfers.get(item.name, Transfers.none(plan.source.ndim))
             try:
-                item.plan.verify()
+                verify_transfers(plan.source, plan.target, plan.combines, transfers)
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
+        if self.moved_bytes != self.lower_bound_bytes:
+            raise PlanError(
+                f"the job moves {self.moved_bytes} bytes where {self.lower_bound_bytes} suffice"
+            )
+
+    def run(self, arrays: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
+        """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
+
+        See `reshard.execution.jobs`.
+        """
+        from reshard.execution.jobs import run_job
+
+        return run_job(self, arrays)
 
     def to_json(self) -> str:
         """This job as a short JSON document, see `reshard.planning.job_serialization`."""
@@ -138,7 +221,7 @@ class Job:
 
     @staticmethod
     def from_json(text: str) -> Job:
-        """The job that `to_json` wrote. Raises ReshardError for a text that is no job's document."""
+        """The job that `to_json` wrote. Raises ReshardError for any other text."""
         from reshard.planning.job_serialization import job_from_json
 
         return job_from_json(text)

@@ -114,21 +114,16 @@ def _holder_sets(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """The set of each need, and the sets' slots: needs of the same source keys share a set."""
     if (np.diff(key_begin) == 1).all():
-        keys, holder_set = np.unique(key, return_inverse=True)
-        first = np.arange(len(keys) + 1)
-    else:
-        numbers: dict[bytes, int] = {}
-        groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
-        holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
-        members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
-        keys = np.concatenate(members)
-        first = np.cumsum([0, *(len(group) for group in members)])
+        return key, copies.begin, copies.slot
+    numbers: dict[bytes, int] = {}
+    groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
+    holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
+    members = [np.frombuffer(group, dtype=np.int64) for group in numbers]
+    keys = np.concatenate(members)
     count = copies.begin[keys + 1] - copies.begin[keys]
     slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
-    of_set = np.repeat(np.repeat(np.arange(len(first) - 1), np.diff(first)), count)
-    rising = (np.diff(of_set) > 0) | (np.diff(slot) > 0)
-    if not rising.all():
-        # A slot with two cells of a set is in it once.
-        pairs = np.unique(of_set * copies.slots + slot)
-        of_set, slot = np.divmod(pairs, copies.slots)
-    return holder_set, np.searchsorted(of_set, np.arange(len(first))), slot
+    of_key = np.repeat(np.arange(len(members)), [len(group) for group in members])
+    # A slot with two keys of a set is in it once.
+    pairs = np.unique(np.repeat(of_key, count) * copies.slots + slot)
+    of_set, slot = np.divmod(pairs, copies.slots)
+    return holder_set, np.searchsorted(of_set, np.arange(len(members) + 1)), slot

@@ -51,6 +51,21 @@ class Pieces:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPieces:
+    """The pieces of every pair that are the same whoever of its holders sends them.
+
+    Pieces that continue one another for all holders are joined. Those of pair `i` are
+    `begin[i]:begin[i + 1]`; `entry` is where each begins in the columns of the overlap.
+    """
+
+    begin: IntArray
+    start: IntArray
+    length: IntArray
+    target_local: IntArray
+    entry: IntArray
+
+
 @dataclass(frozen=True)
 class Overlap:
     """The pairs (target part, holder set) of one dimension, and their pieces.
@@ -91,6 +106,45 @@ class Overlap:
     def _pieces_of_pairs(self) -> Pieces:
         """The pieces of every pair, where each holder set is one part."""
         return self._joined_pieces(np.arange(len(self.pair_set)), self.pair_set)
+
+    @cached_property
+    def shared_pieces(self) -> SharedPieces:
+        """The pieces of every pair, whoever of its holders sends them."""
+        pairs = np.arange(len(self.pair_set))
+        begin = self.piece_begin
+        pair = np.repeat(pairs, np.diff(begin))
+        # Each piece with each part that holds it; the next one's rows lie as far behind.
+        sets = self.pair_set[pair]
+        first = self.holders.set_begin[sets]
+        count = self.holders.set_begin[sets + 1] - first
+        piece = np.repeat(np.arange(len(pair)), count)
+        part = self.holders.set_part[np.repeat(first, count) + ragged_arange(count)]
+        local = self.source_local(piece, part)
+        row = np.flatnonzero(np.append(np.diff(pair) == 0, False)[piece])
+        following = row + count[piece[row]]
+        breaks = local[row] + self.length[piece[row]] != local[following]
+        follows = (
+            (np.diff(pair) == 0)
+            & (self.start[:-1] + self.length[:-1] == self.start[1:])
+            & (self.target_local[:-1] + self.length[:-1] == self.target_local[1:])
+        )
+        follows[piece[row[breaks]]] = False
+        entry = np.flatnonzero(np.append(True, ~follows)[: len(pair)])
+        total = np.append(0, np.cumsum(self.length))
+        length = np.diff(total[np.append(entry, len(pair))])
+        return SharedPieces(
+            np.searchsorted(entry, begin),
+            self.start[entry],
+            length,
+            self.target_local[entry],
+            entry,
+        )
+
+    def source_local(self, entry: IntArray, source_part: IntArray) -> IntArray:
+        """Where the piece of each entry begins in the local order of a part that holds it."""
+        stretch = self.stretch[entry]
+        inside = self.start[entry] - self.holders.start[stretch]
+        return self.holders.local_start(stretch, source_part) + inside
 
     def _joined_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
         low = self.piece_begin[pair]

@@ -1,0 +1,176 @@
+"""Senders of whole jobs: every rank finds its own part, nothing is lost, and loads are even."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard
+from planning.test_shares import Classes, least_largest_load
+from reshard.dtypes import dtype
+from reshard.layout import Layout
+from reshard.planning.job import Job, JobItem, Sources
+from reshard.planning.transfers import Transfers
+from reshard.testing.oracle import Contents, shards_of
+from reshard.testing.strategies import layouts_with_contents, shapes
+
+EVERY_KIND: list[Sources] = ["balanced", "stable"]
+DTYPES = ["int8", "bfloat16", "int32", "int64"]
+EXACT_REDUCTIONS = ("sum", "max", "min")
+
+
+def moved(layout: Layout, by: int, slots: int) -> Layout:
+    """The same layout on the slots `by` further on."""
+    return Layout(
+        layout.shape,
+        layout.tables,
+        slots,
+        layout.cell_slot + by,
+        layout.cell_part,
+        layout.cell_contribution,
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Job, dict[str, tuple[Contents, Contents]]]:
+    """Jobs of some tensors, several of a plan, with what their layouts hold."""
+    items: list[JobItem] = []
+    contents: dict[str, tuple[Contents, Contents]] = {}
+    for movement in range(draw(st.integers(1, 3))):
+        shape = draw(shapes(max_rank=3, max_elements=120))
+        pair = layouts_with_contents(shape, EXACT_REDUCTIONS)
+        (source, held), (target, wanted) = draw(pair), draw(pair)
+        kind = dtype(draw(st.sampled_from(DTYPES)))
+        for copy in range(draw(st.integers(1, 3))):
+            name = f"{movement}.{copy}"
+            items.append(JobItem.between_ranks(name, kind, source, target))
+            contents[name] = held, wanted
+    order = draw(st.permutations(items))
+    return Job(order, draw(st.sampled_from(EVERY_KIND))), contents
+
+
+def rows(transfers: Mapping[str, Transfers]) -> Counter[tuple[object, ...]]:
+    found = Counter[tuple[object, ...]]()
+    for name, columns in transfers.items():
+        lists = [getattr(columns, field).tolist() for field in Transfers.__dataclass_fields__]
+        for row in zip(*lists, strict=True):
+            found[name, *(tuple(value) if isinstance(value, list) else value for value in row)] += 1
+    return found
+
+
+@given(jobs())
+def test_the_parts_of_all_ranks_are_the_job(example: tuple[Job, Any]) -> None:
+    job, _ = example
+    slots = [max(item.plan.source.slots, item.plan.target.slots) for item in job.items]
+    received, sent = Counter[tuple[object, ...]](), Counter[tuple[object, ...]]()
+    for rank in range(max(slots) + 1):
+        part = job.for_rank(rank)
+        for row, count in rows(part).items():
+            _, sender, receiver, *_ = row
+            assert rank in (sender, receiver)
+            (received if receiver == rank else sent)[row] += count
+    whole = rows(job.transfers)
+    assert received == whole
+    assert sent == Counter({row: count for row, count in whole.items() if row[1] != row[2]})
+
+
+@given(jobs())
+def test_every_job_is_right_and_moves_no_more_than_must(example: tuple[Job, Any]) -> None:
+    job, _ = example
+    job.verify()
+    assert job.sent_bytes.sum() == job.received_bytes.sum() == job.moved_bytes
+    received = np.zeros_like(job.received_bytes)
+    for item in job.items:
+        moving = job.transfers.get(item.name, Transfers.none(item.plan.target.ndim)).moving
+        size = moving.elements * item.dtype.itemsize_bytes
+        np.add.at(received, moving.target_slot, size)
+    assert received.tolist() == job.received_bytes.tolist()
+
+
+@given(jobs(), st.integers(0, 2**32))
+def test_data_arrives(example: tuple[Job, Any], seed: int) -> None:
+    job, contents = example
+    random = np.random.default_rng(seed)
+    arrays, expected = {}, {}
+    for item in job.items:
+        held, _ = contents[item.name]
+        kind = item.dtype.numpy
+        size = (held.contributions, *held.shape)
+        dense = [part.astype(kind) for part in random.integers(-8, 8, size)]
+        if not held.elements:
+            return
+        arrays[item.name] = shards_of(held, dense, rubbish=99)
+        expected[item.name] = item.plan.run(arrays[item.name])
+    found = job.run(arrays)
+    for name, shards in expected.items():
+        assert shards.keys() == found[name].keys()
+        for rank, array in shards.items():
+            assert array.tobytes() == found[name][rank].tobytes()
+
+
+def classes_of(job: Job) -> Classes:
+    """What each set of holders has to give, element by element."""
+    demand: dict[tuple[int, ...], int] = {}
+    for item in job.items:
+        source, target = item.plan.source, item.plan.target
+        holders: dict[tuple[int, int], set[int]] = {}
+        for cell in range(source.cells):
+            for element in elements_of(source, cell):
+                key = (int(source.cell_contribution[cell]), element)
+                holders.setdefault(key, set()).add(int(source.cell_slot[cell]))
+        for cell in range(target.cells):
+            slot = int(target.cell_slot[cell])
+            for contribution in item.plan.combines[int(target.cell_contribution[cell])]:
+                for element in elements_of(target, cell):
+                    held = holders[contribution, element]
+                    if slot not in held:
+                        key = tuple(sorted(held))
+                        demand[key] = demand.get(key, 0) + item.dtype.itemsize_bytes
+    return [(size, list(held)) for held, size in demand.items()]
+
+
+def elements_of(layout: Layout, cell: int) -> list[int]:
+    """The numbers of the elements of a cell without halos or pads."""
+    numbers = np.arange(int(np.prod(layout.shape, dtype=np.int64))).reshape(layout.shape)
+    index = [
+        np.concatenate([np.arange(a, b) for a, b, *_ in table.runs_of(part)] or [np.zeros(0, int)])
+        for table, part in zip(layout.tables, layout.cell_part[cell].tolist(), strict=True)
+    ]
+    return numbers[np.ix_(*index)].reshape(-1).tolist() if index else [0]
+
+
+@st.composite
+def replicated_jobs(draw: st.DrawFn) -> Job:
+    """Jobs whose sources have copies of many sizes, and no halos."""
+    items = []
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        length = draw(st.integers(1, 40))
+        kind = dtype(draw(st.sampled_from(DTYPES)))
+        layouts = []
+        for _ in "st":
+            parts = draw(st.integers(1, 3))
+            boxes = []
+            for part in range(parts):
+                low, high = length * part // parts, length * (part + 1) // parts
+                for slot in draw(st.sets(st.integers(0, 7), min_size=1)):
+                    boxes.append((slot, reshard.Box((low,), (high,))))
+            layouts.append(Layout.from_boxes((length,), boxes, 8))
+        items.append(JobItem.between_ranks(name, kind, *layouts))
+    return Job(items)
+
+
+@given(replicated_jobs())
+def test_the_most_loaded_sender_is_as_little_loaded_as_can_be(job: Job) -> None:
+    classes = classes_of(job)
+    if classes:
+        largest = max(item.dtype.itemsize_bytes for item in job.items)
+        assert job.sent_bytes.max() <= 1.05 * least_largest_load(classes) + largest
+    else:
+        assert job.moved_bytes == 0
