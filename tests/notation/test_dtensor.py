@@ -21,6 +21,7 @@ from reshard.mesh import DeviceMesh
 from reshard.notation import dtensor_objects, placements
 from reshard.notation.dtensor import dtensor_text, parse_dtensor, sharding_of_placements
 from reshard.notation.placements import Partial, Replicate, Shard, StridedShard
+from reshard.notation.registry import read_sharding
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.sharding_text import spec as native
 from reshard.testing.strategies import specs_with_shapes
@@ -415,3 +416,12 @@ def test_reading_does_not_import_torch() -> None:
 def test_a_dimension_nobody_cuts_has_no_level() -> None:
     spec = parse_dtensor("[Shard(1), Partial(sum)]", SQUARE, (3, 4, 5))
     assert spec.dim_specs[0] is spec.dim_specs[2] is DimSpec()
+
+
+@pytest.mark.parametrize(
+    "text", ["S(0)S(1)", "RS(0)", "PS(0)", "_S(0, 2)R", "[Shard(0)[1], Shard(0)[0]]", "P(sum)R"]
+)
+def test_its_texts_are_recognised(text: str) -> None:
+    reading = read_sharding(text, SQUARE, (4, 6))
+    assert reading.notation.name == "dtensor"
+    assert reading.sharding is parse_dtensor(text, SQUARE, (4, 6))

@@ -91,7 +91,7 @@ NOTATIONS = {
         Notation(
             "mlir",
             "[[0, 1], [2]]",
-            r"\[\s*\[[\d,\s]*\]|\bsplit_axes\b|\b(?:shard|mesh)\.(?:shard|grid|mesh)",
+            r"(?<!=)\[\s*\[[\d,\s]*\]|\bsplit_axes\b|\b(?:shard|mesh)\.(?:shard|grid|mesh)",
         ),
         Notation(
             "jax",
@@ -103,7 +103,7 @@ NOTATIONS = {
             "dtensor",
             "[Shard(0), Replicate()]",
             rf"{_NO_OTHER_SHARD}.*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
-            rf"\bS\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
+            rf"\b[RP]*_?S\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
         ),
         Notation("partitioned", "PartitionedShard(0, 2, (4, 6))", r"\bPartitionedShard\("),
         Notation(
