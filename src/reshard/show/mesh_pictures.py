@@ -109,7 +109,9 @@ def _lines(layout: Layout, names: NDArray[np.object_], rank: int, width: int) ->
             indices.append(index)
         inside = np.ix_(*(np.flatnonzero(index >= 0) for index in indices))
         held[inside] = names[np.ix_(*(index[index >= 0] for index in indices))]
-        rows = held.reshape(-1, shape[-1]) if shape else held.reshape(1, 1)
+        if not held.size:
+            continue
+        rows = held.reshape(-1, shape[-1] if shape else 1)
         lines += [" ".join(padded(name, width) for name in row).rstrip() for row in rows]
     return lines
 

@@ -41,6 +41,7 @@ dd.detail { color: var(--soft); font-size: 13px; }
   margin-right: 5px; vertical-align: -1px; }
 section { border-top: 1px solid var(--line); margin-top: 14px; padding-top: 4px; }
 .change { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 6px 18px; }
+.change figure { flex: 1 1 340px; max-width: 480px; }
 .arrow { align-self: center; font-size: 26px; color: var(--soft); }
 .beside { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 20px 36px; }
 figure { margin: 8px 0; min-width: 0; }

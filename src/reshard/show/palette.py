@@ -1,7 +1,7 @@
 """Which colour stands for which rank?
 
-Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), which
-people who see fewer colours tell apart too. More ranks share a scale from dark blue to light
+Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), a dark grey
+in place of black; people who see fewer colours tell them apart too. More ranks share a scale from dark blue to light
 yellow: lightness alone puts them in order, and neighbours look alike.
 """
 
@@ -17,7 +17,7 @@ _DISTINCT = (
     "#56b4e9",
     "#d55e00",
     "#f0e442",
-    "#999999",
+    "#45475a",
 )
 _SCALE = ((38, 36, 104), (38, 92, 148), (28, 146, 140), (122, 190, 96), (246, 224, 94))
 
