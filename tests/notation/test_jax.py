@@ -17,9 +17,20 @@ from hypothesis import strategies as st
 
 import reshard
 from notation.flat_specs import flat_specs
-from reshard.errors import LayoutError, MeshError, NotationError, SpecError
+from reshard.errors import (
+    LayoutError,
+    MeshError,
+    MissingExtraError,
+    NotationError,
+    SpecError,
+)
 from reshard.mesh import DeviceMesh
 from reshard.notation.jax import jax_text, parse_jax
+from reshard.notation.jax_objects import (
+    sharding_of_jax,
+    to_named_sharding,
+    to_partition_spec,
+)
 from reshard.sharding import ShardingSpec
 from reshard.testing.strategies import Shape, specs_with_shapes
 
@@ -140,6 +151,8 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
         ("P('x', unreduced=None)", NotationError, "cannot read the entry 'None'"),
         ("P('x', memory='y')", NotationError, "unknown argument 'memory'"),
         ("P(**x)", NotationError, "unknown argument None"),
+        ("P(unreduced={'x'}, unreduced={'y'})", NotationError, "unreduced is given twice"),
+        ("P(" + "-" * 900 + "1)", NotationError, r"cannot read the entry '\.\.\.'"),
         ("P('w')", MeshError, "unknown axis 'w'"),
         ("P('x', unreduced={'w'})", MeshError, "unknown axis 'w'"),
         ("P('x', 'x')", SpecError, "axis x is used in dimension 0 and dimension 1"),
@@ -305,3 +318,27 @@ def test_other_objects_of_jax(cases_and_answers: Asked) -> None:
     ]
     for refused, begin in zip(others["refused"], expected, strict=True):
         assert refused.startswith(begin)
+
+
+class PartitionSpec(tuple[Any, ...]):
+    """What a PartitionSpec is in older versions of JAX: a tuple."""
+
+    __module__ = "jax._src.partition_spec"
+    UNCONSTRAINED = object()
+
+
+def test_a_partition_spec_that_is_a_tuple_is_read() -> None:
+    older = PartitionSpec(("x", None, ("y", "z"), PartitionSpec.UNCONSTRAINED))
+    assert sharding_of_jax(older, MESH) is reshard.spec(MESH, "x, -, y z, ?")
+    assert sharding_of_jax(older, MESH, (2,) * 5) is reshard.spec(MESH, "x, -, y z, ?, -")
+    with pytest.raises(NotationError, match="mesh axis 3 is not named by a text"):
+        sharding_of_jax(PartitionSpec((3,)), MESH)
+
+
+def test_without_jax_objects_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    for make in (to_partition_spec, to_named_sharding):
+        with pytest.raises(MissingExtraError, match="pip install jax"):
+            make(reshard.spec(MESH, "x"))
+        with pytest.raises(NotationError, match="JAX cannot say"):
+            make(reshard.spec(MESH, "x@pad"))

@@ -46,6 +46,7 @@ MESH = DeviceMesh.of(x=8, y=2, z=4, w=2)
         ('sdy.mesh @"two words" = <["a"=2]> // quoted', DeviceMesh.of(name="two words", a=2)),
         ('#sdy.mesh<["a"=2]>', DeviceMesh.of(a=2)),
         ('<["a"=2]>', DeviceMesh.of(a=2)),
+        ('@m = #\n<["a"=2]>', DeviceMesh.of(name="m", a=2)),
     ],
 )
 def test_a_text_means_its_mesh(text: str, mesh: DeviceMesh) -> None:

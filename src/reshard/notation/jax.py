@@ -101,12 +101,15 @@ def _partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
         call = None
     if not isinstance(call, ast.Call) or _name(call.func) not in PARTITION_SPECS:
         raise NotationError(f"cannot read {text!r}; write PartitionSpec('x', ('y', 'z'), None)")
-    named: dict[str, list[str]] = {"unreduced": [], "reduced": []}
+    named: dict[str | None, list[str]] = {}
     for keyword in call.keywords:
-        if keyword.arg not in named:
+        if keyword.arg not in ("unreduced", "reduced"):
             raise NotationError(f"unknown argument {keyword.arg!r}; it is unreduced or reduced")
+        if keyword.arg in named:
+            raise NotationError(f"{keyword.arg} is given twice; give its axes at once")
         named[keyword.arg] = _axis_names(keyword.value)
-    return [_entry(node) for node in call.args], named["unreduced"], named["reduced"]
+    entries = [_entry(node) for node in call.args]
+    return entries, named.get("unreduced", []), named.get("reduced", [])
 
 
 def _name(node: ast.expr) -> str | None:
@@ -132,9 +135,16 @@ def _axis_names(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Call) and _name(node.func) in ("set", "frozenset"):
         return [name for item in node.args for name in _axis_names(item)]
     raise NotationError(
-        f"cannot read the entry {ast.unparse(node)!r}; it is None, an axis such as 'x', a tuple of "
+        f"cannot read the entry {_source(node)!r}; it is None, an axis such as 'x', a tuple of "
         f"axes, or {_OPEN}"
     )
+
+
+def _source(node: ast.expr) -> str:
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return "..."
 
 
 def sharding_of_entries(
