@@ -25,6 +25,7 @@ from reshard.layout import Layout
 from reshard.planning.bound import lower_bound_elements
 from reshard.planning.contributions import contribution_sources, mean_scale
 from reshard.planning.holders import Holders, find_holders
+from reshard.planning.joining import join_boxes
 from reshard.planning.overlap import Overlap, Pieces, find_overlap
 from reshard.planning.routes import RouteFinder, Routes
 from reshard.planning.transfers import Transfers, expand
@@ -131,7 +132,9 @@ class Plan(Interned):
 
     def expand(self, routes: Routes) -> Transfers:
         """Routes written out as boxes."""
-        return expand(self.source, self.target, self.overlaps, routes)
+        boxes = expand(self.source, self.target, self.overlaps, routes)
+        # Where no element has two keys, the pieces were joined dimension by dimension already.
+        return boxes if self.holders.is_exclusive else join_boxes(boxes)
 
     def for_rank(self, rank: int) -> Transfers:
         """What one rank receives, keeps and sends, found without the others' part."""
