@@ -152,7 +152,7 @@ def test_what_it_cannot_say_is_named(native: str, part: str) -> None:
         ("P('x', memory='y')", NotationError, "unknown argument 'memory'"),
         ("P(**x)", NotationError, "unknown argument None"),
         ("P(unreduced={'x'}, unreduced={'y'})", NotationError, "unreduced is given twice"),
-        ("P(" + "-" * 900 + "1)", NotationError, r"cannot read the entry '\.\.\.'"),
+        ("P(" + "-" * 900 + "1)", NotationError, "cannot read"),
         ("P('w')", MeshError, "unknown axis 'w'"),
         ("P('x', unreduced={'w'})", MeshError, "unknown axis 'w'"),
         ("P('x', 'x')", SpecError, "axis x is used in dimension 0 and dimension 1"),
