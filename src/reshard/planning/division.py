@@ -1,19 +1,17 @@
 """Who sends, and who hands on, which elements of every flow of a job?
 
-Flows that the same ranks may send, to the same relays, are one *class*. Its bytes lie on one
-line, tensor by tensor; senders and relays each cut the line into consecutive shares::
+The bytes of a class of flows lie on one line, tensor by tensor; those who send the first copy of
+each byte, and those who make the other copies (`copiers`), each cut it into consecutive shares::
 
     bytes of a class    |  w1  |      w2      |  w3  |
-    senders             |    rank 0   |    rank 1    |
-    relays              |  rank 4 | rank 5  | rank 6 |
-    fragments           |---|-----|--|--|---|-|------|    one sender and one relay each
+    first copy          |    rank 0   |    rank 1    |
+    other copies        |  rank 4 | rank 5  | rank 6 |
+    fragments           |---|-----|--|--|---|-|------|    one of each for a fragment
 
-1. The shares of all classes are found together (`shares`). Sending a class's bytes is work for
-   its senders; handing each byte on to the other receivers of its host is work for its relays.
-2. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
+1. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
    stretch in the proportions of the shares. So all senders are busy in every part of a job,
    and yet no small tensor goes in crumbs.
-3. Between two neighbouring cuts lies a fragment. Cuts are moved back to the boundary of an
+2. Between two neighbouring cuts lies a fragment. Cuts are moved back to the boundary of an
    element.
 """
 
@@ -23,11 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.planning.copiers import NEAR, BoolArray, Classes, Copying, find_classes, find_copying
 from reshard.planning.flows import Flows, find_flows
 from reshard.planning.job import Job
 from reshard.planning.lots import find_lots
 from reshard.planning.plan import Plan
-from reshard.planning.shares import balanced_shares
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -39,8 +37,9 @@ class Fragments:
     """Parts of flows as columns of shape `(fragments,)`, in the order of items and flows.
 
     Fragment `i` is elements `first[i]:stop[i]` of `flow[i]` of `item[i]`, counted in the
-    row-major order of the lot. `source_cell` sends it to `relay_cell`, which hands it on to the
-    other receivers of the flow.
+    row-major order of the lot. `source_cell` sends it to the target cell `relay_cell`. The other
+    receivers of the flow get it from there, or, where `is_direct`, from `second_cell`, a source
+    cell too.
     """
 
     item: IntArray
@@ -49,29 +48,8 @@ class Fragments:
     stop: IntArray
     source_cell: IntArray
     relay_cell: IntArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Classes:
-    """Class `c` has the ranks `rank[begin[c]:begin[c + 1]]`, and each a share of its bytes."""
-
-    begin: IntArray
-    rank: IntArray
-    share: IntArray
-
-    def cuts(self, stretch_class: IntArray, stretch_bytes: IntArray) -> tuple[IntArray, IntArray]:
-        """Where each share begins in each stretch, stretch by stretch, and whose it is.
-
-        Returns the row of `rank` and the distance from the start of its stretch.
-        """
-        total = np.concatenate(([0], np.cumsum(self.share)))
-        low = self.begin[stretch_class]
-        count = self.begin[stretch_class + 1] - low
-        stretch = np.repeat(np.arange(len(count)), count)
-        row = np.repeat(low, count) + ragged_arange(count)
-        before = total[row] - total[low][stretch]
-        whole = total[self.begin[stretch_class + 1]] - total[low]
-        return row, _part_of(stretch_bytes[stretch], before, whole[stretch])
+    second_cell: IntArray
+    is_direct: BoolArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +66,13 @@ class _Line:
     row_class: IntArray
     start: IntArray
 
+    def sizes(self, classes: int) -> tuple[IntArray, IntArray]:
+        """Bytes of each class, and of its widest element."""
+        size, widest = np.zeros(classes, dtype=np.int64), np.ones(classes, dtype=np.int64)
+        np.add.at(size, self.row_class, np.diff(self.start))
+        np.maximum.at(widest, self.row_class, self.itemsize)
+        return size, widest
+
 
 def divide(job: Job, topology: Topology) -> Fragments:
     """The fragments of a job's flows.
@@ -99,141 +84,84 @@ def divide(job: Job, topology: Topology) -> Fragments:
     plans = list(dict.fromkeys(item.plan for item in job.items))
     flows = [find_flows(plan, topology) for plan in plans]
     plan_of_item = np.array([plans.index(item.plan) for item in job.items], dtype=np.int64)
-    flow_class, senders, relays = _rank_sets(plans, flows)
-    line = _line(job, plans, plan_of_item, flows, flow_class)
-    sending, relaying = _shared(line, senders, relays)
+    classes = find_classes(plans, flows)
+    line = _line(job, plans, plan_of_item, flows, classes)
+    size, grain = line.sizes(len(classes.senders))
+    copying = find_copying(classes, size, grain, topology.ranks)
+    cuts = _cuts(line, copying)
 
-    new = np.diff(line.row_class, prepend=-1) != 0
-    class_start = line.start[:-1][np.flatnonzero(new)[np.cumsum(new) - 1]]
-    number = (line.start[:-1] - class_start) // _STRETCH_BYTES
-    stretch_row = np.flatnonzero(new | (np.diff(number, prepend=-1) != 0))
-    stretch_class = line.row_class[stretch_row]
-    stretch_start = line.start[stretch_row]
-    stretch_bytes = np.diff(np.append(stretch_start, line.start[-1]))
-    cuts, owners = [], []
-    for classes in (sending, relaying):
-        owner, distance = classes.cuts(stretch_class, stretch_bytes)
-        count = np.diff(classes.begin)[stretch_class]
-        cut = np.repeat(stretch_start, count) + distance
-        row = np.searchsorted(line.start, cut, side="right") - 1
-        row = np.minimum(row, len(line.item) - 1)
-        cuts.append(cut - (cut - line.start[row]) % line.itemsize[row])
-        owners.append(owner)
-
-    edges = np.unique(np.concatenate((line.start, *cuts)))
+    edges = np.unique(np.concatenate((line.start, *(cut for cut, _ in cuts))))
     first, stop = edges[:-1], edges[1:]
     row = np.searchsorted(line.start, first, side="right") - 1
-    place = []
-    for classes, cut, owner in zip((sending, relaying), cuts, owners, strict=True):
+    number = line.row_class[row]
+    # Which of the ranks of a class has the fragment, among those who make each kind of copy.
+    turns = []
+    for shares, (cut, owner) in zip((copying.first, copying.others), cuts, strict=True):
         at = np.searchsorted(cut, first, side="right") - 1
-        chosen = np.append(owner, 0)[at] - classes.begin[line.row_class[row]]
-        # Where a class has no relays of its own, every flow has only one.
-        place.append(np.where(np.diff(classes.begin)[line.row_class[row]] > 0, chosen, 0))
+        turn = np.append(owner, 0)[at] - shares.begin[number]
+        turns.append(np.where(shares.counts[number] > 0, turn, 0))
+    sender, copier = turns
+    # The senders of a near class come before its receivers in making the other copies.
+    near = copying.is_relayed[number] & (classes.nature[number] == NEAR)
+    senders = np.where(near, copying.first.counts[number], 0)
+    is_direct = ~copying.is_relayed[number] | (near & (copier < senders))
+    second = np.where(copying.is_relayed[number], copier, sender)
+    relay = np.where(is_direct, 0, copier - senders)
+
     item, flow = line.item[row], line.flow[row]
-    source_cell, relay_cell = np.empty_like(item), np.empty_like(item)
+    source_cell, relay_cell, second_cell = (np.full_like(item, -1) for _ in range(3))
     for number_of_plan, found in enumerate(flows):
-        mine = plan_of_item[item] == number_of_plan
-        source_cell[mine] = found.sender[found.sender_begin[flow[mine]] + place[0][mine]]
-        relay_cell[mine] = found.relay[found.relay_begin[flow[mine]] + place[1][mine]]
+        mine = np.flatnonzero(plan_of_item[item] == number_of_plan)
+        own = flow[mine]
+        source_cell[mine] = found.sender[found.sender_begin[own] + sender[mine]]
+        relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay[mine]]
+        direct = mine[is_direct[mine]]
+        second_cell[direct] = found.sender[found.sender_begin[flow[direct]] + second[direct]]
     begin, size = line.start[row], line.itemsize[row]
-    fragments = (item, flow, (first - begin) // size, (stop - begin) // size)
+    ends = ((first - begin) // size, (stop - begin) // size)
     order = np.lexsort((first, flow, item))
-    return Fragments(*(column[order] for column in (*fragments, source_cell, relay_cell)))
-
-
-_RankSets = list[IntArray]
-
-
-def _rank_sets(
-    plans: list[Plan], flows: list[Flows]
-) -> tuple[list[IntArray], _RankSets, _RankSets]:
-    """The class of every flow of every plan, and the senders and the relays of each class.
-
-    A class has no relays where its flows have one each, which is the receiver.
-    """
-    number: dict[tuple[bytes, bytes], int] = {}
-    senders: _RankSets = []
-    relays: _RankSets = []
-    found = []
-    for plan, flow in zip(plans, flows, strict=True):
-        sender = plan.source.cell_slot[flow.sender]
-        relay = plan.target.cell_slot[flow.relay]
-        classes = np.empty(len(flow), dtype=np.int64)
-        edges = zip(
-            flow.sender_begin[:-1].tolist(),
-            flow.sender_begin[1:].tolist(),
-            flow.relay_begin[:-1].tolist(),
-            flow.relay_begin[1:].tolist(),
-            flow.host.tolist(),
-            strict=True,
-        )
-        for i, (a, b, c, d, host) in enumerate(edges):
-            is_relayed = d - c > 1
-            to = relay[c:d].tobytes() if is_relayed else b"%d" % host
-            key = (sender[a:b].tobytes(), to)
-            if key not in number:
-                number[key] = len(number)
-                senders.append(sender[a:b])
-                relays.append(relay[c:d] if is_relayed else relay[:0])
-            classes[i] = number[key]
-        found.append(classes)
-    return found, senders, relays
+    cells = (source_cell[order], relay_cell[order], second_cell[order])
+    return Fragments(
+        item[order], flow[order], ends[0][order], ends[1][order], *cells, is_direct[order]
+    )
 
 
 def _line(
-    job: Job,
-    plans: list[Plan],
-    plan_of_item: IntArray,
-    flows: list[Flows],
-    flow_class: list[IntArray],
+    job: Job, plans: list[Plan], plan_of_item: IntArray, flows: list[Flows], classes: Classes
 ) -> _Line:
+    """All flows of all items on their line."""
     elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
     numbers = plan_of_item.tolist()
-    counts = [len(flows[number]) for number in numbers]
-    sizes = [item.dtype.itemsize_bytes for item in job.items]
-    item = np.repeat(np.arange(len(numbers)), counts)
-    itemsize = np.repeat(np.array(sizes, dtype=np.int64), counts)
+    counts = np.array([len(flows[number]) for number in numbers], dtype=np.int64)
+    sizes = np.array([item.dtype.itemsize_bytes for item in job.items], dtype=np.int64)
+    itemsize = np.repeat(sizes, counts)
     nothing = [np.zeros(0, dtype=np.int64)]
-    row_class = np.concatenate([flow_class[number] for number in numbers] + nothing)
+    row_class = np.concatenate([classes.flow_class[number] for number in numbers] + nothing)
     row_bytes = np.concatenate([elements[number] for number in numbers] + nothing) * itemsize
     order = np.argsort(row_class, kind="stable")
     return _Line(
-        item[order],
-        ragged_arange(np.array(counts, dtype=np.int64))[order],
+        np.repeat(np.arange(len(numbers)), counts)[order],
+        ragged_arange(counts)[order],
         itemsize[order],
         row_class[order],
         np.concatenate(([0], np.cumsum(row_bytes[order]))),
     )
 
 
-def _shared(line: _Line, senders: _RankSets, relays: _RankSets) -> tuple[_Classes, _Classes]:
-    """The shares of senders in sending, and those of relays in handing on."""
-    classes = len(senders)
-    class_bytes = np.zeros(classes, dtype=np.int64)
-    np.add.at(class_bytes, line.row_class, np.diff(line.start))
-    grain = np.ones(classes, dtype=np.int64)
-    np.maximum.at(grain, line.row_class, line.itemsize)
-    others = np.array([max(len(ranks) - 1, 0) for ranks in relays], dtype=np.int64)
-    sets = senders + relays
-    begin = np.concatenate(([0], np.cumsum([len(ranks) for ranks in sets], dtype=np.int64)))
-    rank = np.concatenate([*sets, np.zeros(0, dtype=np.int64)])
-    share = balanced_shares(
-        np.concatenate((class_bytes, class_bytes * others)),
-        begin,
-        rank,
-        np.concatenate((grain, grain * np.maximum(others, 1))),
-    )
-    middle = int(begin[classes])
-    return (
-        _Classes(begin[: classes + 1], rank[:middle], share[:middle]),
-        _Classes(begin[classes:] - middle, rank[middle:], share[middle:]),
-    )
-
-
-def _part_of(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:
-    """`length * part / whole`, rounded down; all at least 0, `part` at most `whole`."""
-    # What would outgrow 62 bits is divided by a power of two first.
-    bits = np.frexp(length.astype(np.float64))[1] + np.frexp(whole.astype(np.float64))[1]
-    shift = np.maximum(bits.astype(np.int64) - 62, 0)
-    scaled: IntArray = length * (part >> shift) // np.maximum(whole >> shift, 1)
-    return scaled
+def _cuts(line: _Line, copying: Copying) -> list[tuple[IntArray, IntArray]]:
+    """Where each share of both kinds begins on the line, rising, and its row of `rank`."""
+    new = np.diff(line.row_class, prepend=-1) != 0
+    class_start = line.start[:-1][np.flatnonzero(new)[np.cumsum(new) - 1]]
+    number = (line.start[:-1] - class_start) // _STRETCH_BYTES
+    stretch_row = np.flatnonzero(new | (np.diff(number, prepend=-1) != 0))
+    stretch_class = line.row_class[stretch_row]
+    start = line.start[stretch_row]
+    size = np.diff(np.append(start, line.start[-1]))
+    found = []
+    for shares in (copying.first, copying.others):
+        owner, distance = shares.cuts(stretch_class, size)
+        cut = np.repeat(start, shares.counts[stretch_class]) + distance
+        row = np.searchsorted(line.start, cut, side="right") - 1
+        row = np.minimum(row, len(line.item) - 1)
+        found.append((cut - (cut - line.start[row]) % line.itemsize[row], owner))
+    return found

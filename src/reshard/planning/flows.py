@@ -1,21 +1,21 @@
 """How does each lot get to the hosts that lack it?
 
-A *flow* is a lot on its way to some target cells of one host::
+A *flow* is a lot on its way to the target cells of one host that want it::
 
-    a holder is on the host          no holder is on the host
+    from elsewhere, handed on        from the host itself
 
-      rank 0 --------> rank 1        far ranks ---> rank 4 --+--> rank 5
-      (sender)     \\-> rank 2          (senders)   (relay)   +--> rank 6
-                                                  ---> rank 5 ...   each relay its share
+    far ranks --+--> rank 4 ---+     rank 0 --+--> rank 1
+    (senders)   |              |     (sender) |
+                +--> rank 5 <--+              +--> rank 2
+                     (relays)
 
 1. A target cell whose slot holds the lot keeps it.
-2. Where a rank of the host holds it, every other cell of the host that wants it has a flow of
-   its own, from the holders on the host.
-3. Otherwise all cells of the host that want it have one flow, from holders elsewhere. It crosses
-   into the host once, divided among the ranks that want it; these are its relays, and each hands
-   its share on to the others.
-4. Contributions that are combined with others are not handed on, for a relay has no room for
-   them apart: each cell has a flow of its own, from the host's holders if there are any.
+2. The other cells of a host that want it have one flow. Where ranks of the host hold it, they
+   are its senders; otherwise all who hold it are.
+3. A flow from elsewhere crosses into the host once, divided among its receivers, and each hands
+   its share on to the others. One from the host itself may be handed on, or come directly.
+4. Contributions that are combined with others are not handed on, for a receiver has no room for
+   them apart: its senders send them to every receiver.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Flows:
     """The flows of a plan as columns of shape `(flows,)`, in the order of lots and hosts.
 
     Flow `i` brings `lot[i]` to `host[i]`. Its senders are the source cells
-    `sender[sender_begin[i]:sender_begin[i + 1]]`, its receivers target cells, its relays those
-    of the receivers that senders send to: one cell of each slot. `is_inner` says that the
-    senders are on the host. `kept_lot`, `kept_source` and `kept_target` are what stays.
+    `sender[sender_begin[i]:sender_begin[i + 1]]`, its receivers likewise target cells, one a
+    slot, in the order of their slots. `is_inner` says that the senders are on the host, and
+    `is_alone` that nothing else is combined with the lot. `kept_lot`, `kept_source` and
+    `kept_target` are what stays.
     """
 
     lot: IntArray
     host: IntArray
     is_inner: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    is_alone: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
     sender_begin: IntArray
     sender: IntArray
-    relay_begin: IntArray
-    relay: IntArray
     receiver_begin: IntArray
     receiver: IntArray
     kept_lot: IntArray
@@ -81,33 +81,33 @@ def find_flows(plan: Plan, topology: Topology) -> Flows:
     kept = (lot[holds], lots.holder[at[holds]], cell[holds])
     lot, cell, slot, host = (column[~holds] for column in (lot, cell, slot, host))
 
-    near = np.unique(holder_lot * topology.hosts + holder_host)
-    _, is_inner = find_in(near, lot * topology.hosts + host)
-    order = np.lexsort((cell, slot, host, lot))
-    lot, cell, slot, host = (column[order] for column in (lot, cell, slot, host))
-    is_inner = is_inner[order]
-    is_apart = is_inner | ~lots.is_alone[lot]
-    new = (np.diff(lot, prepend=-1) != 0) | (np.diff(host, prepend=-1) != 0) | is_apart
-    first = np.flatnonzero(new)
-    flow = np.cumsum(new) - 1
-    is_relay = new | (np.diff(slot, prepend=-1) != 0)
+    # Where cells of one slot overlap, each has memory of its own: the second has a flow apart.
+    order = np.lexsort((cell, slot, lot))
+    changes = [np.diff(column[order], prepend=-1) != 0 for column in (lot, slot)]
+    first = np.flatnonzero(np.logical_or.reduce(changes))
+    turn = np.empty(len(lot), dtype=np.int64)
+    turn[order] = ragged_arange(np.diff(np.append(first, len(lot))))
+    order = np.lexsort((slot, turn, host, lot))
+    lot, cell, host, turn = (column[order] for column in (lot, cell, host, turn))
+    changes = [np.diff(column, prepend=-1) != 0 for column in (lot, host, turn)]
+    first = np.flatnonzero(np.logical_or.reduce(changes))
 
     # The senders of a flow are the holders of its lot, or those of them that are near.
+    near = np.unique(holder_lot * topology.hosts + holder_host)
+    _, is_inner = find_in(near, lot[first] * topology.hosts + host[first])
     begin = lots.holder_begin[lot[first]]
     count = lots.holder_begin[lot[first] + 1] - begin
     sending = np.repeat(np.arange(len(first)), count)
     holder = np.repeat(begin, count) + ragged_arange(count)
-    may_send = ~is_inner[first][sending] | (holder_host[holder] == host[first][sending])
+    may_send = ~is_inner[sending] | (holder_host[holder] == host[first][sending])
     sending, holder = sending[may_send], holder[may_send]
-    edges = np.arange(len(first) + 1)
     return Flows(
         lot[first],
         host[first],
-        is_inner[first],
-        np.searchsorted(sending, edges),
+        is_inner,
+        lots.is_alone[lot[first]],
+        np.searchsorted(sending, np.arange(len(first) + 1)),
         lots.holder[holder],
-        np.searchsorted(flow[is_relay], edges),
-        cell[is_relay],
         np.append(first, len(lot)),
         cell,
         *kept,

@@ -9,8 +9,9 @@ the same bytes, one copy is brought in, and handed on inside::
                                                      stage 2, fan-out: each relay to the others
 
 1. What each host lacks flows there, from ranks of the host where they hold it, and else from
-   elsewhere, divided among the ranks that want it (`flows`).
-2. Senders and relays get shares that balance what each rank sends in all (`division`).
+   elsewhere (`flows`).
+2. Those who send first copies, and those who make the others, get shares that balance what each
+   rank sends in all (`copiers`, `division`).
 3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
    the fan-out from target cells to target cells of the same host.
 
@@ -133,50 +134,63 @@ class StagedJob:
         flow = columns.flow[chosen]
         boxes = find_boxes(lots, flows.lot[flow], columns.first[chosen], columns.stop[chosen])
         source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
-        moves = exchange_transfers(lots, boxes, source[boxes.of], relay[boxes.of])
+        exchange = [exchange_transfers(lots, boxes, source[boxes.of], relay[boxes.of])]
+
+        # The other receivers have each box from the relay, or from a source cell as well.
+        begin = flows.receiver_begin[flow][boxes.of]
+        count = flows.receiver_begin[flow + 1][boxes.of] - begin
+        row = np.repeat(np.arange(len(count)), count)
+        receiver = flows.receiver[np.repeat(begin, count) + ragged_arange(count)]
+        is_other = receiver != relay[boxes.of[row]]
+        row, receiver = row[is_other], receiver[is_other]
+        of = boxes.of[row]
+        direct = columns.is_direct[chosen][of]
+        second = columns.second_cell[chosen][of]
+        exchange.append(
+            exchange_transfers(lots, boxes.take(row[direct]), second[direct], receiver[direct])
+        )
+        fan_out = fan_out_transfers(
+            lots, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
+        )
 
         kept = find_boxes(
             lots, flows.kept_lot, np.zeros_like(flows.kept_lot), lots.elements[flows.kept_lot]
         )
         source, target = flows.kept_source[kept.of], flows.kept_target[kept.of]
-        stays = exchange_transfers(lots, kept, source, target)
-
-        # Each box of a relay goes on to every other receiver of its flow.
-        begin = flows.receiver_begin[flow][boxes.of]
-        count = flows.receiver_begin[flow + 1][boxes.of] - begin
-        row = np.repeat(np.arange(len(count)), count)
-        receiver = flows.receiver[np.repeat(begin, count) + ragged_arange(count)]
-        other = receiver != relay[boxes.of[row]]
-        again = boxes.take(row[other])
-        fan_out = fan_out_transfers(lots, again, relay[again.of], receiver[other])
-        both = StageTransfers(joined_transfers([stays, moves]), fan_out)
+        exchange.append(exchange_transfers(lots, kept, source, target))
+        both = StageTransfers(joined_transfers(exchange), fan_out)
         if rank is None:
             return both
         return StageTransfers(*(transfers_of_slot(part, rank) for part in both))
 
     @cached_property
-    def _flow_counts(self) -> tuple[IntArray, ...]:
-        """For each fragment: bytes, sending rank, relay's rank, and receivers on other ranks."""
+    def _copies(self) -> tuple[IntArray, ...]:
+        """Who sends how much to which host: ranks, hosts and bytes, for each fragment twice."""
         columns = self.fragments
         shape = columns.item.shape
-        size, sender, relay, others = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        size, first, second, host, others = (np.zeros(shape, dtype=np.int64) for _ in range(5))
         for number, item in enumerate(self.job.items):
             rows = slice(*self._item_begin[number : number + 2].tolist())
             _, flows = self._parts(item)
-            length = columns.stop[rows] - columns.first[rows]
-            size[rows] = length * item.dtype.itemsize_bytes
-            sender[rows] = item.plan.source.cell_slot[columns.source_cell[rows]]
-            relay[rows] = item.plan.target.cell_slot[columns.relay_cell[rows]]
-            others[rows] = (np.diff(flows.relay_begin) - 1)[columns.flow[rows]]
-        return size, sender, relay, others
+            flow, source, target = columns.flow[rows], item.plan.source, item.plan.target
+            size[rows] = columns.stop[rows] - columns.first[rows]
+            size[rows] *= item.dtype.itemsize_bytes
+            first[rows] = source.cell_slot[columns.source_cell[rows]]
+            second[rows] = np.where(
+                columns.is_direct[rows],
+                source.cell_slot[columns.second_cell[rows]],
+                target.cell_slot[columns.relay_cell[rows]],
+            )
+            host[rows] = flows.host[flow]
+            others[rows] = np.diff(flows.receiver_begin)[flow] - 1
+        return np.append(first, second), np.tile(host, 2), np.append(size, size * others)
 
     @cached_property
     def sent_bytes(self) -> IntArray:
         """Bytes each rank sends to others, in both stages: shape `(topology.ranks,)`."""
-        size, sender, relay, others = self._flow_counts
+        rank, _, size = self._copies
         total = np.zeros(self.topology.ranks, dtype=np.int64)
-        np.add.at(total, sender, size)
-        np.add.at(total, relay, size * others)
+        np.add.at(total, rank, size)
         return total
 
     @cached_property
@@ -185,10 +199,9 @@ class StagedJob:
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         for item in self.job.items:
             lots, flows = self._parts(item)
-            # A rank that wants a flow in two cells receives it once, and copies it.
-            first = np.repeat(np.arange(len(flows)), np.diff(flows.relay_begin))
-            received = lots.elements[flows.lot[first]] * item.dtype.itemsize_bytes
-            np.add.at(total, item.plan.target.cell_slot[flows.relay], received)
+            size = lots.elements[flows.lot] * item.dtype.itemsize_bytes
+            rank = item.plan.target.cell_slot[flows.receiver]
+            np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))
         return total
 
     @property
@@ -199,11 +212,9 @@ class StagedJob:
     @cached_property
     def host_bytes(self) -> IntArray:
         """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
-        size, sender, relay, others = self._flow_counts
-        source, target = self.topology.host_of(sender), self.topology.host_of(relay)
+        rank, host, size = self._copies
         total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
-        np.add.at(total, (source, target), size)
-        np.add.at(total, (target, target), size * others)
+        np.add.at(total, (self.topology.host_of(rank), host), size)
         return total
 
     @property
