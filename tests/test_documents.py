@@ -16,7 +16,7 @@ from reshard.recipes.library import load_recipe
 from reshard.show import change_picture
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:
