@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import reshard
 from cli.command_runs import entries, run_alone, run_here
 
+DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
 SIX = ("--mesh", "x=2,y=3", "--shape", "6x6")
 
 
@@ -204,6 +207,18 @@ def test_contents_are_not_drawn_in_json() -> None:
     run = run_here("explain", "x", "-", "--mesh", "x=2", "--shape", "4", "--contents", "--json")
     assert run.code == 2
     assert run.json["error"]["kind"] == "UsageError"
+
+
+def test_the_document_shows_what_the_command_prints(folder: Path) -> None:
+    document = (DOCUMENTS / "explain.md").read_text(encoding="utf-8")
+    compared = 0
+    for block in re.findall(r"^```console\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
+        command, _, output = block.partition("\n")
+        if output and not output.startswith("$"):
+            run = run_alone(*shlex.split(command)[2:], cwd=folder, PYTHONIOENCODING="utf-8")
+            assert run.output == output
+            compared += 1
+    assert compared == 4
 
 
 def test_ascii_terminals_get_ascii(folder: Path) -> None:
