@@ -15,6 +15,7 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.batches import Batch, batches
 from reshard.planning.slices import Slice, restrict
+from reshard.planning.transfers import Transfers
 from reshard.testing.strategies import movements
 
 # Each example is a few movements.
@@ -44,7 +45,8 @@ def assert_batches(job: reshard.Job, found: tuple[Batch, ...], limit: int, align
             assert reached[-1] == (part.item, part.slice.start)
             reached[-1] = (part.item, part.slice.stop)
             item = job.items[part.item]
-            rows = restrict(item.plan.transfers, part.slice).moving
+            transfers = job.transfers.get(item.name, Transfers.none(item.plan.source.ndim))
+            rows = restrict(transfers, part.slice).moving
             for row in range(len(rows)):
                 size = int(rows.elements[row]) * item.dtype.itemsize_bytes
                 for rank in (rows.source_slot[row], rows.target_slot[row]):

@@ -62,7 +62,7 @@ def jobs(draw: st.DrawFn) -> reshard.Job:
             width = dtype(draw(st.sampled_from(["int8", "float32"])))
             sides = draw(bindings(source)), draw(bindings(target))
             items.append(reshard.JobItem(f"t{len(items)}", width, plan, *sides))
-    return reshard.Job(items)
+    return reshard.Job(items, draw(st.sampled_from(["balanced", "stable"])))
 
 
 @FEWER
@@ -161,6 +161,8 @@ def test_a_document_changed_anywhere_is_another_job_or_one_of_our_errors(value: 
     ("path", "value", "problem"),
     [
         (("items", 2, 0), "a", "'a' appears twice"),
+        (("sources",), "random", "sources='random'"),
+        (("sources",), None, "is not a JSON string"),
         (("items", 1, 2, "dtype"), ..., "neither tensor 'b' nor its plan has a dtype"),
         (("items", 1, 2, "dtype"), "float99", "unknown"),
         (("items", 2, 1), 2, "number 2 of 2"),
@@ -179,6 +181,17 @@ def test_what_is_no_job(path: tuple[Any, ...], value: Any, problem: str) -> None
     document = changed(json.loads(mixed_job().to_json()), path, value)
     with pytest.raises(ReshardError, match=problem):
         reshard.Job.from_json(json.dumps(document))
+
+
+def test_how_senders_are_chosen_is_kept() -> None:
+    usual = mixed_job()
+    stable = reshard.Job(usual.items, "stable")
+    assert "sources" not in json.loads(usual.to_json())
+    assert json.loads(stable.to_json())["sources"] == "stable"
+    assert reshard.Job.from_json(stable.to_json()) == stable != usual
+    for value, problem in (("fast", "sources='fast'"), (1, "sources: 1 is not")):
+        with pytest.raises(ReshardError, match=problem):
+            reshard.Job.from_json(json.dumps(json.loads(usual.to_json()) | {"sources": value}))
 
 
 def test_another_kind_of_document() -> None:

@@ -186,26 +186,21 @@ class _Work:
 
 
 def _works(job: Job, alignment_bytes: int, ranks: int) -> list[_Work]:
-    """The work of every tensor; those of one plan and width share it."""
-    known: dict[tuple[object, int], _Work] = {}
-    works = []
+    """The work of every tensor."""
+    found = []
     for item in job.items:
-        key = (item.plan, item.dtype.itemsize_bytes)
-        if key not in known:
-            known[key] = _Work.of(item.plan.transfers, key[1], alignment_bytes, ranks)
-        works.append(known[key])
-    return works
+        transfers = job.transfers.get(item.name, Transfers.none(item.plan.source.ndim))
+        found.append(_Work.of(transfers, item.dtype.itemsize_bytes, alignment_bytes, ranks))
+    return found
 
 
 def _too_small(job: Job, works: list[_Work], limit_bytes: int) -> PlanError:
-    cut = [work for work in works if not work.fits(limit_bytes)]
-    least = {id(work): work.most_at_once_bytes() for work in cut}
-    needed = max(least.values())
-    name = next(
-        item.name
+    needs = [
+        (work.most_at_once_bytes(), item.name)
         for item, work in zip(job.items, works, strict=True)
-        if least.get(id(work)) == needed
-    )
+        if not work.fits(limit_bytes)
+    ]
+    needed, name = max(needs, key=lambda need: need[0])
     return PlanError(
         f"a limit of {limit_bytes} bytes is too small to move the job's {len(job)} tensors in "
         f"batches; the least that would do is {needed} bytes, which {name!r} needs"

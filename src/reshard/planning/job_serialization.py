@@ -5,6 +5,7 @@ A job's document has the tables and layouts of `serialization`, each once, and::
     "plans": [plans, their layouts by number]
     "paths": [paths of files]
     "items": [[name, plan] or [name, plan, {...}]]
+    "sources": how senders are chosen; absent where they are balanced
 
 The object of an item says what is not as usual: its `dtype`, where the plan has another; and the
 bindings of its `source` and `target`, where slots are not the memories of the ranks of the same
@@ -21,12 +22,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from reshard.binding import Address, Binding, FileRange, RankMemory, TensorName, View
 from reshard.errors import NotationError
 from reshard.layout import Layout
-from reshard.planning.job import Job, JobItem
+from reshard.planning.job import Job, JobItem, Sources
 from reshard.planning.number_columns import packed, unpacked, whole_number
 from reshard.planning.plan import Plan
 from reshard.planning.serialization import Reader, Writer, read_dtype
@@ -58,11 +59,13 @@ def job_to_json(job: Job) -> str:
                 special[side] = _written_binding(binding, paths)
         number = plans.setdefault(item.plan, len(plans))
         items.append([item.name, number, special] if special else [item.name, number])
-    content = {
+    content: dict[str, Any] = {
         "plans": [writer.plan(plan) for plan in plans],
         "paths": list(paths),
         "items": items,
     }
+    if job.sources != "balanced":
+        content["sources"] = job.sources
     return writer.document("job", content)
 
 
@@ -94,7 +97,9 @@ def job_from_json(text: str) -> Job:
         )
         return JobItem(name, width, plan, source, target)
 
-    return Job(reader.all_of("items", read))
+    items = reader.all_of("items", read)
+    sources = reader.field("sources", str, "balanced")
+    return Job(items, sources)
 
 
 def _text(value: Any, where: str) -> str:
@@ -163,7 +168,7 @@ class _BindingReader:
         addresses = self._by_slot(self._value, self._addresses(), "addresses")
         views: dict[int, Any] = {}
         if "views" in self._value:
-            of_views = self._reader.field("views", dict, self._value)
+            of_views = self._reader.field("views", dict, of=self._value)
             views = self._by_slot(of_views, self._views(of_views), "views")
         return Binding(self._layout, addresses, views)
 
@@ -187,7 +192,7 @@ class _BindingReader:
             FileRange(path, whole_number(start, f"{self._where}.starts", 0))
             for path, start in zip(paths, starts, strict=True)
         ]
-        names = self._reader.field("names", list, {"names": [], **self._value})
+        names = self._reader.field("names", list, [], self._value)
         named = [TensorName(_text(name, f"{self._where}.names")) for name in names]
         of_kind: dict[int, Iterator[Address]] = {
             _RANK: iter(ranks),

@@ -151,12 +151,19 @@ class Reader:
         self.tables = self.all_of("tables", _table)
         self.layouts = self.all_of("layouts", self._layout)
 
-    def field(self, name: str, kind: type, of: dict[str, Any] | None = None) -> Any:
+    def field(
+        self, name: str, kind: type, default: object = None, of: dict[str, Any] | None = None
+    ) -> Any:
         """A field of the document, or of an object in it, of the JSON type that it must have."""
-        value = (self._document if of is None else of).get(name)
+        value = (self._document if of is None else of).get(name, default)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise NotationError(f"{name}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
         return value
+
+    def text(self, name: str, usual: str) -> str:
+        """A text of the document; the usual one is left out."""
+        found: str = self.field(name, str, {name: usual, **self._document})
+        return found
 
     def all_of(self, name: str, read: Callable[[Any, str], Value]) -> list[Value]:
         """The list of that name, every entry read."""
@@ -181,19 +188,21 @@ class Reader:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         shape = [
-            whole_number(size, f"{where}.shape", 0) for size in self.field("shape", list, value)
+            whole_number(size, f"{where}.shape", 0) for size in self.field("shape", list, of=value)
         ]
         tables = [
             self.chosen(self.tables, number, f"{where}.tables")
-            for number in self.field("tables", list, value)
+            for number in self.field("tables", list, of=value)
         ]
         slots = _count(value.get("slots"), f"{where}.slots", 0)
         cells = unpacked(value.get("cells"), f"{where}.cells")
-        parts = [unpacked(column, f"{where}.parts") for column in self.field("parts", list, value)]
+        parts = [
+            unpacked(column, f"{where}.parts") for column in self.field("parts", list, of=value)
+        ]
         carried = np.zeros(len(cells), dtype=np.int64)
         contributions, reduction = 1, value.get("reduction")
         if reduction is not None:
-            self.field("reduction", str, value)
+            self.field("reduction", str, of=value)
             contributions = _count(value.get("contributions"), f"{where}.contributions", 2)
             carried = unpacked(value.get("carried"), f"{where}.carried")
         if len(parts) != len(shape) or any(len(one) != len(cells) for one in (*parts, carried)):

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.dtypes import DType
 from reshard.planning.job import Job, JobItem
+from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.busiest import busiest_text
 from reshard.show.plan_table import messages_text
 from reshard.show.quantities import bytes_text, count_text, table
@@ -19,9 +22,10 @@ _NAME_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Tensors that share a plan and a width."""
+    """Tensors that share a plan and a width, and the transfers of all of them."""
 
     items: list[JobItem]
+    transfers: Transfers
 
     @property
     def name(self) -> str:
@@ -30,22 +34,25 @@ class _Kind:
 
     @property
     def moved_bytes(self) -> int:
-        item = self.items[0]
-        return len(self.items) * item.plan.moved_elements * item.dtype.itemsize_bytes
+        return int(self.transfers.moving.elements.sum()) * self.items[0].dtype.itemsize_bytes
 
     @property
     def kept_bytes(self) -> int:
-        item, routes = self.items[0], self.items[0].plan.routes
-        kept = int(routes.elements[routes.stays].sum())
-        return len(self.items) * kept * item.dtype.itemsize_bytes
-
-    @property
-    def transfers(self) -> int:
-        return len(self.items) * len(self.items[0].plan.transfers.moving)
+        kept = self.transfers.take(self.transfers.stays)
+        return int(kept.elements.sum()) * self.items[0].dtype.itemsize_bytes
 
 
 def job_table(job: Job) -> str:
-    """The text that `print(job)` shows. Tensors that share a plan are one line."""
+    """The text that `print(job)` shows. Tensors that share a plan are one line.
+
+    >>> import reshard
+    >>> from reshard.dtypes import dtype
+    >>> mesh = reshard.DeviceMesh.of(tp=2)
+    >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("tp, -", "-, tp"))
+    >>> job = Job([JobItem.between_ranks(n, dtype("int8"), rows, columns) for n in "ab"])
+    >>> print(job_table(job).splitlines()[-1])
+    a and 1 more  int8   8x8     64 B          4
+    """
     kinds = _kinds(job)
     senders = {slot for kind in kinds for slot in kind.items[0].plan.source.holders}
     receivers = {slot for kind in kinds for slot in kind.items[0].plan.target.holders}
@@ -61,20 +68,19 @@ def job_table(job: Job) -> str:
             busiest_text(received, sorted(receivers)),
         ),
     ]
-    ends = [kind.items[0].plan.transfers.moving for kind in kinds]
+    sizes = [(name, bytes_text(size_bytes), who) for name, size_bytes, who in rows]
+    moving = [kind.transfers.moving for kind in kinds]
     nothing = np.zeros(0, dtype=np.int64)
     lines = [
         f"Job of {count_text(len(job), 'tensor')} in {count_text(len(kinds), 'plan')} from "
         f"{len(senders)} to {count_text(len(receivers), 'rank')}",
         "",
-        table(
-            [(name, bytes_text(size), who) for name, size, who in rows], ("", "bytes", ""), "lrl"
-        ),
+        table(sizes, ("", "bytes", ""), "lrl"),
         "",
         messages_text(
-            sum(kind.transfers for kind in kinds),
-            np.concatenate([nothing, *(moving.source_slot for moving in ends)]),
-            np.concatenate([nothing, *(moving.target_slot for moving in ends)]),
+            sum(map(len, moving)),
+            np.concatenate([nothing, *(one.source_slot for one in moving)]),
+            np.concatenate([nothing, *(one.target_slot for one in moving)]),
         ),
     ]
     if kinds:
@@ -83,10 +89,17 @@ def job_table(job: Job) -> str:
 
 
 def _kinds(job: Job) -> list[_Kind]:
-    found: dict[object, _Kind] = {}
+    found = {
+        (of_kind.bundle.plan, of_kind.bundle.dtype): of_kind.transfers
+        for of_kind in job.transfers.bundles
+    }
+    items: dict[tuple[Plan, DType], list[JobItem]] = {}
     for item in job.items:
-        found.setdefault((item.plan, item.dtype), _Kind([])).items.append(item)
-    return list(found.values())
+        items.setdefault((item.plan, item.dtype), []).append(item)
+    return [
+        _Kind(alike, found.get(key, Transfers.none(alike[0].plan.source.ndim)))
+        for key, alike in items.items()
+    ]
 
 
 def _largest(kinds: list[_Kind]) -> str:
@@ -97,18 +110,18 @@ def _largest(kinds: list[_Kind]) -> str:
             kind.items[0].dtype.name,
             "x".join(map(str, kind.items[0].plan.source.shape)) or "scalar",
             bytes_text(kind.moved_bytes),
-            f"{kind.transfers:,}",
+            f"{len(kind.transfers.moving):,}",
         )
         for kind in order[:_MOST_KINDS]
     ]
     if rest := order[_MOST_KINDS:]:
         rows.append(
             (
-                f"{count_text(sum(len(kind.items) for kind in rest), 'other tensor')}",
+                count_text(sum(len(kind.items) for kind in rest), "other tensor"),
                 "",
                 "",
                 bytes_text(sum(kind.moved_bytes for kind in rest)),
-                f"{sum(kind.transfers for kind in rest):,}",
+                f"{sum(len(kind.transfers.moving) for kind in rest):,}",
             )
         )
     return table(rows, ("tensors", "dtype", "shape", "moved", "transfers"), "lllrr")
