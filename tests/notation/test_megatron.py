@@ -73,6 +73,8 @@ def test_a_mesh_for_a_text_without_ranks() -> None:
     # Ranks in the text are its own, whatever mesh the others are written over.
     assert parse_megatron("tp=4 | partition_dim=0", mesh, (4, 2)).mesh.size == 4
     experts = reshard.DeviceMesh.of(ep=2, etp=2)
+    both = reshard.DeviceMesh.of(etp=2, tp=2)
+    assert parse_megatron("partition_dim=0", both, (4,)) is reshard.spec(both, "tp")
     assert parse_megatron("expert partition_dim=0", experts, (4,)) is reshard.spec(experts, "etp")
 
 

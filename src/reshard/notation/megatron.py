@@ -106,7 +106,7 @@ def parse_megatron(
     stages, expert_ranks = _numbers(said, "stages", text), _numbers(said, "expert_ranks", text)
     if expert_ranks is not None and not is_expert:
         raise NotationError(f"expert_ranks of a parameter that is no expert's in {text!r}")
-    return tensor_parallel_spec(mesh, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
+    return tensor_parallel_spec(mesh, axis, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
 
 
 def _words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:

@@ -163,6 +163,11 @@ class MegatronParameter:
         return self.ranks.expert_tp if self.is_expert else self.ranks.tp
 
     @property
+    def axis(self) -> str:
+        """The axis over which it is cut."""
+        return "etp" if self.is_expert else "tp"
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The grid of ranks that it lives on."""
         return self.ranks.expert if self.is_expert else self.ranks.dense
@@ -251,7 +256,9 @@ class MegatronParameter:
         """
         rule = self.rule() if self.tensor_model_parallel else None
         places = {"pp": self.stages, "ep": self.expert_ranks}
-        return tensor_parallel_spec(self.mesh, self.ndim, self.partition_dim, rule, places)
+        return tensor_parallel_spec(
+            self.mesh, self.axis, self.ndim, self.partition_dim, rule, places
+        )
 
 
 def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
@@ -268,13 +275,13 @@ def blocks_rule(sizes_by_rank: Sequence[Sequence[int]]) -> CutRule:
 
 def tensor_parallel_spec(
     mesh: DeviceMesh,
+    axis: str,
     ndim: int,
     dim: int,
     rule: CutRule | None,
     places: dict[str, tuple[int, ...] | None],
 ) -> ShardingSpec:
-    """Dimension `dim` cut by `rule` over `tp` (`etp`), or nothing cut; at `places` only."""
-    axis = "etp" if "etp" in mesh.axis_names else "tp"
+    """Dimension `dim` cut by `rule` over `axis`, or nothing cut; at `places` only."""
     dims = [DimSpec()] * ndim
     if rule is not None:
         dims[dim] = DimSpec([Level([axis], rule)])

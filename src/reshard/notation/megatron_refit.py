@@ -117,8 +117,7 @@ def _read(
     readings = {"both cut": both}
     if both != (source, target):
         readings["as marked"] = source, target
-    if source.parts != target.parts:
-        readings["neither cut"] = _unmarked(source), _unmarked(target)
+    readings["neither cut"] = _unmarked(source), _unmarked(target)
     found = {}
     for name, (left, right) in readings.items():
         if left is None or right is None:
