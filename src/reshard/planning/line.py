@@ -111,7 +111,8 @@ def find_line(bundles: Sequence[Bundle], slots: int) -> Line:
         sets.add(b.needs.set_begin, b.needs.set_slot) + b.needs.holder_set for b in bundles
     ]
     target_set = [
-        sets.add(b.needs.target_copies.begin, b.needs.target_copies.slot) + b.needs.target_key
+        sets.add(b.needs.target_copies.begin, b.needs.target_copies.slot)
+        + b.needs.of_keys.target_key
         for b in bundles
     ]
     kinds = membership(sets.begin, sets.slot, slots)
@@ -119,7 +120,7 @@ def find_line(bundles: Sequence[Bundle], slots: int) -> Line:
     columns = _Columns(
         np.repeat(np.arange(len(bundles)), counts),
         ragged_arange(counts),
-        _joined([b.needs.elements * b.dtype.itemsize_bytes for b in bundles]),
+        _joined([b.needs.of_keys.elements * b.dtype.itemsize_bytes for b in bundles]),
         _joined(holder_set),
     )
     # Every need with every kind of its target key's slots.

@@ -87,7 +87,7 @@ def turn_of(line: Line, row: IntArray, receiver: IntArray) -> IntArray:
     for number in np.unique(rows.bundle[row]).tolist():
         of_bundle = np.flatnonzero(rows.bundle[row] == number)
         needs = line.bundles[number].needs
-        key = needs.target_key[rows.need[row[of_bundle]]]
+        key = needs.of_keys.target_key[rows.need[row[of_bundle]]]
         copies = needs.target_copies
         at = np.searchsorted(copies.slot_key, key * copies.slots + slot[of_bundle])
         place[of_bundle] = key + at - copies.begin[key]

@@ -95,9 +95,9 @@ class _Writer:
         of_box: IntArray | slice = slice(None)
         entries: list[IntArray] = []
         need = rows.need[chosen.row]
-        for d, overlap in enumerate(needs.overlaps):
+        for d, overlap in enumerate(needs.of_keys.overlaps):
             pieces = overlap.shared_pieces
-            pair = needs.pair[d][need[of_box]]
+            pair = needs.of_keys.pair[d][need[of_box]]
             low = pieces.begin[pair]
             row, piece = ragged_ranges(low, pieces.begin[pair + 1] - low)
             if not isinstance(row, slice):
@@ -108,7 +108,7 @@ class _Writer:
         self.pieces = entries
         count, ndim = len(self.of_box), len(entries)
         boxes = np.empty((3, ndim, count), dtype=np.int64)
-        for d, (overlap, piece) in enumerate(zip(needs.overlaps, entries, strict=True)):
+        for d, (overlap, piece) in enumerate(zip(needs.of_keys.overlaps, entries, strict=True)):
             pieces = overlap.shared_pieces
             boxes[0, d], boxes[1, d] = pieces.start[piece], pieces.length[piece]
             boxes[2, d] = pieces.target_local[piece]
@@ -216,15 +216,15 @@ class _Writer:
         """The transfers, and of what boxes they are; `split[r]` is the part that row `r` is."""
         needs = self.bundle.needs
         cell = needs.source_cell(self.need[box], sender)
-        key = needs.target_key[self.need]
+        key = needs.of_keys.target_key[self.need]
         target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)
         boxes = np.empty((4, self.start.shape[1], len(box)), dtype=np.int64)
-        for d, overlap in enumerate(needs.overlaps):
+        for d, overlap in enumerate(needs.of_keys.overlaps):
             entry = overlap.shared_pieces.entry[self.pieces[d]]
             boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
             boxes[3, d] = self.target_start[box, d]
             if overlap.holders.is_single:
-                part = overlap.pair_set[needs.pair[d][self.need]]
+                part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
                 boxes[2, d] = overlap.source_local(entry, part)[box]
             else:
                 part = needs.source.cell_part[cell, d]
@@ -243,7 +243,7 @@ class _Writer:
             self.target_slot[box],
             cell,
             target_cell[box],
-            needs.order[self.need][box],
+            needs.of_keys.order[self.need][box],
             self.stays[box],
             start,
             shape,

@@ -6,7 +6,7 @@ dimension first, and only then multiplied, all as columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,18 @@ class Transfers:
 
     def take(self, index: Any) -> Transfers:
         """The chosen rows, in the order asked for."""
-        return Transfers(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Transfers(
+            self.source_slot[index],
+            self.target_slot[index],
+            self.source_cell[index],
+            self.target_cell[index],
+            self.order[index],
+            self.stays[index],
+            self.start[index],
+            self.shape[index],
+            self.source_start[index],
+            self.target_start[index],
+        )
 
     def replace(self, **columns: Any) -> Transfers:
         """A copy with other columns."""
