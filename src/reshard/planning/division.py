@@ -1,18 +1,20 @@
 """Who sends, and who hands on, which elements of every flow of a job?
 
-The bytes of a class of flows lie on one line, tensor by tensor; those who send the first copy of
-each byte, and those who make the other copies (`copiers`), each cut it into consecutive shares::
+The bytes that the same ranks may send lie on one line, tensor by tensor, and those ranks cut it
+into consecutive shares (`copiers`). Every flow is on a line of first copies, and where it is
+handed on, also on one of other copies::
 
-    bytes of a class    |  w1  |      w2      |  w3  |
-    first copy          |    rank 0   |    rank 1    |
-    other copies        |  rank 4 | rank 5  | rank 6 |
-    fragments           |---|-----|--|--|---|-|------|    one of each for a fragment
+    first copies    |  w1  |      w2      |  w3  |
+                    |    rank 0   |    rank 1    |
+    other copies    |  w2          |  w3  |  w4  |
+                    |  rank 4  |  rank 5 | rank 6|
+    fragments of w2 |------|---|..|     one of each for a fragment
 
 1. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
    stretch in the proportions of the shares. So all senders are busy in every part of a job,
    and yet no small tensor goes in crumbs.
-2. Between two neighbouring cuts lies a fragment. Cuts are moved back to the boundary of an
-   element.
+2. Cuts are moved back to the boundary of an element. Between two neighbouring cuts of a flow,
+   on whichever line, lies a fragment.
 """
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.planning.copiers import NEAR, BoolArray, Classes, Copying, find_classes, find_copying
-from reshard.planning.flows import Flows, find_flows
+from reshard.planning.copiers import (
+    BoolArray,
+    ClassSizes,
+    Shares,
+    find_classes,
+    find_copying,
+)
+from reshard.planning.flows import find_flows
 from reshard.planning.job import Job
 from reshard.planning.lots import find_lots
-from reshard.planning.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -52,28 +59,6 @@ class Fragments:
     is_direct: BoolArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Line:
-    """The flows of all items end to end, class by class, as columns of shape `(rows,)`.
-
-    Row `i` is `flow[i]` of `item[i]`, in elements of `itemsize[i]` bytes, at bytes
-    `start[i]:start[i + 1]` of the line.
-    """
-
-    item: IntArray
-    flow: IntArray
-    itemsize: IntArray
-    row_class: IntArray
-    start: IntArray
-
-    def sizes(self, classes: int) -> tuple[IntArray, IntArray]:
-        """Bytes of each class, and of its widest element."""
-        size, widest = np.zeros(classes, dtype=np.int64), np.ones(classes, dtype=np.int64)
-        np.add.at(size, self.row_class, np.diff(self.start))
-        np.maximum.at(widest, self.row_class, self.itemsize)
-        return size, widest
-
-
 def divide(job: Job, topology: Topology) -> Fragments:
     """The fragments of a job's flows.
 
@@ -82,86 +67,109 @@ def divide(job: Job, topology: Topology) -> Fragments:
         LayoutError: a slot that is no rank of the topology.
     """
     plans = list(dict.fromkeys(item.plan for item in job.items))
+    number = {plan: i for i, plan in enumerate(plans)}
+    plan_of_item = np.array([number[item.plan] for item in job.items], dtype=np.int64)
     flows = [find_flows(plan, topology) for plan in plans]
-    plan_of_item = np.array([plans.index(item.plan) for item in job.items], dtype=np.int64)
+    elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
     classes = find_classes(plans, flows)
-    line = _line(job, plans, plan_of_item, flows, classes)
-    size, grain = line.sizes(len(classes.senders))
-    copying = find_copying(classes, size, grain, topology.ranks)
-    cuts = _cuts(line, copying)
 
-    edges = np.unique(np.concatenate((line.start, *(cut for cut, _ in cuts))))
-    first, stop = edges[:-1], edges[1:]
-    row = np.searchsorted(line.start, first, side="right") - 1
-    number = line.row_class[row]
-    # Which of the ranks of a class has the fragment, among those who make each kind of copy.
-    turns = []
-    for shares, (cut, owner) in zip((copying.first, copying.others), cuts, strict=True):
-        at = np.searchsorted(cut, first, side="right") - 1
-        turn = np.append(owner, 0)[at] - shares.begin[number]
-        turns.append(np.where(shares.counts[number] > 0, turn, 0))
-    sender, copier = turns
-    # The senders of a near class come before its receivers in making the other copies.
-    near = copying.is_relayed[number] & (classes.nature[number] == NEAR)
-    senders = np.where(near, copying.first.counts[number], 0)
-    is_direct = ~copying.is_relayed[number] | (near & (copier < senders))
-    second = np.where(copying.is_relayed[number], copier, sender)
-    relay = np.where(is_direct, 0, copier - senders)
-
-    item, flow = line.item[row], line.flow[row]
-    source_cell, relay_cell, second_cell = (np.full_like(item, -1) for _ in range(3))
-    for number_of_plan, found in enumerate(flows):
-        mine = np.flatnonzero(plan_of_item[item] == number_of_plan)
-        own = flow[mine]
-        source_cell[mine] = found.sender[found.sender_begin[own] + sender[mine]]
-        relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay[mine]]
-        direct = mine[is_direct[mine]]
-        second_cell[direct] = found.sender[found.sender_begin[flow[direct]] + second[direct]]
-    begin, size = line.start[row], line.itemsize[row]
-    ends = ((first - begin) // size, (stop - begin) // size)
-    order = np.lexsort((first, flow, item))
-    cells = (source_cell[order], relay_cell[order], second_cell[order])
-    return Fragments(
-        item[order], flow[order], ends[0][order], ends[1][order], *cells, is_direct[order]
+    # One row for each flow of each item.
+    counts = np.array([len(flow) for flow in flows], dtype=np.int64)[plan_of_item]
+    item = np.repeat(np.arange(len(counts)), counts)
+    flow = ragged_arange(counts)
+    widths = np.array([one.dtype.itemsize_bytes for one in job.items], dtype=np.int64)
+    itemsize = widths[item]
+    row_first, row_others, row_elements = (
+        np.concatenate([columns[i] for i in plan_of_item.tolist()] + [counts[:0]])
+        for columns in (classes.first, classes.others, elements)
     )
+    start = np.concatenate(([0], np.cumsum(row_elements * itemsize)))
+    sizes = ClassSizes(row_first, row_others, row_elements * itemsize, itemsize)
+    copying = find_copying(classes, sizes, topology.ranks)
+    is_relayed = copying.is_relayed[row_first]
+    sending = _line(np.arange(len(item)), row_first, start, itemsize, copying.first)
+    handing = _line(np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others)
+
+    edges = np.unique(np.concatenate((start, sending.cuts, handing.cuts)))
+    begin, end = edges[:-1], edges[1:]
+    row = np.searchsorted(start, begin, side="right") - 1
+    sender, copier = (line.turns(row, begin - start[row]) for line in (sending, handing))
+    item, flow, is_relayed = item[row], flow[row], is_relayed[row]
+    ends = ((begin - start[row]) // itemsize[row], (end - start[row]) // itemsize[row])
+
+    source_cell, relay_cell, second_cell = (np.empty_like(item) for _ in range(3))
+    is_direct = ~is_relayed
+    for i, found in enumerate(flows):
+        mine = np.flatnonzero(plan_of_item[item] == i)
+        own, low = flow[mine], found.sender_begin[flow[mine]]
+        # Among those who make other copies, the senders of the host come before its receivers.
+        near = np.where(found.is_inner[own], found.sender_begin[own + 1] - low, 0)
+        is_direct[mine] |= copier[mine] < near
+        direct, relayed = is_direct[mine], is_relayed[mine]
+        source_cell[mine] = found.sender[low + sender[mine]]
+        relay = np.where(direct, 0, copier[mine] - near)
+        relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay]
+        second = np.where(relayed & direct, copier[mine], sender[mine])
+        second_cell[mine] = found.sender[low + second]
+    return Fragments(item, flow, *ends, source_cell, relay_cell, second_cell, is_direct)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Line:
+    """The rows of some classes, class by class, and where they are cut.
+
+    Row `r` begins at byte `place[r]` of the line. Shares begin at `share_place`, rising, and are
+    those of the ranks number `share_turn` of their classes. `cuts` are the same places, counted
+    in the order of all rows of the job.
+    """
+
+    place: IntArray
+    share_place: IntArray
+    share_turn: IntArray
+    cuts: IntArray
+
+    def turns(self, row: IntArray, offset: IntArray) -> IntArray:
+        """Which rank of its class has the byte `offset` of each row; 0 for rows elsewhere."""
+        if not len(self.share_place):
+            return np.zeros_like(row)
+        at = np.searchsorted(self.share_place, self.place[row] + offset, side="right") - 1
+        return np.where(self.place[row] >= 0, self.share_turn[at], 0)
 
 
 def _line(
-    job: Job, plans: list[Plan], plan_of_item: IntArray, flows: list[Flows], classes: Classes
+    rows: IntArray, row_class: IntArray, start: IntArray, itemsize: IntArray, shares: Shares
 ) -> _Line:
-    """All flows of all items on their line."""
-    elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
-    numbers = plan_of_item.tolist()
-    counts = np.array([len(flows[number]) for number in numbers], dtype=np.int64)
-    sizes = np.array([item.dtype.itemsize_bytes for item in job.items], dtype=np.int64)
-    itemsize = np.repeat(sizes, counts)
-    nothing = [np.zeros(0, dtype=np.int64)]
-    row_class = np.concatenate([classes.flow_class[number] for number in numbers] + nothing)
-    row_bytes = np.concatenate([elements[number] for number in numbers] + nothing) * itemsize
-    order = np.argsort(row_class, kind="stable")
-    return _Line(
-        np.repeat(np.arange(len(numbers)), counts)[order],
-        ragged_arange(counts)[order],
-        itemsize[order],
-        row_class[order],
-        np.concatenate(([0], np.cumsum(row_bytes[order]))),
-    )
+    """The line of the given rows; row `r` has the bytes `start[r]:start[r + 1]` of the job."""
+    rows = rows[np.argsort(row_class[rows], kind="stable")]
+    size = np.diff(start)[rows]
+    row_class = row_class[rows]
+    before = np.cumsum(size) - size
+    new = np.diff(row_class, prepend=-1) != 0
+    inside = before - before[np.flatnonzero(new)[np.cumsum(new) - 1]]
+    new |= np.diff(inside // _STRETCH_BYTES, prepend=-1) != 0
+    first = np.flatnonzero(new)
+    stretch_bytes = np.add.reduceat(size, first) if len(first) else size
+
+    total = np.concatenate(([0], np.cumsum(shares.share)))
+    low, high = shares.begin[row_class[first]], shares.begin[row_class[first] + 1]
+    stretch = np.repeat(np.arange(len(first)), high - low)
+    turn = ragged_arange(high - low)
+    earlier = total[low[stretch] + turn] - total[low][stretch]
+    part = _part_of(stretch_bytes[stretch], earlier, (total[high] - total[low])[stretch])
+    share_place = before[first][stretch] + part
+    at = np.minimum(np.searchsorted(before, share_place, side="right") - 1, len(rows) - 1)
+    offset = share_place - before[at]
+    # A share of nothing at the end of the line begins behind its last row.
+    offset -= np.where(offset < size[at], offset % itemsize[rows[at]], 0)
+    place = np.full(len(start) - 1, -1, dtype=np.int64)
+    place[rows] = before
+    return _Line(place, before[at] + offset, turn, start[rows[at]] + offset)
 
 
-def _cuts(line: _Line, copying: Copying) -> list[tuple[IntArray, IntArray]]:
-    """Where each share of both kinds begins on the line, rising, and its row of `rank`."""
-    new = np.diff(line.row_class, prepend=-1) != 0
-    class_start = line.start[:-1][np.flatnonzero(new)[np.cumsum(new) - 1]]
-    number = (line.start[:-1] - class_start) // _STRETCH_BYTES
-    stretch_row = np.flatnonzero(new | (np.diff(number, prepend=-1) != 0))
-    stretch_class = line.row_class[stretch_row]
-    start = line.start[stretch_row]
-    size = np.diff(np.append(start, line.start[-1]))
-    found = []
-    for shares in (copying.first, copying.others):
-        owner, distance = shares.cuts(stretch_class, size)
-        cut = np.repeat(start, shares.counts[stretch_class]) + distance
-        row = np.searchsorted(line.start, cut, side="right") - 1
-        row = np.minimum(row, len(line.item) - 1)
-        found.append((cut - (cut - line.start[row]) % line.itemsize[row], owner))
-    return found
+def _part_of(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:
+    """`length * part / whole`, rounded down; all at least 0, `part` at most `whole`."""
+    # What would outgrow 62 bits is divided by a power of two first.
+    bits = np.frexp(length.astype(np.float64))[1] + np.frexp(whole.astype(np.float64))[1]
+    shift = np.maximum(bits.astype(np.int64) - 62, 0)
+    scaled: IntArray = length * (part >> shift) // np.maximum(whole >> shift, 1)
+    return scaled
