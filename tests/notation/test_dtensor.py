@@ -380,6 +380,12 @@ def test_placements_of_torch_that_have_no_word_are_refused() -> None:
     mask = torch_placements._MaskPartial(offset_shape=torch.Size([4]), offset_dim=0)
     with pytest.raises(NotationError, match="of type _MaskPartial is not known"):
         sharding_of_placements(DeviceMesh.of(tp=2), [mask], 1)
+
+    class Own(torch_placements.Shard):
+        pass
+
+    with pytest.raises(NotationError, match="of type Own is not known"):
+        sharding_of_placements(DeviceMesh.of(tp=2), [Own(0)], 1)
     with pytest.raises(NotationError, match="of type int is not known"):
         sharding_of_placements(DeviceMesh.of(tp=2), [0], 1)
     with pytest.raises(NotationError, match=r"Partial\(band\)"):

@@ -160,6 +160,19 @@ def test_any_ranges_one_after_the_other_have_a_text(shape: list[int], lengths: l
     ]
 
 
+def test_a_range_may_lie_across_the_blocks_of_a_stride() -> None:
+    # ep has 0:4 and 8:12, and 4:8 and 12:16; fsdp has a quarter of that, and the rest.
+    mesh = DeviceMesh.of(fsdp=2, ep=2)
+    values = [RaggedShard((0,), (1, 3)), StridedShard(0, 2)]
+    held = locals_of(ragged_layout(mesh, values, (16,)))
+    assert [held[rank].tolist() for rank in range(4)] == [
+        [0, 1],
+        [4, 5],
+        [2, 3, 8, 9, 10, 11],
+        [6, 7, 12, 13, 14, 15],
+    ]
+
+
 def test_partial_contributions_are_cut_too() -> None:
     mesh = DeviceMesh.of(fsdp=2, tp=2)
     layout = ragged_layout(mesh, [RaggedShard((0, 1), (1, 2)), Partial("sum")], (3, 3))
