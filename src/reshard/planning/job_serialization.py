@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from reshard.binding import Address, Binding, FileRange, RankMemory, TensorName, View
 from reshard.errors import NotationError
 from reshard.layout import Layout
-from reshard.planning.job import Job, JobItem, Sources
+from reshard.planning.job import Job, JobItem
 from reshard.planning.number_columns import packed, unpacked, whole_number
 from reshard.planning.plan import Plan
 from reshard.planning.serialization import Reader, Writer, read_dtype

@@ -160,11 +160,6 @@ class Reader:
             raise NotationError(f"{name}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
         return value
 
-    def text(self, name: str, usual: str) -> str:
-        """A text of the document; the usual one is left out."""
-        found: str = self.field(name, str, {name: usual, **self._document})
-        return found
-
     def all_of(self, name: str, read: Callable[[Any, str], Value]) -> list[Value]:
         """The list of that name, every entry read."""
         entries = enumerate(self.field(name, list))
