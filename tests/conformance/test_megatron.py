@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import reshard
 from conformance.checked_movement import Side, check, same
 from reshard.cut_rules import CutRule
+from reshard.dtypes import dtype
 from reshard.errors import RuleError, SpecError
 from reshard.notation.megatron_layers import PipelineLayers
 from reshard.notation.megatron_names import MegatronNames
@@ -335,6 +336,20 @@ def test_whole_models(before: Shape, after: Shape, collocated: bool) -> None:
         world = 8 if collocated else tp * pp * ep
         sides.append(MegatronRanks.of_world(world, tp=tp, pp=pp, ep=ep, offset=offset))
         offset += 0 if collocated else world
+    refit(*sides)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-dp-tp-cp-pp"])
+def test_experts_with_a_tensor_parallel_size_of_their_own(order: str) -> None:
+    before = MegatronRanks(tp=4, dp=2, pp=2, ep=4, etp=2, order=order)
+    after = MegatronRanks(tp=2, cp=2, dp=4, ep=4, etp=1)
+    assert (before.edp, after.edp) == (1, 4)
+    refit(before, after)
+    refit(after, before)
+
+
+def refit(*sides: MegatronRanks) -> None:
+    """A whole model from one set of ranks to another, checked, run, and taken as one job."""
     rosters = [roster(ranks, PipelineLayers.even(4, ranks.pp), 4) for ranks in sides]
     pairs = reconcile_all(*rosters)
     assert list(pairs) == list(small_model(4, 4))
@@ -342,6 +357,15 @@ def test_whole_models(before: Shape, after: Shape, collocated: bool) -> None:
         assert pair.shape == small_model(4, 4)[name][0]
     for pair in set(pairs.values()):
         moved(pair)
+    kind = dtype("bfloat16")
+    job = reshard.Job(
+        reshard.JobItem.between_ranks(
+            name, kind, pair.source.layout(pair.shape), pair.target.layout(pair.shape)
+        )
+        for name, pair in pairs.items()
+    )
+    job.verify()
+    assert job.moved_bytes == job.lower_bound_bytes
     # Every rank of a side has a part, whatever its place.
     assert {rank for pair in pairs.values() for rank in pair.target.layout(pair.shape).holders} == (
         set(range(sides[1].offset, sides[1].offset + sides[1].world_size))
