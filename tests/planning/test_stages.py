@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 
+import reshard
+from reshard.binding import Binding, FileRange
 from reshard.dtypes import dtype
+from reshard.errors import LayoutError, PlanError, ShardError
+from reshard.layout import Layout
 from reshard.planning.job import Job, JobItem
+from reshard.planning.stage_verification import verify_stages
 from reshard.planning.stages import StagedJob
 from reshard.planning.transfers import Transfers
-from reshard.testing.oracle import Contents, dense_of, reduced, shards_of
+from reshard.testing.oracle import Contents, contents_of_spec, dense_of, reduced, shards_of
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import LayoutAndContents, movements
 from reshard.topology import Topology
@@ -22,6 +30,8 @@ from reshard.topology import Topology
 Movement = tuple[LayoutAndContents, LayoutAndContents]
 EXACT_REDUCTIONS = ("sum", "max", "min", "product")
 KINDS = ("int8", "int16", "int64")
+# A job is several movements.
+FEWER = settings(max_examples=settings().max_examples // 2)
 
 
 @st.composite
@@ -87,6 +97,7 @@ def is_plain(staged: StagedJob) -> bool:
 
 
 @given(staged_jobs(), st.integers(0, 99))
+@FEWER
 def test_the_target_comes_out(made: tuple[StagedJob, list[Movement]], seed: int) -> None:
     staged, moves = made
     shards, expected = {}, {}
@@ -102,6 +113,7 @@ def test_the_target_comes_out(made: tuple[StagedJob, list[Movement]], seed: int)
 
 
 @given(staged_jobs())
+@FEWER
 def test_what_crosses_and_what_moves(made: tuple[StagedJob, list[Movement]]) -> None:
     staged, moves = made
     staged.verify()
@@ -117,6 +129,7 @@ def test_what_crosses_and_what_moves(made: tuple[StagedJob, list[Movement]]) -> 
 
 
 @given(staged_jobs())
+@FEWER
 def test_bytes_are_those_of_the_transfers(made: tuple[StagedJob, list[Movement]]) -> None:
     staged, _ = made
     ranks, hosts = staged.topology.ranks, staged.topology.hosts
@@ -144,7 +157,7 @@ def rows(transfers: Transfers) -> set[tuple[object, ...]]:
 
 
 @given(staged_jobs())
-@settings(max_examples=40)
+@FEWER
 def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Movement]]) -> None:
     staged, _ = made
     parts = [staged.for_rank(rank) for rank in range(staged.topology.ranks)]
@@ -154,3 +167,293 @@ def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Moveme
             for rank, part in enumerate(parts):
                 mine = (whole.source_slot == rank) | (whole.target_slot == rank)
                 assert rows(part[number][stage]) == rows(whole.take(mine))
+
+
+def spec_job(
+    source: str, target: str, shape: tuple[int, ...], mesh: reshard.DeviceMesh, kind: str = "int8"
+) -> Job:
+    layouts = [reshard.spec(mesh, text).layout(shape) for text in (source, target)]
+    return Job([JobItem.between_ranks("w", dtype(kind), layouts[0], layouts[1])])
+
+
+HOSTS = reshard.DeviceMesh.of(host=2, gpu=4)
+ON_HOSTS = Topology.of(hosts=2, ranks_per_host=4)
+
+
+def test_a_replica_for_every_rank_of_another_host_crosses_once() -> None:
+    """Four ranks of host 0 hold a quarter each; each rank of host 1 wants all of it.
+
+    By hand: 64 elements cross, 16 to each rank of host 1, which sends them to three others. A
+    direct exchange would send 256 across.
+    """
+    job = spec_job("gpu | only(host=0)", "- | only(host=1)", (64,), HOSTS, "bfloat16")
+    staged = StagedJob(job, ON_HOSTS)
+    staged.verify()
+    assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes == 128
+    assert staged.host_bytes.tolist() == [[0, 128], [0, 384]]
+    assert staged.sent_bytes.tolist() == [32] * 4 + [96] * 4
+    assert staged.received_bytes.tolist() == [0] * 4 + [128] * 4
+    exchange, fan_out = staged.transfers(0)
+    assert (len(exchange), len(fan_out)) == (4, 12)
+    assert sorted(zip(exchange.source_slot, exchange.target_slot, strict=True)) == [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
+
+
+def test_one_holder_does_not_send_to_its_whole_host() -> None:
+    """Rank 0 has all, its 7 neighbours want it: it sends it once, and they do the rest."""
+    mesh = reshard.DeviceMesh.of(gpu=8)
+    job = spec_job("- | only(gpu=0)", "-", (5600,), mesh)
+    staged = StagedJob(job, Topology.of(hosts=1, ranks_per_host=8))
+    staged.verify()
+    assert staged.moved_bytes == 7 * 5600
+    assert staged.sent_bytes[0] == staged.sent_bytes.max() == 5600
+    assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes == 0
+    assert job.sent_bytes.max() == 7 * 5600
+
+
+def test_what_is_balanced_without_it_is_not_handed_on() -> None:
+    """An all-gather within a host: every rank sends its own part to the others."""
+    staged = StagedJob(spec_job("gpu", "-", (64,), HOSTS), ON_HOSTS)
+    exchange, fan_out = staged.transfers(0)
+    assert len(fan_out) == 0
+    assert len(exchange.moving) == 2 * 4 * 3
+    assert staged.sent_bytes.tolist() == [48] * 8
+    assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes == 0
+
+
+def test_holders_on_the_host_of_the_receiver_send() -> None:
+    """Copies on both hosts, cut anew: nothing crosses."""
+    staged = StagedJob(spec_job("gpu, -", "-, gpu", (16, 16), HOSTS), ON_HOSTS)
+    staged.verify()
+    assert staged.across_hosts_bytes == 0
+    assert staged.host_bytes.tolist() == [[192, 0], [0, 192]]
+    # With quarters 0 and 2 on one host and 1 and 3 on the other, each host lacks two of four
+    # blocks in two of its columns, which two ranks want: 4 blocks of 16 enter each host.
+    turned = StagedJob(staged.job, Topology([0, 1, 0, 1, 0, 1, 0, 1]))
+    turned.verify()
+    assert turned.across_hosts_bytes == turned.across_hosts_bound_bytes == 2 * 4 * 16
+
+
+def test_contributions_that_are_combined_come_directly() -> None:
+    staged = StagedJob(spec_job("- | sum(gpu)", "-", (8,), HOSTS), ON_HOSTS)
+    staged.verify()
+    assert len(staged.transfers(0).fan_out) == 0
+    assert staged.across_hosts_bytes == 0
+    # Over both hosts, each rank of one wants all contributions of the other.
+    staged = StagedJob(spec_job("- | sum(host)", "-", (8,), HOSTS), ON_HOSTS)
+    staged.verify()
+    assert staged.across_hosts_bound_bytes == 2 * 8
+    assert staged.across_hosts_bytes == 4 * 2 * 8
+
+
+def test_large_flows_are_divided_in_every_part_of_a_job() -> None:
+    """Eight tensors of 32 MiB: each is sent by all four holders, and not a quarter of them by
+    each holder.
+    """
+    mesh = reshard.DeviceMesh.of(host=2, gpu=4)
+    shape = (1 << 12, 1 << 13)
+    layouts = [reshard.spec(mesh, f"-, - | only(host={host})").layout(shape) for host in range(2)]
+    job = Job(
+        JobItem.between_ranks(f"w{i}", dtype("int8"), layouts[0], layouts[1]) for i in range(8)
+    )
+    staged = StagedJob(job, ON_HOSTS)
+    staged.verify()
+    for number in range(8):
+        exchange, _ = staged.transfers(number)
+        sent = np.bincount(exchange.source_slot, exchange.elements)
+        assert sent.tolist() == [shape[0] * shape[1] // 4] * 4
+    assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes == job.moved_bytes // 4
+
+
+def least_load(staged: StagedJob, moves: Sequence[Movement]) -> float:
+    """The least bytes that the most loaded rank can send, as a linear program.
+
+    First copies come from holders, on the host where there are some; other copies from whoever
+    is on the host and has, or gets, the element; contributions that are combined from holders.
+    """
+    classes: Counter[tuple[frozenset[int], frozenset[int], int]] = Counter()
+    topology = staged.topology
+    for item, ((_, held), (_, target)) in zip(staged.job.items, moves, strict=True):
+        holders: dict[tuple[int, int], set[int]] = {}
+        for rank in held.elements:
+            for pair in held.held(rank):
+                holders.setdefault(pair, set()).add(rank)
+        for host in range(topology.hosts):
+            here = set(topology.ranks_of(host))
+            lacking: dict[tuple[int, int], set[int]] = {}
+            combined = set()
+            for rank in here:
+                for pair in wanted(target, rank, item.plan.combines) - held.held(rank):
+                    lacking.setdefault(pair, set()).add(rank)
+                    if len(item.plan.combines[target.contribution[rank]]) > 1:
+                        combined.add(pair)
+            for pair, ranks in lacking.items():
+                near = holders[pair] & here
+                first = frozenset(near or holders[pair])
+                others = first if pair in combined else frozenset(near | ranks)
+                classes[first, others, len(ranks)] += item.dtype.itemsize_bytes
+    rows: list[list[float]] = []
+    demands: list[float] = []
+    columns: list[int] = []
+    for (first, others, copies), size in classes.items():
+        for ranks, times in ((first, 1), (others, copies - 1)):
+            demands.append(size * times)
+            columns += sorted(ranks)
+            rows.append([len(columns) - len(ranks), len(columns)])
+    if not columns:
+        return 0.0
+    equal = np.zeros((len(rows), len(columns) + 1))
+    for number, (low, high) in enumerate(rows):
+        equal[number, int(low) : int(high)] = 1
+    load = np.zeros((topology.ranks, len(columns) + 1))
+    load[columns, np.arange(len(columns))] = 1
+    load[:, -1] = -1
+    cost = np.zeros(len(columns) + 1)
+    cost[-1] = 1
+    found = linprog(cost, load, np.zeros(topology.ranks), equal, np.array(demands))
+    assert found.success
+    return float(found.fun)
+
+
+@st.composite
+def larger_jobs(draw: st.DrawFn) -> tuple[StagedJob, list[Movement]]:
+    """Tensors of some hundred elements on 8 ranks, held and wanted by some of them."""
+    mesh = reshard.DeviceMesh.of(x=2, y=2, z=2)
+    moves = []
+    for _ in range(draw(st.integers(1, 3))):
+        pair = []
+        for _ in range(2):
+            axes = draw(st.permutations("xyz"))
+            cut = draw(st.integers(0, 3))
+            texts = [" ".join(axes[:cut]) or "-", "-"]
+            only = "".join(
+                f" {axis}={draw(st.integers(0, 1))}" for axis in axes[cut:] if draw(st.booleans())
+            )
+            marks = f" | only({only.strip()})" if only else ""
+            spec = reshard.spec(mesh, ", ".join(draw(st.permutations(texts))) + marks)
+            pair.append((spec.layout((24, 16)), contents_of_spec(spec, (24, 16))))
+        moves.append((pair[0], pair[1]))
+    job = job_of(moves, [draw(st.sampled_from(KINDS)) for _ in moves])
+    return StagedJob(job, draw(topologies(8))), moves
+
+
+@given(larger_jobs())
+@FEWER
+def test_the_most_loaded_sender_is_close_to_the_optimum(
+    made: tuple[StagedJob, list[Movement]],
+) -> None:
+    staged, moves = made
+    staged.verify()
+    assert staged.across_hosts_bytes == staged.across_hosts_bound_bytes
+    widest = max(item.dtype.itemsize_bytes for item in staged.job.items)
+    # Handing one element on to 7 others cannot be divided.
+    assert staged.sent_bytes.max() <= 1.05 * least_load(staged, moves) + 7 * widest
+
+
+STAGED = StagedJob(
+    spec_job("gpu, - | only(host=0)", "- , - | only(host=1)", (16, 8), HOSTS), ON_HOSTS
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b: (a.take(slice(1, None)), b), "the exchange brings 0 of its 32 elements"),
+        (lambda a, b: (a, b.take(slice(1, None))), "slot 5 receives 96 elements .* of 128"),
+        (lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b), "the exchange brings 64"),
+        (lambda a, b: (a, b.take(np.append(np.arange(len(b)), 0))), "receives 160 elements"),
+        (
+            lambda a, b: (a, b.replace(start=np.add(b.start, [1, 0]))),
+            "the relay does not have these indices of dimension 0",
+        ),
+        (
+            lambda a, b: (
+                a,
+                b.replace(
+                    start=np.subtract(b.start, [1, 0]),
+                    source_start=np.subtract(b.source_start, [1, 0]),
+                ),
+            ),
+            "does not have these indices",
+        ),
+        (
+            lambda a, b: (a, b.replace(source_slot=b.source_slot[::-1].copy())),
+            "the source slot has no such cell",
+        ),
+        (
+            lambda a, b: (a.replace(source_start=np.add(a.source_start, [0, 1])), b),
+            "the source does not have these indices",
+        ),
+        (
+            lambda a, b: (
+                a,
+                b.replace(
+                    source_slot=b.target_slot,
+                    source_cell=b.target_cell,
+                    target_slot=b.source_slot,
+                    target_cell=b.source_cell,
+                ),
+            ),
+            "the exchange brings 0 of its 32",
+        ),
+        (
+            lambda a, b: (a.replace(shape=np.subtract(a.shape, [1, 0])), b),
+            "the exchange brings 24 of its 32",
+        ),
+    ],
+)
+def test_stages_that_were_changed_are_found_out(
+    change: Callable[[Transfers, Transfers], tuple[Transfers, Transfers]], message: str
+) -> None:
+    plan = STAGED.job.items[0].plan
+    exchange, fan_out = STAGED.transfers(0)
+    verify_stages(plan, exchange, fan_out)
+    with pytest.raises(PlanError, match=message):
+        verify_stages(plan, *change(exchange, fan_out))
+
+
+def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
+    """Rank 1 holds its half; a fan-out that brings it the other's is too much."""
+    mesh = reshard.DeviceMesh.of(x=2)
+    whole = reshard.spec(mesh, "-").layout((4,))
+    plan = reshard.plan(whole, whole)
+    stays = plan.transfers
+    again = stays.take([0]).replace(
+        target_slot=np.array([1]), target_cell=np.array([1]), stays=np.array([False])
+    )
+    verify_stages(plan, stays, stays.take(slice(0, 0)))
+    with pytest.raises(
+        PlanError, match=r"exactly when both slots are one|held it already|receives 8"
+    ):
+        verify_stages(plan, stays, again)
+    with pytest.raises(PlanError, match="held it already"):
+        verify_stages(plan, stays.take([0]), again)
+
+
+def test_jobs_that_cannot_be_staged_are_refused() -> None:
+    job = spec_job("gpu", "-", (8,), HOSTS)
+    with pytest.raises(LayoutError, match=r"rank . of a topology over ranks 0 to 3"):
+        StagedJob(job, Topology.of(hosts=1, ranks_per_host=4)).verify()
+    item = job.items[0]
+    in_files = {slot: FileRange("f", 0) for slot in range(8)}
+    source = Binding(item.plan.source, in_files, {})
+    with pytest.raises(PlanError, match="shard 0 of 'w' is at FileRange"):
+        StagedJob(Job([JobItem("w", item.dtype, item.plan, source, item.target)]), ON_HOSTS)
+    hole = Layout.flat_ranges((4,), {0: (0, 2)})
+    holed = Job([JobItem.between_ranks("w", dtype("int8"), hole, Layout.whole((4,), [5], 6))])
+    with pytest.raises(PlanError, match="only 2 of the 4 elements that slot 5"):
+        StagedJob(holed, ON_HOSTS).fragments  # noqa: B018
+    with pytest.raises(ShardError, match="no arrays for tensor 'w'; got"):
+        StagedJob(job, ON_HOSTS).run({})
+
+
+def test_a_job_of_nothing_is_staged() -> None:
+    staged = StagedJob(Job([]), ON_HOSTS)
+    staged.verify()
+    assert (staged.moved_bytes, staged.across_hosts_bytes, staged.run({})) == (0, 0, {})
+    assert staged.for_rank(3) == ()
+    assert repr(staged) == "<StagedJob of 0 tensors on 2 hosts>"
