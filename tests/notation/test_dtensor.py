@@ -294,7 +294,7 @@ def test_a_text_means_its_sharding(text: str, expected: str) -> None:
         ("[Partial(sum), Partial(avg)]", "reduced in several ways, mean and sum"),
         ("[_StridedShard(0, 0), R]", "split_factor 0; it must be at least 1"),
         ("S(0)[1]S(0)[1]", r"dimension 0 have the steps \[1, 1\]; give each one of 0 to 1"),
-        ("S(0)[0]S(0)", r"dimension 0 have the steps \[0, 2\]"),
+        ("S(0)[0]S(0)", r"dimension 0 have the steps \[0, None\]"),
         ("S(0)R[0]", "only axes that cut have an order"),
         ("[RaggedShard((0,), (1, 1)), R]", "read it with `reshard.notation.ragged`"),
         ("[PartitionedShard(0, 2), R]", "needs splits"),

@@ -107,7 +107,7 @@ def parse_dtensor(
                 f"placements do not say the tensor's {missing}; give a {missing} beside them"
             )
         placements = [placement_of_call(call) for call in calls]
-        order = _order_of_steps(mesh, placements, [call.order for call in calls], len(shape))
+        order = _order_of_steps(placements, [call.order for call in calls], len(shape))
         return sharding_of_placements(mesh, placements, len(shape), order)
     except LayoutError as error:
         if f"`{text}`" in str(error):
@@ -182,10 +182,8 @@ def sharding_of_placements(
             f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
             "a tensor is partial in one, redistribute the other axes first"
         )
-    dim_specs = []
-    order = _checked_order(shard_order, by_dim, ndim)
-    for dim, levels in by_dim.items():
-        dim_specs.append(DimSpec([levels[number] for number in order[dim]]))
+    order = _checked_order(shard_order, by_dim)
+    dim_specs = [DimSpec([levels[n] for n in order[dim]]) for dim, levels in by_dim.items()]
     return ShardingSpec(mesh, dim_specs, (), partial, reductions[0] if reductions else "sum")
 
 
@@ -213,60 +211,55 @@ def _dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int
 
 
 def _order_of_steps(
-    mesh: DeviceMesh, placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
+    placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
 ) -> ShardOrder | None:
     """The order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without any."""
     if all(step is None for step in steps):
         return None
-    chosen: dict[int, list[tuple[int, int]]] = {}
+    by_dim: dict[int, list[int]] = {}
     for number, (value, step) in enumerate(zip(placements, steps, strict=True)):
-        if isinstance(value, Replicate | Partial):
-            if step is not None:
-                raise NotationError(
-                    f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
-                )
-            continue
-        # An axis alone on its dimension needs no number; without one it stands behind the others.
-        position = len(placements) if step is None else step
-        chosen.setdefault(_dimension(value, ndim), []).append((position, number))
-    for dim, pairs in chosen.items():
-        given = sorted(position for position, _ in pairs)
-        if len(pairs) > 1 and given != list(range(len(pairs))):
+        if not isinstance(value, Replicate | Partial):
+            by_dim.setdefault(_dimension(value, ndim), []).append(number)
+        elif step is not None:
             raise NotationError(
-                f"the axes on dimension {dim} have the steps {given}; give each one of 0 to "
-                f"{len(pairs) - 1}"
+                f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
             )
-    return tuple(
-        (dim, tuple(number for _, number in sorted(chosen[dim]))) for dim in sorted(chosen)
-    )
+    order = []
+    for dim, numbers in sorted(by_dim.items()):
+        # An axis alone on its dimension needs no step.
+        at = {steps[number]: number for number in numbers} if len(numbers) > 1 else {0: numbers[0]}
+        if set(at) != set(range(len(numbers))):
+            raise NotationError(
+                f"the axes on dimension {dim} have the steps {[steps[n] for n in numbers]}; give "
+                f"each one of 0 to {len(numbers) - 1}"
+            )
+        order.append((dim, tuple(at[step] for step in range(len(numbers)))))
+    return tuple(order)
 
 
 def _checked_order(
-    shard_order: Iterable[tuple[int, Sequence[int]]] | None,
-    by_dim: dict[int, dict[int, Level]],
-    ndim: int,
+    shard_order: Iterable[tuple[int, Sequence[int]]] | None, by_dim: dict[int, dict[int, Level]]
 ) -> dict[int, list[int]]:
     """The axes of every dimension, by number, in the order in which they cut."""
     rising = {dim: sorted(levels) for dim, levels in by_dim.items()}
     if shard_order is None:
         return rising
     order = {int(dim): [int(axis) for axis in axes] for dim, axes in shard_order}
-    given = {dim: sorted(axes) for dim, axes in order.items()}
-    if given != {dim: axes for dim, axes in rising.items() if axes}:
+    cut = {dim: axes for dim, axes in rising.items() if axes}
+    if {dim: sorted(axes) for dim, axes in order.items()} != cut:
         raise NotationError(
-            f"shard order {order} does not fit the placements, which cut "
-            f"{ {dim: axes for dim, axes in rising.items() if axes} }; name every axis of every "
-            "cut dimension once"
+            f"shard order {order} does not fit the placements, which cut {cut}; name every axis of "
+            "every cut dimension once"
         )
-    return {dim: order.get(dim, []) for dim in range(ndim)}
+    return rising | order
 
 
-def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
+def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> OrderedPlacements:
     """The placements of a sharding, and the order in which the axes of a dimension cut.
 
     Args:
         spec: the sharding.
-        further: `PartitionedShard`, where it may be used beside torch's own placements.
+        partitioned: whether `PartitionedShard` may be used beside torch's own placements.
 
     Raises:
         NotationError: a part that no placement says: an axis taken in part, a flat cut over
@@ -289,7 +282,7 @@ def placements_of(spec: ShardingSpec, *further: str) -> OrderedPlacements:
             )
         for level in dim_spec.levels:
             axis = _whole_axis(level, dim)
-            found[axis] = _placement_of_level(level, dim, mesh.axis_size(axis), further)
+            found[axis] = _placement_of_level(level, dim, mesh.axis_size(axis), partitioned)
         axes = tuple(mesh.axis_names.index(level.axes[0].name) for level in dim_spec.levels)
         if axes:
             order.append((dim, axes))
@@ -327,17 +320,17 @@ def _whole_axis(level: Level, dim: int) -> str:
 
 
 def _placement_of_level(
-    level: Level, dim: int, size: int, further: Sequence[str]
+    level: Level, dim: int, size: int, partitioned: bool
 ) -> Shard | StridedShard | PartitionedShard:
     if level.rule.is_default:
         return Shard(dim)
     if isinstance(level.rule, Strided) and level.rule.local_lengths is None:
         return StridedShard(dim, level.rule.stride)
     words = ["by ceil (Shard)", "by a stride (_StridedShard)"]
-    if "PartitionedShard" in further:
-        partitioned = PartitionedShard.from_rule(dim, level.rule, size)
-        if partitioned is not None:
-            return partitioned
+    if partitioned:
+        found = PartitionedShard.from_rule(dim, level.rule, size)
+        if found is not None:
+            return found
         words.append("in partitions (PartitionedShard)")
     raise cannot_say(
         f"the rule `{level.rule.text}` of dimension {dim}",

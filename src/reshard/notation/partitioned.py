@@ -159,4 +159,4 @@ def partitioned_text(spec: ShardingSpec) -> str:
     """
     from reshard.notation.dtensor import placements_of
 
-    return str(placements_of(spec, "PartitionedShard"))
+    return str(placements_of(spec, partitioned=True))
