@@ -251,11 +251,11 @@ def test_contributions_that_are_combined_come_directly() -> None:
 
 
 def test_large_flows_are_divided_in_every_part_of_a_job() -> None:
-    """Eight tensors of 32 MiB: each is sent by all four holders, and not a quarter of them by
+    """Eight tensors of 64 MiB: each is sent by all four holders, and not a quarter of them by
     each holder.
     """
     mesh = reshard.DeviceMesh.of(host=2, gpu=4)
-    shape = (1 << 12, 1 << 13)
+    shape = (1 << 13, 1 << 13)
     layouts = [reshard.spec(mesh, f"-, - | only(host={host})").layout(shape) for host in range(2)]
     job = Job(
         JobItem.between_ranks(f"w{i}", dtype("int8"), layouts[0], layouts[1]) for i in range(8)
@@ -417,7 +417,7 @@ def test_stages_that_were_changed_are_found_out(
 
 
 def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
-    """Rank 1 holds its half; a fan-out that brings it the other's is too much."""
+    """Two ranks hold all; a fan-out from one to the other is wrong, whether both keep theirs or not."""
     mesh = reshard.DeviceMesh.of(x=2)
     whole = reshard.spec(mesh, "-").layout((4,))
     plan = reshard.plan(whole, whole)
@@ -426,9 +426,7 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
         target_slot=np.array([1]), target_cell=np.array([1]), stays=np.array([False])
     )
     verify_stages(plan, stays, stays.take(slice(0, 0)))
-    with pytest.raises(
-        PlanError, match=r"exactly when both slots are one|held it already|receives 8"
-    ):
+    with pytest.raises(PlanError, match="held it already"):
         verify_stages(plan, stays, again)
     with pytest.raises(PlanError, match="held it already"):
         verify_stages(plan, stays.take([0]), again)

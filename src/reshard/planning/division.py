@@ -36,7 +36,7 @@ from reshard.planning.lots import find_lots
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
-_STRETCH_BYTES = 1 << 24
+_STRETCH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -153,10 +153,12 @@ class StagedJob:
             lots, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
         )
 
-        kept = find_boxes(
-            lots, flows.kept_lot, np.zeros_like(flows.kept_lot), lots.elements[flows.kept_lot]
-        )
-        source, target = flows.kept_source[kept.of], flows.kept_target[kept.of]
+        keeps = np.arange(len(flows.kept_lot))
+        if rank is not None:
+            keeps = np.flatnonzero(item.plan.target.cell_slot[flows.kept_target] == rank)
+        lot = flows.kept_lot[keeps]
+        kept = find_boxes(lots, lot, np.zeros_like(lot), lots.elements[lot])
+        source, target = flows.kept_source[keeps][kept.of], flows.kept_target[keeps][kept.of]
         exchange.append(exchange_transfers(lots, kept, source, target))
         both = StageTransfers(joined_transfers(exchange), fan_out)
         if rank is None:
