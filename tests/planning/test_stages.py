@@ -417,7 +417,7 @@ def test_stages_that_were_changed_are_found_out(
 
 
 def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
-    """Two ranks hold all; a fan-out from one to the other is wrong, whether both keep theirs or not."""
+    """Two ranks hold all: a fan-out from one to the other is wrong, in place of what stays too."""
     mesh = reshard.DeviceMesh.of(x=2)
     whole = reshard.spec(mesh, "-").layout((4,))
     plan = reshard.plan(whole, whole)
