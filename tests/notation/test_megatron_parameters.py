@@ -164,7 +164,11 @@ TWO = MegatronRanks(tp=2)
 
 
 def test_plain_values_become_tuples() -> None:
-    given_lists: dict[str, Any] = {"shape": [4, 2], "partition_sizes": [3, 1], "stages": [0]}
+    given_lists: dict[str, Any] = {
+        "shape": [4, 2],
+        "partition_sizes": [3, 1],
+        "stages": [np.int64(0)],
+    }
     parameter = MegatronParameter(TWO, tensor_model_parallel=True, **given_lists)
     same: dict[str, Any] = {"shape": (4, 2), "partition_sizes": (3, 1), "stages": (0,)}
     assert parameter == MegatronParameter(TWO, tensor_model_parallel=True, **same)
@@ -178,6 +182,16 @@ def test_plain_values_become_tuples() -> None:
         ({"shape": ((4, 2),) * 3}, SpecError, "for 2 tensor-parallel ranks; give one shape"),
         ({"shape": ((4, 2), (4,))}, SpecError, "one of as many dimensions for each"),
         ({"shape": (4, -2)}, SpecError, "has a negative size"),
+        ({"shape": (4, 2.5)}, SpecError, "shape has 2.5, where a whole number was expected"),
+        ({"shape": 4}, SpecError, "shape=4, where a list of numbers was expected"),
+        ({"shape": (4,), "stages": 0}, SpecError, "stages=0, where a list"),
+        ({"shape": (4,), "heads": [4]}, SpecError, r"heads=\[4\], where one number was expected"),
+        ({"shape": (4,), "partition_dim": None}, SpecError, "partition_dim has None"),
+        ({"shape": ((4,), 3)}, SpecError, "give one shape of whole numbers, or one for each rank"),
+        ({"shape": (4, (3,))}, SpecError, "give one shape of whole numbers"),
+        ({"shape": "ab"}, SpecError, "shape has 'ab'"),
+        ({"shape": (4,), "partition_dim": "0"}, SpecError, "partition_dim has '0'"),
+        ({"shape": (4,), "partition_sizes": ((3, 1), (None, 4))}, SpecError, "sizes has None"),
         ({"shape": ((4, 2), (4, 3))}, SpecError, r"\[2, 3\] of dimension 1, which is not cut"),
         ({"shape": (4, 2), "partition_dim": 2}, SpecError, "partition_dim=2 of a parameter of 2"),
         ({"shape": (4, 2), "partition_dim": -1}, SpecError, "it is one of 0 to 1"),

@@ -19,7 +19,8 @@ is said is checked against the local shapes, which Megatron does not do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.block_rules import Blocks, Pieces, Strided
@@ -31,6 +32,9 @@ from reshard.notation.megatron_ranks import MegatronRanks
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 Shape = tuple[int, ...]
+
+_NUMBERS = ("partition_dim", "partition_stride", "heads", "true_length")
+_SEQUENCES = ("shape", "partition_sizes", "stages", "expert_ranks")
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,15 @@ class MegatronParameter:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _frozen(self.shape))
-        if self.partition_sizes is not None:
-            object.__setattr__(self, "partition_sizes", _frozen(self.partition_sizes))
-        for name in ("stages", "expert_ranks"):
-            held = getattr(self, name)
-            if held is not None:
-                object.__setattr__(self, name, tuple(int(at) for at in held))
+        for name in (*_NUMBERS, *_SEQUENCES):
+            given = getattr(self, name)
+            if given is None and name not in ("shape", "partition_dim", "partition_stride"):
+                continue
+            frozen = _frozen(name, given)
+            if isinstance(frozen, tuple) != (name in _SEQUENCES):
+                expected = "a list of numbers" if name in _SEQUENCES else "one number"
+                raise SpecError(f"{name}={given!r}, where {expected} was expected")
+            object.__setattr__(self, name, frozen)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", as_dtype(self.dtype).name)
         if self.expert_ranks is not None and not self.is_expert:
@@ -98,6 +104,10 @@ class MegatronParameter:
 
     def _check_shapes(self) -> None:
         shapes = self.local_shapes
+        if not all(isinstance(shape, tuple) and _are_whole(shape) for shape in shapes):
+            raise SpecError(
+                f"shape={self.shape!r}; give one shape of whole numbers, or one for each rank"
+            )
         if len(shapes) != self.parts or len({len(shape) for shape in shapes}) != 1:
             raise SpecError(
                 f"local shapes {[list(shape) for shape in shapes]} for {self.parts} "
@@ -289,9 +299,15 @@ def tensor_parallel_spec(
     return ShardingSpec(mesh, dims, only=only)
 
 
-def _frozen(numbers: Iterable[object]) -> tuple[object, ...]:
-    """Nested sequences of whole numbers as tuples."""
-    return tuple(
-        _frozen(item) if isinstance(item, Iterable) else int(item)  # type: ignore[call-overload]
-        for item in numbers
-    )
+def _are_whole(numbers: Sequence[object]) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _frozen(name: str, given: object) -> object:
+    """A whole number, or nested sequences of them as tuples. Raises SpecError for others."""
+    if isinstance(given, tuple | list):
+        return tuple(_frozen(name, item) for item in given)
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise SpecError(f"{name} has {given!r}, where a whole number was expected") from None

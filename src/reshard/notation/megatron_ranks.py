@@ -72,8 +72,8 @@ class MegatronRanks:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"{name}={size!r}; a parallel size is a whole number from 1 up")
-        if self.offset < 0:
-            raise MeshError(f"offset={self.offset}; the first rank is 0 or more")
+        if not isinstance(self.offset, int) or self.offset < 0:
+            raise MeshError(f"offset={self.offset!r}; the first rank is a whole number from 0 up")
         share = self.expert_tp * self.ep * self.pp
         if self.world_size % share:
             raise MeshError(
