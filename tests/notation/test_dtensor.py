@@ -170,6 +170,7 @@ def test_distribute_tensor(
             assert spec is sharding_of_placements(spec.mesh, values, len(shape))
             # A DTensor's own text, as it is printed.
             assert parse_dtensor(str(tensor.placements), spec.mesh, shape) is spec
+            assert parse_dtensor(repr(tensor), None, shape) is spec
             held = locals_of(spec.layout(shape))[rank]
             assert np.array_equal(held, tensor.to_local().numpy())
 

@@ -41,6 +41,7 @@ from reshard.notation.placements import (
     as_placement,
     placement_of_call,
 )
+from reshard.notation.torch_mesh import split_mesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
@@ -84,8 +85,10 @@ def parse_dtensor(
     Args:
         text: in any form that torch prints: `[Shard(dim=0), Replicate()]`, `S(0)R`,
             `S(0)[1]S(0)[0]` with the order of the axes on one dimension. A
-            `PartitionedShard` may be among them.
-        mesh: the devices; one placement for each of its axes, major to minor.
+            `PartitionedShard` may be among them. A mesh may stand in front of them, as in a
+            printed DTensor.
+        mesh: the devices, where the text has none; one placement for each of its axes, major to
+            minor.
         shape: of the tensor; placements do not say how many dimensions it has.
 
     Raises:
@@ -100,7 +103,8 @@ def parse_dtensor(
     -, tp | mean(dp)
     """
     try:
-        calls = read_calls(text)
+        mesh, placed = split_mesh(text, mesh)
+        calls = read_calls(placed)
         if mesh is None or shape is None:
             missing = "mesh" if mesh is None else "shape"
             raise NotationError(

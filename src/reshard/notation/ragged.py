@@ -40,6 +40,7 @@ from reshard.mesh import DeviceMesh
 from reshard.notation.calls import Call, is_numbers, read_calls
 from reshard.notation.dtensor import sharding_of_placements
 from reshard.notation.placements import Replicate, as_placement, placement_of_call
+from reshard.notation.torch_mesh import split_mesh
 from reshard.runs import Run, RunTable
 from reshard.sharding import ShardingSpec
 
@@ -125,9 +126,10 @@ def parse_ragged(
     try:
         if shape is None:
             raise NotationError("placements do not say the tensor's shape; give a shape")
+        mesh, placed = split_mesh(text, mesh)
         placements = [
             _ragged_of_call(call) if call.name in _NAMES else placement_of_call(call)
-            for call in read_calls(text)
+            for call in read_calls(placed)
         ]
         if mesh is None:
             if len(placements) != 1 or not isinstance(placements[0], RaggedShard):

@@ -82,7 +82,8 @@ class Notation:
 
 
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
-_NO_OTHER_SHARD = r"^(?!.*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
+_NO_OTHER_SHARD = r"^(?![\s\S]*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
+_NO_PLACEMENT = r"^(?![\s\S]*(?:DeviceMesh|Shard)\()[\s\S]*?"
 
 NOTATIONS = {
     notation.name: notation
@@ -91,7 +92,8 @@ NOTATIONS = {
         Notation(
             "mlir",
             "[[0, 1], [2]]",
-            r"(?<!=)\[\s*\[[\d,\s]*\]|\bsplit_axes\b|\b(?:shard|mesh)\.(?:shard|grid|mesh)",
+            rf"{_NO_PLACEMENT}(?:(?<!=)\[\s*\[[\d,\s]*\]|\bsplit_axes\b|"
+            r"\b(?:shard|mesh)\.(?:shard|grid|mesh))",
         ),
         Notation(
             "jax",
@@ -102,7 +104,7 @@ NOTATIONS = {
         Notation(
             "dtensor",
             "[Shard(0), Replicate()]",
-            rf"{_NO_OTHER_SHARD}.*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
+            rf"{_NO_OTHER_SHARD}[\s\S]*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
             rf"\b[RP]*_?S\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
         ),
         Notation("partitioned", "PartitionedShard(0, 2, (4, 6))", r"\bPartitionedShard\("),
