@@ -55,6 +55,9 @@ def test_a_mesh_that_is_given_fits_or_gives_way() -> None:
     assert split_mesh(f"{other}, {PLACED}", cube)[0] is UNNAMED
     assert split_mesh(f"DeviceMesh((dp=2, tp=2), 'cpu'), {PLACED}", cube)[0] is NAMED
     assert split_mesh(f"{sizes}, {PLACED}", DeviceMesh.of(x=4))[0] is UNNAMED
+    # A part of another mesh hides its ranks.
+    part = DeviceMesh.of(dp=2, devices=[1, 5])
+    assert split_mesh("DeviceMesh((dp=2), 'cpu', stride=(4,)), R", part)[0] is part
     assert split_mesh(PLACED, cube) == (cube, PLACED)
     assert split_mesh(PLACED) == (None, PLACED)
 

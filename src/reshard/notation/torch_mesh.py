@@ -95,11 +95,6 @@ def _mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
         shape = tuple(int(match[2]) for match in matches)
     elif not listed:
         raise NotationError(f"the mesh in `{text}` has neither sizes nor ranks")
-    if devices is None and stride and not _is_row_major(stride[1], shape):
-        raise NotationError(
-            f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "
-            "a mesh, or print it with TORCH_DISTRIBUTED_DEBUG=DETAIL"
-        )
     if (
         given is not None
         and given.shape == tuple(shape)
@@ -107,6 +102,11 @@ def _mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
         and (devices is None or list(given.devices) == devices)
     ):
         return given
+    if devices is None and stride and not _is_row_major(stride[1], shape):
+        raise NotationError(
+            f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "
+            "a mesh, or print it with TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        )
     return DeviceMesh("torch", shape, names or [f"dim{d}" for d in range(len(shape))], devices)
 
 
