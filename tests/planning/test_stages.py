@@ -455,3 +455,16 @@ def test_a_job_of_nothing_is_staged() -> None:
     assert (staged.moved_bytes, staged.across_hosts_bytes, staged.run({})) == (0, 0, {})
     assert staged.for_rank(3) == ()
     assert repr(staged) == "<StagedJob of 0 tensors on 2 hosts>"
+
+
+def test_a_box_that_one_slot_wants_twice_is_brought_twice() -> None:
+    box = reshard.Box((0,), (2,))
+    source = Layout.whole((2,), [0], 1)
+    target = Layout.from_boxes((2,), [(1, box), (1, box), (2, box)])
+    staged = StagedJob(
+        Job([JobItem.between_ranks("w", dtype("int64"), source, target)]), Topology([0, 0, 1])
+    )
+    staged.verify()
+    assert staged.moved_bytes == 6 * 8
+    result = staged.run({"w": {0: np.array([7, 8])}})["w"]
+    assert {rank: array.tolist() for rank, array in result.items()} == {1: [7, 8, 7, 8], 2: [7, 8]}

@@ -69,14 +69,13 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
         "sum" if len(distinct) > 1 else None,
     )
     holders = find_holders(wanting)
+    begin, cells = _cells_of_keys(wanting, holders)
     if holders.is_exclusive:
-        cells = holders.cells[holders.cell_begin[:-1]]
-        layout = _one_slot_each(wanting, wanting.tables, wanting.cell_part[cells], cells)
-        regions = Regions(
-            layout, distinct, holders.cell_begin, holders.cells, holders.dimensions, True
-        )
+        first = cells[begin[:-1]]
+        layout = _one_slot_each(wanting, wanting.tables, wanting.cell_part[first], first)
+        regions = Regions(layout, distinct, begin, cells, holders.dimensions, True)
     else:
-        regions = _cut_regions(wanting, holders, distinct)
+        regions = _cut_regions(wanting, holders, distinct, begin, cells)
     _check_complete(target, regions)
     return regions
 
@@ -88,6 +87,15 @@ def _with_fresh_halos(table: RunTable) -> RunTable:
     fresh = replace(runs, role=np.where(runs.role == HALO, FRESH_HALO, runs.role))
     columns = (fresh.part, fresh.start, fresh.length, fresh.local_start, fresh.role)
     return RunTable.from_columns(table.dimension_length, table.parts, *columns)
+
+
+def _cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArray]:
+    """All cells of each key, `cells[begin[k]:begin[k + 1]]`: a slot that has a key twice wants
+    it twice, though it holds it once.
+    """
+    key = holders.key_of(wanting.cell_contribution, list(wanting.cell_part.T))
+    cells = np.argsort(key, kind="stable")
+    return np.searchsorted(key[cells], np.arange(len(holders.cell_begin))), cells
 
 
 def _one_slot_each(
@@ -107,11 +115,15 @@ def _one_slot_each(
 
 
 def _cut_regions(
-    wanting: Layout, holders: Holders, combines: tuple[tuple[int, ...], ...]
+    wanting: Layout,
+    holders: Holders,
+    combines: tuple[tuple[int, ...], ...],
+    cell_begin: IntArray,
+    cells: IntArray,
 ) -> Regions:
     """Regions as products of sets of parts, one set a dimension."""
-    key = np.arange(len(holders.cell_begin) - 1)
-    key_cell = holders.cells[holders.cell_begin[:-1]]
+    key = np.arange(len(cell_begin) - 1)
+    key_cell = cells[cell_begin[:-1]]
     sets: list[IntArray] = []
     for d, dimension in enumerate(holders.dimensions):
         part = wanting.cell_part[key_cell[key], d]
@@ -125,9 +137,9 @@ def _cut_regions(
     described = np.column_stack((carried, *sets))
     rows, first, region = np.unique(described, axis=0, return_index=True, return_inverse=True)
     # The cells of a region are those of all its keys.
-    count = np.diff(holders.cell_begin)[key]
+    count = np.diff(cell_begin)[key]
     of_cell = np.repeat(region.reshape(-1), count)
-    cell = holders.cells[np.repeat(holders.cell_begin[key], count) + ragged_arange(count)]
+    cell = cells[np.repeat(cell_begin[key], count) + ragged_arange(count)]
     order = np.lexsort((cell, of_cell))
     tables = tuple(
         _table_of_sets(dimension, size)
