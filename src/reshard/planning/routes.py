@@ -6,11 +6,11 @@ cell chosen among the holders. It stands for a product of pieces, which stay une
 1. For each target cell, take the pairs of its part in every dimension, and every source
    contribution it combines: their product is what the cell needs, each element once.
 2. Look up who holds each of them; what nobody holds is an error, found by volume.
-3. If the target's own slot holds it, it stays. Otherwise the holders take turns by the number
-   of the target slot.
+3. If the target's own slot holds it, it stays. Otherwise the holders take turns (`turns`).
 
-Nothing here depends on other target cells, so one rank's part is found without building the
-others', and every rank finds the same.
+Nothing here depends on what moves to other slots, so one rank's part is found without building
+the others', and every rank finds the same. It does not look at bytes either: a job does, which
+knows all tensors (`line`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.layout import Layout
+from reshard.planning.copies import turns
 from reshard.planning.holders import Holders
 from reshard.planning.overlap import Overlap
 from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
@@ -181,7 +182,7 @@ class RouteFinder:
         first = np.flatnonzero(np.diff(need, prepend=-1))
         base[need[first]] = before[first]
         # Among all copies of all keys of a need, in order, the turn picks one.
-        turn = base[need] + slot[need] % np.maximum(total[need], 1) - before
+        turn = base[need] + turns(self.target.placement)[cell[need]] % total[need] - before
         picked = (turn >= 0) & (turn < copies)
         chosen = np.full(len(cell), -1, dtype=np.int64)
         chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
@@ -233,7 +234,10 @@ class RouteFinder:
         copies = holders.cell_begin[key + 1] - begin
         own = holders.cell_on_slot(key, slot)
         stays = own >= 0
-        chosen = np.where(stays, own, holders.cells[begin + slot % copies])
+        # Most plans have one copy of everything; then nobody takes turns.
+        if (copies > 1).any():
+            begin = begin + turns(self.target.placement)[cell] % copies
+        chosen = np.where(stays, own, holders.cells[begin])
         return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
 
     def elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:

@@ -1,9 +1,8 @@
 """Which rows of a job does one rank send, and to whom?
 
 With balanced senders, those that lie on its stretches of the line. With stable senders there
-is no line: the holders of a need take turns, by the number of the target key and the place of
-the receiver among the ranks that want it. Further ranks behind the others change nothing of
-that, and what other tensors need does not either.
+is no line: the holders of a need take turns (`copies.turns`). Further ranks behind the others
+change nothing of that, and what other tensors need does not either.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.planning.copies import turns
 from reshard.planning.line import Line
 from reshard.runs import IntArray, ragged_arange
 
@@ -83,14 +83,13 @@ def turn_of(line: Line, row: IntArray, receiver: IntArray) -> IntArray:
     """The holder whose turn it is, for each row and receiver."""
     rows = line.rows
     slot = line.kinds.member[line.kinds.member_begin[rows.kind[row]] + receiver]
-    place = np.zeros(len(row), dtype=np.int64)
+    turn = np.zeros(len(row), dtype=np.int64)
     for number in np.unique(rows.bundle[row]).tolist():
         of_bundle = np.flatnonzero(rows.bundle[row] == number)
         needs = line.bundles[number].needs
         key = needs.of_keys.target_key[rows.need[row[of_bundle]]]
-        copies = needs.target_copies
-        at = np.searchsorted(copies.slot_key, key * copies.slots + slot[of_bundle])
-        place[of_bundle] = key + at - copies.begin[key]
+        cell = needs.target_copies.cell_on_slot(key, slot[of_bundle])
+        turn[of_bundle] = turns(needs.target.placement)[cell]
     holders = rows.holder_set[row]
     begin = line.set_begin[holders]
-    return line.set_slot[begin + place % (line.set_begin[holders + 1] - begin)]
+    return line.set_slot[begin + turn % (line.set_begin[holders + 1] - begin)]
