@@ -7,7 +7,7 @@ file, or another tensor's name. A shard that is not dense and row major has a `V
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,32 @@ class TensorName:
 Address = RankMemory | FileRange | TensorName
 
 
+class OwnRanks(Mapping[int, Address]):
+    """Every slot of a layout in the memory of the rank of its number; made when asked for.
+
+    >>> OwnRanks(Layout.whole((4,), [2], 3))[2], len(OwnRanks(Layout.whole((4,), [2], 3)))
+    (RankMemory(rank=2), 1)
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __getitem__(self, slot: int) -> Address:
+        if not 0 <= slot < self.layout.slots or not self.layout.cells_of(slot):
+            raise KeyError(slot)
+        return RankMemory(slot)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layout.holders)
+
+    def __len__(self) -> int:
+        return len(self.layout.holders)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, OwnRanks) and other.layout is self.layout
+        return same or super().__eq__(other)
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Where the slots of a layout are: an address and a view for each slot that has one.
@@ -96,6 +122,10 @@ class Binding:
     views: Mapping[int, View | tuple[View, ...]]
 
     def __post_init__(self) -> None:
+        # Of many thousand ranks, none needs to be looked at for this.
+        own = isinstance(self.addresses, OwnRanks) and self.addresses.layout is self.layout
+        if own and not self.views:
+            return
         holders = set(self.layout.holders)
         for slot, address in self.addresses.items():
             if slot not in holders:
@@ -118,7 +148,7 @@ class Binding:
     @classmethod
     def to_ranks(cls, layout: Layout) -> Binding:
         """Every slot in the memory of the rank of the same number."""
-        return cls(layout, {slot: RankMemory(slot) for slot in layout.holders}, {})
+        return cls(layout, OwnRanks(layout), {})
 
     def view(self, slot: int) -> View | tuple[View, ...]:
         """How a slot's shard lies behind its address; a tuple where its cells lie apart."""
