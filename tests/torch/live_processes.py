@@ -39,7 +39,7 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 12
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    command = [sys.executable, str(Path(__file__).parent / script), *map(str, arguments)]
     running = [
         subprocess.Popen(
             command,

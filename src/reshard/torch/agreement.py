@@ -11,7 +11,8 @@ messages that nobody sends. One small all-reduce finds that out:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +22,26 @@ from reshard.errors import PlanError, RunError
 
 _SHOWN_RANKS = 8
 _SHOWN_PROBLEMS = 20
+# Less than any half of a digest, of either sign.
+_NOTHING = -(1 << 62)
+_MOST_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Intent:
     """What one rank means to do: the digest of each part, by a name that people know.
 
-    `problem` says why this rank cannot take part; None where it can.
+    Attributes:
+        parts: digests by name.
+        problem: why this rank cannot take part; None where it can.
+        is_open: whether this rank does not know yet what is meant, and agrees with all others.
+        notes: up to 8 small integers, of which all ranks learn the greatest of any rank.
     """
 
     parts: Mapping[str, bytes]
     problem: str | None = None
+    is_open: bool = False
+    notes: tuple[int, ...] = ()
 
     @property
     def digest(self) -> bytes:
@@ -49,23 +59,61 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> None:
+def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
     """Return where all ranks of `group` mean the same and can do it; raise on all otherwise.
+
+    Returns:
+        For each of the notes, the greatest of all ranks.
 
     Raises:
         PlanError: ranks that mean different things; the message names the part and the ranks.
-        RunError: a rank that cannot; the message says which, and why.
+        RunError: a rank that cannot, and the message says which and why; or one that does not
+            answer within the group's timeout.
     """
     digest = intent.digest
     low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
-    numbers = [low, high, -low, -high, int(intent.problem is not None)]
+    digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
+    # Always as many numbers: ranks that call for different things still understand each other.
+    notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
+    numbers = [int(intent.problem is not None), *digits, *notes]
     most = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    found = most.tolist()
-    if found[4]:
-        _raise_problems(intent, group)
-    if found[:2] != [-found[2], -found[3]]:
-        _raise_difference(intent, group)
+    with answering("nothing was moved"):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        has_problem, *digits = most.tolist()[:5]
+        if has_problem:
+            _raise_problems(intent, group)
+        if digits[:2] != [-digits[2], -digits[3]] and digits != [_NOTHING] * 4:
+            _raise_difference(intent, group)
+    return tuple(most.tolist()[5 : 5 + len(intent.notes)])
+
+
+def confirm(group: dist.ProcessGroup | None = None) -> None:
+    """Return where all ranks of `group` come to this point; raise on all otherwise.
+
+    A rank that fails does not come here, and the others learn it when their group's timeout ends,
+    or at once where its process has ended.
+
+    Raises:
+        RunError: a rank that did not come.
+    """
+    arrived = torch.zeros(1, dtype=torch.int64, device=device_of(group))
+    with answering("some rank did not finish"):
+        dist.all_reduce(arrived, dist.ReduceOp.MAX, group)
+        # A collective on a device is only waited for by its stream.
+        arrived.tolist()
+
+
+@contextmanager
+def answering(otherwise: str) -> Iterator[None]:
+    """What torch raises where ranks do not answer becomes a RunError that begins `otherwise`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(f"{otherwise}: a rank does not answer ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _raise_problems(intent: Intent, group: dist.ProcessGroup | None) -> None:
@@ -81,13 +129,14 @@ def _raise_problems(intent: Intent, group: dist.ProcessGroup | None) -> None:
 
 
 def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
-    every: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, dict(intent.parts), group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    names = list(dict.fromkeys(name for parts in every for name in parts))
+    every: list[dict[str, bytes] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, None if intent.is_open else dict(intent.parts), group)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    pairs = [(rank, parts) for rank, parts in zip(members, every, strict=True) if parts is not None]
+    names = list(dict.fromkeys(name for _, parts in pairs for name in parts))
     for name in names:
         by_digest: dict[bytes | None, list[int]] = {}
-        for rank, parts in zip(ranks, every, strict=True):
+        for rank, parts in pairs:
             by_digest.setdefault(parts.get(name), []).append(rank)
         if len(by_digest) > 1:
             sides = [

@@ -1,142 +1,154 @@
-"""How do the pieces of a plan travel between the ranks of a process group?
+"""How do the pieces of a plan travel between the ranks of a process group, in little memory?
 
-Each rank knows its own part of the plan, and both ends of a message list its pieces in the same
-order, so nothing but the elements themselves is sent::
+Each rank knows its own part of the plan (`messages`). Its messages stand in one queue, in an
+order that all ranks share, and a staged one has one of a few slots of memory::
 
-    rank 0   pack |p q r| ---- one message for all small pieces ---->  | unpack   rank 1
-                  |  P  | ---- a large piece travels by itself ------> | in place where it is
-                                                                         dense in the target
+    queue     m0  m1  m2  m3  m4  m5  m6 ...      posted ahead while their slots are free
+              |--------------|                    done, from the front
+    slots     A   B   -   A   B   -   A           - is dense: sent or received where it lies
 
-1. Once, messages are listed by peer, with the views of source and target behind each piece.
-2. `start` posts every receive, then packs and posts the sends, then copies what stays.
-3. `finish` waits, unpacks, and combines the contributions of partial tensors in order. What
-   would need too much memory at once comes in batches, one after another.
+1. Once, messages are listed and slots are given out; a message waits for the one that had its
+   slot before.
+2. `start` posts what needs no waiting: receives, and sends once they are packed. Then it copies
+   what stays.
+3. `finish` goes on from the front: wait, unpack or combine, post what the slot lets follow.
 
-A prepared exchange can run again and again: it keeps its views and its staging memory.
+Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
+the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
+slots.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import RunError
-from reshard.layout import Layout
+from reshard.errors import RunError, UsageError
 from reshard.planning.plan import Plan
-from reshard.planning.transfers import Transfers
+from reshard.torch.messages import (
+    ALIGNMENT_BYTES,
+    Kept,
+    Message,
+    Movement,
+    aligned,
+    cells_of,
+    messages_of,
+)
 from reshard.torch.reductions import combine, complete
 
-# A piece of at least this many bytes is a message of its own, and may be received in place.
-LARGE_PIECE_BYTES = 1 << 18
-# Every piece in a packed message begins where any dtype may.
-_ALIGNMENT_BYTES = 16
+DEFAULT_EXTRA_BYTES = 64 << 20
+# The most bytes of a message. It is packed, sent and unpacked while it is in the cache.
+MESSAGE_BYTES = 1 << 22
+# Packing, sending, receiving and unpacking, each with a message of its own.
+_LEAST_MESSAGES = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Movement:
-    """One tensor's part of an exchange on one rank.
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """A message with its bytes, and each piece's part of them where they are staged."""
 
-    `received` are the transfers into this rank, those that stay included, `sent` those to
-    others. `source` and `target` are the local tensors, None where the rank holds nothing.
+    message: Message
+    buffer: torch.Tensor
+    staged: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What is posted at once, and what is combined once it is done.
+
+    `waits_for` is the number of steps that must be done before it is posted.
     """
 
-    plan: Plan
-    received: Transfers
-    sent: Transfers
-    source: torch.Tensor | None
-    target: torch.Tensor | None
+    messages: list[_Prepared] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    waits_for: int = 0
+    works: list[Any] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class _Message:
-    """Pieces that travel together. `place` is where it lies in the staging memory."""
+def message_bytes_of(extra_bytes: int, peers: int = 1) -> int:
+    """The most bytes of a message, so that enough of them for `peers` fit in a limit.
 
-    peer: int
-    views: list[torch.Tensor]
-    sizes_bytes: list[int]
-    direct: torch.Tensor | None
-    place: int = 0
+    Raises:
+        UsageError: a limit that has no room for the smallest messages.
 
-    @property
-    def staged_bytes(self) -> int:
-        # The last piece ends the message: one piece alone is as long as it is unpacked.
-        if self.direct is not None:
-            return 0
-        return sum(map(_aligned, self.sizes_bytes[:-1])) + self.sizes_bytes[-1]
-
-
-@dataclass(slots=True, eq=False)
-class _Combination:
-    """A contribution that is added to what is there: of `order`, from a view."""
-
-    order: int
-    reduction: str
-    target: torch.Tensor
-    source: torch.Tensor
-    is_received: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """What travels at one time."""
-
-    sends: list[_Message]
-    receives: list[_Message]
-    kept: list[tuple[torch.Tensor, torch.Tensor]]
-    combinations: list[_Combination]
+    >>> message_bytes_of(64 << 20) == MESSAGE_BYTES
+    True
+    >>> message_bytes_of(100)
+    16
+    """
+    each = extra_bytes // (_LEAST_MESSAGES * max(peers, 1)) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if each < ALIGNMENT_BYTES:
+        least = _LEAST_MESSAGES * max(peers, 1) * ALIGNMENT_BYTES
+        raise UsageError(
+            f"extra_bytes={extra_bytes}: too little to send and receive with; give at least {least}"
+        )
+    return min(each, MESSAGE_BYTES)
 
 
 class Exchange:
     """The messages of one rank, prepared to run any number of times.
 
     Args:
-        batches: movements that travel together, batch after batch; every rank has the same
-            list, with its own transfers.
+        movements: of all tensors, in the same order on every rank, with this rank's transfers.
         rank: this process's, among the slots of the layouts.
         group: of all ranks that have a part.
         device: where the staging memory is.
+        extra_bytes: the most staging memory; the same on every rank.
+        is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
+            needs it; by default where the group is one of NCCL.
+
+    Raises:
+        UsageError: a limit too small for any message.
     """
 
     def __init__(
         self,
-        batches: Iterable[Sequence[Movement]],
+        movements: Iterable[Movement],
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        extra_bytes: int = DEFAULT_EXTRA_BYTES,
+        is_grouped: bool | None = None,
     ) -> None:
         self._group = group
-        self._batches = [_batch(movements, rank) for movements in batches]
-        self._send_staging = _staging([batch.sends for batch in self._batches], device)
-        self._receive_staging = _staging([batch.receives for batch in self._batches], device)
-        self._works: list[tuple[_Message | None, Any]] = []
+        self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
+        peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
+        message_bytes = message_bytes_of(extra_bytes, peers)
+        found = messages_of(movements, rank, dist.get_world_size(), message_bytes)
+        self._copies = found.kept.pop(0, [])
+        self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
+        self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
+        self._steps = self._listed(found.messages, found.kept)
+        slots = [
+            _Slots([m for m in found.messages if m.is_sent is is_sent], extra_bytes // 2, device)
+            for is_sent in (False, True)
+        ]
+        for number, step in enumerate(self._steps):
+            for message in step.messages:
+                before = slots[message.message.is_sent].give(message, number)
+                step.waits_for = max(step.waits_for, before + 1)
+        self.extra_bytes = sum(one.size_bytes for one in slots)
+        self._posted = self._done = 0
         self._is_running = False
+        self.has_failed = False
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes this rank sends in one run."""
-        return sum(sum(message.sizes_bytes) for one in self._batches for message in one.sends)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes this rank receives in one run."""
-        return sum(sum(message.sizes_bytes) for one in self._batches for message in one.receives)
-
-    @property
-    def extra_bytes(self) -> int:
-        """Memory beyond source and target: staging, and contributions until they are combined."""
-        beside: int = sum(
-            one.source.numel() * one.source.element_size()
-            for batch in self._batches
-            for one in batch.combinations
-            if one.is_received
-        )
-        return int(self._send_staging.numel() + self._receive_staging.numel()) + beside
+    def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
+        """Steps in the order of all messages; what stays and is combined comes before them."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        keyed: list[tuple[tuple[int, ...], _Step]] = []
+        digits = 2 if self._is_grouped else 4
+        for key, together in itertools.groupby(messages, lambda message: message.key[:digits]):
+            prepared = [_Prepared(message, nothing, []) for message in together]
+            # Receives stand ready while sends are packed.
+            prepared.sort(key=lambda one: one.message.is_sent)
+            keyed.append((key, _Step(prepared)))
+        keyed += [((order, -1), _Step(kept=parts)) for order, parts in kept.items()]
+        return [step for _, step in sorted(keyed, key=lambda pair: pair[0])]
 
     def run(self) -> None:
         """`start` and `finish`."""
@@ -144,15 +156,23 @@ class Exchange:
         self.finish()
 
     def start(self) -> None:
-        """Begin with the first batch. Sources must not change until `finish` has returned.
+        """Begin. Sources must not change, nor targets be used, until `finish` has returned.
 
-        Raises RunError where the process group cannot send.
+        Raises RunError where the process group cannot send, or an earlier run failed.
         """
+        if self.has_failed:
+            raise RunError(
+                "this exchange failed before, and its process group may still carry messages of "
+                "it; begin anew with a new group"
+            )
         if self._is_running:
             raise RunError("this exchange runs already; finish it before it starts again")
+        self._posted = self._done = 0
         self._is_running = True
-        if self._batches:
-            self._post(self._batches[0])
+        with _Failure(self, "a message could not be sent"):
+            self._post_what_can_be()
+            for one in self._copies:
+                one.target.copy_(one.source)
 
     def finish(self) -> None:
         """Wait for what has begun, and do the rest.
@@ -161,159 +181,97 @@ class Exchange:
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
-        try:
-            for number, batch in enumerate(self._batches):
-                if number:
-                    self._post(batch)
-                self._complete(batch)
-        finally:
-            self._is_running = False
+        with _Failure(self, "a message did not arrive"):
+            while self._done < len(self._steps):
+                self._complete(self._steps[self._done])
+                self._done += 1
+                self._post_what_can_be()
+        self._is_running = False
 
-    def _post(self, batch: _Batch) -> None:
-        try:
-            for message in batch.receives:
-                buffer = _buffer(message, self._receive_staging)
-                self._works.append((message, dist.irecv(buffer, message.peer, self._group)))
-            for message in batch.sends:
-                buffer = _buffer(message, self._send_staging)
-                if message.direct is None:
-                    for view, piece in _pieces(message, buffer):
-                        piece.copy_(view)
-                self._works.append((None, dist.isend(buffer, message.peer, self._group)))
-        except RuntimeError as error:
-            raise RunError(f"a message could not be sent: {error}") from error
-        for target, source in batch.kept:
-            target.copy_(source)
+    def _post_what_can_be(self) -> None:
+        steps = self._steps
+        while self._posted < len(steps) and steps[self._posted].waits_for <= self._done:
+            self._post(steps[self._posted])
+            self._posted += 1
 
-    def _complete(self, batch: _Batch) -> None:
-        works, self._works = self._works, []
-        try:
-            for message, work in works:
-                work.wait()
-                if message is not None and message.direct is None:
-                    for view, piece in _pieces(message, _buffer(message, self._receive_staging)):
-                        view.copy_(piece)
-        except RuntimeError as error:
-            raise RunError(f"a message did not arrive: {error}") from error
-        for one in batch.combinations:
-            combine(one.reduction, one.target, one.source)
+    def _post(self, step: _Step) -> None:
+        operations = []
+        for one in step.messages:
+            if one.message.is_sent:
+                for view, piece in one.staged:
+                    piece.copy_(view)
+            kind = dist.isend if one.message.is_sent else dist.irecv
+            if self._is_grouped:
+                operations.append(dist.P2POp(kind, one.buffer, one.message.peer, self._group))
+            else:
+                step.works.append(kind(one.buffer, one.message.peer, self._group))
+        if operations:
+            step.works = dist.batch_isend_irecv(operations)
 
-
-def _batch(movements: Sequence[Movement], rank: int) -> _Batch:
-    combinations: list[_Combination] = []
-    incoming: dict[int, list[tuple[torch.Tensor, int]]] = {}
-    outgoing: dict[int, list[tuple[torch.Tensor, int]]] = {}
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for movement in movements:
-        plan = movement.plan
-        sources = cells_of(plan.source, rank, movement.source)
-        targets = cells_of(plan.target, rank, movement.target)
-        reduction = plan.source.reduction or "sum"
-        rows = movement.received
-        for row in _in_order(rows):
-            view = _view(targets, rows.target_cell[row], rows.target_start[row], rows.shape[row])
-            order = int(rows.order[row])
-            if rows.stays[row]:
-                cell, start = rows.source_cell[row], rows.source_start[row]
-                own = _view(sources, cell, start, rows.shape[row])
-                if order:
-                    combinations.append(_Combination(order, reduction, view, own, False))
-                else:
-                    kept.append((view, own))
-                continue
-            if order:
-                beside = torch.empty_like(view, memory_format=torch.contiguous_format)
-                combinations.append(_Combination(order, reduction, view, beside, True))
-                view = beside
-            size_bytes = view.numel() * view.element_size()
-            incoming.setdefault(int(rows.source_slot[row]), []).append((view, size_bytes))
-        rows = movement.sent
-        for row in _in_order(rows):
-            view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
-            size_bytes = view.numel() * view.element_size()
-            outgoing.setdefault(int(rows.target_slot[row]), []).append((view, size_bytes))
-    combinations.sort(key=lambda one: one.order)
-    return _Batch(_messages(outgoing, rank), _messages(incoming, rank), kept, combinations)
+    def _complete(self, step: _Step) -> None:
+        works, step.works = step.works, []
+        for work in works:
+            work.wait()
+        for one in step.messages:
+            if not one.message.is_sent:
+                for (view, part), piece in zip(one.staged, one.message.pieces, strict=False):
+                    _put(view, part, piece.reduction)
+        for kept in step.kept:
+            _put(kept.target, kept.source, kept.reduction)
 
 
-def _in_order(rows: Transfers) -> list[int]:
-    """The rows in the order both ends of a message list them."""
-    columns = [*rows.start.T[::-1], rows.order, rows.source_cell, rows.target_cell]
-    order: list[int] = np.lexsort(columns).tolist()
-    return order
+class _Failure:
+    """Whatever interrupts an exchange leaves it failed; what torch raises becomes a RunError."""
+
+    def __init__(self, exchange: Exchange, what: str) -> None:
+        self._exchange = exchange
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        self._exchange.has_failed = True
+        if isinstance(error, RuntimeError):
+            raise RunError(f"{self._what}: {error}") from error
 
 
-def _messages(pieces: dict[int, list[tuple[torch.Tensor, int]]], rank: int) -> list[_Message]:
-    messages: list[_Message] = []
-    peers = sorted(pieces)
-    # Each rank begins with the peer behind it, so that not all talk to the same one at first.
-    first = sum(peer < rank for peer in peers)
-    for peer in peers[first:] + peers[:first]:
-        small = [(view, size) for view, size in pieces[peer] if size < LARGE_PIECE_BYTES]
-        large = [(view, size) for view, size in pieces[peer] if size >= LARGE_PIECE_BYTES]
-        groups = ([small] if small else []) + [[one] for one in large]
-        for members in groups:
-            views = [view for view, _ in members]
-            dense = len(views) == 1 and views[0].is_contiguous()
-            direct = _bytes_of(views[0]) if dense else None
-            messages.append(_Message(peer, views, [size for _, size in members], direct))
-    return messages
+class _Slots:
+    """Equal places of memory, that the staged messages of one direction have in turn."""
+
+    def __init__(self, messages: Sequence[Message], most_bytes: int, device: torch.device) -> None:
+        staged = [aligned(m.offsets[-1]) for m in messages if m.direct is None]
+        self._slot_bytes = max(staged, default=0)
+        self._count = min(len(staged), most_bytes // self._slot_bytes) if staged else 0
+        self.size_bytes = self._slot_bytes * self._count
+        self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        self._users: list[int] = []
+
+    def give(self, prepared: _Prepared, number: int) -> int:
+        """Give a message of step `number` its bytes; the step that had them before, or -1."""
+        direct = prepared.message.direct
+        if direct is not None:
+            prepared.buffer = direct
+            return -1
+        turn = len(self._users)
+        self._users.append(number)
+        begin = turn % self._count * self._slot_bytes
+        offsets = prepared.message.offsets
+        prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
+        for piece, low in zip(prepared.message.pieces, offsets, strict=False):
+            view = piece.view
+            part = buffer[low : low + piece.size_bytes].view(view.dtype).view(view.shape)
+            prepared.staged.append((view, part))
+        return self._users[turn - self._count] if turn >= self._count else -1
 
 
-def _staging(batches: list[list[_Message]], device: torch.device) -> torch.Tensor:
-    """Memory for the largest batch; every message gets its place in it."""
-    largest = 0
-    for messages in batches:
-        total = 0
-        for message in messages:
-            message.place = total
-            total += _aligned(message.staged_bytes)
-        largest = max(largest, total)
-    return torch.empty(largest, dtype=torch.uint8, device=device)
-
-
-def _buffer(message: _Message, staging: torch.Tensor) -> torch.Tensor:
-    if message.direct is not None:
-        return message.direct
-    return staging[message.place : message.place + message.staged_bytes]
-
-
-def _pieces(message: _Message, buffer: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Each view with its part of the packed message, of the same shape and dtype."""
-    offsets = itertools.accumulate(map(_aligned, message.sizes_bytes), initial=0)
-    for view, size, offset in zip(message.views, message.sizes_bytes, offsets, strict=False):
-        yield view, buffer[offset : offset + size].view(view.dtype).view(view.shape)
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _bytes_of(view: torch.Tensor) -> torch.Tensor:
-    return view.reshape(-1).view(torch.uint8)
-
-
-def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int, torch.Tensor]:
-    """The tensor of every cell a rank has: its whole local one, or stretches of the flat one."""
-    if local is None or rank >= layout.slots:
-        return {}
-    numbers = layout.cells_of(rank)
-    if len(numbers) == 1:
-        return {numbers[0]: local}
-    cells = {}
-    for cell in numbers:
-        begin, shape = int(layout.cell_offset[cell]), tuple(layout.cell_shape[cell].tolist())
-        cells[cell] = local[begin : begin + int(np.prod(shape))].view(shape)
-    return cells
-
-
-def _view(
-    cells: dict[int, torch.Tensor], cell: Any, start: np.ndarray[Any, Any], shape: Any
-) -> torch.Tensor:
-    view = cells[int(cell)]
-    for dimension, (begin, length) in enumerate(zip(start.tolist(), shape.tolist(), strict=True)):
-        view = view.narrow(dimension, begin, length)
-    return view
+def _put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
+    if reduction is None:
+        target.copy_(source)
+    else:
+        combine(reduction, target, source)
 
 
 def complete_contributions(plan: Plan, rank: int, target: torch.Tensor | None) -> None:

@@ -1,325 +1,379 @@
 """How does one tensor get another layout, between the ranks of a running job?
 
-1. The target becomes a `Layout` over global ranks, whoever describes it.
-2. Every rank checks its own arguments; all agree that they mean the same (`agreement`).
-3. The plan's part of this rank is exchanged, in batches that stay within a limit of memory.
+1. Both sides become layouts over global ranks, whoever describes them (`sides`).
+2. Every rank checks its own arguments; all agree that they mean the same (`agreement`). Ranks
+   that hold nothing of the source may leave its description to those that do.
+3. This rank's part of the plan is exchanged within a limit of memory (`exchange`).
+4. All confirm that they are done: where one rank fails, all raise.
 
-Ranks that hold nothing of the source pass None, ranks that hold nothing of the target get None.
 Gradients flow: the way back of a redistribution is one from the target to the source.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
-from reshard.layout import Layout
-from reshard.notation.dtensor import mesh_of, sharding_of_placements
+from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
-from reshard.sharding import ShardingSpec
-from reshard.torch.agreement import Intent, agree
-from reshard.torch.distributed_tensor import sharding_of
-from reshard.torch.exchange import Exchange, Movement, complete_contributions
-
-DEFAULT_EXTRA_BYTES = 64 << 20
-
-Target = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """A layout, and how its local tensors are to be handed out: as DTensors of a mesh, or bare."""
-
-    layout: Layout
-    mesh: Any = None
-    placements: tuple[Any, ...] = ()
+from reshard.planning.transfers import Transfers
+from reshard.torch.agreement import Intent, agree, answering, confirm
+from reshard.torch.exchange import (
+    DEFAULT_EXTRA_BYTES,
+    Exchange,
+    complete_contributions,
+    message_bytes_of,
+)
+from reshard.torch.gradients import flowing, way_back
+from reshard.torch.messages import Movement
+from reshard.torch.sides import (
+    Description,
+    Side,
+    check_writable,
+    checked_local,
+    shape_of,
+)
 
 
 class Redistribution:
-    """A redistribution that has begun. `wait()` gives its result.
+    """A redistribution that has begun. `wait()` gives its result; every rank calls it.
 
-    `received_bytes`, `sent_bytes` and `extra_bytes` are this rank's.
+    `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are this
+    rank's.
     """
 
-    def __init__(
-        self, exchange: Exchange, plan: Plan, side: _Side, local: torch.Tensor | None
-    ) -> None:
-        self._exchange = exchange
-        self.plan = plan
-        self._side = side
-        self._local = local
+    def __init__(self, prepared: _Prepared, group: dist.ProcessGroup | None) -> None:
+        self._prepared = prepared
+        self._group = group
+        self._exchange = exchange = prepared.exchange(group)
         self._is_done = False
+        self.plan = prepared.plan
         self.received_bytes = exchange.received_bytes
         self.sent_bytes = exchange.sent_bytes
         self.extra_bytes = exchange.extra_bytes
+        exchange.start()
 
     def wait(self) -> Any:
-        """The result, once it is there. Raises RunError where a message does not come."""
+        """The result, once it is there.
+
+        Raises RunError on every rank where a message does not come, or a rank does not finish;
+        an `out` is partly new and partly old then, and not to be used.
+        """
         if not self._is_done:
+            self._finish()
+        return self._prepared.result()
+
+    def _finish(self) -> None:
+        prepared = self._prepared
+        if self._exchange.has_failed:
+            raise RunError("this redistribution failed; its result is not usable")
+        try:
             self._exchange.finish()
-            complete_contributions(self.plan, dist.get_rank(), self._local)
-            self._is_done = True
-        return _handed_out(self._side, self._local)
+            complete_contributions(self.plan, dist.get_rank(), prepared.local)
+            confirm(self._group)
+        except BaseException as error:
+            self._exchange.has_failed = True
+            if isinstance(error, ReshardError):
+                told = "out is" if prepared.out is not None else "the result is"
+                raise RunError(f"{error}; {told} partly new and not usable") from error
+            raise
+        if prepared.out is not None and prepared.local is not None:
+            _tell_autograd(prepared.local)
+        self._is_done = True
 
 
 def redistribute(
     tensor: torch.Tensor | None,
-    target: Target,
+    target: Description,
     *,
-    source: ShardingSpec | Layout | None = None,
+    source: Description | None = None,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
+    extra_bytes: int = DEFAULT_EXTRA_BYTES,
 ) -> Any:
     """A tensor in another layout, on every rank of `group`, all of which call this.
+
+    Each rank receives exactly the elements that it lacks.
 
     Args:
         tensor: a DTensor, or this rank's local tensor of `source`; None where it has none.
         target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, over the global
             ranks.
-        source: the layout of a local tensor; a DTensor knows its own.
-        shape: of the whole tensor, where `source` and `target` are specs.
-        dtype: needed where `tensor` is None.
-        out: the target's local tensor (or DTensor) to write into, instead of a new one.
+        source: the same for a local tensor; a DTensor knows its own. A rank whose tensor is None
+            may leave it out: the others tell it source, shape and dtype.
+        shape: of the whole tensor, where neither a DTensor nor a `Layout` says it.
+        dtype: of the tensor, where a rank that gives `source` has none.
+        out: the target's local tensor (or DTensor) to write into, instead of a new one. It may
+            be a view, of any strides.
         group: of all ranks of source and target; all ranks when None.
         async_op: whether to return a `Redistribution` at once, whose `wait()` gives the result.
+        extra_bytes: the most memory beyond source and target, on each rank.
 
     Returns:
-        A DTensor where the target is a torch mesh with placements, else this rank's local
-        tensor, None where it holds nothing.
+        `out` where given; else a DTensor where the target is a torch mesh with torch's
+        placements, else this rank's local tensor, None where it holds nothing. Where gradients
+        flow, a rank that holds nothing gets an empty tensor to call `backward` on.
 
     Raises:
-        RunError: a rank whose arguments cannot be used, on every rank; a message that does not
-            come.
-        PlanError: ranks that mean different things; a source that leaves out an element.
+        RunError: on every rank, a rank whose arguments cannot be used, or that fails or does not
+            answer within the group's timeout.
+        PlanError: on every rank, ranks that mean different things.
+        UsageError: a rank that is none of the group's.
     """
-    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        if async_op or out is not None:
-            raise UsageError(
-                f"{'async_op=True' if async_op else 'out='} with a tensor that requires gradients; "
-                "give tensor.detach(), or leave it out"
-            )
-        return _WithGradient.apply(tensor, target, source, shape, group)
-    begun = _begin(tensor, target, source, shape, dtype, out, group)
+    if dist.get_rank(group) < 0:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
+        )
+    request = _Request(tensor, target, source, shape, dtype, out, extra_bytes, async_op)
+    prepared = _agreed(request, group)
+    if prepared.has_gradient:
+        return _with_gradient(tensor, prepared, group)
+    begun = Redistribution(prepared, group)
     return begun if async_op else begun.wait()
 
 
-class _WithGradient(torch.autograd.Function):  # type: ignore[misc]
-    """The way back is a redistribution too. A contribution's gradient is that of the whole, as
-    DTensor has it: where a side is partial, its gradient is replicated there."""
+def _with_gradient(
+    tensor: torch.Tensor | None, prepared: _Prepared, group: dist.ProcessGroup | None
+) -> Any:
+    after, before = way_back(prepared.plan, prepared.source)
+    target = before.layout if before.mesh is None else (before.mesh, before.placements)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        target: Target,
-        source: ShardingSpec | Layout | None,
-        shape: Sequence[int] | None,
-        group: dist.ProcessGroup | None,
-    ) -> Any:
-        begun = _begin(tensor, target, source, shape, None, None, group)
-        plan = begun.plan
-        for reduction in {plan.source.reduction, plan.target.reduction} - {None, "sum", "mean"}:
-            raise ShardError(f"a {reduction} of contributions has no gradient here; detach it")
-        ctx.group = group
-        ctx.before = _without_contributions(plan.source)
-        ctx.after = _without_contributions(plan.target)
-        ctx.torch_target = None
-        if isinstance(tensor, DTensor):
-            placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-            ctx.torch_target = (tensor.device_mesh, placements)
-        return begun.wait()
+    def back(gradient: torch.Tensor) -> Any:
+        if isinstance(gradient, DTensor):
+            return redistribute(gradient, target, group=group, extra_bytes=prepared.extra_bytes)
+        return redistribute(
+            None if prepared.local is None else gradient,
+            target,
+            source=after,
+            dtype=prepared.dtype,
+            group=group,
+            extra_bytes=prepared.extra_bytes,
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        source = None if isinstance(gradient, DTensor) else ctx.after
-        target = ctx.torch_target or ctx.before
-        back = redistribute(gradient, target, source=source, group=ctx.group)
-        return back, None, None, None, None
+    return flowing(tensor, lambda: Redistribution(prepared, group).wait(), back)
 
 
-def _without_contributions(layout: Layout) -> Layout:
-    """The same with every contribution taken for a copy of the whole."""
-    return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of one rank."""
+
+    tensor: torch.Tensor | None
+    target: Description
+    source: Description | None
+    shape: Sequence[int] | None
+    dtype: torch.dtype | None
+    out: torch.Tensor | None
+    extra_bytes: int
+    async_op: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other ranks have to say what the source is."""
+        return self.tensor is None and self.source is None
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether this rank's tensor asks for a gradient."""
+        tensor = self.tensor
+        return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
+
+    @property
+    def notes(self) -> tuple[int, ...]:
+        """What all ranks must know of any: see `_agreed`."""
+        has_none = self.tensor is not None and not self.wants_gradient
+        cannot = self.async_op or self.out is not None
+        teller = _NOBODY if self.is_open else -dist.get_rank()
+        return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), teller
 
 
-def _begin(
-    tensor: torch.Tensor | None,
-    target: Target,
-    source: ShardingSpec | Layout | None,
-    shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-) -> Redistribution:
-    rank = dist.get_rank()
-    plan: Plan | None = None
-    side: _Side | None = None
-    own: torch.Tensor | None = None
-    problem = None
-    try:
-        plan, side = _planned(tensor, target, source, shape, dtype, out)
-        own = _local_of(tensor)
-        check_local(own, plan, plan.source, rank, "tensor")
-        check_local(_local_of(out), plan, plan.target, rank, "out", is_optional=True)
-        transfers = plan.expand(plan.routes_into(rank)), plan.expand(plan.routes_out_of(rank))
-    except ReshardError as error:
-        problem = f"{type(error).__name__}: {error}"
-    parts = {}
-    if plan is not None and plan.dtype is not None:
-        parts = {
-            "dtype": plan.dtype.name.encode(),
-            "source": plan.source.fingerprint,
-            "target": plan.target.fingerprint,
-        }
-    agree(Intent(parts, problem), group)
-    if plan is None or side is None:
-        raise RunError("unreachable: a problem was agreed upon")
-    received, sent = transfers
-    device = _device(own, group)
-    local = _target_local(plan, rank, out, own, dtype, device)
-    exchange = Exchange([[Movement(plan, received, sent, own, local)]], rank, group, device)
-    exchange.start()
-    return Redistribution(exchange, plan, side, local)
+_NOBODY = -(1 << 40)
 
 
-def _planned(
-    tensor: torch.Tensor | None,
-    target: Target,
-    source: ShardingSpec | Layout | None,
-    shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-) -> tuple[Plan, _Side]:
-    if isinstance(tensor, DTensor):
-        if source is not None:
-            raise UsageError("a DTensor knows its layout; leave out source=")
-        before = sharding_of(tensor).layout(tuple(tensor.shape))
-        shape = tuple(tensor.shape)
-    elif source is None:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What one rank will do, agreed upon by all."""
+
+    plan: Plan
+    source: Side
+    target: Side
+    own: torch.Tensor | None
+    local: torch.Tensor | None
+    out: torch.Tensor | None
+    transfers: Transfers
+    dtype: torch.dtype
+    device: torch.device
+    extra_bytes: int
+    has_gradient: bool = False
+
+    def exchange(self, group: dist.ProcessGroup | None) -> Exchange:
+        """The exchange of this rank's part."""
+        rank = dist.get_rank()
+        if self.local is not None and self.plan.target.is_padded:
+            self.local.zero_()
+        movement = Movement.of(self.plan, self.transfers, rank, self.own, self.local)
+        return Exchange([movement], rank, group, self.device, self.extra_bytes)
+
+    def result(self) -> Any:
+        """What the caller gets."""
+        if self.out is not None:
+            return self.out
+        return self.target.handed_out(self.local, self.device)
+
+
+def _agreed(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+    """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
+    prepared, problem = (None, None) if request.is_open else _tried(request, group)
+    notes = agree(_intent(prepared, problem, request), group)
+    has_gradient, lacks_gradient, cannot, someone_asks, teller = notes
+    if someone_asks:
+        if teller == _NOBODY:
+            raise UsageError("no rank says what the source is; give source=, shape= and dtype=")
+        request = _told(request, prepared, -teller, group)
+        if prepared is None:
+            prepared, problem = _tried(request, group)
+        agree(_intent(prepared, problem, request), group)
+    if prepared is None:
+        raise RunError("nothing was moved: ranks agreed upon nothing")
+    if has_gradient and lacks_gradient:
+        raise PlanError(
+            "some ranks' tensors require gradients and others' do not; give all of them alike, or "
+            "tensor.detach()"
+        )
+    if has_gradient and cannot:
         raise UsageError(
-            "a local tensor needs source=, the layout it is a part of: a ShardingSpec or a Layout"
+            "async_op=True or out= with a tensor that requires gradients; give tensor.detach(), "
+            "or leave them out on every rank"
+        )
+    return replace(prepared, has_gradient=bool(has_gradient))
+
+
+def _tried(
+    request: _Request, group: dist.ProcessGroup | None
+) -> tuple[_Prepared | None, str | None]:
+    try:
+        return _prepared(request, group), None
+    except ReshardError as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _intent(prepared: _Prepared | None, problem: str | None, request: _Request) -> Intent:
+    parts = {}
+    if prepared is not None:
+        parts = {
+            "dtype": str(prepared.dtype).encode(),
+            "source": prepared.plan.source.fingerprint,
+            "target": prepared.plan.target.fingerprint,
+            "extra_bytes": str(prepared.extra_bytes).encode(),
+        }
+    return Intent(parts, problem, prepared is None and problem is None, request.notes)
+
+
+def _told(
+    request: _Request, prepared: _Prepared | None, teller: int, group: dist.ProcessGroup | None
+) -> _Request:
+    """The request with the source that one rank tells all others."""
+    told: list[Any] = [None]
+    if prepared is not None:
+        told = [(prepared.plan.source, prepared.dtype)]
+    with answering("nothing was moved"):
+        dist.broadcast_object_list(told, teller, group)
+    if not request.is_open:
+        return request
+    source, dtype = told[0]
+    return replace(request, source=source, dtype=dtype)
+
+
+def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+    rank = dist.get_rank()
+    tensor, dtype = request.tensor, request.dtype
+    if isinstance(tensor, DTensor):
+        if request.source is not None:
+            raise UsageError("a DTensor knows its layout; leave out source=")
+        before = Side.of_tensor(tensor)
+    elif request.source is None:
+        raise UsageError(
+            "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
+            "[placements]), a ShardingSpec or a Layout"
         )
     else:
-        shape = shape if shape is not None else _shape_of(source, target)
-        before = source if isinstance(source, Layout) else source.layout(shape)
-    side = _side(target, shape)
-    found = tensor.dtype if tensor is not None else dtype
-    if found is None:
-        raise UsageError("a rank without a tensor needs dtype=, that of the others")
-    plan = Plan(before, side.layout, as_dtype(found))
-    for reduction in {before.reduction, side.layout.reduction} - {None}:
-        check_reduction(str(reduction), as_dtype(found))
-    return plan, side
-
-
-def _shape_of(*layouts: Any) -> tuple[int, ...]:
-    for one in layouts:
-        if isinstance(one, Layout):
-            return one.shape
-    raise UsageError("two sharding specs have no shape; give shape=, that of the whole tensor")
-
-
-def _side(target: Target, shape: Sequence[int]) -> _Side:
-    if isinstance(target, Layout):
-        return _Side(target)
-    if isinstance(target, ShardingSpec):
-        return _Side(target.layout(shape))
-    if isinstance(target, tuple) and len(target) == 2:
-        mesh, placements = target
-        spec = sharding_of_placements(mesh_of(mesh), placements, len(shape))
-        return _Side(spec.layout(shape), mesh, tuple(placements))
-    raise UsageError(
-        f"a target of type {type(target).__name__}; give (torch DeviceMesh, placements), a "
-        "ShardingSpec or a Layout"
-    )
-
-
-def check_local(
-    local: torch.Tensor | None,
-    plan: Plan,
-    layout: Layout,
-    rank: int,
-    what: str,
-    *,
-    is_optional: bool = False,
-) -> None:
-    """Raise ShardError for a local tensor that is not the layout's part of a rank."""
-    expected = layout.local_shape(rank) if rank < layout.slots else None
-    if expected is None:
-        return
-    if local is None:
-        if is_optional:
-            return
-        raise ShardError(f"{what} is None, but this rank holds a part of shape {list(expected)}")
-    if tuple(local.shape) != expected:
-        raise ShardError(
-            f"{what} has local shape {list(local.shape)}, the layout says {list(expected)}"
-        )
-    if plan.dtype is not as_dtype(local.dtype):
-        raise ShardError(f"{what} is {local.dtype}, expected {plan.dtype}; nothing is cast")
-
-
-def _local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor.detach()
-    return None if tensor is None else tensor.detach()
-
-
-def _device(own: torch.Tensor | None, group: dist.ProcessGroup | None) -> torch.device:
-    if own is not None:
-        return own.device
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if (dist.get_backend(group) == "nccl")
-        else torch.device("cpu")
+        shape = request.shape or shape_of(request.source, request.target)
+        before = Side.of(request.source, shape, "source")
+    after = Side.of(request.target, before.layout.shape, "target")
+    if isinstance(tensor, torch.Tensor):
+        dtype = tensor.dtype
+    if dtype is None:
+        raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
+    plan = Plan(before.layout, after.layout, as_dtype(dtype))
+    for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
+        check_reduction(str(reduction), as_dtype(dtype))
+    if request.wants_gradient:
+        way_back(plan, before)
+    _check_ranks(plan, group)
+    message_bytes_of(request.extra_bytes)
+    own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
+    device = own.device if own is not None else _device(group)
+    local = _target_local(request.out, after, dtype, own, device)
+    job = Job([JobItem.between_ranks("tensor", as_dtype(dtype), before.layout, after.layout)])
+    transfers = job.for_rank(rank).get("tensor", Transfers.none(len(before.layout.shape)))
+    out = request.out
+    return _Prepared(
+        plan, before, after, own, local, out, transfers, dtype, device, request.extra_bytes
     )
 
 
 def _target_local(
-    plan: Plan,
-    rank: int,
     out: torch.Tensor | None,
+    side: Side,
+    dtype: torch.dtype,
     own: torch.Tensor | None,
-    dtype: torch.dtype | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    shape = plan.target.local_shape(rank) if rank < plan.target.slots else None
+    shape = side.shape_on(dist.get_rank())
+    if isinstance(out, DTensor) and Side.of_tensor(out).layout is not side.layout:
+        raise ShardError(
+            f"out is a DTensor of placements {list(out.placements)}, which is not the target"
+        )
     if shape is None:
         return None
-    local = _local_of(out)
-    if local is None:
-        found = own.dtype if own is not None else dtype
-        local = torch.empty(shape, dtype=found, device=device)
-    if plan.target.is_padded:
-        local.zero_()
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    local = checked_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
+    if local is None or local.device != device:
+        raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")
+    check_writable(local, own)
     return local
 
 
-def _handed_out(side: _Side, local: torch.Tensor | None) -> Any:
-    if side.mesh is None:
-        return local
-    shape = side.layout.shape
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    if local is None:
-        local = torch.empty(0)
-    return DTensor.from_local(
-        local,
-        side.mesh,
-        side.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(strides),
-    )
+def _check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """Raise UsageError for a layout over ranks that are not in the group."""
+    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for what, layout in (("source", plan.source), ("target", plan.target)):
+        missing = sorted(set(layout.holders) - members)
+        if missing:
+            raise UsageError(
+                f"the {what} has parts on ranks {missing[:8]}, which are not in the group of "
+                f"{len(members)} ranks; give a group of all ranks of both sides"
+            )
+
+
+def _tell_autograd(local: torch.Tensor) -> None:
+    """Messages are written behind autograd's back: a graph that saved the tensor must know."""
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,79 @@
+"""How do gradients flow back through a redistribution?
+
+By one from the target's layout to the source's. A contribution's gradient is that of the whole, as
+DTensor has it: where a side is partial, its gradient is replicated there. Copies of an element
+are taken to have one gradient.
+
+Every rank takes part in the way back, so every rank's result must be able to call for it: a rank
+that holds nothing of the source hangs its result on an empty tensor that requires a gradient, and
+a rank that holds nothing of the target gets an empty result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from reshard.errors import PlanError, ShardError
+from reshard.layout import Layout
+from reshard.planning.plan import Plan
+from reshard.torch.sides import Side
+
+
+def flowing(
+    tensor: torch.Tensor | None, forth: Callable[[], Any], back: Callable[[Any], Any]
+) -> Any:
+    """The result of `forth()`, whose gradient becomes the tensor's by `back`."""
+    anchor = torch.empty(0, requires_grad=True)
+    return _Flow.apply(anchor, tensor, forth, back)
+
+
+class _Flow(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        tensor: torch.Tensor | None,
+        forth: Callable[[], Any],
+        back: Callable[[Any], Any],
+    ) -> Any:
+        ctx.back = back
+        ctx.has_source = tensor is not None
+        result = forth()
+        return anchor.new_empty(0) if result is None else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.back(gradients[0])
+        return None, found if ctx.has_source else None, None, None
+
+
+def way_back(plan: Plan, source: Side) -> tuple[Layout, Side]:
+    """The layout of the result's gradient, and the side that the tensor's gradient gets.
+
+    Raises:
+        ShardError: a movement that has no gradient: contributions that are not added, or a target
+            that leaves out elements.
+    """
+    for reduction in {plan.source.reduction, plan.target.reduction} - {None, "sum", "mean"}:
+        raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")
+    before, after = (_without_contributions(layout) for layout in (plan.source, plan.target))
+    try:
+        _ = Plan(after, before).routes
+    except PlanError as error:
+        raise ShardError(
+            f"the target leaves out elements, so there is no way back for gradients ({error}); "
+            "detach the tensor"
+        ) from error
+    if source.mesh is None:
+        return after, Side(before)
+    placements = [Replicate() if one.is_partial() else one for one in source.placements]
+    return after, Side(before, source.mesh, tuple(placements))
+
+
+def _without_contributions(layout: Layout) -> Layout:
+    """The same with every contribution taken for a copy of the whole."""
+    return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)

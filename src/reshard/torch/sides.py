@@ -1,0 +1,161 @@
+"""What is one side of a redistribution: a layout, and what its local tensors must look like?
+
+A side is described by a `Layout`, by a `ShardingSpec` with a shape, or by a torch mesh with
+placements; only the last has DTensors for its tensors, unless a placement is none of torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ShardError, UsageError
+from reshard.layout import Layout
+from reshard.sharding import ShardingSpec
+from reshard.torch.distributed_tensor import sharding_of, sharding_of_placements
+
+Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors."""
+
+    layout: Layout
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, described: Description, shape: Sequence[int] | None, what: str) -> Side:
+        """The side that is described; `what` says which it is.
+
+        Raises:
+            UsageError: something that describes no side, or that needs a shape and has none.
+            LayoutError: placements or a spec that do not fit the shape.
+        """
+        if isinstance(described, Layout):
+            return cls(described)
+        if isinstance(described, ShardingSpec):
+            return cls(described.layout(_shape(shape, what)))
+        if isinstance(described, tuple) and len(described) == 2:
+            mesh, placements = described
+            if hasattr(mesh, "mesh_dim_names") and isinstance(placements, list | tuple):
+                spec = sharding_of_placements(mesh, placements, len(_shape(shape, what)))
+                layout = spec.layout(_shape(shape, what))
+                if all(isinstance(one, TorchPlacement) for one in placements):
+                    return cls(layout, mesh, tuple(placements))
+                return cls(layout)
+        raise UsageError(
+            f"a {what} of type {type(described).__name__}; give (torch DeviceMesh, [placements]), "
+            "a ShardingSpec or a Layout"
+        )
+
+    @classmethod
+    def of_tensor(cls, tensor: DTensor) -> Side:
+        """The side of a DTensor."""
+        layout = sharding_of(tensor).layout(tuple(tensor.shape))
+        return cls(layout, tensor.device_mesh, tuple(tensor.placements))
+
+    def shape_on(self, rank: int) -> tuple[int, ...] | None:
+        """The local shape on a rank; None where it holds nothing."""
+        return self.layout.local_shape(rank) if rank < self.layout.slots else None
+
+    def handed_out(self, local: torch.Tensor | None, device: torch.device) -> Any:
+        """A rank's local tensor as the side has it: as a DTensor, or as it is."""
+        if self.mesh is None:
+            return local
+        shape = self.layout.shape
+        if local is None:
+            local = torch.empty(0, device=device)
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))),
+        )
+
+
+def shape_of(*described: Description | None) -> tuple[int, ...] | None:
+    """The shape that the first layout among descriptions has."""
+    return next((one.shape for one in described if isinstance(one, Layout)), None)
+
+
+def _shape(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    if shape is None:
+        raise UsageError(
+            f"the {what} has no shape of its own; give shape=, that of the whole tensor"
+        )
+    return tuple(shape)
+
+
+def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's own tensor, without its gradient and dense in what it stands for."""
+    if tensor is None:
+        return None
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    # A conjugate or a negative that is only marked as such has other bytes than elements.
+    return local.detach().resolve_conj().resolve_neg()
+
+
+def checked_local(
+    tensor: torch.Tensor | None, side: Side, dtype: DType, rank: int, what: str
+) -> torch.Tensor | None:
+    """This rank's part of a side, or None where it holds nothing.
+
+    Raises:
+        ShardError: a tensor of another shape, dtype or kind than the layout says, or none.
+    """
+    expected = side.shape_on(rank)
+    if expected is None:
+        return None
+    if tensor is None:
+        raise ShardError(f"{what} is None, but this rank holds a part of shape {list(expected)}")
+    if not isinstance(tensor, torch.Tensor):
+        raise ShardError(f"{what} is a {type(tensor).__name__}; give a torch tensor")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ShardError(
+            f"{what} is a {tensor.layout} tensor on {tensor.device}; give one that is dense and "
+            "in memory"
+        )
+    if as_dtype(tensor.dtype) is not dtype:
+        raise ShardError(f"{what} is {tensor.dtype}, expected {dtype.name}; nothing is cast")
+    local = local_of(tensor)
+    if local is None or tuple(local.shape) != expected:
+        found = [] if local is None else list(local.shape)
+        raise ShardError(f"{what} has local shape {found}, the layout says {list(expected)}")
+    return local
+
+
+def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Raise ShardError for a target that has elements twice, or shares memory with the source."""
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ShardError(
+            f"out has strides {list(out.stride())}, so that elements of it are one; give it "
+            "memory of its own"
+        )
+    if source is None or source.device != out.device:
+        return
+    (begin, end), (low, high) = _span_bytes(out), _span_bytes(source)
+    if begin < high and low < end:
+        raise ShardError("out shares memory with the tensor itself; give it memory of its own")
+
+
+def _span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (steps + 1) * tensor.element_size()
