@@ -16,10 +16,20 @@ The peer, where torch is installed, is the planner of PyTorch's distributed chec
 makes one Python object for each pair of overlapping chunks (`create_read_items_for_chunk_list`).
 It is asked for an evenly chosen part of the ranks, and its time multiplied accordingly.
 
-Expected before the first run: chunks in 0.2 s; llama's all ranks in 1 s and 300 MB, its one
-rank's part in 20 ms.
+Then whole models as jobs, with senders chosen for all tensors together (benchmarks/jobs.py): a
+70B-like model from N to N/2 ranks, for N of 64 to 512 and, one rank's part only, 100,000; and 256
+experts, each by itself and stacked. Of each: the layouts; the classes (what all ranks must know:
+needs, classes and shares of senders) and one rank's part, in a process of their own, with the
+memory they add; the transfers of all ranks; how many transfers are parts of a box that several
+send; and the load of the busiest sender, over the mean of all senders. Megatron's figures are
+those that the project's issue gives: processor time on every rank.
 
-    python benchmarks/plan.py [--chunks 1024] [--repeat 5] [--cases chunks llama] [--without-peer]
+Expected before the first run: chunks in 0.2 s; llama's all ranks in 1 s and 300 MB, its one
+rank's part in 20 ms; of the jobs' ranks 10 ms for the part and 20 ms for the classes, all ranks
+0.1 s for 36,000 and 0.6 s for 288,000 transfers; 100 ms and 200 MB for one of 100,000 ranks.
+
+    python benchmarks/plan.py [--chunks 1024] [--repeat 5] [--cases chunks llama dense-64]
+                              [--without-peer]
 """
 
 from __future__ import annotations
@@ -34,8 +44,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jobs
+import numpy as np
+
 import reshard
 from reshard.layout import Layout
+from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import assign
 from reshard.recipes.library import load_recipe
@@ -106,6 +120,27 @@ def llama(_: int) -> Movement:
 
 
 CASES = {"chunks": chunks, "llama": llama}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A job, a rank on both of its sides, and Megatron's seconds."""
+
+    items: Callable[[], list[JobItem]]
+    rank: int
+    megatron_s: float | None = None
+    is_simulated: bool = False
+
+
+MODELS = {
+    "dense-64": Model(lambda: jobs.dense(64), 5, 0.26),
+    "dense-128": Model(lambda: jobs.dense(128), 5, 0.88),
+    "dense-256": Model(lambda: jobs.dense(256), 5, 3.1),
+    "dense-512": Model(lambda: jobs.dense(512), 5, 13.3),
+    "experts": Model(jobs.experts, 77, 2.8),
+    "stacked-experts": Model(jobs.stacked_experts, 77),
+    "dense-100000": Model(lambda: jobs.dense(100_000), 4321, is_simulated=True),
+}
 
 
 def timed(name: str, function: Callable[[], object]) -> dict[str, float]:
@@ -187,6 +222,36 @@ def plan_by_peer(movement: Movement) -> dict[str, float]:
     return {name: value * factor for name, value in timed("PyTorch's", plan).items()}
 
 
+def job_of_one_rank(items: list[JobItem], rank: int) -> dict[str, float]:
+    """What one rank does."""
+    before_bytes = peak_bytes()
+    job = Job(items)
+    taken = timed("classes", lambda: job.line) | timed("one rank", lambda: job.for_rank(rank))
+    return taken | {
+        "rank_bytes": peak_bytes() - before_bytes,
+        "own_transfers": job.for_rank(rank).count,
+    }
+
+
+def job_of_all_ranks(items: list[JobItem], _: int) -> dict[str, float]:
+    """The transfers of all ranks, classes included."""
+    before_bytes = peak_bytes()
+    job = Job(items)
+    taken = timed("all ranks", lambda: job.transfers)
+    extra_bytes = peak_bytes() - before_bytes
+    parts = sum(
+        int((found.transfers.elements != found.whole_shape[found.box].prod(axis=1)).sum())
+        for found in job.transfers.bundles
+    )
+    senders = job.sent_bytes[job.sent_bytes > 0]
+    return taken | {
+        "extra_bytes": extra_bytes,
+        "transfers": job.transfers.count,
+        "parts": parts,
+        "max_over_mean": float(senders.max() / np.mean(senders)),
+    }
+
+
 TURNS = {
     "all": plan_all_ranks,
     "receiver": plan_receiver,
@@ -197,38 +262,80 @@ TURNS = {
 
 def turn(case: str, what: str, count: str) -> None:
     """The hidden command, in a process of its own."""
+    if case in MODELS:
+        of_model: list[list[JobItem]] = []
+        taken = timed("layouts", lambda: of_model.append(MODELS[case].items()))
+        measure = job_of_one_rank if what == "rank" else job_of_all_ranks
+        print(json.dumps(taken | measure(of_model[0], MODELS[case].rank)))
+        return
     made: list[Movement] = []
     taken = timed("layouts", lambda: made.append(CASES[case](int(count))))
     print(json.dumps(taken | TURNS[what](made[0])))
+
+
+def medians(case: str, turns: list[str], chunks: int) -> dict[str, float]:
+    """Each turn in a process of its own, the ways taking turns."""
+    taken: dict[str, list[float]] = {}
+    for what in turns:
+        command = [sys.executable, __file__, "--turn", case, what, str(chunks)]
+        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        for name, value in json.loads(answer).items():
+            taken.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def show_times(median: dict[str, float], *names: str) -> None:
+    for name in names:
+        if name in median:
+            print(f"  {name:13} {median[name]:9.4f} s, {median[f'{name} CPU']:9.4f} s of CPU")
+
+
+def show_plan(case: str, median: dict[str, float]) -> None:
+    print(
+        f"{case}: {median['transfers']:,.0f} transfers, "
+        f"{median['written_out']:,.0f} of different plans"
+    )
+    show_times(median, "layouts", "all ranks", "one receiver", "one sender", "PyTorch's")
+    print(f"  all ranks add {median['extra_bytes'] / MIB:.0f} MiB")
+    if "PyTorch's" in median:
+        ratio = median["PyTorch's"] / median["all ranks"]
+        print(f"  PyTorch's takes {ratio:.0f} times as long")
+
+
+def show_job(case: str, median: dict[str, float]) -> None:
+    own = f"{median['own_transfers']:,.0f} transfers of one rank"
+    everything = f", {median['transfers']:,.0f} of all" if "transfers" in median else ""
+    print(f"{case}: {own}{everything}")
+    show_times(median, "layouts", "classes", "one rank", "all ranks")
+    print(f"  one rank adds {median['rank_bytes'] / MIB:.0f} MiB")
+    if "transfers" in median:
+        print(
+            f"  {median['parts']:,.0f} transfers are parts of a box; the busiest sender has "
+            f"{median['max_over_mean']:.3f} of the mean"
+        )
+    megatron_s = MODELS[case].megatron_s
+    if megatron_s is not None:
+        own_s = median["classes CPU"] + median["one rank CPU"]
+        print(
+            f"  Megatron's {megatron_s} s on every rank are {megatron_s / own_s:.0f} times as long"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chunks", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    names = [*CASES, *MODELS]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--without-peer", action="store_true", help="leave PyTorch out")
     options = parser.parse_args()
     turns = [what for what in TURNS if what != "peer" or not options.without_peer]
     for case in options.cases:
-        taken: dict[str, list[float]] = {}
-        for what in turns * options.repeat:
-            command = [sys.executable, __file__, "--turn", case, what, str(options.chunks)]
-            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-            for name, value in json.loads(answer).items():
-                taken.setdefault(name, []).append(value)
-        median = {name: statistics.median(values) for name, values in taken.items()}
-        print(
-            f"{case}: {median['transfers']:,.0f} transfers, "
-            f"{median['written_out']:,.0f} of different plans"
-        )
-        for name in ("layouts", "all ranks", "one receiver", "one sender", "PyTorch's"):
-            if name in median:
-                print(f"  {name:13} {median[name]:9.4f} s, {median[f'{name} CPU']:9.4f} s of CPU")
-        print(f"  all ranks add {median['extra_bytes'] / MIB:.0f} MiB")
-        if "PyTorch's" in median:
-            ratio = median["PyTorch's"] / median["all ranks"]
-            print(f"  PyTorch's takes {ratio:.0f} times as long")
+        if case in MODELS:
+            of_job = ["rank"] if MODELS[case].is_simulated else ["rank", "all"]
+            show_job(case, medians(case, of_job * options.repeat, options.chunks))
+        else:
+            show_plan(case, medians(case, turns * options.repeat, options.chunks))
 
 
 if __name__ == "__main__":

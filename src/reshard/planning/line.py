@@ -149,31 +149,32 @@ class _Sets:
     """Sets of slots of all bundles. Most bundles have the sets of another."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[int, IntArray, IntArray]] = []
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._count = 0
+        self._known: list[tuple[IntArray, IntArray]] = []
+        self._alike: dict[tuple[int, ...], list[tuple[int, IntArray, IntArray]]] = {}
 
     def add(self, begin: IntArray, slot: IntArray) -> int:
         """The number that the first of these sets has among all."""
-        names = (id(begin), id(slot))
-        if names not in self._numbers:
-            for number, *same in self._known:
-                if np.array_equal(same[1], slot) and np.array_equal(same[0], begin):
-                    self._numbers[names] = number
-                    break
-            else:
-                self._numbers[names] = sum(len(known) - 1 for _, known, _ in self._known)
-                self._known.append((self._numbers[names], begin, slot))
-        return self._numbers[names]
+        ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
+        alike = self._alike.setdefault((len(begin), len(slot), *ends), [])
+        for number, *known in alike:
+            if np.array_equal(known[1], slot) and np.array_equal(known[0], begin):
+                return number
+        number = self._count
+        alike.append((number, begin, slot))
+        self._known.append((begin, slot))
+        self._count += len(begin) - 1
+        return number
 
     @property
     def slot(self) -> IntArray:
         """The slots of all sets, end to end."""
-        return _joined([slot for _, _, slot in self._known])
+        return _joined([slot for _, slot in self._known])
 
     @property
     def begin(self) -> IntArray:
         """Where each set begins in `slot`: shape `(sets + 1,)`."""
-        counts = _joined([np.diff(begin) for _, begin, _ in self._known])
+        counts = _joined([np.diff(begin) for begin, _ in self._known])
         return np.append(0, np.cumsum(counts))
 
 
