@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 120) -> list[Ended]:
+def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 180) -> list[Ended]:
     """Run a script of this folder as the ranks of a gloo job, and wait for all of them.
 
+    The ranks are forks of one process that has imported torch, so that many of them start fast.
     Raises TimeoutError, with what every rank wrote, where one of them hangs.
     """
     environment = {
@@ -39,38 +44,35 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 12
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(Path(__file__).parent / script), *map(str, arguments)]
-    running = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [HERE / "live_job.py", folder, ranks, HERE / script, *arguments]
+        # A session of its own: the job and its ranks can be ended together.
+        job = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / "job").open("w"),
         )
-        for rank in range(ranks)
-    ]
-    outputs: list[str] = []
-    deadline_s = time.monotonic() + timeout_s
-    hung: list[int] = []
-    try:
-        for rank, process in enumerate(running):
-            try:
-                left_s = max(deadline_s - time.monotonic(), 0.1)
-                outputs.append(process.communicate(timeout=left_s)[0])
-            except subprocess.TimeoutExpired:
-                hung.append(rank)
-                process.kill()
-                outputs.append(process.communicate()[0])
-    finally:
-        for process in running:
-            process.kill()
-    if hung:
+        hangs = False
+        try:
+            job.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            hangs = True
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        files = [folder / f"output{rank}" for rank in range(ranks)]
+        outputs = [path.read_text() if path.exists() else "" for path in files]
         told = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(outputs))
-        raise TimeoutError(f"ranks {hung} did not end within {timeout_s} s\n{told}")
-    return [
-        Ended(process.returncode, output) for process, output in zip(running, outputs, strict=True)
-    ]
+        if hangs:
+            raise TimeoutError(f"the job did not end within {timeout_s} s\n{told}")
+        if job.returncode:
+            raise RuntimeError(f"the job did not start: {(folder / 'job').read_text()}")
+        codes = json.loads((folder / "codes").read_text())
+    return [Ended(code, output) for code, output in zip(codes, outputs, strict=True)]
 
 
 def expect_all_end_well(ended: list[Ended]) -> None:
