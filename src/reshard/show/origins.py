@@ -8,15 +8,15 @@ import numpy as np
 
 from reshard.planning.plan import Plan
 from reshard.show.drawing import Place
-from reshard.show.regions import RegionGrid
+from reshard.show.regions import Interval, RegionGrid
 
-MOST_ROUTES = 4096
+MOST_BOXES = 4096
 
 Origins = Callable[[RegionGrid, Sequence[Place]], list[int]]
 
 
 def origins(plan: Plan) -> Origins | None:
-    """Finds the ranks that send into a region; None where there are too many routes to look.
+    """Finds the ranks that send into a region; None where there are too many boxes to look at.
 
     >>> from reshard.layout import Layout
     >>> from reshard.show.regions import region_grid
@@ -25,25 +25,41 @@ def origins(plan: Plan) -> Origins | None:
     >>> origins(Plan(half, whole))(region_grid(whole, None, 0), [(0, 0)])
     [1]
     """
-    if len(plan.routes.target_cell) > MOST_ROUTES:
+    if _boxes(plan) > MOST_BOXES:
         return None
     moving = plan.transfers.moving
     stop = moving.start + moving.shape
+    # A picture is tried in several sizes, and asks for the same rectangle in each of them.
+    known: dict[tuple[object, ...], list[int]] = {}
 
-    def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
-        # Whoever receives elements of a region holds it, so its place alone finds them.
-        inside = np.zeros(len(moving), dtype=bool)
-        for r, c in places:
+    def into(*sides: tuple[int | None, Interval]) -> list[int]:
+        """The ranks that send into a rectangle. Whoever receives elements of it holds it."""
+        if sides not in known:
             meets = np.ones(len(moving), dtype=bool)
-            for dimension, interval in (
-                (grid.row_dimension, grid.rows[r]),
-                (grid.column_dimension, grid.columns[c]),
-            ):
+            for dimension, interval in sides:
                 if dimension is not None:
                     meets &= moving.start[:, dimension] < interval.stop
                     meets &= stop[:, dimension] > interval.start
-            inside |= meets
-        ranks: list[int] = np.unique(moving.source_slot[inside]).tolist()
-        return ranks
+            known[sides] = np.unique(moving.source_slot[meets]).tolist()
+        return known[sides]
+
+    def senders(grid: RegionGrid, places: Sequence[Place]) -> list[int]:
+        ranks: set[int] = set()
+        for row, column in places:
+            ranks.update(
+                into(
+                    (grid.row_dimension, grid.rows[row]),
+                    (grid.column_dimension, grid.columns[column]),
+                )
+            )
+        return sorted(ranks)
 
     return senders
+
+
+def _boxes(plan: Plan) -> int:
+    """How many boxes the routes of a plan are, counted without building them."""
+    counts = np.ones(len(plan.routes.target_cell), dtype=np.int64)
+    for pieces in plan.pieces:
+        counts *= pieces.count
+    return int(counts.sum())

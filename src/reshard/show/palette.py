@@ -1,8 +1,8 @@
 """Which colour stands for which rank?
 
 Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), a dark grey
-in place of black; people who see fewer colours tell them apart too. More ranks share a scale from dark blue to light
-yellow: lightness alone puts them in order, and neighbours look alike.
+in place of black; people who see fewer colours tell them apart too. More ranks share a scale from
+dark blue to light yellow: lightness alone puts them in order, and neighbours look alike.
 """
 
 from __future__ import annotations
