@@ -4,7 +4,7 @@ Among millions of elements one more or less is nothing. Of five elements that fo
 send, one rank sends two, and whether another must send three depends on every choice. So
 here one element (a *grain*) is moved at a time, until no move helps:
 
-1. Start at a group of ranks whose load is the largest.
+1. Start at the groups of ranks whose load is the largest.
 2. Look for a way to a group that could take one more grain and stay below: from group to class
    where the group has a share, from class to every group that holds it.
 3. Move one grain along the way, and begin again. Where there is no way, no other division of
@@ -41,10 +41,10 @@ def spread_grains(
     grains, sizes = [int(grain) for grain in grain_bytes], size.tolist()
     classes, groups = of_class.tolist(), group.tolist()
 
-    def find_way(start: int, grain: int, below: int) -> list[tuple[int, int]]:
-        """Rows to take from and give to, from `start` to a group that stays below."""
-        came: dict[int, tuple[int, int] | None] = {start: None}
-        waiting = deque([start])
+    def find_way(starts: list[int], grain: int, below: int) -> list[tuple[int, int]]:
+        """Rows to take from and give to, from one of `starts` to a group that stays below."""
+        came: dict[int, tuple[int, int] | None] = dict.fromkeys(starts)
+        waiting = deque(starts)
         while waiting:
             here = waiting.popleft()
             for row in rows_of_group[here]:
@@ -65,14 +65,17 @@ def spread_grains(
                     waiting.append(there)
         return []
 
+    way: list[tuple[int, int]] = []
     while True:
         most = [-(-total // count) for total, count in zip(load, sizes, strict=True)]
         largest = max(most)
-        way: list[tuple[int, int]] = []
-        for start in (g for g, value in enumerate(most) if value == largest):
-            for grain in sorted({grains[classes[row]] for row in rows_of_group[start]}):
-                way = way or find_way(start, grain, largest)
-        if not way:
+        starts = [group for group, value in enumerate(most) if value == largest]
+        # Where elements are of several sizes, those of one size change places with each other.
+        for grain in sorted(set(grains)):
+            way = find_way(starts, grain, largest)
+            if way:
+                break
+        else:
             break
         for taken, given in way:
             grain = grains[classes[taken]]

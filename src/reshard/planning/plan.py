@@ -42,7 +42,8 @@ class Plan(Interned):
     """The movement from `source` to `target`, both of one shape. Make it with `reshard.plan`.
 
     Slots of the same number in both layouts are the same place: what a slot holds already
-    stays there.
+    stays there. Where several slots hold what another lacks, they take turns; a `Job` weighs
+    the bytes of all its tensors instead.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)

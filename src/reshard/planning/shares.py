@@ -28,6 +28,7 @@ quotients are rounded alike by every processor.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,7 +177,7 @@ class _Classes:
 def _balance(classes: _Classes) -> _Floats:
     """The weight of each row among those of its class, at the equilibrium: whole numbers."""
     # A power of two changes no digit.
-    scale = 2.0 ** np.floor(np.log2(_DEMAND_SCALE / float(classes.demand.sum())))
+    scale = _DEMAND_SCALE / 2.0 ** math.frexp(int(classes.demand.sum()))[1]
     demand = np.maximum(np.floor(classes.demand * scale), 1)
     weights = classes.size[classes.group].astype(np.float64)
     rounds = 0
