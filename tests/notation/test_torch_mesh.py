@@ -26,6 +26,7 @@ TURNED = DeviceMesh("torch", (2, 2), ("dim0", "dim1"), [3, 1, 2, 0])
         ("DeviceMesh((2, 2), 'cuda', stride=(2, 1))", UNNAMED),
         ("DeviceMesh((2, 2), 'cpu', stride=(2, 1), Mesh: [[3, 1], [2, 0]])", TURNED),
         ("DeviceMesh('cpu', [[3, 1], [2, 0]])", TURNED),
+        ("DeviceMesh((2, 2), 'cpu', mesh_dim_names=('dp', 'tp'))", NAMED),
         ("DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))", NAMED),
         ('DeviceMesh("cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=["dp", "tp"])', NAMED),
     ],
