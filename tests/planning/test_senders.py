@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
 from planning.test_shares import Classes, least_largest_load
 from reshard.dtypes import dtype
+from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.job import Job, JobItem, Sources
 from reshard.planning.transfers import Transfers
@@ -22,20 +24,6 @@ from reshard.testing.strategies import layouts_with_contents, shapes
 EVERY_KIND: list[Sources] = ["balanced", "stable"]
 DTYPES = ["int8", "bfloat16", "int32", "int64"]
 EXACT_REDUCTIONS = ("sum", "max", "min")
-
-
-def moved(layout: Layout, by: int, slots: int) -> Layout:
-    """The same layout on the slots `by` further on."""
-    return Layout(
-        layout.shape,
-        layout.tables,
-        slots,
-        layout.cell_slot + by,
-        layout.cell_part,
-        layout.cell_contribution,
-        layout.contributions,
-        layout.reduction,
-    )
 
 
 @st.composite
@@ -81,16 +69,58 @@ def test_the_parts_of_all_ranks_are_the_job(example: tuple[Job, Any]) -> None:
     assert sent == Counter({row: count for row, count in whole.items() if row[1] != row[2]})
 
 
+def test_a_rank_that_cannot_be_is_refused() -> None:
+    layout = Layout.replicated((2,))
+    job = Job([JobItem.between_ranks("a", dtype("int8"), layout, layout)])
+    assert job.for_rank(0).count == 1
+    with pytest.raises(PlanError, match="rank -1; ranks are numbered from 0"):
+        job.for_rank(-1)
+
+
+def test_senders_are_balanced_or_stable() -> None:
+    with pytest.raises(PlanError, match="sources='random'; senders are 'balanced', or 'stable'"):
+        Job([], "random")  # type: ignore[arg-type]
+
+
+def test_a_job_of_nothing() -> None:
+    job = Job([])
+    job.verify()
+    assert job.moved_bytes == 0
+    assert job.sent_bytes.tolist() == []
+    assert len(job.transfers) == len(job.for_rank(3)) == 0
+
+
+@pytest.mark.parametrize("sources", EVERY_KIND)
+def test_a_source_that_leaves_elements_out_is_refused(sources: Sources) -> None:
+    source = Layout.from_boxes((4,), [(2, reshard.Box((0,), (3,)))])
+    job = Job([JobItem.between_ranks("a", dtype("int8"), source, Layout.replicated((4,)))], sources)
+    for ask in (job.verify, lambda: job.for_rank(0), lambda: job.sent_bytes):
+        with pytest.raises(PlanError, match="only 3 of the 4 elements that slot 0 .* index 3"):
+            ask()
+
+
+def test_the_digest_says_how_senders_are_chosen() -> None:
+    items = [
+        JobItem.between_ranks(
+            "a", dtype("int8"), Layout.replicated((2,), 2), Layout.replicated((2,), 3)
+        )
+    ]
+    assert Job(items).digest == Job(items).digest
+    assert Job(items).digest != Job(items, "stable").digest
+
+
 @given(jobs())
 def test_every_job_is_right_and_moves_no_more_than_must(example: tuple[Job, Any]) -> None:
     job, _ = example
     job.verify()
     assert job.sent_bytes.sum() == job.received_bytes.sum() == job.moved_bytes
-    received = np.zeros_like(job.received_bytes)
+    sent, received = np.zeros_like(job.sent_bytes), np.zeros_like(job.received_bytes)
     for item in job.items:
         moving = job.transfers.get(item.name, Transfers.none(item.plan.target.ndim)).moving
         size = moving.elements * item.dtype.itemsize_bytes
+        np.add.at(sent, moving.source_slot, size)
         np.add.at(received, moving.target_slot, size)
+    assert sent.tolist() == job.sent_bytes.tolist()
     assert received.tolist() == job.received_bytes.tolist()
 
 

@@ -6,7 +6,7 @@ tensor is cut out of the columns when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ class JobTransfers(Mapping[str, Transfers]):
     Tensors of which nothing is copied are left out. `len` counts tensors, `count` transfers.
     """
 
-    def __init__(self, names: tuple[str, ...], bundles: list[BundleTransfers]) -> None:
+    def __init__(self, names: tuple[str, ...], bundles: Iterable[BundleTransfers]) -> None:
         self._names = names
         self.bundles = tuple(bundles)
 

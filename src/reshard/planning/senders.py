@@ -15,7 +15,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,13 +46,23 @@ class BundleTransfers:
     first_element: IntArray
 
 
-def transfers_of_all(line: Line, is_stable: bool) -> list[BundleTransfers]:
+def transfers_of_all(line: Line, is_stable: bool) -> Iterator[BundleTransfers]:
     """The transfers of all ranks, bundle by bundle."""
-    rows = line.rows
-    count = line.kinds.size[rows.kind]
-    row = np.repeat(np.arange(len(count)), count)
-    chosen = every_item(line, row, ragged_arange(count))
-    return _by_bundle(line, chosen, None, is_stable)
+    for writer in _writers(line, _everything(line)):
+        yield writer.write(None, is_stable)
+
+
+def sent_bytes(line: Line, is_stable: bool) -> IntArray:
+    """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
+    total = np.zeros(len(line.kinds.group), dtype=np.int64)
+    for writer in _writers(line, _everything(line)):
+        writer.add_sent(total, is_stable)
+    return total
+
+
+def _everything(line: Line) -> Chosen:
+    count = line.kinds.size[line.rows.kind]
+    return every_item(line, np.repeat(np.arange(len(count)), count), ragged_arange(count))
 
 
 def transfers_of_rank(line: Line, rank: int, is_stable: bool) -> list[BundleTransfers]:
@@ -67,22 +79,17 @@ def transfers_of_rank(line: Line, rank: int, is_stable: bool) -> list[BundleTran
             for name in Chosen.__dataclass_fields__
         )
     )
-    return _by_bundle(line, chosen, rank, is_stable)
+    return [writer.write(rank, is_stable) for writer in _writers(line, chosen)]
 
 
-def _by_bundle(
-    line: Line, chosen: Chosen, rank: int | None, is_stable: bool
-) -> list[BundleTransfers]:
+def _writers(line: Line, chosen: Chosen) -> Iterator[_Writer]:
     # Rows are sorted by bundle; those received and those sent are put together.
     bundle = line.rows.bundle[chosen.row]
     order = np.argsort(bundle, kind="stable")
     begin = np.searchsorted(bundle[order], np.arange(len(line.bundles) + 1))
-    found = []
-    for number, (low, high) in enumerate(zip(begin[:-1].tolist(), begin[1:].tolist(), strict=True)):
+    for number, (low, high) in enumerate(pairwise(begin.tolist())):
         if low < high:
-            of_bundle = chosen.take(order[low:high])
-            found.append(_Writer(line, line.bundles[number], of_bundle).write(rank, is_stable))
-    return found
+            yield _Writer(line, line.bundles[number], chosen.take(order[low:high]))
 
 
 class _Writer:
@@ -133,13 +140,7 @@ class _Writer:
     def write(self, rank: int | None, is_stable: bool) -> BundleTransfers:
         """The transfers of every item, or those of them that begin or end on `rank`."""
         items = len(self.bundle.items)
-        box, item = self._with_items(items)
-        if is_stable:
-            turn = turn_of(self.line, self.row, self.receiver)
-            sender = np.where(self.stays, self.target_slot, turn)[box]
-            parts = Parts.none(self.start.shape[1])
-        else:
-            sender, parts = self._cut(box, item)
+        box, item, sender, parts = self._sent(is_stable)
         if len(parts.of):
             whole = np.ones(len(box), dtype=bool)
             whole[parts.of] = False
@@ -161,6 +162,24 @@ class _Writer:
             np.searchsorted(item, np.arange(items + 1)),
             *self._columns(box, sender, parts, split),
         )
+
+    def add_sent(self, total: IntArray, is_stable: bool) -> None:
+        """Add to `total` the bytes that each slot sends of every item."""
+        box, _, sender, parts = self._sent(is_stable)
+        elements = np.where(self.stays, 0, self.elements)[box]
+        elements[parts.of] = 0
+        itemsize = self.bundle.dtype.itemsize_bytes
+        np.add.at(total, sender, elements * itemsize)
+        np.add.at(total, parts.sender, parts.shape.prod(axis=1) * itemsize)
+
+    def _sent(self, is_stable: bool) -> tuple[IntArray, IntArray, IntArray, Parts]:
+        """Every box of every item, its item and sender, and the parts of those with several."""
+        box, item = self._with_items(len(self.bundle.items))
+        if not is_stable:
+            return box, item, *self._cut(box, item)
+        turn = turn_of(self.line, self.row, self.receiver)
+        sender = np.where(self.stays, self.target_slot, turn)[box]
+        return box, item, sender, Parts.none(self.start.shape[1])
 
     def _with_items(self, items: int) -> tuple[IntArray, IntArray]:
         """Every box of every chosen item, item by item."""

@@ -6,7 +6,7 @@ dimension first, and only then multiplied, all as columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,11 @@ class Transfers:
             self.source_start[index],
             self.target_start[index],
         )
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All columns, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def replace(self, **columns: Any) -> Transfers:
         """A copy with other columns."""
