@@ -14,7 +14,7 @@ from reshard.dtypes import dtype
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.batches import Batch, batches
-from reshard.planning.slices import Slice, restrict
+from reshard.planning.slices import POSITIONS, Slice, restrict
 from reshard.planning.transfers import Transfers
 from reshard.testing.strategies import movements
 
@@ -143,6 +143,15 @@ def test_a_limit_that_is_too_small_is_refused_with_one_that_is_not() -> None:
         batches(job, 99)
     # A row of a 100 x 100 piece is the least that moves, and some rows are done together.
     assert 100 <= least_that_would_do(job, 99) <= 400
+
+
+def test_rows_that_are_done_at_the_same_position_need_room_together() -> None:
+    # Two transfers of three rows a position, and one byte a row, from one sender.
+    size = 2 * 3 * POSITIONS
+    halves = Layout.flat_ranges((size,), {1: (0, size // 2), 2: (size // 2, size)})
+    item = reshard.JobItem.between_ranks("t", dtype("int8"), Layout.whole((size,), [0], 3), halves)
+    assert least_that_would_do(reshard.Job([item]), 5) == 6
+    assert least_that_would_do(reshard.Job([item]), 5, 16) == 32
 
 
 @pytest.mark.parametrize(("limit", "alignment"), [(-1, 1), (100, 0)])

@@ -46,15 +46,25 @@ def test_both_ends_cut_a_transfer_alike(movement: Movement, start: int, length: 
         assert sorted(str(mine).splitlines()) == sorted(str(ours).splitlines())
 
 
-@given(movements(), st.integers(0, 4 * POSITIONS))
-def test_a_contribution_comes_after_the_ones_before_it(movement: Movement, cut: int) -> None:
-    (source, _), (target, _) = movement
-    transfers = reshard.plan(source, target).transfers
-    done = restrict(transfers, Slice(0, cut)) if cut else transfers.take(slice(0, 0))
+@pytest.mark.parametrize("cut", [p * POSITIONS // 5 for p in (2, 5, 6, 10, 14)])
+def test_a_contribution_comes_after_the_ones_before_it(cut: int) -> None:
+    mesh = reshard.DeviceMesh.of(x=3)
+    partial, rows = (reshard.spec(mesh, t).layout((90, 4)) for t in ("-, - | sum(x)", "x, -"))
+    transfers = reshard.plan(partial, rows).transfers
+    done = restrict(transfers, Slice(0, cut))
+    assert int(done.order.max()) == (cut - 1) // POSITIONS
     # What has begun needs all that is combined before it.
-    for order in range(1, int(done.order.max(initial=0)) + 1):
-        earlier = transfers.order < order
-        assert done.take(done.order < order).elements.sum() == transfers.elements[earlier].sum()
+    before = transfers.order < done.order.max()
+    assert done.take(done.order < done.order.max()).elements.sum() == 360 * done.order.max()
+    assert transfers.elements[before].sum() == 360 * done.order.max()
+
+
+def test_transfers_are_cut_along_their_longest_dimension() -> None:
+    moved = Layout.whole((2, 70, 3), [0], 2), Layout.whole((2, 70, 3), [1], 2)
+    transfers = reshard.plan(*moved).transfers
+    half = restrict(transfers, Slice(0, POSITIONS // 2))
+    assert half.shape[0].tolist() in ([2, 35, 3], [2, 36, 3])
+    assert Pace.of(transfers).row_elements.tolist() == [6]
 
 
 @given(movements(), st.integers(0, 2 * POSITIONS))

@@ -26,7 +26,7 @@ from reshard.runs import IntArray
 
 # More than any layout has, and small enough that three of them can be added in 64 bits.
 LARGEST_NUMBER = 1 << 61
-MOST_ENTRIES = 1 << 24
+MOST_ENTRIES = 1 << 22
 
 _Grid = tuple[int, tuple[int, ...]]
 
