@@ -262,7 +262,7 @@ class _Slots:
         prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
         for piece, low in zip(prepared.message.pieces, offsets, strict=False):
             view = piece.view
-            part = buffer[low : low + piece.size_bytes].view(view.dtype).view(view.shape)
+            part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
             prepared.staged.append((view, part))
         return self._users[turn - self._count] if turn >= self._count else -1
 

@@ -41,6 +41,7 @@ class Movement:
 
     `received` are the transfers into this rank, those that stay included, `sent` those to
     others. `source` and `target` are the local tensors, None where the rank holds nothing.
+    `dtype` is that of the elements that travel, None for the local tensors' own.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class Movement:
     sent: Transfers
     source: torch.Tensor | None
     target: torch.Tensor | None
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -57,28 +59,33 @@ class Movement:
         rank: int,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> Movement:
         """The movement of a rank's transfers, as `job.for_rank(rank)` gives them."""
         into = transfers.target_slot == rank
-        return cls(plan, transfers.take(into), transfers.take(~into), source, target)
+        return cls(plan, transfers.take(into), transfers.take(~into), source, target, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A view of a local tensor. What arrives there is combined by `reduction`, or replaces it."""
+    """A view of a local tensor. What arrives there is combined by `reduction`, or replaces it.
+
+    Its elements travel as `dtype`: they are cast while they are packed and unpacked.
+    """
 
     view: torch.Tensor
+    dtype: torch.dtype
     reduction: str | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
-        return int(self.view.numel() * self.view.element_size())
+        """Bytes of its elements as they travel."""
+        return self.view.numel() * self.dtype.itemsize
 
     def parts(self, most_bytes: int) -> Iterator[Piece]:
         """The piece in parts of at most `most_bytes`, in row major order."""
-        for view in cut(self.view, most_bytes):
-            yield Piece(view, self.reduction)
+        for view in cut(self.view, most_bytes, itemsize=self.dtype.itemsize):
+            yield Piece(view, self.dtype, self.reduction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +113,8 @@ class Message:
     def direct(self) -> torch.Tensor | None:
         """The bytes of its only piece where they lie dense in the local tensor."""
         (first, *others) = self.pieces
-        if others or first.reduction is not None or not first.view.is_contiguous():
+        is_cast = first.dtype is not first.view.dtype
+        if others or is_cast or first.reduction is not None or not first.view.is_contiguous():
             return None
         return first.view.view(-1).view(torch.uint8)
 
@@ -150,12 +158,14 @@ class _Listing:
                 self.kept.setdefault(order, []).append(Kept(view, own, reduction))
             else:
                 at = (order, int(rows.source_slot[row]))
-                self.received.setdefault(at, []).append(Piece(view, reduction))
+                travels = movement.dtype or view.dtype
+                self.received.setdefault(at, []).append(Piece(view, travels, reduction))
         rows = movement.sent
         for row in _in_order(rows):
             view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
             at = (int(rows.order[row]), int(rows.target_slot[row]))
-            self.sent.setdefault(at, []).append(Piece(view))
+            travels = movement.dtype or view.dtype
+            self.sent.setdefault(at, []).append(Piece(view, travels))
 
 
 def messages_of(
@@ -208,17 +218,19 @@ def packed(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]
                 yield [part]
 
 
-def cut(view: torch.Tensor, most_bytes: int, dimension: int = 0) -> Iterator[torch.Tensor]:
+def cut(
+    view: torch.Tensor, most_bytes: int, dimension: int = 0, itemsize: int | None = None
+) -> Iterator[torch.Tensor]:
     """A tensor in parts of at most `most_bytes`, cut along its leading dimensions.
 
-    `most_bytes` is at least an element's.
+    `most_bytes` is at least an element's, of `itemsize` bytes where it is not the tensor's own.
 
     >>> [tuple(part.shape) for part in cut(torch.zeros(5, 2, 4), 64)]
     [(2, 2, 4), (2, 2, 4), (1, 2, 4)]
     >>> [tuple(part.shape) for part in cut(torch.zeros(1, 2, 4), 16)]
     [(1, 1, 4), (1, 1, 4)]
     """
-    size_bytes = view.numel() * view.element_size()
+    size_bytes = view.numel() * (itemsize or view.element_size())
     if size_bytes <= most_bytes:
         yield view
         return
@@ -229,7 +241,7 @@ def cut(view: torch.Tensor, most_bytes: int, dimension: int = 0) -> Iterator[tor
         if at_once:
             yield part
         else:
-            yield from cut(part, most_bytes, dimension + 1)
+            yield from cut(part, most_bytes, dimension + 1, itemsize)
 
 
 def _parts(kept: Kept, most_bytes: int) -> Iterator[Kept]:
