@@ -27,15 +27,19 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "reports" / "transposed_mesh.
 EVIL = "</title><script>alert(1)</script>&\"'\x00\x1b[2J\u202e\udc80"
 
 
+def traffic_of(plan: reshard.Plan) -> Traffic:
+    return Traffic.of_transfers(plan.transfers, max(plan.source.slots, plan.target.slots))
+
+
 def report_of(plan: reshard.Plan, ranks_per_host: int | None = None, title: str = "t") -> Report:
-    traffic = Traffic.of_plan(plan)
+    traffic = traffic_of(plan)
     text = partial(count_text, noun="element")
     return Report(
         title=title,
         figures=movement_figures(
             traffic, plan.lower_bound_elements, len(plan.transfers.moving), text
         ),
-        changes=[DrawnChange("", "before", title, plan)],
+        changes=[DrawnChange("", "before", title, plan, plan.transfers)],
         traffic=traffic,
         amount_text=text,
         short_text=count_text,
@@ -112,7 +116,7 @@ def test_names_cannot_break_a_page() -> None:
     evil = Report(
         title=EVIL,
         figures=harmless.figures,
-        changes=[DrawnChange(EVIL, EVIL, EVIL, plan)],
+        changes=[DrawnChange(EVIL, EVIL, EVIL, plan, plan.transfers)],
         traffic=harmless.traffic,
         amount_text=lambda amount: f"{amount}{EVIL}",
         short_text=lambda amount: EVIL,
@@ -140,7 +144,7 @@ def test_any_movement_has_a_page(
 
 def test_figures_say_who_is_busiest() -> None:
     plan = PLANS["a transposed mesh"]
-    figures = movement_figures(Traffic.of_plan(plan).times(4), 104, 12, bytes_text)
+    figures = movement_figures(traffic_of(plan).times(4), 104, 12, bytes_text)
     assert [(f.name, f.value, f.detail) for f in figures] == [
         ("moves", "104 B", ""),
         ("least possible", "104 B", ""),

@@ -14,7 +14,9 @@ def planned(source: str, target: str, *shape: int, **axes: int) -> Plan:
 
 
 def lines(plan: Plan, most_rows: int) -> list[str]:
-    return movement_table(plan, Traffic.of_plan(plan), most_rows).split("\n")
+    moving = plan.transfers.moving
+    traffic = Traffic.of_transfers(moving, plan.target.slots)
+    return movement_table(moving, traffic, most_rows).split("\n")
 
 
 def test_few_transfers_box_by_box() -> None:

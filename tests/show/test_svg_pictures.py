@@ -40,7 +40,7 @@ class Picture:
             self.colours,
             "one",
             dimensions=dimensions,
-            origins=origins(plan) if plan else None,
+            origins=origins(plan.transfers) if plan else None,
         )
         self.svg = ElementTree.fromstring(drawn.svg)
         self.grid = drawn.grid
@@ -176,7 +176,7 @@ def test_a_heat_map_has_a_square_for_each_pair() -> None:
 def test_a_heat_map_of_many_ranks_takes_them_together() -> None:
     rows = reshard.DeviceMesh.of(tp=200)
     before, after = (reshard.spec(rows, text).layout((200, 200)) for text in ("tp, -", "-, tp"))
-    traffic = Traffic.of_plan(reshard.plan(before, after))
+    traffic = Traffic.of_transfers(reshard.plan(before, after).transfers, 200)
     squares = heat_squares(heat_map(traffic, str))
     assert len(squares) == 50 * 50
     # 16 pairs of four and four ranks, but for those of a rank with itself.

@@ -71,10 +71,10 @@ def test_a_plans_traffic_is_that_of_its_transfers(
     for row, elements in enumerate(moving.elements.tolist()):
         pair = (int(moving.source_slot[row]), int(moving.target_slot[row]))
         expected[pair] = expected.get(pair, 0) + elements
-    traffic = Traffic.of_plan(plan)
+    traffic = Traffic.of_transfers(plan.transfers, max(source.slots, target.slots))
     assert pairs_of(traffic) == {pair: n for pair, n in expected.items() if n}
     assert traffic.total == plan.moved_elements
-    text = movement_table(plan, traffic, most_rows=3)
+    text = movement_table(moving, traffic, most_rows=3)
     assert len(text.split("\n")) <= 2 + 3 + 1
 
 

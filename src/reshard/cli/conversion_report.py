@@ -6,6 +6,7 @@ from reshard.checkpoint.conversion import Conversion
 from reshard.cli.output import cut_text
 from reshard.planning.job import JobItem
 from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.html_report import DrawnChange, Figure, Report, movement_figures
 from reshard.show.quantities import bytes_text, count_text
 from reshard.show.traffic import Traffic
@@ -24,7 +25,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     for item in job.items:
         alike.setdefault(item.plan, []).append(item)
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
-    transfers = sum(len(plan.transfers.moving) * len(items) for plan, items in alike.items())
+    transfers = sum(len(found.transfers.moving) for found in job.transfers.bundles)
     left_out = sum(len(items) for items in drawn[MOST_DRAWN:])
     remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
     arrangement = conversion.arrangement
@@ -64,6 +65,7 @@ def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
         cut + (f"   over {mesh.text}" if mesh is not None else "")
         for cut, mesh in zip(cuts, meshes, strict=True)
     )
-    return DrawnChange(
-        f"{first.name}{others}: {shape} of {first.dtype.name}", before, after, first.plan
-    )
+    heading = f"{first.name}{others}: {shape} of {first.dtype.name}"
+    nothing = Transfers.none(first.plan.source.ndim)
+    transfers = conversion.job.transfers.get(first.name, nothing)
+    return DrawnChange(heading, before, after, first.plan, transfers)

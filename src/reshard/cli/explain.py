@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import click
-import numpy as np
 
+from reshard.cli.explanation import Side, explanation_of
 from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
-from reshard.cli.output import can_draw_boxes, printable, write, write_json
+from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.errors import UsageError
-from reshard.layout import Layout
 from reshard.mesh import LARGEST_MESH, DeviceMesh
-from reshard.notation.registry import NOTATIONS, Reading, read_sharding
-from reshard.planning.plan import Plan, plan
-from reshard.show.html_report import DrawnChange, Report, movement_figures
-from reshard.show.mesh_pictures import element_texts, mesh_picture
-from reshard.show.movement_table import movement_table
-from reshard.show.pictures import LEAST_WIDTH, change_picture
-from reshard.show.quantities import bytes_text, count_text
-from reshard.show.rank_text import ranks_text
-from reshard.show.text_width import shortened
-from reshard.show.traffic import Traffic, busiest
-
-MOST_DRAWN_ELEMENTS = 4096
+from reshard.notation.registry import NOTATIONS, read_sharding
 
 
 class _Explain(click.Command):
@@ -109,18 +92,18 @@ def explain(
         target_mesh = mesh
     else:
         target_mesh = _mesh(target_mesh_text or mesh_text, target_rank_text)
-    before = _side(source.strip(), mesh, shape, notation)
-    after = _side(target.strip(), target_mesh, shape, notation)
-    shape = shape if shape is not None else _shape_of_sides(before, after)
-    movement = plan(before.layout(shape), after.layout(shape), dtype)
+    before, after = (
+        Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
+        for text, devices in ((source, mesh), (target, target_mesh))
+    )
+    explanation = explanation_of(before, after, shape, dtype)
     if report_path is not None:
-        page = _report(before, after, movement, ranks_per_host).html()
-        write_report(report_path, page, overwrite)
+        write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)
     if as_json:
-        write_json(_as_json(movement))
+        write_json(explanation.as_json())
     else:
-        drawn = _contents(before, after, movement) if contents else []
-        write("\n".join([*_as_text(before, after, movement), *drawn]))
+        drawn = explanation.contents() if contents else []
+        write("\n".join([*explanation.as_text(), *drawn]))
     return DONE
 
 
@@ -178,156 +161,3 @@ def shape_of(text: str) -> tuple[int, ...]:
     if not _SHAPE.fullmatch(words):
         raise UsageError(f"{text!r} is no shape; write sizes such as 4096x1024, 7, or scalar")
     return tuple(int(size) for size in re.findall(r"\d+", words))
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One of the two shardings: its text as given, and what it says."""
-
-    text: str
-    reading: Reading
-
-    def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Where the elements are. Raises UsageError where a text has another shape."""
-        sharding = self.reading.sharding
-        if not isinstance(sharding, Layout):
-            return sharding.layout(shape)
-        if sharding.shape != shape:
-            raise UsageError(
-                f"`{self.text}` is of a tensor of shape {list(sharding.shape)}, not of "
-                f"{list(shape)}; both sides and --shape must be of one tensor"
-            )
-        return sharding
-
-    @property
-    def title(self) -> str:
-        """The sharding in the native notation, with its mesh."""
-        sharding = self.reading.sharding
-        if isinstance(sharding, Layout):
-            return printable(self.text)
-        mesh = sharding.mesh
-        places = f"over {mesh.text}" if mesh.shape else "on one device"
-        if mesh.devices != tuple(range(mesh.size)):
-            places += f" on ranks {shortened(','.join(map(str, mesh.devices)), 24)}"
-        return f"{sharding}   {places}".strip()
-
-
-def _side(
-    text: str, mesh: DeviceMesh | None, shape: tuple[int, ...] | None, notation: str | None
-) -> _Side:
-    return _Side(text, read_sharding(text, mesh, shape, notation))
-
-
-def _shape_of_sides(*sides: _Side) -> tuple[int, ...]:
-    for side in sides:
-        if isinstance(side.reading.sharding, Layout):
-            return side.reading.sharding.shape
-    raise UsageError("no shape; a sharding fits tensors of many sizes, give one: --shape 4096x1024")
-
-
-def _as_text(before: _Side, after: _Side, movement: Plan) -> list[str]:
-    width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
-    lines = []
-    for word, side in (("from", before), ("to", after)):
-        notation = side.reading.notation.name
-        if notation != "native":
-            lines.append(f"{word:4} {printable(side.text)}   ({notation})")
-    if lines:
-        lines.append("")
-    drawn = change_picture(
-        movement.source,
-        movement.target,
-        width,
-        titles=(before.title, after.title),
-        plan=movement,
-        height=25,
-        ascii=not can_draw_boxes(),
-    )
-    return [*lines, drawn, "", *_numbers(movement)]
-
-
-def _contents(before: _Side, after: _Side, movement: Plan) -> list[str]:
-    """Both meshes with the elements of each device."""
-    lines = ["", "Elements by their place in each dimension, counted from 1:"]
-    for side, layout in ((before, movement.source), (after, movement.target)):
-        held = int(layout.cell_shape.prod(axis=1).sum())
-        if held > MOST_DRAWN_ELEMENTS:
-            raise UsageError(
-                f"--contents of {held:,} elements on all devices; at most "
-                f"{MOST_DRAWN_ELEMENTS:,} can be drawn, take a small --shape"
-            )
-        sharding = side.reading.sharding
-        mesh = DeviceMesh.of(rank=layout.slots) if isinstance(sharding, Layout) else sharding.mesh
-        drawn = mesh_picture(mesh, element_texts(layout), ascii=not can_draw_boxes())
-        lines += ["", side.title, drawn]
-    return lines
-
-
-def _numbers(movement: Plan) -> list[str]:
-    def size(elements: int) -> str:
-        text = count_text(elements, "element")
-        if movement.dtype is None:
-            return text
-        return f"{text} ({bytes_text(elements * movement.dtype.itemsize_bytes)})"
-
-    lines = [
-        f"moved: {size(movement.moved_elements)}, "
-        f"the least possible is {size(movement.lower_bound_elements)}"
-    ]
-    if movement.moved_elements:
-        for word, amounts in (
-            ("sender", movement.sent_elements),
-            ("receiver", movement.received_elements),
-        ):
-            most, ranks = busiest(amounts)
-            lines.append(f"busiest {word}: {ranks_text(ranks)}, {size(most)}")
-        lines += ["", movement_table(movement, Traffic.of_plan(movement))]
-    return lines
-
-
-def _report(before: _Side, after: _Side, movement: Plan, ranks_per_host: int | None) -> Report:
-    traffic, bound = Traffic.of_plan(movement), movement.lower_bound_elements
-    amount_text: Callable[[int], str] = partial(count_text, noun="element")
-    short_text: Callable[[int], str] = count_text
-    if movement.dtype is not None:
-        traffic, bound = traffic.times(movement.dtype.itemsize_bytes), movement.lower_bound_bytes
-        amount_text = short_text = bytes_text
-    shape = "x".join(map(str, movement.source.shape)) or "scalar"
-    dtype = f" of {movement.dtype.name}" if movement.dtype else ""
-    return Report(
-        title=f"{before.text} to {after.text}: {shape}{dtype}",
-        figures=movement_figures(traffic, bound, len(movement.transfers.moving), amount_text),
-        changes=[DrawnChange("", before.title, after.title, movement)],
-        traffic=traffic,
-        amount_text=amount_text,
-        short_text=short_text,
-        ranks_per_host=ranks_per_host,
-    )
-
-
-def _as_json(movement: Plan) -> dict[str, Any]:
-    moving = movement.transfers.moving
-    return {
-        "moved_elements": movement.moved_elements,
-        "lower_bound_elements": movement.lower_bound_elements,
-        "max_send_elements": int(movement.sent_elements.max(initial=0)),
-        "max_receive_elements": int(movement.received_elements.max(initial=0)),
-        "transfers": [
-            {
-                "source_rank": source,
-                "target_rank": target,
-                "box": box,
-                "source_box": source_box,
-                "target_box": target_box,
-            }
-            for source, target, box, source_box, target_box in zip(
-                moving.source_slot.tolist(),
-                moving.target_slot.tolist(),
-                *(
-                    np.stack((start, start + moving.shape), axis=-1).tolist()
-                    for start in (moving.start, moving.source_start, moving.target_start)
-                ),
-                strict=True,
-            )
-        ],
-    }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.heat_map import heat_map
 from reshard.show.host_flows import across_hosts, host_flows, host_traffic
 from reshard.show.markup import element, escaped
@@ -39,12 +40,13 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrawnChange:
-    """A change of layout to draw: its heading, the two cuts in words, the plan between them."""
+    """A change of layout to draw: its heading, the two cuts in words, and what moves."""
 
     heading: str
     before: str
     after: str
     plan: Plan
+    transfers: Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def _change(change: DrawnChange, number: int, colours: dict[int, str]) -> str:
             colours,
             f"{word}-{number}",
             dimensions=dimensions,
-            origins=origins(plan) if word == "after" else None,
+            origins=origins(change.transfers) if word == "after" else None,
         )
         said = notes(layout, drawn.grid, 10**6)
         sides.append(
@@ -207,7 +209,13 @@ def _change(change: DrawnChange, number: int, colours: dict[int, str]) -> str:
             )
         )
     text = change_picture(
-        plan.source, plan.target, 100, titles=(change.before, change.after), plan=plan, height=25
+        plan.source,
+        plan.target,
+        100,
+        titles=(change.before, change.after),
+        plan=plan,
+        transfers=change.transfers,
+        height=25,
     )
     return element(
         "section",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.quantities import count_text, table
 from reshard.show.rank_text import short_rank_text
 from reshard.show.traffic import Traffic
@@ -19,18 +19,19 @@ from reshard.show.traffic import Traffic
 MOST_ROWS = 24
 
 
-def movement_table(plan: Plan, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
+def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
     """What moves between ranks, in at most `most_rows` rows and a line on what is left out.
 
     Args:
-        plan: what moves.
-        traffic: `Traffic.of_plan(plan)`.
+        moving: the boxes, without those that stay.
+        traffic: what they add up to, see `Traffic.of_transfers`.
         most_rows: rows below the headers.
 
     >>> from reshard.layout import Layout
+    >>> from reshard.planning.plan import Plan
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
-    >>> plan = Plan(half, Layout.replicated((6,), 2))
-    >>> print(movement_table(plan, Traffic.of_plan(plan)))
+    >>> moving = Plan(half, Layout.replicated((6,), 2)).transfers.moving
+    >>> print(movement_table(moving, Traffic.of_transfers(moving, 2)))
     from  to  elements  box
     ----  --  --------  -----
        1   0         2  [4:6]
@@ -38,7 +39,6 @@ def movement_table(plan: Plan, traffic: Traffic, most_rows: int = MOST_ROWS) -> 
     """
     pairs = len(traffic.amount)
     if pairs <= most_rows:
-        moving = plan.transfers.moving
         if len(moving) <= most_rows:
             rows = [
                 (moving.source_slot[row], moving.target_slot[row], elements, moving.box(row))

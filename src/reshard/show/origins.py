@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.drawing import Place
 from reshard.show.regions import Interval, RegionGrid
 
@@ -15,19 +15,20 @@ MOST_BOXES = 4096
 Origins = Callable[[RegionGrid, Sequence[Place]], list[int]]
 
 
-def origins(plan: Plan) -> Origins | None:
+def origins(transfers: Transfers) -> Origins | None:
     """Finds the ranks that send into a region; None where there are too many boxes to look at.
 
     >>> from reshard.layout import Layout
+    >>> from reshard.planning.plan import Plan
     >>> from reshard.show.regions import region_grid
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
     >>> whole = Layout.replicated((6,), 1)
-    >>> origins(Plan(half, whole))(region_grid(whole, None, 0), [(0, 0)])
+    >>> origins(Plan(half, whole).transfers)(region_grid(whole, None, 0), [(0, 0)])
     [1]
     """
-    if _boxes(plan) > MOST_BOXES:
+    moving = transfers.moving
+    if len(moving) > MOST_BOXES:
         return None
-    moving = plan.transfers.moving
     stop = moving.start + moving.shape
     # A picture is tried in several sizes, and asks for the same rectangle in each of them.
     known: dict[tuple[object, ...], list[int]] = {}
@@ -55,11 +56,3 @@ def origins(plan: Plan) -> Origins | None:
         return sorted(ranks)
 
     return senders
-
-
-def _boxes(plan: Plan) -> int:
-    """How many boxes the routes of a plan are, counted without building them."""
-    counts = np.ones(len(plan.routes.target_cell), dtype=np.int64)
-    for pieces in plan.pieces:
-        counts *= pieces.count
-    return int(counts.sum())

@@ -22,10 +22,11 @@ from functools import partial
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.show.drawing import Place, Sketch, sketch
 from reshard.show.labels import Labels, SlotLabel
 from reshard.show.notes import notes
-from reshard.show.origins import Origins
+from reshard.show.origins import MOST_BOXES, Origins
 from reshard.show.origins import origins as find_origins
 from reshard.show.quantities import bytes_text, count_text
 from reshard.show.rank_text import rank_text
@@ -83,6 +84,7 @@ def change_picture(
     *,
     titles: tuple[str, str] | None = None,
     plan: Plan | None = None,
+    transfers: Transfers | None = None,
     height: int = 40,
     ascii: bool = False,
 ) -> str:
@@ -99,6 +101,7 @@ def change_picture(
         titles: for the two pictures, such as their shardings; the ranks that hold something
             when None.
         plan: from `source` to `target`.
+        transfers: those of the plan when None; others where a job chose the senders.
         height: the most lines of boxes of each, at least 9.
         ascii: draw with plain ASCII instead of box-drawing characters.
 
@@ -137,7 +140,9 @@ def change_picture(
             "reshard.plan(source, target)"
         )
     written = _labels(labels, ascii)
-    origins = None if plan is None or labels != "ranks" else find_origins(plan)
+    origins = None
+    if plan is not None and labels == "ranks" and len(plan.routes.target_cell) <= MOST_BOXES:
+        origins = find_origins(plan.transfers if transfers is None else transfers)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
     source_sketch = _fitted(source, width, height, written, None)
     target_sketch = _fitted(target, width, height, written, origins)

@@ -6,7 +6,6 @@ can be taken together, by hosts or so that few enough remain to be drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.planning.job import Job
-from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
 from reshard.runs import IntArray
 
 
@@ -47,32 +46,33 @@ class Traffic:
         return cls(ranks, pairs // ranks, pairs % ranks, total)
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Traffic:
-        """The elements that a plan moves.
+    def of_transfers(cls, transfers: Transfers, ranks: int) -> Traffic:
+        """The elements that transfers between `ranks` ranks move.
 
         >>> from reshard.layout import Layout
+        >>> from reshard.planning.plan import Plan
         >>> half = Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
-        >>> Traffic.of_plan(Plan(half, Layout.replicated((6,), 2))).amount.tolist()
+        >>> plan = Plan(half, Layout.replicated((6,), 2))
+        >>> Traffic.of_transfers(plan.transfers, 2).amount.tolist()
         [3, 3]
         """
-        ranks = max(plan.source.slots, plan.target.slots)
-        return cls.gathered(ranks, *_moving(plan))
+        moving = transfers.moving
+        return cls.gathered(ranks, moving.source_slot, moving.target_slot, moving.elements)
 
     @classmethod
     def of_job(cls, job: Job) -> Traffic:
         """The bytes that a job moves."""
-        ranks = max(
-            (max(item.plan.source.slots, item.plan.target.slots) for item in job.items), default=1
+        ranks = max(len(job.sent_bytes), len(job.received_bytes), 1)
+        nothing = np.zeros(0, dtype=np.int64)
+        columns = [(nothing, nothing, nothing)]
+        for found in job.transfers.bundles:
+            moving = found.transfers.moving
+            size_bytes = moving.elements * found.bundle.dtype.itemsize_bytes
+            columns.append((moving.source_slot, moving.target_slot, size_bytes))
+        sender, receiver, amount = zip(*columns, strict=True)
+        return cls.gathered(
+            ranks, np.concatenate(sender), np.concatenate(receiver), np.concatenate(amount)
         )
-        bytes_of: dict[Plan, int] = {}
-        for item in job.items:
-            bytes_of[item.plan] = bytes_of.get(item.plan, 0) + item.dtype.itemsize_bytes
-        columns = [
-            (sender, receiver, elements * size_bytes)
-            for plan, size_bytes in bytes_of.items()
-            for sender, receiver, elements in (_moving(plan),)
-        ]
-        return cls.gathered(ranks, *_joined(columns))
 
     def times(self, factor: int) -> Traffic:
         """The same traffic with amounts `factor` times as large, such as bytes for elements."""
@@ -158,22 +158,3 @@ def busiest(amounts: IntArray) -> tuple[int, list[int]]:
     """
     most = int(amounts.max(initial=0))
     return most, np.flatnonzero(amounts == most).tolist() if most else []
-
-
-def _moving(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
-    """Sender, receiver and elements of every route that leaves its rank."""
-    routes = plan.routes
-    moves = ~routes.stays
-    return (
-        plan.source.cell_slot[routes.source_cell[moves]],
-        plan.target.cell_slot[routes.target_cell[moves]],
-        routes.elements[moves],
-    )
-
-
-def _joined(
-    columns: Iterable[tuple[IntArray, IntArray, IntArray]],
-) -> tuple[IntArray, IntArray, IntArray]:
-    nothing = np.zeros(0, dtype=np.int64)
-    sender, receiver, amount = zip((nothing, nothing, nothing), *columns, strict=True)
-    return np.concatenate(sender), np.concatenate(receiver), np.concatenate(amount)

@@ -1,0 +1,225 @@
+"""What `reshard explain` says of a movement, as text, as JSON and as a report.
+
+A tensor is planned as a job of its own: what a rank holds already stays, and where several hold
+what another one lacks, the most loaded of them sends as little as possible.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from reshard.cli.output import can_draw_boxes, printable
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.notation.registry import NATIVE, Reading
+from reshard.planning.job import Job, JobItem
+from reshard.planning.plan import Plan, plan
+from reshard.planning.transfers import Transfers
+from reshard.show.html_report import DrawnChange, Report, movement_figures
+from reshard.show.mesh_pictures import element_texts, mesh_picture
+from reshard.show.movement_table import movement_table
+from reshard.show.pictures import LEAST_WIDTH, change_picture
+from reshard.show.quantities import bytes_text, count_text
+from reshard.show.rank_text import ranks_text
+from reshard.show.text_width import shortened
+from reshard.show.traffic import Traffic, busiest
+
+MOST_DRAWN_ELEMENTS = 4096
+_NAME = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two shardings: its text as given, and what it says."""
+
+    text: str
+    reading: Reading
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Its devices; None for a layout, which has none but ranks."""
+        sharding = self.reading.sharding
+        return None if isinstance(sharding, Layout) else sharding.mesh
+
+    def layout(self, shape: tuple[int, ...]) -> Layout:
+        """Where the elements are. Raises UsageError where a text has another shape."""
+        sharding = self.reading.sharding
+        if not isinstance(sharding, Layout):
+            return sharding.layout(shape)
+        if sharding.shape != shape:
+            raise UsageError(
+                f"`{self.text}` is of a tensor of shape {list(sharding.shape)}, not of "
+                f"{list(shape)}; both sides and --shape must be of one tensor"
+            )
+        return sharding
+
+    @property
+    def title(self) -> str:
+        """The sharding in the native notation, with its mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return printable(self.text)
+        places = f"over {mesh.text}" if mesh.shape else "on one device"
+        if mesh.devices != tuple(range(mesh.size)):
+            places += f" on ranks {shortened(','.join(map(str, mesh.devices)), 24)}"
+        return f"{self.reading.sharding}   {places}".strip()
+
+
+def explanation_of(
+    before: Side, after: Side, shape: tuple[int, ...] | None, dtype: str | None
+) -> Explanation:
+    """The explanation of a change. `shape` may be None where one side has one.
+
+    Raises:
+        UsageError: no shape, two shapes, an unknown dtype.
+        LayoutError: a sharding that does not fit the shape.
+    """
+    if shape is None:
+        found = [s.reading.sharding for s in (before, after)]
+        shapes = [sharding.shape for sharding in found if isinstance(sharding, Layout)]
+        if not shapes:
+            raise UsageError(
+                "no shape; a sharding fits tensors of many sizes, give one: --shape 4096x1024"
+            )
+        shape = shapes[0]
+    return Explanation(before, after, plan(before.layout(shape), after.layout(shape), dtype))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A change of layout, and everything there is to say of it."""
+
+    before: Side
+    after: Side
+    plan: Plan
+
+    @property
+    def _dtype(self) -> DType:
+        """Without one, elements are counted as bytes."""
+        return self.plan.dtype or as_dtype("int8")
+
+    @cached_property
+    def moving(self) -> Transfers:
+        """The boxes that pass between ranks, by receiver and place in the tensor."""
+        ends = (self.plan.source, self.plan.target)
+        job = Job([JobItem.between_ranks(_NAME, self._dtype, *ends)])
+        moving = job.transfers.get(_NAME, Transfers.none(self.plan.source.ndim)).moving
+        place = moving.start.T[::-1]
+        return moving.take(np.lexsort((moving.order, *place, moving.target_slot)))
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Elements between ranks."""
+        ranks = max(self.plan.source.slots, self.plan.target.slots)
+        return Traffic.of_transfers(self.moving, ranks)
+
+    def as_text(self) -> list[str]:
+        """Both layouts as pictures, figures, and who sends what to whom."""
+        width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+        lines = []
+        for word, side in (("from", self.before), ("to", self.after)):
+            notation = side.reading.notation.name
+            if notation != NATIVE:
+                lines.append(f"{word:4} {printable(side.text)}   ({notation})")
+        if lines:
+            lines.append("")
+        drawn = change_picture(
+            self.plan.source,
+            self.plan.target,
+            width,
+            titles=(self.before.title, self.after.title),
+            plan=self.plan,
+            transfers=self.moving,
+            height=25,
+            ascii=not can_draw_boxes(),
+        )
+        return [*lines, drawn, "", *self._figures()]
+
+    def _figures(self) -> list[str]:
+        lines = [
+            f"moved: {self._size(self.traffic.total)}, "
+            f"the least possible is {self._size(self.plan.lower_bound_elements)}"
+        ]
+        if self.traffic.total:
+            both = (("sender", self.traffic.sent), ("receiver", self.traffic.received))
+            for word, amounts in both:
+                most, ranks = busiest(amounts)
+                lines.append(f"busiest {word}: {ranks_text(ranks)}, {self._size(most)}")
+            lines += ["", movement_table(self.moving, self.traffic)]
+        return lines
+
+    def _size(self, elements: int) -> str:
+        text = count_text(elements, "element")
+        if self.plan.dtype is None:
+            return text
+        return f"{text} ({bytes_text(elements * self.plan.dtype.itemsize_bytes)})"
+
+    def contents(self) -> list[str]:
+        """Both meshes with the elements of each device.
+
+        Raises:
+            UsageError: more elements than can be drawn.
+        """
+        lines = ["", "Elements by their place in each dimension, counted from 1:"]
+        both = ((self.before, self.plan.source), (self.after, self.plan.target))
+        for side, layout in both:
+            held = int(layout.cell_shape.prod(axis=1).sum())
+            if held > MOST_DRAWN_ELEMENTS:
+                raise UsageError(
+                    f"--contents of {held:,} elements on all devices; at most "
+                    f"{MOST_DRAWN_ELEMENTS:,} can be drawn, take a small --shape"
+                )
+            mesh = side.mesh or DeviceMesh.of(rank=layout.slots)
+            drawn = mesh_picture(mesh, element_texts(layout), ascii=not can_draw_boxes())
+            lines += ["", side.title, drawn]
+        return lines
+
+    def report(self, ranks_per_host: int | None) -> Report:
+        """The same as a page."""
+        traffic, bound = self.traffic, self.plan.lower_bound_elements
+        amount_text: Callable[[int], str] = partial(count_text, noun="element")
+        short_text: Callable[[int], str] = count_text
+        if self.plan.dtype is not None:
+            traffic = traffic.times(self.plan.dtype.itemsize_bytes)
+            bound = self.plan.lower_bound_bytes
+            amount_text = short_text = bytes_text
+        shape = "x".join(map(str, self.plan.source.shape)) or "scalar"
+        dtype = f" of {self.plan.dtype.name}" if self.plan.dtype else ""
+        titles = (self.before.title, self.after.title)
+        return Report(
+            title=f"{self.before.text} to {self.after.text}: {shape}{dtype}",
+            figures=movement_figures(traffic, bound, len(self.moving), amount_text),
+            changes=[DrawnChange("", *titles, self.plan, self.moving)],
+            traffic=traffic,
+            amount_text=amount_text,
+            short_text=short_text,
+            ranks_per_host=ranks_per_host,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that `reshard explain --help` lists."""
+        moving = self.moving
+        boxes = (
+            np.stack((start, start + moving.shape), axis=-1).tolist()
+            for start in (moving.start, moving.source_start, moving.target_start)
+        )
+        ends = (moving.source_slot.tolist(), moving.target_slot.tolist())
+        keys = ("source_rank", "target_rank", "box", "source_box", "target_box")
+        return {
+            "moved_elements": self.traffic.total,
+            "lower_bound_elements": self.plan.lower_bound_elements,
+            "max_send_elements": busiest(self.traffic.sent)[0],
+            "max_receive_elements": busiest(self.traffic.received)[0],
+            "transfers": [
+                dict(zip(keys, row, strict=True)) for row in zip(*ends, *boxes, strict=True)
+            ],
+        }
