@@ -16,6 +16,7 @@ All follows from the job, so ranks agree without talking.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,15 @@ from reshard.planning.job import Job
 from reshard.planning.slices import Pace, Slice
 from reshard.planning.transfers import Transfers
 from reshard.runs import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTransfers:
+    """The transfers of one tensor between all ranks, and the bytes of an element."""
+
+    name: str
+    itemsize_bytes: int
+    transfers: Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +79,29 @@ def batches(job: Job, limit_bytes: int, alignment_bytes: int = 1) -> tuple[Batch
     >>> [batch.peak_bytes for batch in batches(job, 24)]
     [24, 24, 16]
     """
+    ranks = max(
+        (max(item.plan.source.slots, item.plan.target.slots) for item in job.items), default=0
+    )
+    tensors = [
+        TensorTransfers(
+            item.name,
+            item.dtype.itemsize_bytes,
+            job.transfers.get(item.name, Transfers.none(item.plan.source.ndim)),
+        )
+        for item in job.items
+    ]
+    return transfer_batches(tensors, ranks, limit_bytes, alignment_bytes)
+
+
+def transfer_batches(
+    tensors: Iterable[TensorTransfers], ranks: int, limit_bytes: int, alignment_bytes: int = 1
+) -> tuple[Batch, ...]:
+    """The same for any transfers, such as those of one stage: of all `ranks`, tensor by tensor."""
     if limit_bytes < 0:
         raise PlanError(f"a limit of {limit_bytes} bytes; it must be at least 0")
     if alignment_bytes < 1:
         raise PlanError(f"an alignment of {alignment_bytes} bytes; it must be at least 1")
-    ranks = max(
-        (max(item.plan.source.slots, item.plan.target.slots) for item in job.items), default=0
-    )
-    works = _works(job, alignment_bytes, ranks)
+    works = [_Work.of(tensor, alignment_bytes, ranks) for tensor in tensors]
     found: list[Batch] = []
     items: list[BatchItem] = []
     staged = np.zeros(ranks, dtype=np.int64)
@@ -96,7 +121,7 @@ def batches(job: Job, limit_bytes: int, alignment_bytes: int = 1) -> tuple[Batch
                 if start > begin:
                     items.append(BatchItem(number, Slice(begin, start)))
                 if not items:
-                    raise _too_small(job, works, limit_bytes)
+                    raise _too_small(works, limit_bytes)
                 close()
                 begin, others = start, staged
             else:
@@ -112,6 +137,7 @@ def batches(job: Job, limit_bytes: int, alignment_bytes: int = 1) -> tuple[Batch
 class _Work:
     """What one tensor stages on each rank, from any position to any other."""
 
+    name: str
     moving: Transfers
     pace: Pace
     end: int
@@ -120,14 +146,13 @@ class _Work:
     whole_bytes: IntArray
 
     @classmethod
-    def of(
-        cls, transfers: Transfers, itemsize_bytes: int, alignment_bytes: int, ranks: int
-    ) -> _Work:
-        moving = transfers.moving
-        pace = Pace.of(moving)
+    def of(cls, tensor: TensorTransfers, alignment_bytes: int, ranks: int) -> _Work:
+        moving = tensor.transfers.moving
+        pace, end = Pace.of(moving), Pace.end(tensor.transfers)
         nothing = np.zeros(ranks, dtype=np.int64)
-        work = cls(moving, pace, Pace.end(transfers), itemsize_bytes, alignment_bytes, nothing)
-        work.whole_bytes[:] = work.staging_bytes(0, work.end)
+        itemsize_bytes = tensor.itemsize_bytes
+        work = cls(tensor.name, moving, pace, end, itemsize_bytes, alignment_bytes, nothing)
+        work.whole_bytes[:] = work.staging_bytes(0, end)
         return work
 
     def fits(self, limit_bytes: int) -> bool:
@@ -137,17 +162,16 @@ class _Work:
     def staging_bytes(self, start: int, stop: int) -> IntArray:
         """What each rank sends and receives between two positions: shape `(ranks,)`."""
         rows = self.pace.rows_before(stop) - self.pace.rows_before(start)
-        return self._by_rank(self._piece_bytes(rows))
-
-    def _piece_bytes(self, rows: IntArray) -> IntArray:
-        size = rows * self.pace.row_elements * self.itemsize_bytes
-        return -(-size // self.alignment_bytes) * self.alignment_bytes
-
-    def _by_rank(self, size_bytes: IntArray) -> IntArray:
+        size_bytes = self._aligned(rows * self.pace.row_elements)
         staged = np.zeros_like(self.whole_bytes)
         np.add.at(staged, self.moving.source_slot, size_bytes)
         np.add.at(staged, self.moving.target_slot, size_bytes)
         return staged
+
+    def _aligned(self, elements: IntArray) -> IntArray:
+        """The bytes that pieces of so many elements take in the staging memory."""
+        size_bytes = elements * self.itemsize_bytes
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
     def furthest(self, start: int, room_bytes: IntArray) -> int:
         """A position up to which the work from `start` fits in the room of every rank.
@@ -176,8 +200,7 @@ class _Work:
                 of_rank = (self.moving.source_slot == rank) | (self.moving.target_slot == rank)
                 at = np.flatnonzero(of_rank)
                 transfer, position, rows = self.pace.finishes(at)
-                size = rows * self.pace.row_elements[transfer] * self.itemsize_bytes
-                size = -(-size // self.alignment_bytes) * self.alignment_bytes
+                size = self._aligned(rows * self.pace.row_elements[transfer])
                 _, number = np.unique(position, return_inverse=True)
                 together = np.zeros(int(number.max()) + 1, dtype=np.int64)
                 np.add.at(together, number, size)
@@ -185,23 +208,10 @@ class _Work:
         return most
 
 
-def _works(job: Job, alignment_bytes: int, ranks: int) -> list[_Work]:
-    """The work of every tensor."""
-    found = []
-    for item in job.items:
-        transfers = job.transfers.get(item.name, Transfers.none(item.plan.source.ndim))
-        found.append(_Work.of(transfers, item.dtype.itemsize_bytes, alignment_bytes, ranks))
-    return found
-
-
-def _too_small(job: Job, works: list[_Work], limit_bytes: int) -> PlanError:
-    needs = [
-        (work.most_at_once_bytes(), item.name)
-        for item, work in zip(job.items, works, strict=True)
-        if not work.fits(limit_bytes)
-    ]
+def _too_small(works: list[_Work], limit_bytes: int) -> PlanError:
+    needs = [(work.most_at_once_bytes(), work.name) for work in works if not work.fits(limit_bytes)]
     needed, name = max(needs, key=lambda need: need[0])
     return PlanError(
-        f"a limit of {limit_bytes} bytes is too small to move the job's {len(job)} tensors in "
-        f"batches; the least that would do is {needed} bytes, which {name!r} needs"
+        f"a limit of {limit_bytes} bytes is too small to move {len(works)} tensors in batches; "
+        f"the least that would do is {needed} bytes, which {name!r} needs"
     )
