@@ -12,6 +12,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.show.mesh_pictures import element_texts, mesh_picture
+from reshard.show.pictures import picture
 from reshard.testing.strategies import Shape, specs_with_shapes
 
 # As the notes draw them, with the axes called a, b, c; arrows are letters and dashes in ASCII.
@@ -143,6 +144,22 @@ b ─────────────▶
 └────┴────┴────┘   ▼
 """.strip()
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("a, b", [["11", "12", "13"], ["21", "22", "23"]]),
+        ("b, a", [["11", "21"], ["12", "22"], ["13", "23"]]),
+    ],
+)
+def test_devices_placed_on_a_tensor_as_in_the_notes(text: str, drawn: list[list[str]]) -> None:
+    """Their last drawings but one: which device has which tile of a tensor."""
+    mesh = reshard.DeviceMesh.of(a=2, b=3)
+    layout = reshard.spec(mesh, text).layout((60, 60))
+    lines = picture(layout, labels=lambda slot: f"{slot // 3 + 1}{slot % 3 + 1}").split("\n")
+    boxes = [re.findall(r"│ +(\d\d)(?= )", line) for line in lines]
+    assert [row for row in boxes if row] == drawn
 
 
 def test_devices_stand_where_the_mesh_has_them() -> None:

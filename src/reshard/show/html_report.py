@@ -6,7 +6,7 @@ picture has a text alternative: the same picture in text is folded away below it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,13 +91,10 @@ class Report:
             _figures(self.figures),
             *(element("p", escaped(remark), class_="note") for remark in self.remarks),
         ]
-        if self.changes:
-            body += [element("h2", "Before and after"), rank_legend(colours)]
-            body += [
-                _change(change, number, colours)
-                for number, change in enumerate(self.changes, start=1)
-            ]
-        body += [*self._traffic(), *self._hosts()]
+        layouts = self._layouts(colours)
+        traffic = [*self._traffic(), *self._hosts()]
+        # One change is the subject of the page; of many, the traffic is what they come to.
+        body += [*layouts, *traffic] if len(self.changes) == 1 else [*traffic, *layouts]
         head = [
             element("meta", charset="utf-8"),
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -109,6 +106,12 @@ class Report:
             "html", element("head", *head), element("body", element("main", *body)), lang="en"
         )
         return f"<!DOCTYPE html>\n{page}\n"
+
+    def _layouts(self, colours: Mapping[int, str]) -> list[str]:
+        if not self.changes:
+            return []
+        drawn = [_change(change, i, colours) for i, change in enumerate(self.changes, start=1)]
+        return [element("h2", "Before and after"), rank_legend(colours), *drawn]
 
     def _traffic(self) -> list[str]:
         if not self.traffic.total:
@@ -184,7 +187,7 @@ def _figures(figures: Sequence[Figure]) -> str:
     return element("dl", *items, class_="figures")
 
 
-def _change(change: DrawnChange, number: int, colours: dict[int, str]) -> str:
+def _change(change: DrawnChange, number: int, colours: Mapping[int, str]) -> str:
     plan = change.plan
     dimensions = drawn_dimensions(plan.source, plan.target)
     sides = []

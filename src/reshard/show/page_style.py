@@ -26,7 +26,7 @@ code, pre, svg text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas
   "DejaVu Sans Mono", monospace; }
 pre { font-size: 12px; line-height: 1.25; overflow-x: auto; padding: 12px; margin: 8px 0;
   background: var(--panel); border: 1px solid var(--line); border-radius: 6px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr));
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr));
   gap: 10px; margin: 0 0 12px; }
 .figures div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
   padding: 9px 13px; }
