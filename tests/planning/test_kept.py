@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 
 import reshard
+from reshard.layout import Layout
 from reshard.planning.kept import kept_elements, needed_elements
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import LayoutAndContents, movements
@@ -41,3 +42,10 @@ def test_what_stays_is_on_the_diagonal(movement: Movement) -> None:
     plan = reshard.plan(source, target)
     stays = int(kept_elements(plan).diagonal().sum())
     assert needed_elements(plan) - stays == plan.lower_bound_elements == plan.moved_elements
+
+
+def test_what_a_slot_has_twice_is_kept_once() -> None:
+    box = reshard.Box((0,), (3,))
+    source = Layout.from_boxes((3,), [(0, box), (0, box), (1, box)])
+    plan = reshard.plan(source, Layout.replicated((3,), 2))
+    assert kept_elements(plan).tolist() == [[3, 3], [3, 3]]

@@ -66,11 +66,16 @@ def test_no_other_dealing_of_the_ranks_moves_less(
     places = sorted({slot for item in job.items for slot in item.plan.target.holders})
     ranks = sorted({*places, *more}) if shrink else places
     found = relabel(job, ranks=ranks if shrink else None)
-    least = min(
-        moved_bytes_when(job, dict(zip(places, dealt, strict=True)))
+    # Fewest bytes first, then most ranks that keep their place.
+    least, others = min(
+        (
+            moved_bytes_when(job, dict(zip(places, dealt, strict=True))),
+            sum(a != b for a, b in zip(places, dealt, strict=True)),
+        )
         for dealt in itertools.permutations(ranks, len(places))
     )
     assert found.moved_bytes == least
+    assert sum(found.rank_of[place] != place for place in places) == others
     assert found.moved_bytes_before == moved_bytes_when(job, {}) == job.lower_bound_bytes
     again = found.job(job)
     assert again.moved_bytes == again.lower_bound_bytes == least

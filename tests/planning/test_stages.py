@@ -416,6 +416,27 @@ def test_stages_that_were_changed_are_found_out(
         verify_stages(plan, *change(exchange, fan_out))
 
 
+def test_only_what_overloads_its_sender_is_handed_on() -> None:
+    """Rank 0 alone has `a`; of `b` every rank has its part, which it can well send to all."""
+    mesh = reshard.DeviceMesh.of(gpu=8)
+    whole = reshard.spec(mesh, "-").layout((6400,))
+    sources = {"a": "- | only(gpu=0)", "b": "gpu"}
+    job = Job(
+        JobItem.between_ranks(name, dtype("int8"), reshard.spec(mesh, text).layout((6400,)), whole)
+        for name, text in sources.items()
+    )
+    assert job.items[1].plan.sent_elements.tolist() == [5600] * 8
+    staged = StagedJob(job, Topology.of(hosts=1, ranks_per_host=8))
+    staged.verify()
+    assert staged.moved_bytes == 2 * 7 * 6400
+    assert staged.sent_bytes.max() <= 1.05 * 2 * 7 * 6400 / 8
+    assert len(staged.transfers(0).fan_out) > 0
+    # Of `b`, others take over what is rank 0's, and the rest comes directly.
+    fan_out = staged.transfers(1).fan_out
+    assert (fan_out.start + fan_out.shape <= 800).all()
+    assert set(staged.transfers(1).exchange.moving.source_slot.tolist()) == set(range(8))
+
+
 def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
     """Two ranks hold all: a fan-out from one to the other is wrong, in place of what stays too."""
     mesh = reshard.DeviceMesh.of(x=2)
@@ -430,6 +451,20 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
         verify_stages(plan, stays, again)
     with pytest.raises(PlanError, match="held it already"):
         verify_stages(plan, stays.take([0]), again)
+
+
+def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
+    plan = reshard.plan(Layout.whole((4,), [0], 2), Layout.replicated((4,), 2))
+    stays, moves = plan.transfers.take([0]), plan.transfers.take([1])
+    back = moves.replace(
+        source_slot=np.array([1]),
+        source_cell=np.array([1]),
+        target_slot=np.array([0]),
+        target_cell=np.array([0]),
+    )
+    verify_stages(plan, plan.transfers, stays.take(slice(0, 0)))
+    with pytest.raises(PlanError, match="exactly when both slots are one"):
+        verify_stages(plan, moves, back)
 
 
 def test_jobs_that_cannot_be_staged_are_refused() -> None:
