@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ import reshard
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import Contents, contents_of_spec, reduced, shards_of
-from reshard.torch import redistribute
+from reshard.torch import Redistribution, redistribute
 from reshard.torch.distributed_tensor import sharding_of_placements
 
 MESHES: dict[tuple[int, ...], TorchMesh] = {}
@@ -44,6 +45,11 @@ def placements(words: str) -> list[Placement]:
     return found
 
 
+@functools.cache
+def contents_of(spec: ShardingSpec, shape: tuple[int, ...]) -> Contents:
+    return contents_of_spec(spec, shape)
+
+
 def contributions(shape: tuple[int, ...], count: int, dtype: str) -> list[np.ndarray[Any, Any]]:
     """Whole numbers, the same on every rank: sums of them are exact in any order."""
     numbers = np.random.default_rng(0)
@@ -52,7 +58,7 @@ def contributions(shape: tuple[int, ...], count: int, dtype: str) -> list[np.nda
 
 def wanted(spec: ShardingSpec, shape: tuple[int, ...], value: np.ndarray[Any, Any]) -> Any:
     """This rank's part of a tensor, as the oracle cuts it."""
-    contents = contents_of_spec(spec, shape)
+    contents = contents_of(spec, shape)
     first = [value] + [np.zeros_like(value)] * (contents.contributions - 1)
     return torch.from_numpy(shards_of(contents, first)[dist.get_rank()])
 
@@ -65,7 +71,7 @@ def source_of(case: Case) -> tuple[DTensor, np.ndarray[Any, Any]]:
     """A DTensor, and the tensor that it means."""
     mesh = torch_mesh(case.mesh)
     spec = sharding_of_placements(mesh, placements(case.before), len(case.shape))
-    contents = contents_of_spec(spec, case.shape)
+    contents = contents_of(spec, case.shape)
     dense = contributions(case.shape, contents.contributions, case.dtype)
     strides = torch.empty(case.shape, device="meta").stride()
     tensor = DTensor.from_local(
@@ -83,12 +89,21 @@ def check_equal(found: torch.Tensor, expected: torch.Tensor, what: object) -> No
         raise SystemExit(f"rank {dist.get_rank()}: {what}\nfound {found}\nexpected {expected}")
 
 
-def check_received(begun: Any, what: object) -> None:
-    """All ranks together receive the fewest bytes there can be."""
-    received = torch.tensor([begun.received_bytes, begun.sent_bytes])
-    dist.all_reduce(received)
-    if received.tolist() != [begun.plan.lower_bound_bytes] * 2:
-        raise SystemExit(f"{what}: moved {received}, least {begun.plan.lower_bound_bytes}")
+COUNTS: list[tuple[object, int, int, int]] = []
+
+
+def count_bytes(begun: Redistribution, what: object) -> None:
+    """Remember what was moved, until `check_counts`."""
+    COUNTS.append((what, begun.plan.lower_bound_bytes, begun.received_bytes, begun.sent_bytes))
+
+
+def check_counts() -> None:
+    """In each case all ranks together received, and sent, the fewest bytes there can be."""
+    moved = torch.tensor([counts[2:] for counts in COUNTS])
+    dist.all_reduce(moved)
+    for (what, least, *_), both in zip(COUNTS, moved.tolist(), strict=True):
+        if both != [least, least]:
+            raise SystemExit(f"{what}: received and sent {both} bytes, the least is {least}")
 
 
 def check_case(case: Case, is_dtensors: bool) -> None:
@@ -107,7 +122,7 @@ def check_case(case: Case, is_dtensors: bool) -> None:
         check_equal(found.full_tensor(), total, case)
     else:
         check_equal(found.to_local(), wanted(spec, case.shape, value), case)
-    check_received(begun, case)
+    count_bytes(begun, case)
     if is_dtensors and "P" not in case.after:
         theirs = tensor.redistribute(mesh, after)
         check_equal(found.to_local(), theirs.to_local(), f"{case} as DTensor")
@@ -136,10 +151,10 @@ def check_orders(ranks: int) -> None:
         mesh = reshard.DeviceMesh("m", mesh_shape, ("x", "y", "z")[: len(mesh_shape)])
         specs = [reshard.spec(mesh, text) for text in (before, after)]
         (value,) = contributions((17, 5), 1, "float32")
-        own = given(contents_of_spec(specs[0], (17, 5)), [value])
+        own = given(contents_of(specs[0], (17, 5)), [value])
         begun = redistribute(own, specs[1], source=specs[0], shape=(17, 5), async_op=True)
         check_equal(begun.wait(), wanted(specs[1], (17, 5), value), (before, after))
-        check_received(begun, (before, after))
+        count_bytes(begun, (before, after))
 
 
 def check_other_meshes(ranks: int) -> None:
@@ -158,7 +173,7 @@ def check_other_meshes(ranks: int) -> None:
     (value,) = contributions(shape, 1, "float32")
     for one, first in meshes.items():
         spec = sharding_of_placements(first, [Shard(0)], 2)
-        local = shards_of(contents_of_spec(spec, shape), [value]).get(dist.get_rank())
+        local = shards_of(contents_of(spec, shape), [value]).get(dist.get_rank())
         for other, second in meshes.items():
             for after in (Shard(0), Shard(1), Replicate()):
                 own = None if local is None else torch.from_numpy(local.copy())
@@ -169,9 +184,9 @@ def check_other_meshes(ranks: int) -> None:
                     own, (second, [after]), source=source, shape=shape, async_op=True
                 )
                 found = begun.wait()
-                check_received(begun, what)
+                count_bytes(begun, what)
                 expected = shards_of(
-                    contents_of_spec(sharding_of_placements(second, [after], 2), shape), [value]
+                    contents_of(sharding_of_placements(second, [after], 2), shape), [value]
                 ).get(dist.get_rank())
                 if not isinstance(found, DTensor):
                     raise SystemExit(f"{what}: a {type(found)}")
@@ -203,7 +218,7 @@ def check_bare_layouts(ranks: int) -> None:
             own, target, source=source, dtype=torch.float32, async_op=True, extra_bytes=64
         )
         found = begun.wait()
-        check_received(begun, (one, other))
+        count_bytes(begun, (one, other))
         if expected is None:
             if found is not None:
                 raise SystemExit(f"{one} to {other}: {found} on a rank without a part")
@@ -286,6 +301,7 @@ def main() -> None:
     check_bare_layouts(ranks)
     check_in_place(ranks)
     check_gradients_across_ranks(ranks)
+    check_counts()
     dist.barrier()
 
 
