@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import reshard
 from cli.command_runs import entries, run_alone, run_here
+from reshard.testing.strategies import meshes, shapes, specs
+from show.page_parts import parsed
 
 DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
 SIX = ("--mesh", "x=2,y=3", "--shape", "6x6")
@@ -207,6 +212,34 @@ def test_contents_are_not_drawn_in_json() -> None:
     run = run_here("explain", "x", "-", "--mesh", "x=2", "--shape", "4", "--contents", "--json")
     assert run.code == 2
     assert run.json["error"]["kind"] == "UsageError"
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[str, str, str, str]:
+    """Two shardings of one tensor over one mesh, their mesh and shape, as texts."""
+    mesh, shape = draw(meshes(max_devices=8)), draw(shapes())
+    before, after = (str(draw(specs(mesh, shape))) for _ in range(2))
+    return before, after, mesh.text, "x".join(map(str, shape)) or "scalar"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(changes())
+def test_any_two_shardings_are_explained(change: tuple[str, str, str, str]) -> None:
+    before, after, mesh, shape = change
+    arguments = (f"native:{before}", f"native:{after}", "--mesh", mesh, "--shape", shape)
+    run = run_here(
+        *("explain", *arguments, "--dtype", "int8", "--contents"),
+        *("--html", "report.html", "--overwrite", "--ranks-per-host", "2"),
+    )
+    if run.code == 0:
+        found = explained(*arguments)
+        boxes = [transfer["box"] for transfer in found["transfers"]]
+        moved = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+        assert found["moved_elements"] == found["lower_bound_elements"] == moved
+        parsed(Path("report.html").read_text(encoding="utf-8"))
+    else:
+        # A reduction cannot become another one.
+        assert run.code == 2 and "PlanError" in run_here("explain", *arguments, "--json").output
 
 
 def test_the_document_shows_what_the_command_prints(folder: Path) -> None:

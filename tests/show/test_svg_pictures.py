@@ -111,6 +111,16 @@ def test_every_place_has_the_colours_of_its_holders(
         assert title.startswith("rank")
 
 
+def test_copies_of_neighbours_have_no_colour_of_their_own() -> None:
+    mesh = reshard.DeviceMesh.of(tp=2)
+    picture = Picture(reshard.spec(mesh, "tp@halo[1,1]").layout((8,)))
+    titles = [node[0].text for node, _ in picture.boxes]
+    assert titles[1:3] == ["ranks 0 (1) hold [3:4]", "ranks 1 (0) hold [4:5]"]
+    first, second = (picture.colours[rank] for rank in (0, 1))
+    colours = [picture.stripes(node) for node, _ in picture.boxes]
+    assert colours == [{first}, {first}, {second}, {second}]
+
+
 def test_sizes_are_to_scale() -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     picture = Picture(reshard.spec(mesh, "tp@sizes[10,30], -").layout((40, 40)))
