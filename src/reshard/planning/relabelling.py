@@ -108,7 +108,7 @@ class Relabelling:
         Raises:
             PlanError: a target shard that is not in the memory of the rank of its number.
         """
-        return Job([self._item(item) for item in job.items])
+        return Job([self._item(item) for item in job.items], job.sources)
 
     def _item(self, item: JobItem) -> JobItem:
         binding = item.target

@@ -21,6 +21,7 @@ are ranks that want the bytes. Every rank still receives each element it lacks o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,6 +236,13 @@ class StagedJob:
             if item.plan not in known:
                 known[item.plan] = across_hosts_bound_elements(item.plan, self.topology)
         return sum(known[item.plan] * item.dtype.itemsize_bytes for item in self.job.items)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest that two ranks share exactly when they mean the same job on the same hosts."""
+        hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
+        hasher.update(self.topology.rank_host.tobytes())
+        return hasher.hexdigest()
 
     def verify(self) -> None:
         """Check both stages of every tensor against its layouts.
