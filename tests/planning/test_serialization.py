@@ -113,6 +113,7 @@ def test_a_document_changed_anywhere_is_another_plan_or_one_of_our_errors(value:
         ('{"reshard":"layout","version":1,"tables":[],"layouts":[]}', "0 layouts"),
         ('{"reshard":"layout","version":1,"tables":[[NaN,1,[],[],[]]],"layouts":[]}', "nan"),
         ('{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[4],[0],[0]]],"layouts":[]}', "1"),
+        ('{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[0]]],"layouts":[]}', "1 or more"),
         (b"{}", "bytes"),
     ],
     ids=lambda value: str(value)[:60],
