@@ -11,7 +11,7 @@ What a box is and who holds it stands in its `title`, which a browser shows unde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.layout import Layout
@@ -19,16 +19,16 @@ from reshard.show.drawing import Place, Region, sketch
 from reshard.show.labels import Labels, holders_text
 from reshard.show.markup import element, escaped
 from reshard.show.origins import Origins
+from reshard.show.page_scale import interval_edges, spaced_indices
 from reshard.show.palette import ink_on
 from reshard.show.quantities import count_text
 from reshard.show.rank_text import rank_text
-from reshard.show.regions import Holdings, Interval, RegionGrid, region_grid
+from reshard.show.regions import Holdings, RegionGrid, region_grid
 
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
 _MOST_INTERVALS, _MOST_BOXES = 512, 4096
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
 _MOST_STRIPES, _PARTS, _THIN = 16, 6, 8.0
-_GAP, _LEAST_BOX = 60.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class _Drawing:
         if self.grid.row_dimension is not None:
             self.left = 10 + _SMALL_LETTER * max(len(f"{row.stop:,}") for row in rows)
         self.top = 0.0 if self.grid.column_dimension is None else 18.0
-        self.x = _edges(columns, _WIDTH, self.left)
-        self.y = _edges(rows, self._height(), self.top)
+        self.x = interval_edges(columns, _WIDTH, self.left)
+        self.y = interval_edges(rows, self._height(), self.top)
         self.gradients: dict[tuple[int, ...], str] = {}
 
     def _height(self) -> float:
@@ -316,10 +316,12 @@ class _Drawing:
     def _indices(self) -> list[str]:
         texts = []
         if self.grid.column_dimension is not None:
-            for x, text in _spaced(self.x, self.grid.columns, lambda t: _SMALL_LETTER * len(t) + 8):
+            for x, text in spaced_indices(
+                self.x, self.grid.columns, lambda t: _SMALL_LETTER * len(t) + 8
+            ):
                 texts.append(element("text", text, x=x, y=self.top - 6, class_="index across"))
         if self.grid.row_dimension is not None:
-            for y, text in _spaced(self.y, self.grid.rows, lambda _: 13):
+            for y, text in spaced_indices(self.y, self.grid.rows, lambda _: 13):
                 texts.append(element("text", text, x=self.left - 6, y=y + 4, class_="index down"))
         return texts
 
@@ -335,23 +337,6 @@ def _limited(grid: RegionGrid) -> RegionGrid:
     if columns <= side:
         return grid.limited(_MOST_BOXES // columns - 1, columns)
     return grid.limited(side - 1, side - 1)
-
-
-def _edges(intervals: Sequence[Interval], room: float, begin: float) -> list[float]:
-    """Where intervals begin and end on the page: to scale, but none too small to see."""
-    lengths = [0 if one.left_out else one.stop - one.start for one in intervals]
-    gaps = sum(1 for one in intervals if one.left_out)
-    gap = min(_GAP, room / len(intervals))
-    least = min(_LEAST_BOX, room / len(intervals) / 2)
-    free = room - gaps * gap - least * (len(intervals) - gaps)
-    # A dimension of length 0 is one interval, and still has a place on the page.
-    total = sum(lengths)
-    shares = [length / total for length in lengths] if total else [1.0]
-    sizes = [
-        gap if one.left_out else least + free * share
-        for one, share in zip(intervals, shares, strict=True)
-    ]
-    return [begin, *(begin + size for size in itertools.accumulate(sizes))]
 
 
 def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -375,25 +360,6 @@ def _picked(ranks: Sequence[int]) -> tuple[int, ...]:
     if last < _MOST_STRIPES:
         return tuple(ranks)
     return tuple(ranks[last * stripe // (_MOST_STRIPES - 1)] for stripe in range(_MOST_STRIPES))
-
-
-def _spaced(
-    edges: Sequence[float], intervals: Sequence[Interval], room: Callable[[str], float]
-) -> list[tuple[float, str]]:
-    """Indices at edges: the first, the last, and every second, fourth... as there is room."""
-    texts = [f"{bound:,}" for bound in (intervals[0].start, *(one.stop for one in intervals))]
-    last = len(edges) - 1
-
-    def is_apart(a: int, b: int) -> bool:
-        return edges[b] - edges[a] >= (room(texts[a]) + room(texts[b])) / 2
-
-    stride = 1
-    while stride < last:
-        kept = [at for at in range(0, last, stride) if at == 0 or is_apart(at, last)]
-        if all(is_apart(a, b) for a, b in itertools.pairwise(kept)):
-            return [(edges[at], texts[at]) for at in (*kept, last)]
-        stride *= 2
-    return [(edges[at], texts[at]) for at in (0, last)]
 
 
 def _n(length: float) -> str:
