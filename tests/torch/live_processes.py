@@ -48,13 +48,14 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
         folder = Path(name)
         command = [HERE / "live_job.py", folder, ranks, HERE / script, *arguments]
         # A session of its own: the job and its ranks can be ended together.
-        job = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / "job").open("w"),
-        )
+        with (folder / "job").open("w") as told_by_job:
+            job = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                env=environment,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=told_by_job,
+            )
         hangs = False
         try:
             job.wait(timeout_s)
