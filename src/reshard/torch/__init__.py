@@ -5,14 +5,24 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.torch.distributed_tensor import layout_of, rank_of, sharding_of
 from reshard.torch.loading import LoadReport, load
+from reshard.torch.parameters import MegatronModel, by_recipe
 from reshard.torch.redistribution import Redistribution, redistribute
+from reshard.torch.refitting import Refit, refit
+from reshard.torch.transforms import BlockQuantized, Cast, Transform
 
 __all__ = [
+    "BlockQuantized",
+    "Cast",
     "LoadReport",
+    "MegatronModel",
     "Redistribution",
+    "Refit",
+    "Transform",
+    "by_recipe",
     "layout_of",
     "load",
     "rank_of",
     "redistribute",
+    "refit",
     "sharding_of",
 ]

@@ -1,0 +1,124 @@
+"""Which tensor of one model is which of another?
+
+Two models are matched in names that both have in common:
+
+1. each side's own names become common ones, by a table or a function; every rank applies its
+   own to what it has, so ranks that count their layers from 0 may each say where they begin;
+2. names that are declared tied mean one tensor: whichever of them the source has serves all;
+3. a stacked tensor, such as the weights of all experts, has one name for each of its members::
+
+       "layers.3.experts.up"  -->  "layers.3.experts.0.up", "layers.3.experts.1.up", ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+
+from reshard.errors import UsageError
+
+Naming = Mapping[str, str] | Callable[[str], str]
+
+
+def renamed(name: str, naming: Naming | None) -> str:
+    """What `name` is called in both models.
+
+    Args:
+        name: one side's own.
+        naming: a function; or a table, whose keys are names or patterns. What a `*` of a pattern
+            stands for takes the place of the same `*` in the entry. The first that fits counts,
+            a name that none fits stays as it is.
+
+    Raises UsageError for a table or a function that does not give a name.
+
+    >>> table = {"lm_head.weight": "output.weight", "model.layers.*": "decoder.layers.*"}
+    >>> [renamed(name, table) for name in ("lm_head.weight", "model.layers.3.norm", "bias")]
+    ['output.weight', 'decoder.layers.3.norm', 'bias']
+    """
+    if naming is None:
+        return name
+    found: object = name
+    if isinstance(naming, Mapping):
+        found = naming[name] if name in naming else _by_pattern(name, naming)
+    elif callable(naming):
+        found = naming(name)
+    if not isinstance(found, str):
+        raise UsageError(f"the name {name!r} became {found!r}; names are matched to names")
+    return found
+
+
+def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
+    """The names of a stacked tensor's members, with `{}` for their numbers; None for others.
+
+    Args:
+        name: of a tensor, common to both models.
+        stacks: patterns of stacked tensors, and those of their members.
+
+    Raises UsageError for members without a place for their numbers.
+
+    >>> member_pattern("layers.3.experts.up", {"*.experts.up": "*.experts.{}.up"})
+    'layers.3.experts.{}.up'
+    """
+    if not stacks:
+        return None
+    found = stacks[name] if name in stacks else _by_pattern(name, stacks)
+    if found == name:
+        return None
+    if found.count("{}") != 1:
+        raise UsageError(
+            f"members {found!r} of the stacked tensor {name!r}; write {{}} where their number is"
+        )
+    return found
+
+
+def serving_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:
+    """The name among `available` that a tensor is filled from; None where there is none.
+
+    Args:
+        name: of a tensor to fill.
+        available: names that the source has.
+        ties: names that mean the same tensor as another name.
+
+    Raises UsageError for ties that go round in a circle.
+
+    >>> serving_name("lm_head", {"embedding"}, {"lm_head": "embedding"})
+    'embedding'
+    """
+    if name in available:
+        return name
+    root = tied_root(name, ties)
+    tied = [other for other in ties if tied_root(other, ties) == root]
+    return next((other for other in (root, *tied) if other in available), None)
+
+
+def tied_root(name: str, ties: Mapping[str, str]) -> str:
+    """The name that a chain of ties ends in. Raises UsageError where it is a circle."""
+    seen = [name]
+    while seen[-1] in ties:
+        seen.append(ties[seen[-1]])
+        if seen[-1] in seen[:-1]:
+            raise UsageError(f"ties go round in a circle: {' -> '.join(seen)}")
+    return seen[-1]
+
+
+def _by_pattern(name: str, table: Mapping[str, str]) -> str:
+    for pattern, entry in table.items():
+        if "*" not in pattern:
+            continue
+        found = _expression(pattern).fullmatch(name)
+        if found and isinstance(entry, str):
+            return _filled_in(entry, found.groups())
+    return name
+
+
+@lru_cache(maxsize=1024)
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
+
+
+def _filled_in(entry: str, found: tuple[str, ...]) -> str:
+    first, *others = entry.split("*")
+    if len(others) > len(found):
+        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")
+    return first + "".join(f"{text}{rest}" for text, rest in zip(found, others, strict=False))

@@ -1,0 +1,339 @@
+"""Which tensors has a rank of a model, and how does the rank know how they are cut?
+
+=============================  ==================================================================
+a model on one rank            how its tensors are cut
+a module, a state dict         DTensors as they say; other tensors are whole on every rank that
+                               has them. Parameters and persistent buffers count
+`{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
+`MegatronModel`                as Megatron's attributes of all ranks together say
+`by_recipe(...)`               as the rules of a recipe cut the whole tensors
+`None`                         the rank has nothing
+=============================  ==================================================================
+
+What a rank lists goes to the other ranks (`rosters`); the tensors stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.notation.megatron_names import MegatronNames
+from reshard.notation.megatron_rosters import LocalParameter
+from reshard.recipes.assignment import assign
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+from reshard.torch.distributed_tensor import sharding_of
+from reshard.torch.naming import Naming, member_pattern, renamed
+from reshard.torch.rosters import Entry, Roster, moved_by
+from reshard.torch.sides import local_of
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A rank's model chunks, whose parameters carry Megatron's attributes.
+
+    Args:
+        chunks: a module, or one for each virtual stage of this rank.
+        names: the ranks, and how they name their layers and experts; the same on every rank.
+        parameters: what the attributes leave out, by local name: fields of `LocalParameter`
+            such as `heads`, `true_length` or `is_expert`.
+    """
+
+    chunks: torch.nn.Module | Sequence[torch.nn.Module]
+    names: MegatronNames
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
+
+
+def by_recipe(
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    mesh: DeviceMesh,
+    shapes: Mapping[str, Sequence[int]],
+    recipe: Recipe | None = None,
+    rules: Sequence[Rule] = (),
+    config: Mapping[str, object] | None = None,
+) -> dict[str, tuple[torch.Tensor | None, Layout]]:
+    """The tensors of a model that carry no word of how they are cut, with the layouts of a recipe.
+
+    Args:
+        model: on this rank; it has the parts that the mesh gives this rank.
+        mesh: the ranks of the model.
+        shapes: of the whole tensors, by name. A module on the meta device that is not cut has
+            them.
+        recipe, rules, config: see `reshard.recipes.assignment.assign`.
+
+    Raises RecipeError for rules that do not fit.
+    """
+    whole = {name: tuple(shape) for name, shape in shapes.items()}
+    layouts = assign(whole, mesh, rules, recipe, config).layouts
+    tensors = dict(_tensors(model))
+    return {name: (tensors.get(name), layout) for name, layout in layouts.items()}
+
+
+@dataclass(slots=True)
+class Listing:
+    """A rank's tensors by common name, and what it tells the others of them.
+
+    `tensors` are the objects that the model has, `locals` their memory on this rank.
+    """
+
+    roster: Roster
+    tensors: dict[str, torch.Tensor]
+    locals: dict[str, torch.Tensor]
+    addresses: dict[str, int]
+
+    def moved(self) -> Iterator[tuple[str, int]]:
+        """Tensors whose memory is another than when they were listed, with where it was."""
+        for name, address in self.addresses.items():
+            tensor = self.tensors[name]
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if local.data_ptr() != address:
+                yield name, address
+
+
+def list_tensors(
+    model: Model,
+    naming: Naming | None = None,
+    stacks: Mapping[str, str] | None = None,
+    first_rank: int = 0,
+) -> Listing:
+    """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
+
+    Args:
+        model: see above.
+        naming: from the model's names to common ones.
+        stacks: patterns of stacked tensors and of their members, in common names.
+        first_rank: the global rank of the rank that layouts, or Megatron's ranks, call 0.
+    """
+    found = _Lister(naming, stacks, first_rank)
+    names = model.names if isinstance(model, MegatronModel) else None
+    try:
+        if isinstance(model, MegatronModel):
+            found.add_megatron(model)
+        elif model is not None:
+            for name, value in _tensors(model):
+                found.add(name, value)
+    except ReshardError as error:
+        found.problems.append(str(error))
+    roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems))
+    return Listing(roster, found.tensors, found.locals, found.addresses)
+
+
+class _Lister:
+    def __init__(
+        self, naming: Naming | None, stacks: Mapping[str, str] | None, first_rank: int
+    ) -> None:
+        self._naming = naming
+        self._stacks = stacks
+        self._first_rank = first_rank
+        self.entries: list[Entry] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.locals: dict[str, torch.Tensor] = {}
+        self.addresses: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    def add(self, own_name: str, value: Any) -> None:
+        name = renamed(own_name, self._naming)
+        layout: Layout | None = None
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
+            value, layout = value[0], moved_by(value[1], self._first_rank)
+        if value is None and layout is not None:
+            self.entries.append(Entry(name, None, None, layout))
+            return
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
+            )
+        if layout is None and isinstance(value, DTensor):
+            layout = sharding_of(value).layout(tuple(value.shape))
+        local = self._local(name, value)
+        if local is None:
+            return
+        pattern = member_pattern(name, self._stacks)
+        if pattern is not None:
+            self._add_members(name, pattern, value, local, layout)
+            return
+        held = layout is None or _holds(layout)
+        self._keep(name, value, local if held else None)
+        shape = tuple(local.shape) if held else None
+        self.entries.append(Entry(name, as_dtype(value.dtype).name, shape, layout))
+
+    def add_megatron(self, model: MegatronModel) -> None:
+        one = isinstance(model.chunks, torch.nn.Module)
+        chunks = [model.chunks] if one else list(model.chunks)
+        rank = torch.distributed.get_rank() - self._first_rank
+        for number, chunk in enumerate(chunks):
+            for own_name, value in _tensors(chunk):
+                says = model.parameters.get(own_name, {})
+                parameter = _said(own_name, LocalParameter.of(value), says)
+                whole = model.names.global_name(own_name, rank, number)
+                name = renamed(whole, self._naming)
+                local = self._local(name, value)
+                if local is None:
+                    continue
+                self._keep(name, value, local)
+                shape = tuple(local.shape)
+                self.entries.append(
+                    Entry(name, parameter.dtype, shape, None, parameter, own_name, number)
+                )
+
+    def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's memory here; None, and a problem, where it has none of its own."""
+        if value.layout != torch.strided or value.device.type == "meta":
+            self.problems.append(
+                f"{name}: a {value.layout} tensor on {value.device}; give one dense and in memory"
+            )
+            return None
+        if value.is_conj() or value.is_neg():
+            self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
+            return None
+        return local_of(value)
+
+    def _keep(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
+        self.tensors[name] = value
+        whole = local_of(value)
+        self.addresses[name] = 0 if whole is None else whole.data_ptr()
+        if local is not None:
+            self.locals[name] = local
+
+    def _add_members(
+        self,
+        name: str,
+        pattern: str,
+        value: torch.Tensor,
+        local: torch.Tensor,
+        layout: Layout | None,
+    ) -> None:
+        """A stacked tensor as its members: each is a layout of its own, and a view of it here."""
+        rank = torch.distributed.get_rank()
+        dtype = as_dtype(value.dtype).name
+        if not value.ndim:
+            self.problems.append(f"{name}: a stacked tensor without dimensions")
+            return
+        if layout is None:
+            for number, view in enumerate(local):
+                member = pattern.replace("{}", str(number))
+                self._keep(member, value, view)
+                self.entries.append(Entry(member, dtype, tuple(view.shape)))
+            return
+        expected = layout.local_shape(rank) if _holds(layout) else None
+        if any(len(layout.cells_of(slot)) != 1 for slot in layout.holders):
+            self.problems.append(f"{name}: a stacked tensor whose ranks have several boxes each")
+            return
+        for number in range(layout.shape[0]):
+            member = pattern.replace("{}", str(number))
+            its_layout = member_layout(layout, number)
+            at = place_of(layout, rank, number)
+            view = None if at is None or expected != tuple(local.shape) else local[at]
+            self._keep(member, value, view)
+            shape = None if view is None else tuple(view.shape)
+            self.entries.append(Entry(member, dtype, shape, its_layout))
+
+
+def _tensors(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a module or a state dict has by name; what is no tensor of a module is left out."""
+    if isinstance(model, torch.nn.Module):
+        state = model.state_dict(keep_vars=True)
+        return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
+    if isinstance(model, Mapping):
+        return iter(model.items())
+    raise UsageError(
+        f"a model of type {type(model).__name__}; give a module, a state dict, "
+        "{name: (tensor, Layout)}, a MegatronModel, or None"
+    )
+
+
+def _said(name: str, parameter: LocalParameter, says: Mapping[str, Any]) -> LocalParameter:
+    """A parameter with what its attributes leave out."""
+    known = {field.name for field in fields(LocalParameter)}
+    if not set(says) <= known:
+        raise UsageError(
+            f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
+        )
+    return replace(parameter, **says)
+
+
+def _holds(layout: Layout) -> bool:
+    rank = torch.distributed.get_rank()
+    return rank < layout.slots and bool(layout.cells_of(rank))
+
+
+def place_of(layout: Layout, slot: int, number: int) -> int | None:
+    """Where a slot has index `number` of the first dimension; None where it has not.
+
+    >>> place_of(Layout.replicated((4, 2)), 0, 3)
+    3
+    """
+    if slot >= layout.slots or not layout.cells_of(slot):
+        return None
+    part = int(layout.cell_part[layout.cells_of(slot).start, 0])
+    return _place_in_part(layout, part, number)
+
+
+def _place_in_part(layout: Layout, part: int, number: int) -> int | None:
+    for start, stop, local_start, _ in layout.tables[0].runs_of(part):
+        if start <= number < stop:
+            return int(local_start + number - start)
+    return None
+
+
+def member_layout(layout: Layout, number: int) -> Layout:
+    """The layout of one member of a stacked tensor: those who have it, without the first dimension.
+
+    >>> from reshard.layout import Box
+    >>> boxes = [(0, Box((0, 0), (2, 2))), (1, Box((2, 0), (4, 2)))]
+    >>> halves = Layout.from_boxes((4, 2), boxes)
+    >>> member_layout(halves, 3).holders
+    (1,)
+    """
+    parts = [
+        part
+        for part in range(layout.tables[0].parts)
+        if _place_in_part(layout, part, number) is not None
+    ]
+    chosen = np.isin(layout.cell_part[:, 0], parts)
+    return Layout(
+        layout.shape[1:],
+        layout.tables[1:],
+        layout.slots,
+        layout.cell_slot[chosen],
+        layout.cell_part[chosen, 1:],
+        layout.cell_contribution[chosen],
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+def overlapping(locals_: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> str:
+    """The first two tensors, one of each side, that share memory; empty where none do."""
+    spans = sorted(
+        (*_span_bytes(tensor), is_other, name)
+        for is_other, side in enumerate((locals_, others))
+        for name, tensor in side.items()
+        if tensor.numel()
+    )
+    reach: list[tuple[int, str]] = [(-1, ""), (-1, "")]
+    for begin, end, is_other, name in spans:
+        furthest, holder = reach[1 - is_other]
+        if begin < furthest:
+            return f"{name} and {holder}"
+        reach[is_other] = max(reach[is_other], (end, name))
+    return ""
+
+
+def _span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (1 + steps) * tensor.element_size()

@@ -1,0 +1,117 @@
+"""What does each rank do in a refit, and who works that out?
+
+A `RefitPlan` is the whole: tensors that match, as one job. A `RefitPart` is one rank's share of
+it. Every rank can work out its own (*local*), or the first rank works out all of them and gives
+each its own (*centralized*); the parts are the same.
+
+Tensors that a transform makes need memory to arrive in, so they go in batches, one behind the
+other; all others go in the first batch, straight into the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.planning.job import Job, JobItem
+from reshard.planning.plan import Plan
+from reshard.planning.transfers import Transfers
+from reshard.torch.matching import Match
+
+DIRECT = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartItem:
+    """One tensor on one rank: what it sends, keeps and receives of it, and in which batch."""
+
+    match: Match
+    plan: Plan
+    transfers: Transfers
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RefitPart:
+    """What one rank does: its tensors in the order of all, and how many batches there are."""
+
+    items: tuple[PartItem, ...]
+    batches: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """All tensors of a refit, the same on every rank that works it out.
+
+    Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
+    """
+
+    matches: tuple[Match, ...]
+    staging_bytes: int
+
+    @cached_property
+    def job(self) -> Job:
+        """The tensors as one job, so that senders are chosen for all together."""
+        return Job(
+            JobItem.between_ranks(m.name, as_dtype(m.dtype), m.source, m.target)
+            for m in self.matches
+        )
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """The batch of every match: as many transformed tensors as fit, in their order."""
+        found = []
+        number, filled_bytes = DIRECT, 0
+        for one in self.matches:
+            if not one.is_transformed:
+                found.append(DIRECT)
+                continue
+            size_bytes = staging_bytes(one)
+            if size_bytes > self.staging_bytes:
+                raise UsageError(
+                    f"{one.name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
+                    f"extra_bytes leaves {self.staging_bytes}; give at least {4 * size_bytes}"
+                )
+            if number == DIRECT or filled_bytes + size_bytes > self.staging_bytes:
+                number, filled_bytes = number + 1, 0
+            filled_bytes += size_bytes
+            found.append(number)
+        return tuple(found)
+
+    def part(self, rank: int) -> RefitPart:
+        """What one rank does."""
+        transfers = self.job.for_rank(rank)
+        items = [
+            PartItem(
+                one,
+                item.plan,
+                transfers.get(one.name, Transfers.none(len(one.source.shape))),
+                batch,
+            )
+            for one, item, batch in zip(self.matches, self.job.items, self.batches, strict=True)
+            if one.name in transfers or _holds(one.target, rank)
+        ]
+        return RefitPart(tuple(items), max(self.batches, default=0) + 1, self.job.digest)
+
+    def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
+        """What each of the ranks does, one after the other."""
+        return (self.part(rank) for rank in ranks)
+
+
+def staging_bytes(match: Match) -> int:
+    """The most that a rank needs to send and to receive a transformed tensor."""
+    itemsize = as_dtype(match.dtype).itemsize_bytes
+    sides = [
+        max(layout.cell_shape.prod(axis=1).tolist(), default=0) * itemsize
+        for layout in (match.source, match.target)
+    ]
+    return sum(-(-size // 16) * 16 for size in sides)
+
+
+def _holds(layout: Layout, rank: int) -> bool:
+    return rank < layout.slots and bool(layout.cells_of(rank))

@@ -1,0 +1,142 @@
+"""What happens to a tensor between its source and its target, besides moving?
+
+A transform makes a target from other elements than its own::
+
+    source  --prepare_send-->  travels, cut as the source
+                                  |
+    target  <--finish_receive--  arrives, cut as the target
+
+It sees whole local tensors: this rank's part of the source, and of what has arrived. `Cast` and
+`BlockQuantized` are such; another is a class with these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ShardError
+from reshard.layout import Layout
+
+
+class Transform:
+    """The base of transforms: what is sent is the source, what arrives is copied."""
+
+    def outputs(self, name: str) -> tuple[str, ...]:
+        """The names of the targets that it makes for the tensor `name`, which is the first."""
+        return (name,)
+
+    def sent_dtype(self, dtype: str) -> str:
+        """The type of the elements that travel for a source of type `dtype`."""
+        return dtype
+
+    def check(
+        self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise ShardError where `finish_receive` could not make this rank's targets.
+
+        Args:
+            name: of the tensor.
+            layout: of what arrives, over global ranks.
+            rank: this one.
+            target: this rank's targets by `outputs`, those of them that it has.
+        """
+
+    def prepare_send(self, name: str, source: torch.Tensor, sent: torch.Tensor) -> None:
+        """Put what travels into `sent`, of the source's shape and of `sent_dtype`."""
+        sent.copy_(source)
+
+    def finish_receive(
+        self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write this rank's targets, by `outputs`, from what has arrived."""
+        target[name].copy_(received)
+
+
+@dataclass(frozen=True)
+class Cast(Transform):
+    """Elements travel as `dtype`, and are converted to the target's type where they arrive.
+
+    `refit(cast=...)` does the same in less memory; this is to be seen as an example.
+    """
+
+    dtype: str
+
+    def sent_dtype(self, dtype: str) -> str:
+        """Always `dtype`."""
+        return as_dtype(self.dtype).name
+
+
+@dataclass(frozen=True)
+class BlockQuantized(Transform):
+    """Targets in float8, with one scale for each block of `block` elements.
+
+    The scale of a block is its greatest absolute value divided by the greatest that the target's
+    type has; a target element is the source's divided by the scale, so that `element * scale`
+    gives it back. Blocks are counted from the beginning of the whole tensor: every rank's part
+    must begin at one and end at one, or at the tensor's end. Source: the block-wise
+    quantisation of DeepSeek-V3's weights, 128 by 128 with float32 scales `weight_scale_inv`.
+
+    Args:
+        block: rows and columns of a block, of the last two dimensions.
+        suffix: what the name of the scales has behind that of the tensor.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    suffix: str = "_scale_inv"
+
+    def outputs(self, name: str) -> tuple[str, ...]:
+        """The tensor and its scales."""
+        return name, name + self.suffix
+
+    def check(
+        self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise ShardError for blocks that ranks share, and for scales of another shape."""
+        missing = [made for made in self.outputs(name) if made not in target]
+        if missing:
+            raise ShardError(f"{name}: quantised, but this rank has no {missing[0]!r}")
+        values, scales = (target[made] for made in self.outputs(name))
+        if values.ndim < 2 or not values.dtype.is_floating_point or values.dtype.itemsize != 1:
+            raise ShardError(
+                f"{name}: {values.dtype} of shape {list(values.shape)} cannot be quantised in "
+                "blocks; the target is a float8 tensor of two dimensions or more"
+            )
+        boxes = layout.boxes(rank)
+        for box in boxes:
+            for d, size in zip((-2, -1), self.block, strict=True):
+                if box.start[d] % size or (box.stop[d] % size and box.stop[d] != layout.shape[d]):
+                    raise ShardError(
+                        f"{name}: this rank has {box.start[d]}:{box.stop[d]} of dimension "
+                        f"{layout.ndim + d}, which cuts a block of {size}; cut targets at blocks"
+                    )
+        expected = self._scales_shape(tuple(values.shape))
+        if len(boxes) != 1 or tuple(scales.shape) != expected or not scales.is_floating_point():
+            raise ShardError(
+                f"{name}: scales {scales.dtype} {list(scales.shape)} for {len(boxes)} box of shape "
+                f"{list(values.shape)}; expected floating point {list(expected)} and one box"
+            )
+
+    def _scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], self.block, strict=True)))
+
+    def finish_receive(
+        self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Quantise what has arrived, a row of blocks at a time."""
+        values, scales = (target[made] for made in self.outputs(name))
+        greatest = torch.finfo(values.dtype).max
+        rows, columns = self.block
+        for begin in range(0, received.shape[-2], rows):
+            part = received[..., begin : begin + rows, :].float()
+            for left in range(0, received.shape[-1], columns):
+                block = part[..., left : left + columns]
+                scale = block.abs().amax(dim=(-2, -1)) / greatest
+                # A block of zeros is divided by one.
+                scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+                scales[..., begin // rows, left // columns] = scale
+                block /= scale[..., None, None]
+            values[..., begin : begin + rows, :] = part.to(values.dtype)
