@@ -130,12 +130,32 @@ def across_hosts_bound_elements(plan: Plan, topology: Topology) -> int:
     number = np.arange(len(lots))
     wanting, holding = (
         np.unique(
-            np.repeat(number, np.diff(begin)) * topology.hosts + topology.host_of(layout[cell])
+            np.repeat(number, np.diff(begin)) * topology.hosts + topology.host_of(slots[cell])
         )
-        for begin, cell, layout in (
+        for begin, cell, slots in (
             (lots.wanting_begin, lots.wanting, plan.target.cell_slot),
             (lots.holder_begin, lots.holder, plan.source.cell_slot),
         )
     )
     lacking = np.setdiff1d(wanting, holding, assume_unique=True)
     return int(lots.elements[lacking // topology.hosts].sum())
+
+
+def crossing_elements(plan: Plan, topology: Topology) -> IntArray:
+    """Elements that ranks of host `a` want and none of host `b` holds: `(hosts, hosts)`.
+
+    So many must cross into host `b` where the target's ranks of host `a` are on it.
+    """
+    lots = find_lots(plan)
+    at_host = []
+    for begin, cell, slots in (
+        (lots.wanting_begin, lots.wanting, plan.target.cell_slot),
+        (lots.holder_begin, lots.holder, plan.source.cell_slot),
+    ):
+        found = np.zeros((len(lots), topology.hosts), dtype=np.int64)
+        lot = np.repeat(np.arange(len(lots)), np.diff(begin))
+        found[lot, topology.host_of(slots[cell])] = 1
+        at_host.append(found)
+    wanted, held = at_host
+    crossing: IntArray = (wanted * lots.elements[:, None]).T @ (1 - held)
+    return crossing

@@ -13,7 +13,9 @@ Then the ranks can be dealt anew, once for all tensors of a job::
    (see `kept`).
 2. The best dealing is a linear assignment (Kuhn 1955; solved by scipy, after Crouse 2016).
    Among those that keep equally many bytes, most ranks keep the place they had.
-3. With hosts to be respected, each host's places are dealt among the ranks of that host.
+3. With hosts to be respected, each host's places are dealt among the ranks of that host. Where
+   whole hosts may be exchanged, an assignment of hosts comes first: by the bytes that must
+   cross into them, then by the bytes that the best dealing within them keeps.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.binding import Binding, RankMemory
-from reshard.errors import MissingExtraError, PlanError
+from reshard.errors import MissingExtraError, PlanError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+from reshard.planning.flows import crossing_elements
 from reshard.planning.job import Job, JobItem
 from reshard.planning.kept import kept_elements, needed_elements
 from reshard.planning.plan import Plan
@@ -137,7 +141,11 @@ class Relabelling:
 
 
 def relabel(
-    job: Job | Plan, *, ranks: Iterable[int] | None = None, topology: Topology | None = None
+    job: Job | Plan,
+    *,
+    ranks: Iterable[int] | None = None,
+    topology: Topology | None = None,
+    exchange_hosts: bool = False,
 ) -> Relabelling:
     """The ranks to give the target's places to, so that most bytes of a whole job stay in place.
 
@@ -149,10 +157,13 @@ def relabel(
             nothing is relabelled; a target that may shrink onto any of the old ranks is given
             them here.
         topology: when given, a place goes to a rank of the host it is on.
+        exchange_hosts: places that share a host of the topology may go to another together,
+            first so that the fewest bytes must go across hosts, then so that most stay.
 
     Raises:
         MissingExtraError: scipy is not installed.
         PlanError: fewer ranks than places, on a host or in all; a plan without a dtype.
+        UsageError: hosts to exchange without a topology.
         LayoutError: a rank that the topology has not.
 
     A partial target of a partial source counts contributions as combined without relabelling.
@@ -176,15 +187,12 @@ def relabel(
     if candidates and candidates[0] < 0:
         raise PlanError(f"rank {candidates[0]} cannot be part of a target; ranks are 0 or more")
     held = _kept_bytes(weights, max([*places, *candidates], default=-1) + 1)
-    if topology is None:
-        given = _assigned(held, places, candidates)
+    if topology is not None:
+        given = _within_hosts(weights, held, places, candidates, topology, exchange_hosts)
+    elif exchange_hosts:
+        raise UsageError("exchange_hosts without a topology; say which ranks share a host")
     else:
-        given = {}
-        place_host, rank_host = (topology.host_of(some).tolist() for some in (places, candidates))
-        for host in sorted(set(place_host)):
-            on_host = [place for place, on in zip(places, place_host, strict=True) if on == host]
-            free = [rank for rank, on in zip(candidates, rank_host, strict=True) if on == host]
-            given |= _assigned(held, on_host, free, f" on host {host}")
+        given = _dealt(held, places, candidates)
     needed = sum(weight * needed_elements(plan) for plan, weight in weights.items())
     return Relabelling(
         _completed(given, {*places, *candidates}),
@@ -219,17 +227,102 @@ def _kept_bytes(weights: Mapping[Plan, int], ranks: int) -> IntArray:
     return total
 
 
-def _assigned(
-    kept: IntArray, places: list[int], ranks: list[int], where: str = ""
+def _within_hosts(
+    weights: Mapping[Plan, int],
+    kept: IntArray,
+    places: list[int],
+    ranks: list[int],
+    topology: Topology,
+    exchange_hosts: bool,
 ) -> dict[int, int]:
+    """The rank for each place, where places that share a host go on sharing one."""
+    groups, homes = _by_host(places, topology), _by_host(ranks, topology)
+    if not exchange_hosts:
+        home_of = {host: host for host in groups}
+    else:
+        home_of = _best_homes(weights, kept, groups, homes, topology)
+    given: dict[int, int] = {}
+    for host, home in home_of.items():
+        given |= _dealt(kept, groups[host], homes.get(home, []), f" on host {host}")
+    return given
+
+
+def _by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for rank, host in zip(ranks, topology.host_of(ranks).tolist(), strict=True):
+        groups.setdefault(host, []).append(rank)
+    return dict(sorted(groups.items()))
+
+
+def _best_homes(
+    weights: Mapping[Plan, int],
+    kept: IntArray,
+    groups: dict[int, list[int]],
+    homes: dict[int, list[int]],
+    topology: Topology,
+) -> dict[int, int]:
+    """The host that the places of each host go to."""
+    if len(homes) < len(groups):
+        raise PlanError(
+            f"ranks on {len(homes)} hosts for places on {len(groups)} hosts; give ranks on at "
+            "least as many hosts"
+        )
+    crossing = sum(
+        (weight * crossing_elements(plan, topology) for plan, weight in weights.items()),
+        np.zeros((topology.hosts, topology.hosts), dtype=np.int64),
+    )[np.ix_(list(groups), list(homes))]
+    stays = np.full(crossing.shape, -1, dtype=np.int64)
+    for i, group in enumerate(groups.values()):
+        for j, home in enumerate(homes.values()):
+            if len(group) <= len(home):
+                given = _dealt(kept, group, home)
+                stays[i, j] = sum(int(kept[rank, place]) for place, rank in given.items())
+    fits = stays >= 0
+    worth = _ranked(fits.astype(np.int64), _ranked(crossing.max(initial=0) - crossing, stays))
+    chosen = _assignment(worth, np.array(list(groups))[:, None] == np.array(list(homes)))
+    for i, j in chosen:
+        if not fits[i, j]:
+            raise PlanError(
+                f"the {len(list(groups.values())[i])} places on host {list(groups)[i]} find no "
+                "host with as many ranks left; give more ranks"
+            )
+    return {list(groups)[i]: list(homes)[j] for i, j in chosen}
+
+
+def _ranked(first: IntArray, second: IntArray) -> IntArray:
+    """Worths of assignments that compare by the sum of `first`, and then by that of `second`."""
+    second = second - second.min(initial=0)
+    first, second = (
+        some // max(int(np.gcd.reduce(some, axis=None)), 1) for some in (first, second)
+    )
+    room = int(second.max(initial=0)) * len(second) + 1
+    _check_exact(int(first.max(initial=0)) * room + room, len(second))
+    both: IntArray = first * room + second
+    return both
+
+
+def _check_exact(worth: int, places: int) -> None:
+    if worth * 4 * max(places, 1) >= _LARGEST_EXACT:
+        raise PlanError(
+            f"assignments of {places} places worth up to {worth} units each cannot be compared "
+            "exactly; relabel by some of the tensors"
+        )
+
+
+def _dealt(kept: IntArray, places: list[int], ranks: list[int], where: str = "") -> dict[int, int]:
     """The rank for each place that keeps the most bytes."""
     if len(ranks) < len(places):
         raise PlanError(
             f"{len(ranks)} ranks {ranks[:8]} for {len(places)} places {places[:8]} of the target"
             f"{where}; give at least as many ranks as places"
         )
-    if not places:
-        return {}
+    same = np.array(places)[:, None] == np.array(ranks)
+    chosen = _assignment(kept[np.ix_(ranks, places)].T, same) if places else []
+    return {places[i]: ranks[j] for i, j in chosen}
+
+
+def _assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """For each row a column of its own, worth most in all, and then most often the `same`."""
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
@@ -237,18 +330,8 @@ def _assigned(
             "relabelling needs scipy, which is not installed; install it with: "
             "pip install 'reshard[planning]'"
         ) from error
-    worth = kept[np.ix_(ranks, places)].T
-    # In units of the common divisor, and one more for a rank that keeps its number: that is
-    # less than one unit, even for all of them together.
-    worth = worth // max(int(np.gcd.reduce(worth, axis=None)), 1)
-    if int(worth.max()) * (len(places) + 1) * 2 * len(ranks) >= _LARGEST_EXACT:
-        raise PlanError(
-            f"relabelling {len(places)} ranks that keep up to {int(kept.max())} bytes each: more "
-            "than can be compared exactly; relabel by some of the tensors"
-        )
-    same = np.array(places)[:, None] == np.array(ranks)[None, :]
-    row, column = linear_sum_assignment(worth * (len(places) + 1) + same, maximize=True)
-    return {places[i]: ranks[j] for i, j in zip(row.tolist(), column.tolist(), strict=True)}
+    rows, columns = linear_sum_assignment(_ranked(worth, same.astype(np.int64)), maximize=True)
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
 def _completed(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
