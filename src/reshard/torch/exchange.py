@@ -101,6 +101,8 @@ class Exchange:
         extra_bytes: the most staging memory; the same on every rank.
         is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
             needs it; by default where the group is one of NCCL.
+        memory: bytes to stage in, `extra_bytes` of them, that exchanges share which run one after
+            the other; its own when None.
 
     Raises:
         UsageError: a limit too small for any message.
@@ -114,6 +116,7 @@ class Exchange:
         device: torch.device,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         is_grouped: bool | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self._group = group
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
@@ -124,9 +127,11 @@ class Exchange:
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
         self._steps = self._listed(found.messages, found.kept)
+        most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
         slots = [
-            _Slots([m for m in found.messages if m.is_sent is is_sent], extra_bytes // 2, device)
-            for is_sent in (False, True)
+            _Slots([m for m in found.messages if m.is_sent is is_sent], most_bytes, device, half)
+            for is_sent, half in zip((False, True), halves, strict=True)
         ]
         for number, step in enumerate(self._steps):
             for message in step.messages:
@@ -241,12 +246,20 @@ class _Failure:
 class _Slots:
     """Equal places of memory, that the staged messages of one direction have in turn."""
 
-    def __init__(self, messages: Sequence[Message], most_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        most_bytes: int,
+        device: torch.device,
+        memory: torch.Tensor | None,
+    ) -> None:
         staged = [aligned(m.offsets[-1]) for m in messages if m.direct is None]
         self._slot_bytes = max(staged, default=0)
         self._count = min(len(staged), most_bytes // self._slot_bytes) if staged else 0
         self.size_bytes = self._slot_bytes * self._count
-        self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        self._memory = memory
         self._users: list[int] = []
 
     def give(self, prepared: _Prepared, number: int) -> int:

@@ -80,7 +80,7 @@ class Piece:
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements as they travel."""
-        return self.view.numel() * self.dtype.itemsize
+        return int(self.view.numel() * self.dtype.itemsize)
 
     def parts(self, most_bytes: int) -> Iterator[Piece]:
         """The piece in parts of at most `most_bytes`, in row major order."""
