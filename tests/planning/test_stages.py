@@ -132,10 +132,7 @@ def rows(transfers: Transfers) -> set[tuple[object, ...]]:
     }
 
 
-@given(staged_jobs())
-@FEWER
-def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Movement]]) -> None:
-    staged, _ = made
+def check_parts(staged: StagedJob) -> None:
     parts = [staged.for_rank(rank) for rank in range(staged.topology.ranks)]
     for number in range(len(staged.job.items)):
         for stage in (0, 1):
@@ -143,6 +140,23 @@ def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Moveme
             for rank, part in enumerate(parts):
                 mine = (whole.source_slot == rank) | (whole.target_slot == rank)
                 assert rows(part[number][stage]) == rows(whole.take(mine))
+
+
+@given(staged_jobs())
+@FEWER
+def test_the_parts_of_all_ranks_are_the_whole(made: tuple[StagedJob, list[Movement]]) -> None:
+    check_parts(made[0])
+
+
+def test_a_rank_that_makes_other_copies_alone_knows_it() -> None:
+    """Of few elements with several holders, one sends the first copy and another the rest."""
+    boxes = [(rank, reshard.Box((rank // 3,), (rank // 3 + 1,))) for rank in range(6)]
+    source, target = Layout.from_boxes((2,), boxes), Layout.replicated((2,), 8)
+    job = Job([JobItem.between_ranks("w", dtype("int8"), source, target)])
+    staged = StagedJob(job, Topology.of(hosts=1, ranks_per_host=8))
+    fragments = staged.fragments
+    assert (fragments.is_direct & (fragments.second_cell != fragments.source_cell)).any()
+    check_parts(staged)
 
 
 def test_a_replica_for_every_rank_of_another_host_crosses_once() -> None:

@@ -118,13 +118,16 @@ class StagedJob:
 
     def _of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
         """The fragments that a rank sends, hands on or receives."""
-        item = self.job.items[number]
+        item, columns = self.job.items[number], self.fragments
         _, flows = self._parts(item)
-        mine = item.plan.source.cell_slot[self.fragments.source_cell[begin:end]] == rank
+        source, target = item.plan.source, item.plan.target
+        mine = source.cell_slot[columns.source_cell[begin:end]] == rank
+        second = source.cell_slot[columns.second_cell[begin:end]] == rank
+        mine |= columns.is_direct[begin:end] & second
         receiving = np.zeros(len(flows), dtype=bool)
         flow = np.repeat(np.arange(len(flows)), np.diff(flows.receiver_begin))
-        receiving[flow[item.plan.target.cell_slot[flows.receiver] == rank]] = True
-        mine |= receiving[self.fragments.flow[begin:end]]
+        receiving[flow[target.cell_slot[flows.receiver] == rank]] = True
+        mine |= receiving[columns.flow[begin:end]]
         return begin + np.flatnonzero(mine)
 
     def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
