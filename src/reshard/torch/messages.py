@@ -116,7 +116,8 @@ class Message:
         is_cast = first.dtype is not first.view.dtype
         if others or is_cast or first.reduction is not None or not first.view.is_contiguous():
             return None
-        return first.view.view(-1).view(torch.uint8)
+        # One element alone may have any stride, and is dense.
+        return first.view.as_strided((first.view.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

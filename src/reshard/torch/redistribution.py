@@ -316,7 +316,9 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
     plan = Plan(before.layout, after.layout, as_dtype(dtype))
     for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
-        check_reduction(str(reduction), as_dtype(dtype))
+        # Where only the target is a mean, its contributions are copies: nothing is divided.
+        if reduction != "mean" or before.layout.reduction == "mean":
+            check_reduction(str(reduction), as_dtype(dtype))
     if request.wants_gradient:
         way_back(plan, before)
     _check_ranks(plan, group)
