@@ -10,6 +10,7 @@ import math
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from reshard.checkpoint.blocks import BlockGrid, block_digest
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.file_io import PAGE_BYTES, AlignedBuffer, Region, SourceFile, TargetFile
+from reshard.checkpoint.packed_archives import UnpackedFile
 from reshard.checkpoint.strided_spans import extent, strided_spans
 from reshard.checkpoint.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.errors import DigestError
@@ -55,7 +57,8 @@ class OpenFiles(Generic[File]):
     def __init__(self, open_file: Callable[[str], File]) -> None:
         self._open = open_file
         self._files: dict[str, File] = {}
-        self._lock = threading.Lock()
+        # To open a file may need another one open.
+        self._lock = threading.RLock()
         _raise_open_file_limit()
 
     def __getitem__(self, name: str) -> File:
@@ -83,15 +86,22 @@ def _raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def open_sources(checkpoint: Checkpoint) -> OpenFiles[SourceFile]:
+def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFiles[SourceFile]:
     """The tensor files of a checkpoint, for reading.
 
-    To open one raises `SourceChangedError` where it is no longer the file whose header says
-    where the tensors are.
+    Compressed archives are unpacked when something in them is first read, into files without a
+    name in the folder `scratch` (that of temporary files when None). To open a file raises
+    `SourceChangedError` where it is no longer the file whose header says where the tensors are.
     """
-    return OpenFiles(
-        lambda name: SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
-    )
+
+    def open_file(name: str) -> SourceFile:
+        archives = checkpoint.packed.get(name)
+        if archives is None:
+            return SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
+        return UnpackedFile(checkpoint.path(name), archives, files[archives[0].place.path], scratch)
+
+    files: OpenFiles[SourceFile] = OpenFiles(open_file)
+    return files
 
 
 # Told every range of a file that is read or written: its file, where it begins, its bytes.

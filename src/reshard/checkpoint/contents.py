@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from reshard.errors import CheckpointError, CoverageError, PlanError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.packed_archives import PackedArchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,10 @@ class Checkpoint:
         items: bytes under names that are no tensors.
         checksums: those that the files have, of tensors without a digest.
         paths: where names stood in the nested state dict they were saved from, where known.
+        packed: archives that lie transformed in its files, by the name under which tensors find
+            what is unpacked of a file (see `reshard.checkpoint.packed_archives`).
+        attributes: plain values that its metadata has beside tensors and items.
+        notes: what a user should know of how it is read.
     """
 
     folder: Path
@@ -214,6 +222,9 @@ class Checkpoint:
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     checksums: tuple[StoredChecksum, ...] = ()
+    packed: Mapping[str, tuple[PackedArchive, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

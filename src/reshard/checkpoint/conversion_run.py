@@ -350,7 +350,8 @@ def run_conversion(
     # A missing hash library must be known before anything is written.
     block_digest(b"")
     Archives.expect_library(conversion.source, conversion.arrangement)
-    sources = open_sources(conversion.source)
+    # The target's disk has room for what is unpacked; temporary files may lie in memory.
+    sources = open_sources(conversion.source, conversion.target.parent)
     run: _Run | None = None
     try:
         description = conversion.description(sources)

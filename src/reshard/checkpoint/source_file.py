@@ -93,23 +93,30 @@ class SourceFile:
     `size_bytes` and `identity` are what the file was when it was opened; `read_bytes` counts the
     bytes asked for and delivered. A context manager; holds two descriptors.
 
-    Raises `RunError` naming the file when it cannot be opened or is not a regular file, and
-    `SourceChangedError` when it is not the `expected` one.
+    A file without a name is given as `descriptor`; it is opened anew, and `path` names it in
+    errors. Raises `RunError` naming the file when it cannot be opened or is not a regular file,
+    and `SourceChangedError` when it is not the `expected` one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected: FileIdentity | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        expected: FileIdentity | None = None,
+        descriptor: int | None = None,
+    ) -> None:
         self.path = Path(path)
+        opened = self.path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
         self._counter = threading.Lock()
         self._read_bytes = 0
         self._cache_answers = hasattr(os, "RWF_NOWAIT")
         self._descriptor = self._direct = -1
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._descriptor = os.open(opened, os.O_RDONLY)
             self.identity = self._identity_now()
             if expected is not None:
                 self.identity = expected
                 self.check_unchanged()
-            self._direct = open_direct(self.path, os.O_RDONLY)
+            self._direct = open_direct(opened, os.O_RDONLY)
         except OSError as error:
             self.close()
             raise RunError(f"{self.path}: cannot open for reading: {reason(error)}") from error

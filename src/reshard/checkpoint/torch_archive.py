@@ -24,7 +24,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.binding import View
 from reshard.checkpoint.restricted_pickle import Call, Global, Reference, read_pickle, shortened
@@ -57,7 +57,8 @@ _BITS = ["bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float4_e2m1fn_x2"]
 TORCH_DTYPES = frozenset([d.name for d in ALL_DTYPES] + _NUMBERS + _QUANTIZED + _BITS)
 
 _REBUILT = frozenset(["_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"])
-_ALLOWED = {
+# The names that the pickle of a tensor may have.
+ALLOWED = {
     "torch._utils": _REBUILT,
     "torch": TORCH_DTYPES | {"Size"} | frozenset(TYPED_STORAGES),
     "torch.storage": frozenset(["UntypedStorage", "TypedStorage"]),
@@ -70,7 +71,8 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+LOCAL_SIGNATURE = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str)
     if order != b"little":
         raise archive.wrong(f"its byte order is {order!r}, expected b'little'; save it again")
     pickle = archive.content("data.pkl", _LARGEST_PICKLE_BYTES)
-    return _tensor(archive, read_pickle(pickle, _ALLOWED, label))
+    return archived_tensor(archive, read_pickle(pickle, ALLOWED, label))
 
 
 class _Archive:
@@ -207,10 +209,10 @@ class _Archive:
         record = self._records.get(name)
         if record is None:
             raise self.wrong(f"it has no record {shortened(name)!r}")
-        local = _LOCAL.unpack(self._bytes(record.header_bytes, _LOCAL.size))
-        if local[0] != b"PK\x03\x04":
+        local = LOCAL_HEADER.unpack(self._bytes(record.header_bytes, LOCAL_HEADER.size))
+        if local[0] != LOCAL_SIGNATURE:
             raise self.wrong(f"its record {shortened(name)!r} is not where its directory says")
-        begin = record.header_bytes + _LOCAL.size + local[9] + local[10]
+        begin = record.header_bytes + LOCAL_HEADER.size + local[9] + local[10]
         if begin + record.size_bytes > self._size:
             raise self.wrong(f"its record {shortened(name)!r} is longer than the archive")
         return begin, record
@@ -226,14 +228,28 @@ class _Archive:
             raise self.wrong(f"its record {name!r} is damaged, by its own checksum")
         return content
 
-    def storage(self, key: str) -> tuple[int, int, int]:
-        """Where in the file a storage begins, its bytes, and its checksum."""
+    def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
+        """Where in the file a storage begins, its bytes as they are, and its checksum."""
         begin, record = self.place(f"data/{key}")
         return self._start + begin, record.size_bytes, record.crc32
 
 
-def _tensor(archive: _Archive, value: Any) -> ArchivedTensor:
-    """What the pickle of an archive says, checked against its records."""
+class Records(Protocol):
+    """The records of an archive."""
+
+    def wrong(self, reason: str) -> FormatError:
+        """The error for an archive that is not what it should be."""
+
+    def storage(self, key: str, size_bytes: int) -> tuple[int, int, int]:
+        """Where a storage begins, its bytes (expected: `size_bytes`), and its checksum or 0."""
+
+
+def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
+    """What the pickle of an archive says, checked against its records.
+
+    Raises:
+        FormatError: a pickle of something else, or one that its records contradict.
+    """
     if _is_call(value, "_rebuild_parameter") and value.arguments:
         value = value.arguments[0]
     if not _is_call(value, "_rebuild_tensor_v2") and not _is_call(value, "_rebuild_tensor_v3"):
@@ -254,8 +270,9 @@ def _tensor(archive: _Archive, value: Any) -> ArchivedTensor:
     offset = fields[1]
     if shape is None or strides is None or len(shape) != len(strides) or not _is_size(offset):
         raise archive.wrong("its offset, shape or strides are no sizes")
-    start_bytes, storage_bytes, crc32 = archive.storage(key)
-    if count * (1 if storage is None else element.itemsize_bytes) != storage_bytes:
+    size_bytes = count * (1 if storage is None else element.itemsize_bytes)
+    start_bytes, storage_bytes, crc32 = archive.storage(key, size_bytes)
+    if size_bytes != storage_bytes:
         raise archive.wrong(
             f"its storage has {storage_bytes} bytes, expected {count} elements of {element}"
         )
@@ -270,7 +287,7 @@ def _tensor(archive: _Archive, value: Any) -> ArchivedTensor:
     return ArchivedTensor(element, shape, view, start_bytes, storage_bytes, crc32 or None)
 
 
-def _storage(archive: _Archive, key: Any) -> tuple[str | None, str, int]:
+def _storage(archive: Records, key: Any) -> tuple[str | None, str, int]:
     """The element type of a storage (None when untyped), its record and its elements."""
     match key:
         case ("storage", Global(_, kind), str(record), str(), int(count)) if count >= 0:
@@ -278,7 +295,7 @@ def _storage(archive: _Archive, key: Any) -> tuple[str | None, str, int]:
     raise archive.wrong("its storage is not described as it should be")
 
 
-def _element(archive: _Archive, named: object) -> DType:
+def _element(archive: Records, named: object) -> DType:
     if isinstance(named, Global):
         named = named.name
     if not isinstance(named, str):

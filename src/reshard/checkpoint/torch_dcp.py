@@ -11,41 +11,30 @@ items, one behind the other: the archive of a chunk of a tensor, or bytes that a
    those that `.metadata` says, which PyTorch does not look at.
 3. The chunks are proven to cover each tensor once.
 
-What a tensor's archive was transformed with (compression) hides its elements; such a
-checkpoint is refused, by name. Nothing here imports PyTorch, and nothing in the files is run.
+A compressed archive is looked into; what it holds is unpacked when it is read
+(`packed_archives`). Nothing here imports PyTorch, and nothing in the files is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-from reshard.binding import Binding, FileRange, View
+from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import (
     Checkpoint,
-    StoredChecksum,
     StoredFile,
     StoredItem,
     StoredTensor,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
-from reshard.checkpoint.sharded_safetensors import check_disjoint
-from reshard.checkpoint.strided_spans import is_dense
-from reshard.checkpoint.torch_archive import ArchivedTensor, read_archive
+from reshard.checkpoint.torch_dcp_chunks import ChunkReader
 from reshard.checkpoint.torch_dcp_metadata import (
-    DcpChunk,
     DcpMetadata,
-    DcpTensor,
-    StoredBytes,
     read_metadata,
 )
-from reshard.errors import CheckpointError, CoverageError, FormatError
-from reshard.layout import Box, Layout
+from reshard.errors import CheckpointError, FormatError
 
 FORMAT = "torch-dcp"
 METADATA_NAME = ".metadata"
@@ -78,7 +67,9 @@ def read(folder: Path) -> Checkpoint:
 
     Raises:
         FormatError: a file that is damaged or contradicts another.
-        CheckpointError: a file that is missing; a tensor that was transformed.
+        CheckpointError: a file that is missing; a tensor that was transformed in a way that is
+            not known.
+        MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
     metadata = read_metadata(_metadata_bytes(folder), str(folder / METADATA_NAME))
@@ -86,13 +77,12 @@ def read(folder: Path) -> Checkpoint:
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     tensors = {}
-    checksums: list[StoredChecksum] = []
-    with _opened(folder) as opened:
-        for name, described in metadata.tensors.items():
-            tensors[name] = _stored(folder, name, described, ranks, sizes, opened, checksums)
     items = {}
+    with ChunkReader(folder, ranks, sizes, METADATA_NAME) as chunks:
+        for name, described in metadata.tensors.items():
+            tensors[name] = chunks.stored(name, described)
     for name, place in metadata.items.items():
-        _check_inside(folder, name, place, sizes)
+        chunks.check_inside(name, place)
         address = FileRange(place.file, place.start_bytes)
         rank = ranks[place.file]
         items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
@@ -108,7 +98,8 @@ def read(folder: Path) -> Checkpoint:
         left_out=left_out,
         items=items,
         paths=metadata.paths,
-        checksums=tuple(checksums),
+        checksums=tuple(chunks.checksums),
+        packed={name: tuple(archives) for name, archives in chunks.packed.items()},
     )
 
 
@@ -212,146 +203,3 @@ def _files(folder: Path, metadata: DcpMetadata) -> tuple[StoredFile, ...]:
         rank = rank_of_file(file)
         found.append(StoredFile(file, path.stat().st_size, number if rank is None else rank))
     return tuple(sorted(found, key=lambda file: file.rank))
-
-
-class _OpenFiles:
-    """The files of a folder, each opened once; a few at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, BinaryIO] = {}
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Bytes of a file. Raises FormatError where it has fewer."""
-        path = self._folder / name
-        try:
-            file = self._files.get(name)
-            if file is None:
-                if len(self._files) >= 64:
-                    self._files.pop(next(iter(self._files))).close()
-                file = self._files[name] = path.open("rb", buffering=0)
-            # The system may give less than was asked for; at the end of the file it gives nothing.
-            content = b""
-            while more := os.pread(file.fileno(), size - len(content), offset + len(content)):
-                content += more
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        if len(content) != size:
-            raise FormatError(
-                f"{path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
-                "expected; it was cut off"
-            )
-        return content
-
-    def close(self) -> None:
-        """Close all."""
-        for file in self._files.values():
-            file.close()
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[_OpenFiles]:
-    files = _OpenFiles(folder)
-    try:
-        yield files
-    finally:
-        files.close()
-
-
-def _check_inside(folder: Path, name: str, place: StoredBytes, sizes: dict[str, int]) -> None:
-    if place.start_bytes + place.size_bytes > sizes[place.file]:
-        raise FormatError(
-            f"{folder / place.file} has {sizes[place.file]} bytes, but {name!r} should be in "
-            f"bytes {place.start_bytes}:{place.start_bytes + place.size_bytes}; the file was cut "
-            "off, or belongs to another save"
-        )
-
-
-def _stored(
-    folder: Path,
-    name: str,
-    described: DcpTensor,
-    ranks: dict[str, int],
-    sizes: dict[str, int],
-    files: _OpenFiles,
-    checksums: list[StoredChecksum],
-) -> StoredTensor:
-    """A tensor bound to its chunks, proven to be covered by them; adds to `checksums`."""
-    chunks = _needed_chunks(described)
-    if not chunks:
-        raise CoverageError(
-            f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
-            f"{folder / METADATA_NAME}; a rank's part of the save is missing"
-        )
-    chunks.sort(key=lambda chunk: ranks[chunk.place.file])
-    boxes: list[tuple[int, Box]] = []
-    addresses: dict[int, list[FileRange]] = {}
-    views: dict[int, list[View]] = {}
-    strided: set[int] = set()
-    for chunk in chunks:
-        place = chunk.place
-        _check_inside(folder, name, place, sizes)
-        archived = _archived(folder, name, described, chunk, files)
-        rank = ranks[place.file]
-        start_bytes = archived.start_bytes
-        view = archived.view
-        dense = is_dense(view, archived.shape)
-        if archived.crc32 is not None and archived.storage_bytes:
-            size = chunk.box.elements * described.dtype.itemsize_bytes
-            storage = FileRange(place.file, start_bytes)
-            once = dense and size == archived.storage_bytes
-            checksums.append(
-                StoredChecksum(
-                    name, str(chunk.box), storage, archived.storage_bytes, archived.crc32, once
-                )
-            )
-        if dense:
-            start_bytes += view.offset * described.dtype.itemsize_bytes
-            view = View.row_major(archived.shape)
-        else:
-            strided.add(rank)
-        boxes.append((rank, chunk.box))
-        addresses.setdefault(rank, []).append(FileRange(place.file, start_bytes))
-        views.setdefault(rank, []).append(view)
-    check_disjoint(folder, name, [(chunk.place.file, chunk.box) for chunk in chunks])
-    layout = Layout.from_boxes(described.shape, boxes, max(ranks.values()) + 1)
-    binding = Binding(
-        layout,
-        {rank: tuple(ranges) for rank, ranges in addresses.items()},
-        {rank: tuple(views[rank]) for rank in strided},
-    )
-    tensor = StoredTensor(name, described.dtype, binding)
-    _ = tensor.assembly
-    return tensor
-
-
-def _needed_chunks(tensor: DcpTensor) -> list[DcpChunk]:
-    """The chunks that hold something; one that holds nothing, for a tensor of no elements."""
-    filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
-    return filled or list(tensor.chunks[:1])
-
-
-def _archived(
-    folder: Path, name: str, described: DcpTensor, chunk: DcpChunk, files: _OpenFiles
-) -> ArchivedTensor:
-    """Where a chunk's elements are, checked against what `.metadata` says of it."""
-    place = chunk.place
-    label = f"{folder / place.file}: {chunk.box} of tensor {name!r}"
-    if place.transforms:
-        raise CheckpointError(
-            f"{label} was transformed by {', '.join(place.transforms)}, which hides its elements; "
-            "save it again without extensions of the storage writer"
-        )
-    archived = read_archive(
-        lambda offset, size: files.read(place.file, offset, size),
-        place.start_bytes,
-        place.size_bytes,
-        label,
-    )
-    if archived.dtype is not described.dtype or archived.shape != chunk.box.shape:
-        raise FormatError(
-            f"{label} is {archived.dtype} {list(archived.shape)} in the file, expected "
-            f"{described.dtype} {list(chunk.box.shape)} by {METADATA_NAME}; they belong to "
-            "different saves"
-        )
-    return archived
