@@ -22,11 +22,17 @@ PUBLIC = [
     "JobItem",
     "Layout",
     "Level",
+    "Link",
     "Plan",
     "ReshardError",
     "ShardingSpec",
+    "StagedJob",
+    "Topology",
+    "batches",
     "checkpoint",
+    "message_rounds",
     "plan",
+    "relabel",
     "spec",
 ]
 

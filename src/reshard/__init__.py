@@ -23,6 +23,11 @@ from reshard.sharding_text import spec
 
 if TYPE_CHECKING:
     from reshard import checkpoint
+    from reshard.planning.batches import batches
+    from reshard.planning.relabelling import relabel
+    from reshard.planning.rounds import message_rounds
+    from reshard.planning.stages import StagedJob
+    from reshard.topology import Link, Topology
 
 __version__ = "0.1.0"
 
@@ -35,17 +40,35 @@ __all__ = [
     "JobItem",
     "Layout",
     "Level",
+    "Link",
     "Plan",
     "ReshardError",
     "ShardingSpec",
+    "StagedJob",
+    "Topology",
+    "batches",
     "checkpoint",
+    "message_rounds",
     "plan",
+    "relabel",
     "spec",
 ]
 
+# Loaded when they are first used, so that importing reshard stays quick.
+_LOADED_LATER = {
+    "Link": "reshard.topology",
+    "StagedJob": "reshard.planning.stages",
+    "Topology": "reshard.topology",
+    "batches": "reshard.planning.batches",
+    "message_rounds": "reshard.planning.rounds",
+    "relabel": "reshard.planning.relabelling",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Load `reshard.checkpoint` when it is first used, so that importing reshard stays quick."""
+    """Load a part of the package when it is first used."""
     if name == "checkpoint":
         return import_module("reshard.checkpoint")
+    if name in _LOADED_LATER:
+        return getattr(import_module(_LOADED_LATER[name]), name)
     raise AttributeError(f"module 'reshard' has no attribute {name!r}")
