@@ -48,11 +48,10 @@ class Match:
 def match(
     source: Mapping[str, Held],
     target: Mapping[str, Held],
-    *,
-    ties: Mapping[str, str] | None = None,
-    cast: Cast = False,
-    strict: bool = True,
-    transforms: Mapping[str, Transform] | None = None,
+    ties: Mapping[str, str],
+    cast: Cast,
+    strict: bool,
+    transforms: Mapping[str, Transform],
 ) -> tuple[list[Match], list[str]]:
     """The tensors to move, in the order of the target, and what does not fit.
 
@@ -64,7 +63,6 @@ def match(
         strict: whether a source that serves no target is a problem.
         transforms: what makes a target of other elements, by its name.
     """
-    ties, transforms = ties or {}, transforms or {}
     problems: list[str] = []
     matches: list[Match] = []
     made = {made for name, of in transforms.items() for made in of.outputs(name) if made != name}

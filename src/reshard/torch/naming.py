@@ -15,10 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
+from typing import TypeVar
 
 from reshard.errors import UsageError
 
 Naming = Mapping[str, str] | Callable[[str], str]
+Value = TypeVar("Value")
 
 
 def renamed(name: str, naming: Naming | None) -> str:
@@ -70,6 +72,18 @@ def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
             f"members {found!r} of the stacked tensor {name!r}; write {{}} where their number is"
         )
     return found
+
+
+def fitting(name: str, table: Mapping[str, Value]) -> Value | None:
+    """The entry of a name: its own, or that of the first pattern that fits; None without any.
+
+    >>> fitting("layers.3.up", {"bias": 1, "*.up": 2})
+    2
+    """
+    if name in table:
+        return table[name]
+    patterns = (pattern for pattern in table if "*" in pattern)
+    return next((table[one] for one in patterns if _expression(one).fullmatch(name)), None)
 
 
 def serving_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:

@@ -33,7 +33,7 @@ from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.torch.distributed_tensor import sharding_of
-from reshard.torch.naming import Naming, member_pattern, renamed
+from reshard.torch.naming import Naming, member_pattern, renamed, tied_root
 from reshard.torch.rosters import Entry, Roster, moved_by
 from reshard.torch.sides import local_of
 
@@ -316,20 +316,49 @@ def member_layout(layout: Layout, number: int) -> Layout:
     )
 
 
-def overlapping(locals_: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> str:
-    """The first two tensors, one of each side, that share memory; empty where none do."""
+def check_memory(before: Listing, after: Listing, ties: Mapping[str, str]) -> None:
+    """Note problems of a target's memory, and leave out names of tensors that are listed already.
+
+    A target must not lie where a source is. Targets that are one tensor must be declared tied;
+    they are filled once.
+    """
+    problems, again = [], set()
+    at: dict[tuple[Any, ...], str] = {}
+    for name, local in after.locals.items():
+        key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
+        other = at.setdefault(key, name) if local.numel() else name
+        if other != name and tied_root(name, ties) == tied_root(other, ties):
+            again.add(name)
+        elif other != name:
+            problems.append(
+                f"{name}: one tensor with {other} in the target; if it is to be, declare "
+                f"ties={{{name!r}: {other!r}}}"
+            )
+    shared = _shared(before.locals, after.locals)
+    if shared:
+        problems.append(f"{shared} share memory; a target must not lie where a source is")
+    after.roster = replace(
+        after.roster,
+        entries=tuple(entry for entry in after.roster.entries if entry.name not in again),
+        problems=(*after.roster.problems, *problems),
+    )
+
+
+def _shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
+    """The first source and target that share memory; empty where none do."""
     spans = sorted(
-        (*_span_bytes(tensor), is_other, name)
-        for is_other, side in enumerate((locals_, others))
+        (str(tensor.device), *_span_bytes(tensor), number, name)
+        for number, side in enumerate((sources, targets))
         for name, tensor in side.items()
         if tensor.numel()
     )
-    reach: list[tuple[int, str]] = [(-1, ""), (-1, "")]
-    for begin, end, is_other, name in spans:
-        furthest, holder = reach[1 - is_other]
-        if begin < furthest:
+    reach: list[tuple[str, int, str]] = [("", 0, "")] * 2
+    for device, begin, end, number, name in spans:
+        where, furthest, holder = reach[1 - number]
+        if where == device and begin < furthest:
             return f"{name} and {holder}"
-        reach[is_other] = max(reach[is_other], (end, name))
+        if reach[number][:2] < (device, end):
+            reach[number] = (device, end, name)
     return ""
 
 

@@ -3,60 +3,34 @@
 A trainer's weights move into the inference engine's, in place:
 
 1. every rank lists what it has of both models (`parameters`), and learns what the others have
-   (`metadata`, `rosters`);
+   (`rosters`, `metadata`);
 2. names, shapes and types are compared (`matching`); all that does not fit is one error, on
    every rank, before anything is written;
-3. the tensors are one job; each rank has its part of it (`refit_plan`), and prepares its messages
-   (`exchange`) once;
+3. the tensors are one job; each rank has its part of it (`refit_planning`, `refit_parts`), and
+   prepares memory and messages once (`refit_stages`);
 4. a run sends and receives. All ranks confirm its end: where one fails, all raise, and the
    target counts as not usable.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.errors import ReshardError, RunError, UsageError
 from reshard.torch.agreement import Intent, agree, confirm, device_of
-from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, Exchange, complete_contributions
-from reshard.torch.matching import Cast, match
-from reshard.torch.messages import Movement
-from reshard.torch.metadata import gather, scatter
+from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
+from reshard.torch.matching import Cast, Match
 from reshard.torch.naming import Naming
-from reshard.torch.parameters import Listing, Model, list_tensors, overlapping
-from reshard.torch.refit_plan import RefitPart, RefitPlan
-from reshard.torch.rosters import Roster, assemble
-
-Planning = Literal["local", "centralized"]
-_SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningReport:
-    """What the preparation of a refit took on this rank.
-
-    Attributes:
-        planning: `local` or `centralized`.
-        gathered_bytes: received of what other ranks have.
-        scattered_bytes: parts given out, on the rank that plans; on others, that of its own part.
-        planned_ranks: how many ranks' parts this rank worked out.
-        peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
-        planning_s: seconds, waiting for others included.
-    """
-
-    planning: str
-    gathered_bytes: int
-    scattered_bytes: int
-    planned_ranks: int
-    peak_memory_bytes: int
-    planning_s: float
+from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
+from reshard.torch.refit_parts import RefitPart
+from reshard.torch.refit_planning import Matching, Planning, PlanningReport, planned
+from reshard.torch.refit_stages import Stages
+from reshard.torch.transforms import Transform
 
 
 class Refit:
@@ -70,15 +44,13 @@ class Refit:
     def __init__(self, prepared: _Prepared, group: dist.ProcessGroup | None) -> None:
         self._prepared = prepared
         self._group = group
-        self._stages = _stages(prepared, group)
-        self._runs = 0
+        self._stages = stages = prepared.stages(group)
         self.report = prepared.report
         self.is_usable = True
         self.tensors = len(prepared.part.items)
-        exchanges = [stage.exchange for stage in self._stages]
-        self.sent_bytes = sum(exchange.sent_bytes for exchange in exchanges)
-        self.received_bytes = sum(exchange.received_bytes for exchange in exchanges)
-        self.extra_bytes = sum(exchange.extra_bytes for exchange in exchanges)
+        self.sent_bytes = stages.sent_bytes
+        self.received_bytes = stages.received_bytes
+        self.extra_bytes = stages.extra_bytes
 
     @classmethod
     def prepare(
@@ -94,6 +66,7 @@ class Refit:
         strict: bool = True,
         source_offset: int = 0,
         target_offset: int = 0,
+        transforms: Mapping[str, Transform] | None = None,
         planning: Planning = "local",
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         group: dist.ProcessGroup | None = None,
@@ -117,6 +90,8 @@ class Refit:
                 always is.
             source_offset, target_offset: the global rank of the rank that layouts given with
                 tensors, or Megatron's ranks, call 0. DTensors have global ranks already.
+            transforms: what makes targets of other elements, by their common names or patterns;
+                the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
             extra_bytes: the most memory beyond both models, on each rank.
             group: of all ranks that have a part of either; all ranks when None.
@@ -135,15 +110,19 @@ class Refit:
             "stacks": stacks,
             "cast": cast,
             "strict": strict,
+            "transforms": transforms,
         }
         problem = None if planning in ("local", "centralized") else f"planning={planning!r}"
         agree(Intent({k: repr(v).encode() for k, v in options.items()}, problem), group)
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
-        _check_memory(before, after)
-        matching = _Matching(ties, cast, strict, extra_bytes)
-        part, report = _planned(matching, before.roster, after.roster, planning, group)
-        return cls(_agreed(part, before, after, extra_bytes, report, group), group)
+        check_memory(before, after, ties or {})
+        matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes)
+        part, report = planned(matching, before.roster, after.roster, planning, group)
+        made_by = matching.transforms_of(item.match.name for item in part.items)
+        prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
+        agree(Intent({"refit": part.digest.encode()}, prepared.problem()), group)
+        return cls(prepared, group)
 
     def run(self) -> None:
         """Fill the target with what the source has now. All ranks of the group call this.
@@ -156,8 +135,7 @@ class Refit:
         agree(Intent({"refit": self._prepared.part.digest.encode()}, self._problem()), self._group)
         self.is_usable = False
         try:
-            for stage in self._stages:
-                stage.run()
+            self._stages.run()
             confirm(self._group)
         except BaseException as error:
             if isinstance(error, ReshardError):
@@ -169,7 +147,6 @@ class Refit:
             # Messages are written behind autograd's back.
             torch.autograd.graph.increment_version(tensor)
         self.is_usable = True
-        self._runs += 1
 
     def _problem(self) -> str | None:
         """Why this rank cannot run; None where it can."""
@@ -186,7 +163,7 @@ class Refit:
     def renew(self, group: dist.ProcessGroup | None) -> None:
         """Prepare messages anew over another group of the same ranks, after a run that failed."""
         self._group = group
-        self._stages = _stages(self._prepared, group)
+        self._stages = self._prepared.stages(group)
         self.is_usable = True
 
 
@@ -201,162 +178,44 @@ def refit(source: Model, target: Model, **options: Any) -> Refit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Matching:
-    """How both models are compared: the same on every rank."""
-
-    ties: Mapping[str, str] | None
-    cast: Cast
-    strict: bool
-    extra_bytes: int
-
-    def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
-        """The tensors to move. Raises ShardError with all that does not fit."""
-        source, problems = assemble(before, "source")
-        target, more = assemble(after, "target")
-        problems += more
-        matches, more = match(source, target, ties=self.ties, cast=self.cast, strict=self.strict)
-        problems += more
-        if problems:
-            shown = "\n  ".join(problems[:_SHOWN])
-            rest = len(problems) - _SHOWN
-            raise ShardError(
-                f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
-                f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
-            )
-        return RefitPlan(tuple(matches), self.extra_bytes // 2)
-
-
-def _planned(
-    matching: _Matching,
-    before: Roster,
-    after: Roster,
-    planning: Planning,
-    group: dist.ProcessGroup | None,
-) -> tuple[RefitPart, PlanningReport]:
-    """This rank's part, and what finding it took."""
-    begun_s, had_bytes = time.perf_counter(), _peak_memory_bytes()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    is_central = planning == "centralized"
-    is_first = dist.get_rank() == ranks[0]
-    gathered = gather((before, after), group, to_first=is_central)
-    scattered_bytes = 0
-    part: RefitPart | ReshardError
-    parts: Any = None
-    if is_first or not is_central:
-        found = _plan_or_error(matching, gathered.values)
-        if not is_central:
-            part = found if isinstance(found, ReshardError) else found.part(dist.get_rank())
-        elif isinstance(found, ReshardError):
-            parts = (found for _ in ranks)
-        else:
-            parts = found.parts(ranks)
-    if is_central:
-        part, scattered_bytes = scatter(parts, group)
-    if isinstance(part, ReshardError):
-        raise part
-    report = PlanningReport(
-        planning,
-        gathered.received_bytes,
-        scattered_bytes,
-        len(ranks) * is_first if is_central else 1,
-        _peak_memory_bytes() - had_bytes,
-        time.perf_counter() - begun_s,
-    )
-    return part, report
-
-
-def _plan_or_error(
-    matching: _Matching, rosters: Mapping[int, tuple[Roster, Roster]]
-) -> RefitPlan | ReshardError:
-    try:
-        plan = matching.plan(
-            {rank: before for rank, (before, _) in rosters.items()},
-            {rank: after for rank, (_, after) in rosters.items()},
-        )
-        # What can be wrong with a plan is wrong now, not for one rank later.
-        plan.job.line, plan.batches  # noqa: B018
-    except ReshardError as error:
-        return error
-    return plan
-
-
-def _peak_memory_bytes() -> int:
-    """The most memory this process ever had; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _check_memory(before: Listing, after: Listing) -> None:
-    shared = overlapping(before.locals, after.locals)
-    if shared:
-        problem = f"{shared} share memory; a target must not lie where a source is"
-        after.roster = Roster((), problems=(*after.roster.problems, problem))
-
-
-@dataclass(slots=True)
 class _Prepared:
+    """What one rank has and does, kept for every run."""
+
     part: RefitPart
     before: Listing
     after: Listing
-    device: torch.device
+    transforms: Mapping[str, Transform]
     extra_bytes: int
     report: PlanningReport
 
+    def problem(self) -> str | None:
+        """Why this rank cannot do it; None where it can."""
+        devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+        if len(devices) > 1:
+            return f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+        try:
+            message_bytes_of(self.extra_bytes)
+            for item in self.part.items:
+                if item.match.is_transformed and item.match.name in self.after.locals:
+                    self._check_transform(item.match)
+        except ReshardError as error:
+            return str(error)
+        return None
 
-def _agreed(
-    part: RefitPart,
-    before: Listing,
-    after: Listing,
-    extra_bytes: int,
-    report: PlanningReport,
-    group: dist.ProcessGroup | None,
-) -> _Prepared:
-    """All ranks mean the same job, and each has its memory in one place."""
-    devices = {t.device for side in (before, after) for t in side.locals.values()}
-    problem = None
-    if len(devices) > 1:
-        problem = f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
-    agree(Intent({"refit": part.digest.encode()}, problem), group)
-    device = devices.pop() if devices else device_of(group)
-    return _Prepared(part, before, after, device, extra_bytes, report)
+    def _check_transform(self, match: Match) -> None:
+        transform, held = self.transforms[match.name], self.after.locals
+        made = {name: held[name] for name in transform.outputs(match.name) if name in held}
+        transform.check(match.name, match.target, dist.get_rank(), made)
 
-
-@dataclass(slots=True)
-class _Stage:
-    """One batch: what it moves, and what is done before and after."""
-
-    exchange: Exchange
-    movements: list[Movement]
-
-    def run(self) -> None:
-        self.exchange.run()
-        for movement in self.movements:
-            if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
-                complete_contributions(movement.plan, dist.get_rank(), movement.target)
-
-
-def _stages(prepared: _Prepared, group: dist.ProcessGroup | None) -> list[_Stage]:
-    stages = []
-    for number in range(prepared.part.batches):
-        movements = []
-        for item in prepared.part.items:
-            if item.batch == number:
-                one = item.match
-                movements.append(
-                    Movement.of(
-                        item.plan,
-                        item.transfers,
-                        dist.get_rank(),
-                        prepared.before.locals.get(one.source_name),
-                        prepared.after.locals.get(one.name),
-                        getattr(torch, as_dtype(one.dtype).name),
-                    )
-                )
-        exchange = Exchange(
-            movements, dist.get_rank(), group, prepared.device, prepared.extra_bytes
+    def stages(self, group: dist.ProcessGroup | None) -> Stages:
+        """Memory and messages for every run."""
+        devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+        return Stages(
+            self.part,
+            self.before.locals,
+            self.after.locals,
+            self.transforms,
+            devices.pop() if devices else device_of(group),
+            self.extra_bytes,
+            group,
         )
-        stages.append(_Stage(exchange, movements))
-    return stages

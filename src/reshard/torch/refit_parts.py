@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -21,6 +23,7 @@ from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 from reshard.torch.matching import Match
+from reshard.torch.messages import ALIGNMENT_BYTES, aligned
 
 DIRECT = 0
 
@@ -37,10 +40,15 @@ class PartItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RefitPart:
-    """What one rank does: its tensors in the order of all, and how many batches there are."""
+    """What one rank does: its tensors in the order of all, and how many batches there are.
+
+    `staging_bytes` is what the largest batch of transformed tensors needs. `digest` is of the
+    whole plan, the same on every rank.
+    """
 
     items: tuple[PartItem, ...]
     batches: int
+    staging_bytes: int
     digest: str
 
 
@@ -75,7 +83,7 @@ class RefitPlan:
             if size_bytes > self.staging_bytes:
                 raise UsageError(
                     f"{one.name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
-                    f"extra_bytes leaves {self.staging_bytes}; give at least {4 * size_bytes}"
+                    f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
             if number == DIRECT or filled_bytes + size_bytes > self.staging_bytes:
                 number, filled_bytes = number + 1, 0
@@ -96,21 +104,31 @@ class RefitPlan:
             for one, item, batch in zip(self.matches, self.job.items, self.batches, strict=True)
             if one.name in transfers or _holds(one.target, rank)
         ]
-        return RefitPart(tuple(items), max(self.batches, default=0) + 1, self.job.digest)
+        batches = max(self.batches, default=DIRECT) + 1
+        filled_bytes = [0] * batches
+        for one, batch in zip(self.matches, self.batches, strict=True):
+            filled_bytes[batch] += staging_bytes(one) if batch != DIRECT else 0
+        return RefitPart(tuple(items), batches, max(filled_bytes), self.job.digest)
 
     def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
         """What each of the ranks does, one after the other."""
         return (self.part(rank) for rank in ranks)
 
 
+def staging_limit_bytes(extra_bytes: int) -> int:
+    """How much of a limit is for transformed tensors; the rest is for messages."""
+    return extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
 def staging_bytes(match: Match) -> int:
     """The most that a rank needs to send and to receive a transformed tensor."""
     itemsize = as_dtype(match.dtype).itemsize_bytes
-    sides = [
-        max(layout.cell_shape.prod(axis=1).tolist(), default=0) * itemsize
-        for layout in (match.source, match.target)
-    ]
-    return sum(-(-size // 16) * 16 for size in sides)
+    found_bytes = 0
+    for layout in (match.source, match.target):
+        elements = np.zeros(layout.slots, dtype=np.int64)
+        np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
+        found_bytes += aligned(int(elements.max(initial=0)) * itemsize)
+    return found_bytes
 
 
 def _holds(layout: Layout, rank: int) -> bool:
