@@ -118,6 +118,14 @@ def test_a_large_tensor_is_relieved_by_small_ones() -> None:
     assert np.abs(job.sent_bytes - [1600, 1600, 1600, 0]).max() <= 1600 / 32
 
 
+def test_several_parts_of_the_same_holders() -> None:
+    boxes = [Box((0,), (100,)), Box((100,), (400,))]
+    source = Layout.from_boxes((400,), [(slot, box) for slot in (0, 1, 2) for box in boxes])
+    job = job_of(source, Layout.whole((400,), [3], 4), 8)
+    job.verify()
+    assert np.abs(job.sent_bytes - 8 * 2 * 400 // 3).max() <= 8 * 2 * 400 // 3 / 32
+
+
 def test_ranks_without_anything_take_no_part() -> None:
     source, target = Layout.whole((12,), [2, 3], 4), Layout.whole((12,), [0, 1], 4)
     job = job_of(source, target, 1)

@@ -192,7 +192,8 @@ def replicated_jobs(draw: st.DrawFn) -> Job:
                 for slot in draw(st.sets(st.integers(0, 7), min_size=1)):
                     boxes.append((slot, reshard.Box((low,), (high,))))
             layouts.append(Layout.from_boxes((length,), boxes, 8))
-        items.append(JobItem.between_ranks(name, kind, *layouts))
+        for copy in range(draw(st.integers(1, 3))):
+            items.append(JobItem.between_ranks(f"{name}{copy}", kind, *layouts))
     return Job(items)
 
 
