@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from live_processes import expect_all_end_well, run_ranks
 
 pytest.importorskip("torch")
+
+from live_processes import expect_all_end_well, run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_every_tensor_is_what_the_oracle_and_dtensor_say(ranks: int) -> None:
     expect_all_end_well(run_ranks("redistribution_process.py", ranks))
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_layouts_of_every_kind_become_one_another(ranks: int) -> None:
+    expect_all_end_well(run_ranks("random_redistribution_process.py", ranks))
+
+
+@pytest.mark.parametrize("fault", ["disagreements", "outside", "absent", "raising"])
+def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
+    expect_all_end_well(run_ranks("faulty_redistribution_process.py", 3, fault))
+
+
+@pytest.mark.parametrize("fault", ["killed", "bystander"])
+def test_where_one_rank_is_killed_all_others_raise(fault: str) -> None:
+    ended = run_ranks("faulty_redistribution_process.py", 3, fault)
+    assert ended.pop(1).code == -signal.SIGKILL
+    expect_all_end_well(ended)

@@ -42,7 +42,7 @@ def main(folder: Path, ranks: int, script: str, *arguments: str) -> None:
 
     import reshard.torch  # noqa: F401
 
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path.append(str(Path(__file__).parent))
     children = {}
     for rank in range(ranks):
         child = os.fork()

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 180) -> list[Ended]:
-    """Run a script of this folder as the ranks of a gloo job, and wait for all of them.
+    """Run a script of `tests/torch` as the ranks of a gloo job, and wait for all of them.
 
     The ranks are forks of one process that has imported torch, so that many of them start fast.
     Raises TimeoutError, with what every rank wrote, where one of them hangs.
@@ -46,7 +46,7 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [HERE / "live_job.py", folder, ranks, HERE / script, *arguments]
+        command = [TESTS / "live_job.py", folder, ranks, TESTS / "torch" / script, *arguments]
         # A session of its own: the job and its ranks can be ended together.
         with (folder / "job").open("w") as told_by_job:
             job = subprocess.Popen(

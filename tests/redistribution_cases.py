@@ -30,7 +30,7 @@ class Case:
 
 
 # How many of the pairs on 2x2x2 are taken.
-SAMPLE = 100
+SAMPLE = 60
 
 
 def words(count: int, kinds: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,259 @@
+"""One rank of a job in which something goes wrong; what it must raise is checked on every rank.
+
+Argument: what goes wrong. Ranks that end another way than they should exit with 1.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.errors import PlanError, ReshardError, RunError, UsageError
+from reshard.layout import Layout
+from reshard.torch import redistribute
+from reshard.torch.exchange import Exchange
+
+TIMEOUT_S = 3
+SHAPE = (12, 12)
+
+
+def expect(kind: type[Exception], text: str, action: Callable[[], Any]) -> None:
+    """The action raises that error, in time, and says so."""
+    start_s = time.monotonic()
+    try:
+        found = action()
+    except ReshardError as error:
+        if type(error) is not kind or text not in str(error):
+            raise SystemExit(f"{type(error).__name__}: {error}\nexpected {kind}: {text}") from error
+    else:
+        raise SystemExit(f"no error, but {found}; expected {kind}: {text}")
+    # Others may have been late by as much as the timeout, and this machine is busy.
+    if time.monotonic() - start_s > 4 * TIMEOUT_S:
+        raise SystemExit(f"it took {time.monotonic() - start_s} s to raise {kind}")
+
+
+def layouts() -> tuple[Layout, Layout]:
+    mesh = reshard.DeviceMesh.of(x=dist.get_world_size())
+    rows, columns = (reshard.spec(mesh, text).layout(SHAPE) for text in ("x, -", "-, x"))
+    return rows, columns
+
+
+def own() -> torch.Tensor:
+    return torch.ones(layouts()[0].local_shape(dist.get_rank()))
+
+
+def disagreements() -> None:
+    """Arguments that differ, or cannot be used: all ranks say which, and can go on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows, columns = layouts()
+    last = ranks - 1
+    others = ", ".join(map(str, range(last)))
+
+    expect(
+        PlanError,
+        f"do not mean the same by 'target': ranks {others} mean one thing, rank {last} another",
+        lambda: redistribute(own(), rows if rank == last else columns, source=rows),
+    )
+    other = Layout.whole((5,), [0], 1)
+    expect(
+        PlanError,
+        "'source'",
+        lambda: (
+            redistribute(
+                torch.ones(5) if rank == 0 else None, other, source=other, dtype=torch.float32
+            )
+            if rank == 0
+            else redistribute(own(), columns, source=rows)
+        ),
+    )
+    expect(
+        PlanError,
+        "'dtype'",
+        lambda: redistribute(own().to(torch.float64 if rank == 1 else None), columns, source=rows),
+    )
+    expect(
+        RunError,
+        f"rank {last}: ShardError: tensor has local shape [1, 2]",
+        lambda: redistribute(torch.ones(1, 2) if rank == last else own(), columns, source=rows),
+    )
+    expect(
+        RunError,
+        "rank 1: ShardError: tensor is None",
+        lambda: redistribute(
+            None if rank == 1 else own(), columns, source=rows, dtype=torch.float32
+        ),
+    )
+    expect(
+        RunError,
+        "extra_bytes=63: too little",
+        lambda: redistribute(own(), columns, source=rows, extra_bytes=63),
+    )
+    expect(
+        PlanError,
+        "'extra_bytes'",
+        lambda: redistribute(own(), columns, source=rows, extra_bytes=1000 + rank),
+    )
+    expect(
+        RunError,
+        "rank 0: ShardError: out has local shape",
+        lambda: redistribute(own(), columns, source=rows, out=torch.ones(1) if rank == 0 else None),
+    )
+    expect(
+        RunError,
+        "rank 0: ShardError: out has strides",
+        lambda: redistribute(
+            own(),
+            columns,
+            source=rows,
+            out=torch.ones(1, 1).expand(columns.local_shape(0)) if rank == 0 else None,
+        ),
+    )
+    tensor = own()
+    expect(
+        RunError,
+        "out shares memory with the tensor itself",
+        lambda: redistribute(tensor, rows, source=rows, out=tensor),
+    )
+    expect(
+        RunError,
+        "UsageError: a target of type str",
+        lambda: redistribute(own(), "S(0)", source=rows),
+    )
+    far = Layout.whole(SHAPE, [ranks], ranks + 1)
+    expect(
+        RunError,
+        f"the target has parts on ranks [{ranks}]",
+        lambda: redistribute(own(), far, source=rows),
+    )
+    some = Layout.flat_ranges((12,), {0: (0, 5)})
+    expect(
+        RunError,
+        "PlanError",
+        lambda: redistribute(
+            torch.ones(5) if rank == 0 else None,
+            Layout.replicated((12,), ranks),
+            source=some,
+            dtype=torch.float32,
+        ),
+    )
+    expect(UsageError, "no rank says", lambda: redistribute(None, columns))
+    expect(
+        PlanError,
+        "require gradients and others' do not",
+        lambda: redistribute(own().requires_grad_(rank == 0), columns, source=rows),
+    )
+    expect(
+        UsageError,
+        "out= with a tensor that requires gradients",
+        lambda: redistribute(own().requires_grad_(), columns, source=rows, async_op=True),
+    )
+    partial = reshard.spec(reshard.DeviceMesh.of(x=ranks), "-, - | max(x)").layout(SHAPE)
+    expect(
+        RunError,
+        "a max of contributions has no gradient",
+        lambda: redistribute(torch.ones(SHAPE, requires_grad=True), columns, source=partial),
+    )
+    # After all of it the job is as good as before.
+    found = redistribute(own(), columns, source=rows)
+    assert torch.equal(found, torch.ones(columns.local_shape(rank)))
+
+
+def outside() -> None:
+    """A rank that is none of the group's is told at once."""
+    group = dist.new_group([0, 1])
+    layout = Layout.replicated(SHAPE, 2)
+    if dist.get_rank() > 1:
+        expect(
+            UsageError,
+            f"rank {dist.get_rank()} is not in the group",
+            lambda: redistribute(None, layout, source=layout, dtype=torch.float32, group=group),
+        )
+    else:
+        tensor = torch.ones(SHAPE)
+        assert torch.equal(redistribute(tensor, layout, source=layout, group=group), tensor)
+
+
+def absent() -> None:
+    """One rank raises before it redistributes: the others do not wait for ever."""
+    if dist.get_rank() == 1:
+        time.sleep(2 * TIMEOUT_S)
+        return
+    rows, columns = layouts()
+    expect(RunError, "does not answer", lambda: redistribute(own(), columns, source=rows))
+
+
+def in_the_middle(fail: Callable[[], None]) -> None:
+    """Rank 1 does something else once messages travel; what others wrote into is not usable."""
+    rows, columns = layouts()
+    rank = dist.get_rank()
+    finish = Exchange.finish
+
+    def failing(self: Exchange) -> None:
+        if rank == 1:
+            fail()
+        finish(self)
+
+    Exchange.finish = failing  # type: ignore[method-assign]
+    out = torch.zeros(columns.local_shape(rank))
+    # Tiny messages: most are not yet posted when the rank fails.
+    begun = redistribute(own(), columns, source=rows, out=out, async_op=True, extra_bytes=64)
+    expect(RunError, "not usable" if rank != 1 else "out of memory", begun.wait)
+    expect(RunError, "not usable", begun.wait)
+
+
+def out_of_memory() -> None:
+    raise ReshardError("out of memory")
+
+
+def killed() -> None:
+    in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raising() -> None:
+    rank = dist.get_rank()
+    if rank == 1:
+        in_the_middle(out_of_memory)
+        # Its process lives on, so that others can only wait for their timeout.
+        time.sleep(2 * TIMEOUT_S)
+    else:
+        in_the_middle(out_of_memory)
+
+
+def bystander() -> None:
+    """A rank that receives all it needs still learns that another one failed."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Rank 0 sends to rank 1 and to the last; rank 1 fails.
+    source, target = Layout.whole(SHAPE, [0], ranks), Layout.whole(SHAPE, [1, ranks - 1], ranks)
+    finish = Exchange.finish
+
+    def failing(self: Exchange) -> None:
+        finish(self)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Exchange.finish = failing  # type: ignore[method-assign]
+    own = torch.ones(SHAPE) if rank == 0 else None
+    expect(
+        RunError,
+        "some rank did not finish",
+        lambda: redistribute(own, target, source=source, dtype=torch.float32),
+    )
+
+
+def main(fault: str) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    faults = (disagreements, outside, absent, killed, raising, bystander)
+    {one.__name__: one for one in faults}[fault]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
