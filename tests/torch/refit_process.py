@@ -6,70 +6,453 @@ A case that fails ends the process with what differs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from reshard.torch.refitting import refit
+import reshard
+from refit_models import (
+    CUTS,
+    Values,
+    distributed,
+    expect,
+    expect_same,
+    laid_out,
+    layouts_of,
+    values,
+    whole,
+    zeros,
+)
+from reshard.errors import RunError, ShardError
+from reshard.planning.job import Job
+from reshard.planning.plan import Plan
+from reshard.recipes.library import load_recipe
+from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
 
-
-def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-50, 50, shape, generator=generator).to(dtype)
-
-
-SHAPES = {"embed.weight": (31, 8), "up.weight": (12, 8), "down.weight": (8, 12), "norm": (8,)}
-
-
-def values(seed: int = 0) -> dict[str, torch.Tensor]:
-    return {name: whole(seed + i, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
-
-
-def cut(
-    given: Mapping[str, torch.Tensor], mesh: DeviceMesh, places: Mapping[str, list[Any]]
-) -> dict[str, DTensor]:
-    return {
-        name: distribute_tensor(value, mesh, places[name], src_data_rank=None)
-        for name, value in given.items()
-    }
-
-
-def same(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    if found.keys() != expected.keys():
-        raise SystemExit(f"{what}: {sorted(found)}, expected {sorted(expected)}")
-    for name, value in expected.items():
-        a, b = (v.to_local() if isinstance(v, DTensor) else v for v in (found[name], value))
-        if a.dtype != b.dtype or not torch.equal(a, b):
-            raise SystemExit(f"{what}: {name} differs on rank {dist.get_rank()}\n{a}\n{b}")
-
-
-COLUMN, ROW, ALL = [Shard(0)], [Shard(1)], [Replicate()]
-TP4 = {"embed.weight": COLUMN, "up.weight": COLUMN, "down.weight": ROW, "norm": ALL}
-TP2_DP2 = {name: [Replicate(), *places] for name, places in TP4.items()}
+TP = {name: [Shard("tp" not in CUTS[name].split(",")[0])] for name in CUTS}
+TP["norm"] = [Replicate()]
+DP_TP = {name: [Replicate(), *places] for name, places in TP.items()}
 
 
 def collocated() -> None:
+    """Tensor parallel over 4 to over 2, twice in a row, without an allocation in the second."""
     mesh4 = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     mesh22 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    source = cut(values(), mesh4, TP4)
-    target = cut({n: torch.zeros_like(v) for n, v in values().items()}, mesh22, TP2_DP2)
-    addresses = {n: v.to_local().data_ptr() for n, v in target.items()}
+    source = distributed(values(), mesh4, TP)
+    target = distributed(zeros(values()), mesh22, DP_TP)
+    addresses = {name: value.to_local().data_ptr() for name, value in target.items()}
     done = refit(source, target)
-    same(target, cut(values(), mesh22, TP2_DP2), "collocated")
-    for name, value in values(7).items():
-        source[name].to_local().copy_(cut({name: value}, mesh4, TP4)[name].to_local())
+    expect_same(target, distributed(values(), mesh22, DP_TP), "collocated")
+    after = distributed(values(7), mesh4, TP)
+    for name, value in source.items():
+        value.to_local().copy_(after[name].to_local())
+    with _Allocations() as seen:
+        done.run()
+    expect(not seen.large, f"the second run allocates {seen.large}")
+    expect(not seen.planned, f"the second run plans {seen.planned}")
+    expect_same(target, distributed(values(7), mesh22, DP_TP), "the second run")
+    now = {name: value.to_local().data_ptr() for name, value in target.items()}
+    expect(addresses == now, "the target has moved")
+    expect(done.extra_bytes <= 64 << 20, "too much memory")
+    bound = torch.tensor([done.received_bytes, done.sent_bytes])
+    dist.all_reduce(bound)
+    least = 4 * sum(
+        Plan(*(reshard.torch.layout_of(side[name]) for side in (source, target))).moved_elements
+        for name in source
+    )
+    expect(bound.tolist() == [least, least], f"{bound.tolist()} bytes moved, {least} are needed")
+
+
+class _Allocations(TorchDispatchMode):
+    """What is allocated and planned meanwhile, but for the few numbers ranks agree with."""
+
+    def __enter__(self) -> Any:
+        self.large: list[str] = []
+        self.planned: list[str] = []
+        self._made = {kind: kind.__init__ for kind in (Plan, Job)}
+        for kind, made in self._made.items():
+
+            def counted(one: Any, *args: Any, made: Any = made, **named: Any) -> None:
+                self.planned.append(type(one).__name__)
+                made(one, *args, **named)
+
+            kind.__init__ = counted
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for kind, made in self._made.items():
+            kind.__init__ = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if (
+            isinstance(found, torch.Tensor)
+            and found.untyped_storage().data_ptr() not in given
+            and found.numel() > 16
+        ):
+            self.large.append(f"{func} {tuple(found.shape)}")
+        return found
+
+
+def disjoint() -> None:
+    """Two trainers to two others, each side numbering its ranks from 0."""
+    is_trainer = dist.get_rank() < 2
+    for planning in ("local", "centralized"):
+        source = laid_out(values(), layouts_of(2)) if is_trainer else None
+        cuts = {name: "-, tp" if cut == "tp, -" else cut for name, cut in CUTS.items()}
+        target = None if is_trainer else laid_out(zeros(values()), layouts_of(2, cuts), 2)
+        done = Refit.prepare(source, target, target_offset=2, planning=planning)
+        for _ in range(2):
+            done.run()
+            if target is not None:
+                expect_same(target, laid_out(values(), layouts_of(2, cuts), 2), "disjoint")
+        expect(done.report.planning == planning, "another planning")
+        expect(done.report.planned_ranks == _planned_ranks(planning), "other parts")
+        expect((done.report.scattered_bytes > 0) == (planning == "centralized"), "scattered")
+
+
+def _planned_ranks(planning: str) -> int:
+    if planning == "local":
+        return 1
+    return 4 if dist.get_rank() == 0 else 0
+
+
+def overlapping() -> None:
+    """From ranks 0 and 1 to ranks 1 and 2; rank 3 has nothing."""
+    rank = dist.get_rank()
+    source = laid_out(values(), layouts_of(2)) if rank < 2 else None
+    target = laid_out(zeros(values()), layouts_of(2), 1) if rank in (1, 2) else {}
+    done = refit(source, target, target_offset=1, extra_bytes=256)
+    if target:
+        expect_same(target, laid_out(values(), layouts_of(2), 1), "overlapping")
+    expect(done.extra_bytes <= 256, "too much memory")
+    expect(rank != 3 or (done.tensors, done.received_bytes) == (0, 0), "rank 3 has a part")
+
+
+def in_a_group() -> None:
+    """Three of four ranks, in a group of their own."""
+    group = dist.new_group([1, 2, 3])
+    rank = dist.get_rank()
+    if rank == 0:
+        try:
+            refit(None, None, group=group)
+        except reshard.errors.UsageError:
+            return
+        raise SystemExit("rank 0 is not in the group")
+    for planning in ("local", "centralized"):
+        source = laid_out(values(), layouts_of(2), 1) if rank < 3 else None
+        target = laid_out(zeros(values()), layouts_of(1), 3) if rank == 3 else None
+        refit(source, target, source_offset=1, target_offset=3, group=group, planning=planning)
+        if target is not None:
+            expect_same(target, laid_out(values(), layouts_of(1), 3), "in a group")
+
+
+def casts() -> None:
+    """Elements travel as the narrower of both types."""
+    sent = {}
+    for before, after in (
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.int32, torch.float32),
+    ):
+        source = laid_out(values(dtype=before), layouts_of(4))
+        target = laid_out(zeros(values(dtype=after)), layouts_of(2))
+        done = refit(source, target, cast=before != after, extra_bytes=512)
+        expect_same(target, laid_out(values(dtype=after), layouts_of(2)), f"{before} to {after}")
+        total = torch.tensor(done.sent_bytes)
+        dist.all_reduce(total)
+        sent[before, after] = int(total)
+    f32, bf16 = torch.float32, torch.bfloat16
+    expect(sent[f32, bf16] == sent[bf16, f32] == sent[f32, f32] // 2, f"{sent} bytes")
+    expect(sent[f32, torch.float8_e4m3fn] == sent[f32, f32] // 4, f"{sent} bytes")
+    some = {name: name != "norm" for name in values()}
+    source = laid_out(values(), layouts_of(4))
+    target = laid_out(
+        {n: v.to(bf16) if some[n] else v for n, v in zeros(values()).items()}, layouts_of(2)
+    )
+    refit(source, target, cast={n: "bfloat16" for n, is_cast in some.items() if is_cast})
+    expect_same(
+        target,
+        laid_out({n: v.to(bf16) if some[n] else v for n, v in values().items()}, layouts_of(2)),
+        "cast by name",
+    )
+
+
+class Net(torch.nn.Module):
+    """A module with a buffer that is kept, one that is not, and tied weights."""
+
+    def __init__(self, seed: int, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
+        with torch.no_grad():
+            for number, value in enumerate(self.state_dict().values()):
+                value.copy_(whole(seed + number, *value.shape))
+
+
+def modules() -> None:
+    """A plain module on rank 1 to plain ones on all; buffers, and ties."""
+    rank = dist.get_rank()
+    source, target = Net(1), Net(20)
+    ties = {"head.weight": "embed.weight"}
+    version = target.embed.weight._version
+    done = refit(source if rank == 1 else None, target, ties=ties)
+    expect_same(target.state_dict(), source.state_dict(), "modules")
+    expect(float(target.scratch[0]) == 20, "a buffer that is not kept was written")
+    expect(target.embed.weight._version > version, "autograd does not see the write")
+    # The tied weight is filled once.
+    size = sum(v.nbytes for n, v in source.state_dict().items() if n not in ties)
+    expect(done.received_bytes == (rank != 1) * size, f"{done.received_bytes} bytes, not {size}")
+    untied = Net(20, is_tied=False)
+    given = {n: v for n, v in source.state_dict().items() if n != "head.weight"}
+    refit(given if rank == 1 else None, untied, ties=ties)
+    expect_same(untied.state_dict(), source.state_dict(), "a target that is not tied")
+    with torch.no_grad():
+        source.norm.bias.data = torch.ones(4)
+    _refused(done.run, RunError, "rank 1: norm.bias is at another address")
+    expect(done.is_usable, "nothing was written, but the target is not usable")
+
+
+def fully_sharded() -> None:
+    """From FSDP2 over all ranks to tensor parallel DTensors."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    given = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    places = {name: [Replicate(), Shard(0)] for name in given}
+    target = distributed(zeros(given), mesh, places)
+    refit(model, target)
+    expect_same(target, distributed(given, mesh, places), "FSDP2")
+
+
+def partial_sums() -> None:
+    """A sum that is not done yet arrives added up."""
+    mesh = init_device_mesh("cpu", (4,))
+    given = whole(3, 8, 6)
+    source = reshard.torch.distributed_tensor.DTensor.from_local(
+        given * dist.get_rank(), mesh, [Partial()], run_check=False
+    )
+    target = distributed({"g": torch.zeros(8, 6)}, mesh, {"g": [Shard(1)]})
+    refit({"g": source}, target)
+    expect_same(target, distributed({"g": 6 * given}, mesh, {"g": [Shard(1)]}), "partial")
+
+
+def renamed() -> None:
+    """Two pipeline stages that count from 0, to one model of other names."""
+    rank = dist.get_rank()
+    stage, layers = rank // 2, {f"layers.{i}.up": whole(i, 4, 6) for i in range(4)}
+    mesh = reshard.DeviceMesh.of(pp=2, tp=2)
+    source = {}
+    for number in range(2):
+        layout = reshard.spec(mesh, f"tp, - | only(pp={stage})").layout((4, 6))
+        value = layers[f"layers.{2 * stage + number}.up"]
+        source |= laid_out({f"layers.{number}.up": value}, {f"layers.{number}.up": layout})
+
+    def of_all(name: str) -> str:
+        head, number, tail = name.split(".")
+        return f"{head}.{int(number) + 2 * stage}.{tail}"
+
+    whole_mesh = reshard.DeviceMesh.of(tp=4)
+    layouts = {
+        f"model.layers.{i}.up_proj": reshard.spec(whole_mesh, "-, tp").layout((4, 6))
+        for i in range(4)
+    }
+    expected = {f"model.{name}_proj": value for name, value in layers.items()}
+    target = laid_out(zeros(expected), layouts)
+    table = {"model.layers.*_proj": "layers.*"}
+    refit(source, target, source_names=of_all, target_names=table)
+    expect_same(target, laid_out(expected, layouts), "renamed")
+
+
+def experts() -> None:
+    """Experts of their own on one side, stacked on the other, both ways."""
+    experts = {f"experts.{i}.up": whole(i, 6, 4) for i in range(8)}
+    stacked: Values = {"experts.up": torch.stack(list(experts.values()))}
+    mesh = reshard.DeviceMesh.of(ep=2, tp=2)
+    alone = {
+        f"experts.{i}.up": reshard.spec(mesh, f"tp, - | only(ep={i // 4})").layout((6, 4))
+        for i in range(8)
+    }
+    together = {
+        "experts.up": reshard.spec(reshard.DeviceMesh.of(ep=4), "ep, -, -").layout((8, 6, 4))
+    }
+    stacks = {"experts.up": "experts.{}.up"}
+    target = laid_out(zeros(stacked), together)
+    refit(laid_out(experts, alone), target, stacks=stacks)
+    expect_same(target, laid_out(stacked, together), "stacked experts")
+    back = laid_out(zeros(experts), alone)
+    refit(target, back, stacks=stacks)
+    expect_same(back, laid_out(experts, alone), "separate experts")
+    plain = zeros(experts)
+    refit(stacked if dist.get_rank() == 2 else None, plain, stacks=stacks)
+    expect_same(plain, experts, "a plain stack")
+
+
+def recipes() -> None:
+    """Plain local tensors of a shipped recipe."""
+    recipe = load_recipe("llama")
+    shapes = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (4,)}
+    given = {name: whole(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    mesh = reshard.DeviceMesh.of(tp=4)
+    own = {
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(2, 4),
+        "model.norm.weight": torch.zeros(4),
+    }
+    config = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    refit(
+        given if dist.get_rank() == 3 else None,
+        by_recipe(own, mesh, shapes, recipe, config=config),
+    )
+    rows = given["model.layers.0.mlp.up_proj.weight"].chunk(4)[dist.get_rank()]
+    expected = {**given, "model.layers.0.mlp.up_proj.weight": rows}
+    expect_same(own, expected, "a recipe")
+
+
+def quantised() -> None:
+    """Blocks of float8 with scales, equal to those of the whole tensor; in batches."""
+    block = BlockQuantized(block=(4, 2))
+    given = {f"layers.{i}.w": torch.randn(16, 6, generator=_seeded(i)) for i in range(3)}
+    mesh = reshard.DeviceMesh.of(tp=4)
+    rows, columns = (reshard.spec(mesh, text).layout((16, 6)) for text in ("tp, -", "-, tp"))
+    scales = reshard.spec(mesh, "tp, -").layout((4, 3))
+    expected: dict[str, Any] = {}
+    for name, value in given.items():
+        target = {
+            name: torch.zeros(16, 6).to(torch.float8_e4m3fn),
+            name + "_scale_inv": torch.zeros(4, 3),
+        }
+        block.finish_receive(name, value, target)
+        cut = {name: rows, name + "_scale_inv": scales}
+        expected |= laid_out({n: v.float() for n, v in target.items()}, cut)
+    source = laid_out(given, dict.fromkeys(given, columns))
+    target = {
+        name: (torch.zeros_like(local).to(_float8(name)), layout)
+        for name, (local, layout) in expected.items()
+    }
+    # Room for two of the three tensors at a time.
+    done = refit(source, target, transforms={"*.w": block}, extra_bytes=1024)
+    expect_same(
+        {n: local.float() for n, (local, _) in target.items()},
+        {n: local for n, (local, _) in expected.items()},
+        "quantised",
+    )
+    expect(done.extra_bytes <= 1024, f"{done.extra_bytes} bytes taken")
     done.run()
-    same(target, cut(values(7), mesh22, TP2_DP2), "the second run")
-    assert addresses == {n: v.to_local().data_ptr() for n, v in target.items()}
+    _refused(
+        lambda: refit(source, target, transforms={"*.w": block}, extra_bytes=256),
+        reshard.errors.UsageError,
+        "is transformed",
+    )
+    _refused(
+        lambda: refit(source, target, transforms={"*.w": BlockQuantized((8, 2))}),
+        RunError,
+        "cuts a block of 8",
+    )
+    halves = laid_out({n: v.half() for n, v in zeros(given).items()}, dict.fromkeys(given, rows))
+    refit(source, halves, transforms={"*": Cast("bfloat16")})
+    expect_same(
+        halves,
+        laid_out({n: v.bfloat16().half() for n, v in given.items()}, dict.fromkeys(given, rows)),
+        "cast on the way",
+    )
+
+
+def _float8(name: str) -> torch.dtype:
+    return torch.float32 if name.endswith("_scale_inv") else torch.float8_e4m3fn
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def refusals() -> None:
+    """All that does not fit is in one error, on every rank, before anything is written."""
+    rank = dist.get_rank()
+    source = laid_out(values(), layouts_of(4))
+    target = laid_out({n: v + 77 for n, v in zeros(values()).items()}, layouts_of(2))
+    before = {n: (local.clone(), of) for n, (local, of) in target.items() if local is not None}
+    source["extra"] = source.pop("norm")
+    source["up.weight"] = (torch.zeros(3, 9), Layout_whole((12, 9)))
+    source["down.weight"] = (source["down.weight"][0].double(), source["down.weight"][1])
+    if rank == 2:
+        source["embed.weight"] = (torch.zeros(1, 8), source["embed.weight"][1])
+    for planning in ("local", "centralized"):
+        told = _refused(
+            partial(Refit.prepare, source, target, planning=planning), ShardError, "do not fit"
+        )
+        for line in (
+            "norm: not in the source",
+            "extra: in the source only",
+            "up.weight: shape [12, 8], the source's [12, 9]",
+            "down.weight: the source is float64, the target float32",
+            "embed.weight: rank 2 has local shape [1, 8], the source's layout says [8, 8]",
+        ):
+            expect(line in told, f"{line!r} is not in {told!r}")
+        every: list[str] = [""] * 4
+        dist.all_gather_object(every, told)
+        expect(len(set(every)) == 1, f"ranks say different things: {every}")
+    expect_same({n: t for n, t in target.items() if n in before}, before, "refused")
+    _refused(
+        lambda: refit(values() if rank else {"w": 5}, None, strict=False),
+        ShardError,
+        "rank 0: 'w' is a int",
+    )
+    _refused(lambda: refit(None, None, extra_bytes=64 + rank), reshard.errors.PlanError, "extra")
+    mine = zeros(values())
+    _refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")
+    both = Net(1)
+    _refused(lambda: refit(Net(2, is_tied=False), both), ShardError, "declare ties")
+
+
+def Layout_whole(shape: tuple[int, ...]) -> reshard.Layout:  # noqa: N802
+    return reshard.spec(reshard.DeviceMesh.of(tp=4), "tp, -").layout(shape)
+
+
+def _refused(call: Any, kind: type[Exception], text: str) -> str:
+    try:
+        call()
+    except kind as error:
+        expect(text in str(error), f"{text!r} is not in {error}")
+        return str(error)
+    raise SystemExit(f"nothing was raised where {text!r} was expected")
+
+
+CASES = [
+    collocated,
+    disjoint,
+    overlapping,
+    in_a_group,
+    casts,
+    modules,
+    fully_sharded,
+    partial_sums,
+    renamed,
+    experts,
+    recipes,
+    quantised,
+    refusals,
+]
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    collocated()
+    for case in CASES:
+        case()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -131,7 +131,7 @@ class BlockQuantized(Transform):
         greatest = torch.finfo(values.dtype).max
         rows, columns = self.block
         for begin in range(0, received.shape[-2], rows):
-            part = received[..., begin : begin + rows, :].float()
+            part = received[..., begin : begin + rows, :].to(torch.float32, copy=True)
             for left in range(0, received.shape[-1], columns):
                 block = part[..., left : left + columns]
                 scale = block.abs().amax(dim=(-2, -1)) / greatest

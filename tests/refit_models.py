@@ -1,0 +1,106 @@
+"""Models of small whole numbers, cut for the ranks of a job, and compared with what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import reshard
+from reshard.layout import Layout
+
+Values = dict[str, torch.Tensor]
+
+
+def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that float8 can say, so that no cast loses any."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+SHAPES = {"embed.weight": (31, 8), "up.weight": (12, 8), "down.weight": (8, 12), "norm": (8,)}
+CUTS = {"embed.weight": "tp, -", "up.weight": "tp, -", "down.weight": "-, tp", "norm": "-"}
+
+
+def values(seed: int = 0, dtype: torch.dtype = torch.float32) -> Values:
+    """The tensors of a small model."""
+    return {
+        name: whole(seed + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def zeros(of: Mapping[str, torch.Tensor]) -> Values:
+    """Nothing of the same shapes."""
+    return {name: torch.zeros_like(value) for name, value in of.items()}
+
+
+def distributed(
+    given: Mapping[str, torch.Tensor], mesh: Any, places: Mapping[str, Sequence[Any]]
+) -> dict[str, DTensor]:
+    """As DTensors."""
+    return {
+        name: distribute_tensor(value, mesh, places[name], src_data_rank=None)
+        for name, value in given.items()
+    }
+
+
+def layouts_of(ranks: int, cuts: Mapping[str, str] = CUTS) -> dict[str, Layout]:
+    """The small model's layouts over ranks that count from 0."""
+    mesh = reshard.DeviceMesh.of(tp=ranks)
+    return {name: reshard.spec(mesh, cuts[name]).layout(SHAPES[name]) for name in SHAPES}
+
+
+def laid_out(
+    given: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], first_rank: int = 0
+) -> dict[str, tuple[torch.Tensor | None, Layout]]:
+    """This rank's tensors with their layouts; None where it has nothing."""
+    own = dist.get_rank() - first_rank
+    return {name: (part(given[name], layout, own), layout) for name, layout in layouts.items()}
+
+
+def part(value: torch.Tensor, layout: Layout, slot: int) -> torch.Tensor | None:
+    """What a slot of one cell holds of a whole tensor."""
+    if not 0 <= slot < layout.slots or layout.local_shape(slot) is None:
+        return None
+    local = torch.zeros(layout.local_shape(slot), dtype=value.dtype)
+    (cell,) = layout.cells_of(slot)
+    index = torch.meshgrid(
+        *(
+            torch.cat([torch.arange(a, b) for a, b, _, _ in ((0, 0, 0, 0), *table.runs_of(int(p)))])
+            for table, p in zip(layout.tables, layout.cell_part[cell], strict=True)
+        ),
+        indexing="ij",
+    )
+    local[...] = value[index] if index else value
+    return local
+
+
+def expect_same(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    """End the process where two models differ."""
+    rank = dist.get_rank()
+    if found.keys() != expected.keys():
+        raise SystemExit(f"{what}: {sorted(found)}, expected {sorted(expected)} on rank {rank}")
+    for name, value in expected.items():
+        a, b = local_of(found[name]), local_of(value)
+        if (a is None) != (b is None):
+            raise SystemExit(f"{what}: {name} is {a}, expected {b} on rank {rank}")
+        if a is None:
+            continue
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.float(), b.float()):
+            raise SystemExit(f"{what}: {name} differs on rank {rank}\n{a}\n{b}")
+
+
+def expect(truth: bool, what: str) -> None:
+    """End the process where something is not true."""
+    if not truth:
+        raise SystemExit(f"{what}, on rank {dist.get_rank()}")
+
+
+def local_of(value: Any) -> torch.Tensor | None:
+    """A DTensor's, a pair's or a tensor's own part."""
+    if isinstance(value, tuple):
+        value = value[0]
+    return value.to_local() if isinstance(value, DTensor) else value
