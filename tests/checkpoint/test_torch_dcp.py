@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import subprocess
 import sys
@@ -323,18 +324,10 @@ def test_transformed_tensors_are_refused_by_name(halves: Path) -> None:
                 info.transform_descriptors = ["stream.secret/1"]
 
     edit(halves, compress)
-    with pytest.raises(CheckpointError, match=r"'w' was transformed by stream.secret/1.*known are stream.zstd/1"):
+    with pytest.raises(
+        CheckpointError, match=r"'w' was transformed by stream.secret/1.*known are stream.zstd/1"
+    ):
         open_checkpoint(halves)
-
-
-def test_ranks_that_kept_their_metadata_to_themselves_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "dcp"
-    torch.distributed.checkpoint.save(
-        {"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True, use_collectives=True
-    )
-    (folder / ".metadata").rename(folder / "__0.metadata")
-    with pytest.raises(CheckpointError, match="use_collectives=True"):
-        open_checkpoint(folder)
 
 
 def test_a_metadata_file_that_is_none_is_an_error(halves: Path) -> None:
@@ -355,10 +348,36 @@ def test_nothing_that_a_metadata_file_says_is_run(halves: Path, tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
-def test_attributes_that_torch_has_not_are_listed(halves: Path) -> None:
-    edit(halves, lambda metadata: setattr(metadata, "mcore_data", {"w": {"shape": (8, 4)}}))
+MCORE_DATA = {"w": {"nd_reformulated_orig_global_shape": (8, 4)}, "b": {}}
+
+
+def test_attributes_of_plain_values_are_kept(halves: Path, tmp_path: Path) -> None:
+    size = torch.Size([8, 4])
+    for name, value in {"mcore_data": MCORE_DATA, "name": "x", "sizes": [size, None]}.items():
+        edit(halves, functools.partial(lambda n, v, metadata: setattr(metadata, n, v), name, value))
     opened = open_checkpoint(halves)
-    assert opened.left_out == ((".metadata: mcore_data", "an attribute that PyTorch has not"),)
+    assert opened.attributes["mcore_data"] == MCORE_DATA
+    assert (opened.left_out, opened.unread) == ((), ())
+    conversion = checkpoint.plan_conversion(halves, tmp_path / "t", to=3, format="torch-dcp")
+    assert conversion.losses == ()
+    checkpoint.run_conversion(conversion)
+    kept = torch.distributed.checkpoint.FileSystemReader(tmp_path / "t").read_metadata()
+    assert (kept.mcore_data, kept.name, kept.sizes) == (MCORE_DATA, "x", [size, None])
+    (loss,) = checkpoint.plan_conversion(halves, tmp_path / "s", to="full").losses
+    assert "mcore_data, name, sizes of .metadata" in loss and "--format torch-dcp" in loss
+
+
+def test_attributes_that_are_no_plain_values_are_losses(halves: Path, tmp_path: Path) -> None:
+    inside: list[Any] = []
+    inside.append(inside)
+    odd = {"owner": torch.distributed.checkpoint.metadata.BytesStorageMetadata(), "loop": inside}
+    for name, value in odd.items():
+        edit(halves, functools.partial(lambda n, v, metadata: setattr(metadata, n, v), name, value))
+    opened = open_checkpoint(halves)
+    assert [name for name, _ in opened.unread] == [".metadata: owner", ".metadata: loop"]
+    losses = checkpoint.plan_conversion(halves, tmp_path / "t", to=3, format="torch-dcp").losses
+    assert losses[0].startswith("not in the target: .metadata: owner (")
+    assert len(losses) == 2
 
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,8 @@ class NewFile:
 class Arrangement:
     """The new checkpoint: tensors bound to files. `notes` are worth telling the user.
 
-    `items` are bytes that are no tensors, where they will be; `paths` as in a `Checkpoint`.
+    `items` are bytes that are no tensors, where they will be; `paths` and `attributes` as in a
+    `Checkpoint`.
     """
 
     format: str
@@ -74,6 +76,7 @@ class Arrangement:
     notes: tuple[str, ...] = ()
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def arrange_whole(

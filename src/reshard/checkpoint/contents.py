@@ -207,6 +207,7 @@ class Checkpoint:
         packed: archives that lie transformed in its files, by the name under which tensors find
             what is unpacked of a file (see `reshard.checkpoint.packed_archives`).
         attributes: plain values that its metadata has beside tensors and items.
+        unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.
     """
 
@@ -224,6 +225,7 @@ class Checkpoint:
     checksums: tuple[StoredChecksum, ...] = ()
     packed: Mapping[str, tuple[PackedArchive, ...]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> StoredTensor:

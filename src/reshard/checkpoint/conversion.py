@@ -104,6 +104,13 @@ class Conversion:
                 f"not in the target, since {torch_dcp.FORMAT} has no text metadata: "
                 f"{', '.join(texts)}"
             )
+        if self.source.attributes and self.arrangement.format != torch_dcp.FORMAT:
+            losses.append(
+                f"not in the target, since {self.arrangement.format} has no attributes: "
+                f"{', '.join(self.source.attributes)} of {torch_dcp.METADATA_NAME}; "
+                f"--format {torch_dcp.FORMAT} keeps them"
+            )
+        losses += [f"not in the target: {name} ({why})" for name, why in self.source.unread]
         return tuple(losses)
 
     @property
@@ -111,6 +118,7 @@ class Conversion:
         """What a user should know about the result, beside unmatched tensors and unused rules."""
         notes = [
             *self.losses,
+            *self.source.notes,
             *self.arrangement.notes,
             *(self.assignment.notes if self.assignment else ()),
         ]
@@ -294,7 +302,9 @@ def plan_conversion(
 
     def arranged(planned: Mapping[str, PlannedTensor]) -> Arrangement:
         if is_dcp:
-            return arrange_torch_dcp(planned, mesh, checkpoint.items, checkpoint.paths)
+            return arrange_torch_dcp(
+                planned, mesh, checkpoint.items, checkpoint.paths, checkpoint.attributes
+            )
         return arrange_shards(planned, mesh, metadata, replicas)
 
     _refuse(is_dcp and replicas != "once", f"replicas {replicas!r}", f"the format {format}")

@@ -1,7 +1,8 @@
 """Which kind of checkpoint is at a path?
 
 1. A folder with our manifest is what the manifest says.
-2. A folder with `.metadata` was written by PyTorch's distributed checkpoint.
+2. A folder with `.metadata`, or with `__0.metadata` and so on, was written by PyTorch's
+   distributed checkpoint.
 3. A folder with an index, or with `model.safetensors`, or with one safetensors file, holds
    whole tensors.
 4. A folder whose safetensors files carry sharding offsets holds shards.
@@ -25,6 +26,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.safetensors_header import read_header
 from reshard.checkpoint.source_file import FileIdentity
+from reshard.checkpoint.torch_dcp_rank_metadata import is_rank_metadata, rank_metadata_names
 from reshard.errors import CheckpointError, FormatError
 
 SUFFIX = ".safetensors"
@@ -61,7 +63,7 @@ def _open(path: Path) -> Checkpoint:
     names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(SUFFIX))
     if manifest is not None:
         checkpoint = _open_with_manifest(path, manifest)
-    elif (path / torch_dcp.METADATA_NAME).exists():
+    elif (path / torch_dcp.METADATA_NAME).exists() or rank_metadata_names(path):
         checkpoint = torch_dcp.read(path)
     elif (path / huggingface.INDEX_NAME).exists():
         checkpoint = huggingface.read_indexed(path / huggingface.INDEX_NAME)
@@ -69,7 +71,7 @@ def _open(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"no checkpoint in {path}: expected `{huggingface.SINGLE_FILE}`, "
             f"`{huggingface.INDEX_NAME}`, `{torch_dcp.METADATA_NAME}` of PyTorch, or shard files "
-            f"ending in `{SUFFIX}`{_other_metadata(path)}"
+            f"ending in `{SUFFIX}`"
         )
     elif any(_is_sharded(path / name) for name in names):
         checkpoint = sharded_safetensors.read_without_manifest(path, names)
@@ -85,18 +87,8 @@ def _open(path: Path) -> Checkpoint:
     return _with_companions(_identified(checkpoint))
 
 
-def _other_metadata(folder: Path) -> str:
-    """What to do about a distributed checkpoint whose ranks kept their metadata to themselves."""
-    if not any(folder.glob(f"__*{torch_dcp.METADATA_NAME}")):
-        return ""
-    return (
-        f". There is `__0{torch_dcp.METADATA_NAME}`, of a save with use_collectives=False: each "
-        "rank knows its own part only. Save with use_collectives=True"
-    )
-
-
 def _open_file(path: Path) -> Checkpoint:
-    if path.name == torch_dcp.METADATA_NAME:
+    if path.name == torch_dcp.METADATA_NAME or is_rank_metadata(path.name):
         return torch_dcp.read(path.parent)
     if path.name.endswith(".index.json"):
         return huggingface.read_indexed(path)
@@ -184,6 +176,7 @@ def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
     folder = checkpoint.folder
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME, huggingface.INDEX_NAME}
     carried, left_out = [], list(checkpoint.left_out)
+    has_metadata = (folder / torch_dcp.METADATA_NAME).exists()
     for parent, folders, files in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
@@ -191,7 +184,10 @@ def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
             relative = path.relative_to(folder).as_posix()
             if relative in own or name.startswith("."):
                 continue
-            if name.endswith((SUFFIX, torch_dcp.SUFFIX)):
+            if is_rank_metadata(name):
+                if checkpoint.format != torch_dcp.FORMAT or has_metadata or parent != str(folder):
+                    left_out.append((relative, "not a file of this checkpoint"))
+            elif name.endswith((SUFFIX, torch_dcp.SUFFIX)):
                 left_out.append((relative, "not a file of this checkpoint"))
             elif name.endswith(_OTHER_WEIGHTS) and checkpoint.format != torch_dcp.FORMAT:
                 left_out.append((relative, "weights in another format"))

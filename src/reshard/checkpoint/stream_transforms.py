@@ -9,7 +9,10 @@ Each has a descriptor in `.metadata`, in the order in which a reader undoes them
 1. A descriptor is a name and a version. One that is not known is refused, never guessed.
 2. What comes out is read piece by piece, in bounded memory: a frame that asks for a window of
    more than `MOST_WINDOW_BYTES` is refused.
-3. What comes out between two transforms is bounded too, so that a small file cannot keep a
+3. Behind the packed bytes the decoder is given a frame of nothing (`_LAST_FRAME`). One that is
+   still inside of a frame takes it for the head of a block of a size that no block has, so a
+   stream that was cut off is noticed wherever the cut is.
+4. What comes out between two transforms is bounded too, so that a small file cannot keep a
    reader busy for hours.
 """
 
@@ -29,6 +32,8 @@ MOST_TRANSFORMS = 4
 # What the format asks every decoder to support (RFC 8878, 3.1.1.1.2); all usual levels keep to it.
 MOST_WINDOW_BYTES = 8 << 20
 _READ_BYTES = 128 << 10
+# A skippable frame without content (RFC 8878, 3.1.2).
+_LAST_FRAME = b"\x5f\x2a\x4d\x18" + bytes(4)
 
 
 class ByteStream(Protocol):
@@ -105,6 +110,20 @@ def unpacked(
     return stream
 
 
+class _Followed:
+    """A stream, and some bytes behind its end."""
+
+    def __init__(self, stream: ByteStream, behind: bytes) -> None:
+        self._stream = stream
+        self._behind = behind
+
+    def read(self, size: int, /) -> bytes:
+        content = self._stream.read(size)
+        if not content:
+            content, self._behind = self._behind[:size], self._behind[size:]
+        return content
+
+
 class _ZStandardStream:
     """A stream of Zstandard frames, decoded."""
 
@@ -115,7 +134,10 @@ class _ZStandardStream:
         self._left = most_bytes
         decoder: Any = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW_BYTES)
         self._reader = decoder.stream_reader(
-            packed, read_size=_READ_BYTES, read_across_frames=True, closefd=False
+            _Followed(packed, _LAST_FRAME),
+            read_size=_READ_BYTES,
+            read_across_frames=True,
+            closefd=False,
         )
 
     def read(self, size: int, /) -> bytes:

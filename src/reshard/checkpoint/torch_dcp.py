@@ -11,6 +11,7 @@ items, one behind the other: the archive of a chunk of a tensor, or bytes that a
    those that `.metadata` says, which PyTorch does not look at.
 3. The chunks are proven to cover each tensor once.
 
+A save without collectives has `__R.metadata` of each rank instead (`torch_dcp_rank_metadata`).
 A compressed archive is looked into; what it holds is unpacked when it is read
 (`packed_archives`). Nothing here imports PyTorch, and nothing in the files is run.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.binding import Binding, FileRange
@@ -29,10 +31,17 @@ from reshard.checkpoint.contents import (
     StoredTensor,
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
+from reshard.checkpoint.packed_archives import PackedArchive
 from reshard.checkpoint.torch_dcp_chunks import ChunkReader
 from reshard.checkpoint.torch_dcp_metadata import (
     DcpMetadata,
+    StoredBytes,
     read_metadata,
+)
+from reshard.checkpoint.torch_dcp_rank_metadata import (
+    MergedMetadata,
+    merged_metadata,
+    rank_metadata_names,
 )
 from reshard.errors import CheckpointError, FormatError
 
@@ -40,6 +49,7 @@ FORMAT = "torch-dcp"
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
 LARGEST_METADATA_BYTES = 1 << 30
+LARGEST_COMPARED_BYTES = 1 << 20
 _FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
@@ -72,34 +82,84 @@ def read(folder: Path) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
-    metadata = read_metadata(_metadata_bytes(folder), str(folder / METADATA_NAME))
-    files = _files(folder, metadata)
+    merged = None
+    names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
+    if names:
+        merged = merged_metadata([(name, _metadata(folder / name)) for name in names])
+    metadata = merged.metadata if merged else _metadata(folder / METADATA_NAME)
+    files = _files(folder, metadata, merged.other_items if merged else ())
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     tensors = {}
     items = {}
-    with ChunkReader(folder, ranks, sizes, METADATA_NAME) as chunks:
+    others: list[tuple[str, str]] = []
+    metadata_name = "the metadata of its ranks" if merged else METADATA_NAME
+    with ChunkReader(folder, ranks, sizes, metadata_name) as chunks:
         for name, described in metadata.tensors.items():
             tensors[name] = chunks.stored(name, described)
-    for name, place in metadata.items.items():
-        chunks.check_inside(name, place)
-        address = FileRange(place.file, place.start_bytes)
-        rank = ranks[place.file]
-        items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
-    left_out = tuple(
-        (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not")
+        for name, place in metadata.items.items():
+            chunks.check_inside(name, place)
+            address = FileRange(place.file, place.start_bytes)
+            rank = ranks[place.file]
+            items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
+        if merged:
+            others += _other_items(merged, chunks, ranks)
+    unread = [
+        (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
         for name in metadata.other_attributes
-    )
+    ]
+    notes = []
+    if merged:
+        unread += others
+        copies = f"; {merged.copies} shards that several have are read from the first"
+        notes.append(
+            f"merged from the metadata of {len(names)} ranks, which did not talk when they saved "
+            f"(use_collectives=False){copies if merged.copies else ''}"
+        )
+    packed = {name: tuple(archives) for name, archives in chunks.packed.items()}
+    if packed:
+        notes.append(_packed_note(packed))
     return Checkpoint(
         folder,
         FORMAT,
         tensors,
         files,
-        left_out=left_out,
         items=items,
         paths=metadata.paths,
         checksums=tuple(chunks.checksums),
-        packed={name: tuple(archives) for name, archives in chunks.packed.items()},
+        packed=packed,
+        attributes=metadata.attributes,
+        unread=tuple(unread),
+        notes=tuple(notes),
+    )
+
+
+def _other_items(
+    merged: MergedMetadata, chunks: ChunkReader, ranks: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Bytes of ranks that are others than those that are taken, or may be."""
+    for name, place in merged.other_items:
+        chunks.check_inside(name, place)
+        first = merged.metadata.items[name]
+        is_short = place.size_bytes <= LARGEST_COMPARED_BYTES
+        is_alike = (place.size_bytes, place.transforms) == (first.size_bytes, first.transforms)
+        if is_short and is_alike and chunks.read(place) == chunks.read(first):
+            continue
+        why = "are others than" if is_short or not is_alike else "are not compared with"
+        yield (
+            f"{name} of rank {ranks[place.file]}",
+            f"its bytes {why} those of rank {ranks[first.file]}, which are taken",
+        )
+
+
+def _packed_note(packed: Mapping[str, tuple[PackedArchive, ...]]) -> str:
+    archives = [archive for found in packed.values() for archive in found]
+    size_bytes = sum(archive.front.storage_bytes for archive in archives)
+    transforms = sorted({name for archive in archives for name in archive.transforms})
+    return (
+        f"{len(archives)} shards are compressed ({', '.join(transforms)}); of each, only the "
+        f"beginning is known until it is read. They are unpacked to {size_bytes} bytes of "
+        "temporary files"
     )
 
 
@@ -165,8 +225,7 @@ def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor)
     return bound
 
 
-def _metadata_bytes(folder: Path) -> bytes:
-    path = folder / METADATA_NAME
+def _metadata(path: Path) -> DcpMetadata:
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_METADATA_BYTES + 1)
@@ -176,16 +235,18 @@ def _metadata_bytes(folder: Path) -> bytes:
         raise FormatError(
             f"{path} has over {LARGEST_METADATA_BYTES} bytes, no metadata is so large"
         )
-    return content
+    return read_metadata(content, str(path))
 
 
-def _files(folder: Path, metadata: DcpMetadata) -> tuple[StoredFile, ...]:
+def _files(
+    folder: Path, metadata: DcpMetadata, other_items: Iterable[tuple[str, StoredBytes]]
+) -> tuple[StoredFile, ...]:
     """The files that items lie in, each with its rank, in the order of ranks."""
     users: dict[str, list[str]] = {}
     for name, tensor in metadata.tensors.items():
         for chunk in tensor.chunks:
             users.setdefault(chunk.place.file, []).append(name)
-    for name, place in metadata.items.items():
+    for name, place in (*metadata.items.items(), *other_items):
         users.setdefault(place.file, []).append(name)
     found = []
     for number, file in enumerate(sorted(users)):

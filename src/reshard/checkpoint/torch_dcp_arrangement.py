@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint import torch_dcp
@@ -45,6 +46,7 @@ def arrange_torch_dcp(
     mesh: DeviceMesh | None,
     items: Mapping[str, StoredItem],
     paths: Mapping[str, StatePath],
+    attributes: Mapping[str, Any],
 ) -> Arrangement:
     """Chunks in one file a rank, and what is no tensor in the first.
 
@@ -82,7 +84,9 @@ def arrange_torch_dcp(
         binding = Binding(layout, addresses[name], {})
         spec = tensors[name].spec if layout is tensors[name].layout else None
         stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
-    return Arrangement(torch_dcp.FORMAT, mesh, stored, tuple(files), (), placed, dict(paths))
+    return Arrangement(
+        torch_dcp.FORMAT, mesh, stored, tuple(files), (), placed, dict(paths), attributes
+    )
 
 
 def metadata_bytes(arrangement: Arrangement) -> bytes:
@@ -102,7 +106,7 @@ def metadata_bytes(arrangement: Arrangement) -> bytes:
     }
     # A name without a known place stood at the top of the state dict, as PyTorch would say.
     paths = {name: arrangement.paths.get(name, (name,)) for name in (*tensors, *items)}
-    return metadata_pickle(DcpMetadata(tensors, items, paths))
+    return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=arrangement.attributes))
 
 
 def _chunks(

@@ -114,7 +114,7 @@ class ChunkReader:
         if not chunks:
             raise CoverageError(
                 f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
-                f"{self._folder / self._metadata_name}; a rank's part of the save is missing"
+                f"{self._metadata_name} of {self._folder}; a rank's part of the save is missing"
             )
         chunks.sort(key=lambda chunk: self._ranks[chunk.place.file])
         itemsize_bytes = described.dtype.itemsize_bytes

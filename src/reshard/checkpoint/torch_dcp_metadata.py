@@ -11,7 +11,8 @@
 
 1. The pickle is read without doing what it says (`restricted_pickle`).
 2. Every chunk of every tensor is looked up in `storage_data`; what is not there is missing.
-3. Attributes beyond these (Megatron has some) do not matter for the tensors; they are listed.
+3. Attributes beyond these (Megatron has some) do not matter for the tensors. Those of plain
+   values are kept as they are (`plain_attributes`); the others are listed.
 
 `metadata_pickle` is the way back: names of PyTorch's classes, without PyTorch.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.pickle_writing import write_pickle
+from reshard.checkpoint.plain_values import plain_attributes
 from reshard.checkpoint.restricted_pickle import Call, Global, read_pickle, shortened
 from reshard.checkpoint.safetensors_values import check_shape
 from reshard.checkpoint.torch_archive import TORCH_DTYPES
@@ -53,6 +55,7 @@ _ALLOWED = {
     "torch.distributed.checkpoint.planner": frozenset(
         ["SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"]
     ),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset(["MCoreSavePlan"]),
     # Before PyTorch 2.2.
     _SHARDED: frozenset(["TensorProperties", "MEM_FORMAT_ENCODING"]),
     "torch": TORCH_DTYPES | {"Size"},
@@ -107,13 +110,15 @@ class DcpMetadata:
     """What a distributed checkpoint holds.
 
     `items` are bytes that are no tensor; `paths` says where in the nested state dict each name
-    stood, where that is known; `other_attributes` are those that PyTorch itself has not.
+    stood, where that is known. `attributes` are those that PyTorch itself has not, where their
+    values are plain ones; `other_attributes` names those of anything else.
     """
 
     tensors: Mapping[str, DcpTensor]
     items: Mapping[str, StoredBytes]
     paths: Mapping[str, StatePath] = field(default_factory=dict)
     other_attributes: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_metadata(content: bytes, label: str) -> DcpMetadata:
@@ -141,9 +146,11 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
             items[name] = places[name, None]
         else:
             raise FormatError(f"{label}: {name!r} is neither a tensor nor bytes")
-    other = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
+    unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
+    attributes = plain_attributes({name: fields.get(name) for name in unknown})
+    other = tuple(shortened(name) for name in unknown if name not in attributes)
     paths = _paths(fields.get("planner_data"))
-    return DcpMetadata(tensors, items, paths or {}, tuple(map(shortened, other)))
+    return DcpMetadata(tensors, items, paths or {}, other, attributes)
 
 
 class _Fields:
@@ -329,16 +336,17 @@ def metadata_pickle(metadata: DcpMetadata) -> bytes:
         described[name] = _object("BytesStorageMetadata")
         index = _object("MetadataIndex", fqn=name, index=None)
         storage[index] = _storage_info(place)
-    root = _object(
-        "Metadata",
-        state_dict_metadata=described,
-        planner_data=dict(metadata.paths) or None,
-        storage_data=storage,
-        storage_meta=_object(
+    state = {
+        "state_dict_metadata": described,
+        "planner_data": dict(metadata.paths) or None,
+        "storage_data": storage,
+        "storage_meta": _object(
             "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
         ),
-        version=VERSION,
-    )
+        "version": VERSION,
+        **metadata.attributes,
+    }
+    root = Call(Global(_METADATA, "Metadata"), (), state, is_new=True)
     return write_pickle(root)
 
 

@@ -71,6 +71,7 @@ def inspect(
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
       items [{name, rank, size_bytes}] (bytes that are no tensors)
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
+      attributes (plain values beside the tensors, by name), notes
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places}]}
@@ -158,13 +159,19 @@ def _as_text(
         f"{bytes_text(totals['file_bytes'])}",
         *listing("no tensors, but bytes", checkpoint.items),
         *listing("carried along", checkpoint.carried),
-        *listing("left out", [f"{name} ({reason})" for name, reason in checkpoint.left_out]),
+        *listing("attributes", checkpoint.attributes),
+        *listing("left out", [f"{name} ({reason})" for name, reason in _left_out(checkpoint)]),
+        *(f"note: {printable(note)}" for note in checkpoint.notes),
     ]
     if drawing is not None:
         lines += ["", drawing]
     if found is not None:
         lines += ["", *_digest_lines(found)]
     return lines
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
+    return (*checkpoint.left_out, *checkpoint.unread)
 
 
 def _digest_lines(found: DigestReport) -> list[str]:
@@ -230,7 +237,9 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
             for item in checkpoint.items.values()
         ],
         "carried": list(checkpoint.carried),
-        "left_out": [{"name": name, "reason": why} for name, why in checkpoint.left_out],
+        "attributes": list(checkpoint.attributes),
+        "left_out": [{"name": name, "reason": why} for name, why in _left_out(checkpoint)],
+        "notes": list(checkpoint.notes),
         "totals": _totals(checkpoint),
         "digest_check": found
         and {

@@ -120,6 +120,7 @@ def _notes(conversion: Conversion) -> list[str]:
     assignment = conversion.assignment
     return [
         *conversion.losses,
+        *conversion.source.notes,
         *conversion.arrangement.notes,
         *(assignment.notes if assignment else ()),
     ]
