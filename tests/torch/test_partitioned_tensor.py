@@ -1,13 +1,24 @@
-"""Partitioned tensors between real processes."""
+"""Tensors of partitions between real processes."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from live_processes import expect_all_end_well, run_ranks
 
 pytest.importorskip("torch")
 
+from live_processes import expect_all_end_well, run_ranks
 
-@pytest.mark.parametrize("ranks", [2, 3])
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_conversions(ranks: int) -> None:
     expect_all_end_well(run_ranks("partitioned_process.py", ranks))
+
+
+@pytest.mark.parametrize("when", ["splits", "pieces"])
+def test_a_rank_that_is_killed(when: str) -> None:
+    """The others raise before their group's timeout ends, and none hangs."""
+    ended = run_ranks("partitioned_process.py", 3, when, timeout_s=60)
+    told = "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [0, -signal.SIGKILL, 0], told

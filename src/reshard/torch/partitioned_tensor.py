@@ -20,10 +20,10 @@ Source: the proposal of a `PartitionedShard` placement for DTensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,13 @@ from reshard.torch.redistribution import redistribute
 from reshard.torch.sides import Description
 
 Matrix = tuple[tuple[int, ...], ...]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _called(method: Method) -> Method:
+    """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
+    found: Method = torch.compiler.disable(method)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +85,7 @@ class PartitionedTensor:
     # What a rank knows of both ends of a conversion, once the splits were exchanged.
     _known: Splits | None = field(default=None, repr=False)
 
+    @_called
     def __post_init__(self) -> None:
         local = self.local
         if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
@@ -91,15 +99,16 @@ class PartitionedTensor:
                 "one of its dimensions"
             )
         object.__setattr__(self, "dim", self.dim % local.ndim)
+        ranks = len(self._line)
         expected, each = self.num_partitions, "one for each partition"
         if self.aligned:
             owned = len(self._dealing.owned(self._line.position))
-            expected = owned * len(self._line)
+            expected = owned * ranks
             each = f"for each of the {owned} partitions that this rank owns, one for each rank"
         if len(self.splits) != expected or min(self.splits, default=0) < 0:
             raise ShardError(
                 f"the splits {list(self.splits)} of {self.num_partitions} partitions over "
-                f"{len(self._line)} ranks; give {expected} sizes of 0 or more, {each}"
+                f"{ranks} ranks; give {expected} sizes of 0 or more, {each}"
             )
         if sum(self.splits) != local.shape[self.dim]:
             raise ShardError(
@@ -108,6 +117,7 @@ class PartitionedTensor:
             )
 
     @classmethod
+    @_called
     def of_splits(
         cls,
         local: torch.Tensor,
@@ -134,6 +144,7 @@ class PartitionedTensor:
         return cls(local, mesh, dim, num_partitions, sizes, aligned)
 
     @classmethod
+    @_called
     def of_placement(
         cls, local: torch.Tensor, placement: PartitionedShard, mesh: DeviceMesh
     ) -> PartitionedTensor:
@@ -158,6 +169,7 @@ class PartitionedTensor:
         return cls(local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, known)
 
     @classmethod
+    @_called
     def distribute(cls, tensor: DTensor, placement: PartitionedShard) -> PartitionedTensor:
         """A DTensor over a mesh of one axis, in partitions. Gradients flow.
 
@@ -186,6 +198,7 @@ class PartitionedTensor:
         splits = sizes if self.aligned else self.matrix
         return PartitionedShard(self.dim, self.num_partitions, splits, self.aligned)
 
+    @_called
     def with_local(self, local: torch.Tensor) -> PartitionedTensor:
         """The same pieces of another tensor, such as what experts made of their tokens.
 
@@ -193,6 +206,7 @@ class PartitionedTensor:
         """
         return replace(self, local=local, received_bytes=0)
 
+    @_called
     def to_aligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
         """Whole partitions, dealt to the ranks by ceil of their number. Gradients flow.
 
@@ -200,11 +214,12 @@ class PartitionedTensor:
             RunError: on every rank, a rank that fails or does not answer.
             PlanError: on every rank, ranks that mean different things.
         """
-        return self if self.aligned else self._converted(extra_bytes)
+        return self._converted(True, extra_bytes)
 
+    @_called
     def to_unaligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
         """Every piece at its rank again, sorted by partition. As `to_aligned`."""
-        return self._converted(extra_bytes) if self.aligned else self
+        return self._converted(False, extra_bytes)
 
     def to_replicated(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
         """The whole tensor on every rank, partition behind partition. As `to_aligned`."""
@@ -217,6 +232,7 @@ class PartitionedTensor:
         found: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
         return found
 
+    @_called
     def redistribute(self, target: Description, **options: Any) -> Any:
         """The whole tensor in another layout, by `reshard.torch.redistribute`.
 
@@ -229,11 +245,13 @@ class PartitionedTensor:
         source = (known.mesh, [known.placement])
         return redistribute(known.local, target, source=source, shape=shape, **options)
 
+    @_called
     def gather_splits(self) -> PartitionedTensor:
         """The same tensor, with all splits known to all ranks. Raises as `to_aligned` does."""
+        # Ranks that know all splits agree as well: those that do not would wait for them.
+        agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._line.group)
         if self.matrix is not None:
             return self
-        agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._line.group)
         dealing = self._dealing
         most = dealing.most * dealing.ranks if self.aligned else dealing.partitions
         rows = gather_splits(self._line, self.splits, most)
@@ -244,10 +262,12 @@ class PartitionedTensor:
         known = Splits.of_matrix(dealing, self._line.position, matrix)
         return replace(self, matrix=matrix, _known=known)
 
-    def _converted(self, extra_bytes: int) -> PartitionedTensor:
-        line, is_aligning = self._line, not self.aligned
-        what = "to aligned" if is_aligning else "to unaligned"
+    def _converted(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
+        line, orders = self._line, ("unaligned", "aligned")
+        what = f"{orders[self.aligned]} to {orders[is_aligning]}"
         agree(self._intent(what, extra_bytes), line.group)
+        if self.aligned == is_aligning:
+            return self
         known = self._known
         if known is None:
             sizes = np.array(self.splits, dtype=np.int64)
