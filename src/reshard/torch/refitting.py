@@ -106,9 +106,9 @@ class Refit:
         options = {
             "planning": planning,
             "extra_bytes": extra_bytes,
-            "ties": ties,
+            "ties": _in_order(ties),
             "stacks": stacks,
-            "cast": cast,
+            "cast": _in_order(cast),
             "strict": strict,
             "transforms": transforms,
         }
@@ -165,6 +165,11 @@ class Refit:
         self._group = group
         self._stages = self._prepared.stages(group)
         self.is_usable = True
+
+
+def _in_order(given: Any) -> Any:
+    """A table in one order on all ranks; others as they are."""
+    return sorted(given.items()) if isinstance(given, Mapping) else given
 
 
 def refit(source: Model, target: Model, **options: Any) -> Refit:

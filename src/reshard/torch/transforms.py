@@ -23,7 +23,14 @@ from reshard.layout import Layout
 
 
 class Transform:
-    """The base of transforms: what is sent is the source, what arrives is copied."""
+    """The base of transforms: what is sent is the source, what arrives is copied.
+
+    Ranks compare their transforms by `repr`, which by default is the class's name; one with
+    fields is best a dataclass.
+    """
+
+    def __repr__(self) -> str:
+        return type(self).__name__
 
     def outputs(self, name: str) -> tuple[str, ...]:
         """The names of the targets that it makes for the tensor `name`, which is the first."""

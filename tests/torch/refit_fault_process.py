@@ -1,0 +1,158 @@
+"""One rank of a job of three, one of which fails: all others must raise, and none may hang.
+
+Argument: what happens.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values, zeros
+from reshard.errors import PlanError, ReshardError, RunError
+from reshard.torch import Refit, Transform
+
+FAULTY = 1
+TIMEOUT_S = 5
+# Where all are meant to come, they may come late.
+PATIENT_S = 60
+
+
+class Faulty(Transform):
+    """Copies, and fails on one rank, once, at one point."""
+
+    def __init__(self, at: str, kills: bool) -> None:
+        self.at = at
+        self.kills = kills
+        self.is_armed = False
+
+    def _fail(self, at: str) -> None:
+        if self.is_armed and at == self.at and dist.get_rank() == FAULTY:
+            self.is_armed = False
+            if self.kills:
+                os._exit(7)
+            raise ValueError("no more")
+
+    def prepare_send(self, name: str, source: torch.Tensor, sent: torch.Tensor) -> None:
+        self._fail("send")
+        super().prepare_send(name, source, sent)
+
+    def finish_receive(
+        self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._fail("receive")
+        super().finish_receive(name, received, target)
+
+
+def prepared(
+    transform: Transform | None, group: dist.ProcessGroup | None = None
+) -> tuple[Refit, dict[str, object]]:
+    rows = {name: cut if name != "down.weight" else "tp, -" for name, cut in CUTS.items()}
+    target = laid_out(zeros(values()), layouts_of(3, rows))
+    done = Refit.prepare(
+        laid_out(values(), layouts_of(3)),
+        target,
+        transforms={"down.weight": transform} if transform else None,
+        group=group,
+    )
+    done.run()
+    return done, target
+
+
+def new_group(timeout_s: float) -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def fails_in_the_middle(at: str, kills: bool) -> None:
+    faulty = Faulty(at, kills)
+    done, target = prepared(faulty, new_group(TIMEOUT_S))
+    faulty.is_armed = True
+    begun_s = time.monotonic()
+    try:
+        done.run()
+    except RunError as error:
+        expect("not usable" in str(error), str(error))
+    except ValueError:
+        expect(dist.get_rank() == FAULTY, "another rank's error")
+    else:
+        raise SystemExit("a rank failed, and this one knows nothing of it")
+    expect(time.monotonic() - begun_s < 2 * TIMEOUT_S, "too late")
+    expect(not done.is_usable, "a target that is partly new counts as usable")
+    if kills:
+        return
+    done.renew(new_group(PATIENT_S))
+    done.run()
+    expect(done.is_usable, "not usable after a good run")
+    rows = {name: cut if name != "down.weight" else "tp, -" for name, cut in CUTS.items()}
+    expect_same(target, laid_out(values(), layouts_of(3, rows)), "after a failure")
+
+
+def runs_again() -> None:
+    """A rank whose run failed cannot go on, and all ranks are told."""
+    done, _ = prepared(None)
+    done.is_usable = dist.get_rank() != FAULTY
+    try:
+        done.run()
+    except RunError as error:
+        expect("an earlier run failed" in str(error), str(error))
+        expect(f"rank {FAULTY}" in str(error), str(error))
+    else:
+        raise SystemExit("a run followed one that failed")
+
+
+def runs_another() -> None:
+    """One rank runs another refit than the others."""
+    done, _ = prepared(None)
+    other = Refit.prepare(values(), zeros(values()))
+    try:
+        (other if dist.get_rank() == FAULTY else done).run()
+    except PlanError as error:
+        expect("refit" in str(error), str(error))
+        expect(done.is_usable and other.is_usable, "nothing was written")
+    else:
+        raise SystemExit("different refits ran")
+    done.run()
+
+
+def does_not_come() -> None:
+    """One rank ends before it prepares."""
+    if dist.get_rank() == FAULTY:
+        os._exit(7)
+    try:
+        prepared(None)
+    except ReshardError as error:
+        expect("does not answer" in str(error), str(error))
+        return
+    raise SystemExit("a rank was not there, and none asked")
+
+
+def lives_on() -> None:
+    """What a job can go on after."""
+    runs_again()
+    runs_another()
+    fails_in_the_middle("send", kills=False)
+    fails_in_the_middle("receive", kills=False)
+
+
+FAULTS = {
+    "killed while sending": lambda: fails_in_the_middle("send", kills=True),
+    "killed while receiving": lambda: fails_in_the_middle("receive", kills=True),
+    "lives on": lives_on,
+    "does not come": does_not_come,
+}
+
+
+def main(fault: str) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENT_S))
+    FAULTS[fault]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    os._exit(0)
