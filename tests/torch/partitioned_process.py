@@ -460,7 +460,7 @@ def main(*fault: str) -> None:
         symbolic()
     if size() == 4:
         among_placements()
-    random_matrices(36)
+    random_matrices(24)
     gradients()
     ranks_that_differ()
     dist.barrier()

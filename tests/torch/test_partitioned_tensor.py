@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,17 @@ def test_a_rank_that_is_killed(when: str) -> None:
     ended = run_ranks("partitioned_process.py", 3, when, timeout_s=60)
     told = "\n".join(one.output for one in ended)
     assert [one.code for one in ended] == [0, -signal.SIGKILL, 0], told
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_example_in_the_documents() -> None:
+    example = ROOT / "examples" / "experts.py"
+    document = (ROOT / "docs" / "partitioned-tensors.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
+    assert shown in example.read_text()
+    expect_all_end_well(ended := run_ranks(str(example), 4))
+    assert [one.output.split(":")[1] for one in ended] == [
+        f" {count} tokens went to their experts and back\n" for count in (6, 9, 12, 15)
+    ]

@@ -22,8 +22,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -46,8 +46,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def _called(method: Method) -> Method:
     """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
-    found: Method = torch.compiler.disable(method)
-    return found
+
+    @wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*arguments, **options)
+        return method(*arguments, **options)
+
+    return cast(Method, call)
 
 
 @dataclass(frozen=True, eq=False)
