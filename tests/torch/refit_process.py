@@ -105,6 +105,7 @@ class _Allocations(TorchDispatchMode):
 def disjoint() -> None:
     """Two trainers to two others, each side numbering its ranks from 0."""
     is_trainer = dist.get_rank() < 2
+    parts = []
     for planning in ("local", "centralized"):
         source = laid_out(values(), layouts_of(2)) if is_trainer else None
         cuts = {name: "-, tp" if cut == "tp, -" else cut for name, cut in CUTS.items()}
@@ -117,6 +118,9 @@ def disjoint() -> None:
         expect(done.report.planning == planning, "another planning")
         expect(done.report.planned_ranks == _planned_ranks(planning), "other parts")
         expect((done.report.scattered_bytes > 0) == (planning == "centralized"), "scattered")
+        items = done._prepared.part.items
+        parts.append([(one.match, one.plan, str(one.transfers), one.batch) for one in items])
+    expect(parts[0] == parts[1] != [], "both ways to plan find different parts")
 
 
 def _planned_ranks(planning: str) -> int:
