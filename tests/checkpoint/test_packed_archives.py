@@ -14,6 +14,7 @@ import pytest
 
 from checkpoint.checkpoint_files import tensor
 from checkpoint.process_runs import content, run
+from checkpoint.test_memory import SLACK_BYTES, measure
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.binding import FileRange
 from reshard.checkpoint import packed_archives
@@ -175,6 +176,16 @@ def test_opening_reads_little_of_a_large_archive(tmp_path: Path) -> None:
     found = look_into(count, place, info.length, ("stream.zstd/1",), 4 << 20, "w")
     assert (found.front.storage_bytes, found.front.shape) == (4 << 20, (4 << 20,))
     assert read <= 512 << 10
+
+
+def test_memory_does_not_grow_with_a_compressed_shard(tmp_path: Path) -> None:
+    whole = torch.zeros(192, 256, 1024)
+    torch_checkpoints.save(
+        tmp_path / "dcp", 1, lambda rank: {"w": whole}, _extensions=[ZStandard(), ZStandard()]
+    )
+    how = {"to": "tp=2", "rules": ["w=tp, -, -"]}
+    peak_bytes = measure(tmp_path / "dcp", tmp_path / "target", how, memory_bytes=32 << 20)
+    assert peak_bytes < (32 << 20) + SLACK_BYTES < whole.nbytes
 
 
 def test_nothing_is_left_behind(packed: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ CAMPAIGNS: tuple[tuple[type[Campaign], int, float], ...] = (
     (Kills, 200, 3),
     (BadDisks, 400, 3),
     (Jobs, 6, 2),
-    (Fuzzing, 4, 3),
-    (Mutations, 70_000, 4),
+    (Fuzzing, 5, 3),
+    (Mutations, 100_000, 4),
     (Conversions, 10_000, 10),
 )
 

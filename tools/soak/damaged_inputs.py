@@ -15,10 +15,14 @@ import zipfile
 from pathlib import Path
 
 import safetensors
+import zstandard
 
 from checkpoint.checkpoint_files import Tensor, read_file
+from reshard.binding import FileRange
 from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
+from reshard.checkpoint.packed_archives import UnpackedFile, look_into
 from reshard.checkpoint.safetensors_header import read_header
+from reshard.checkpoint.source_file import SourceFile
 from reshard.checkpoint.torch_archive import read_archive
 from reshard.checkpoint.torch_dcp_metadata import read_metadata
 from reshard.errors import ReshardError
@@ -113,6 +117,34 @@ def read_damaged_archive(content: bytes, folder: Path) -> str:
         return "refused"
     if not 0 <= found.start_bytes <= found.start_bytes + found.storage_bytes <= len(content):
         raise Wrong(f"{found} is not inside {len(content)} bytes")
+    return "accepted"
+
+
+def read_damaged_packed_archive(content: bytes, folder: Path) -> str:
+    """An archive that is compressed: refused, or unpacked to the elements that it has."""
+    label, transforms = "archive", ("stream.zstd/1",)
+    packed = zstandard.compress(content, 1)
+    path = folder / "packed"
+    path.write_bytes(packed)
+    try:
+        with nothing_runs(folder):
+            place = FileRange(path.name, 0)
+            found = look_into(
+                lambda offset, size: packed[offset : offset + size],
+                *(place, len(packed), transforms, len(content), label),
+            )
+        storage = bytearray(found.front.storage_bytes)
+        with SourceFile(path) as file, UnpackedFile(path, [found], file, folder) as unpacked:
+            # What holds nothing is never read, and so not unpacked.
+            unpacked.read_into(memoryview(storage), 0)
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    if not storage:
+        return "accepted"
+    whole = read_archive(lambda at, size: content[at : at + size], 0, len(content), label)
+    if storage != content[whole.start_bytes : whole.start_bytes + whole.storage_bytes]:
+        raise Wrong(f"{content!r} is unpacked to other elements than it has")
     return "accepted"
 
 

@@ -1,7 +1,8 @@
 """The readers fed with bytes that a coverage-guided fuzzer chooses (atheris), or chance.
 
 1. There is one target for each reader: the header of a safetensors file, the `.metadata` of a
-   distributed checkpoint, the archive of a tensor, and the pickle in such an archive.
+   distributed checkpoint, the archive of a tensor, the pickle in such an archive, and an archive
+   that is compressed.
 2. A case runs the fuzzer on one of them in a process of its own, for a fixed number of inputs.
    What it finds lies in a file, which the message names: `python -m soak.fuzzing TARGET FILE`.
 3. Without atheris, the inputs of the corpus are changed at random places.
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from soak.wrong import Wrong
 
-TARGETS = ("header", "metadata", "archive", "pickle")
+TARGETS = ("header", "metadata", "archive", "pickle", "packed")
 SECONDS_S = 20
 LONGEST_INPUT_BYTES = 8192
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
@@ -77,8 +78,8 @@ def _corpus(target: str, folder: Path) -> list[bytes]:
     if target == "header":
         return [path.read_bytes() for one in found for path in one.glob("*.safetensors")]
     if target == "metadata":
-        return [path.read_bytes() for one in found for path in one.glob(".metadata")]
-    return [archive if target == "archive" else pickle]
+        return [path.read_bytes() for one in found for path in one.glob("*.metadata")]
+    return [pickle if target == "pickle" else archive]
 
 
 def _reader(target: str, folder: Path) -> Callable[[bytes], str]:
@@ -91,6 +92,8 @@ def _reader(target: str, folder: Path) -> Callable[[bytes], str]:
         return lambda content: damaged_inputs.read_damaged_metadata(content, folder)
     if target == "archive":
         return lambda content: damaged_inputs.read_damaged_archive(content, folder)
+    if target == "packed":
+        return lambda content: damaged_inputs.read_damaged_packed_archive(content, folder)
     archive, _ = an_archive()
     return lambda content: damaged_inputs.read_damaged_archive(
         damaged_inputs.archive_with(archive, content), folder

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.tensor import Shard
 
 from checkpoint import torch_checkpoints
@@ -38,6 +40,9 @@ WHOLES = {
     "s": tensor("int64", (), 3),
     "e": tensor("float16", (0, 2), 4),
 }
+
+
+COMPRESSED = "compressed"
 
 
 def small_checkpoints(folder: Path) -> Iterator[Path]:
@@ -65,6 +70,13 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
 
     torch_checkpoints.save(folder / "PyTorch", 2, state)
     yield folder / "PyTorch"
+    torch_checkpoints.save(folder / COMPRESSED, 2, state, _extensions=[ZStandard()])
+    yield folder / COMPRESSED
+    for rank in range(2):
+        with torch_checkpoints.standing_for(rank, 2):
+            writer = dcp.FileSystemWriter(folder / "ranks apart")
+            dcp.save(state(rank), storage_writer=writer, use_collectives=False)
+    yield folder / "ranks apart"
 
 
 def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
@@ -75,8 +87,10 @@ def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
             mutated = mutated_json(content)
         elif path.suffix == ".safetensors":
             mutated = _mutated_headers(content)
-        elif path.name == ".metadata":
+        elif path.name.endswith(".metadata"):
             mutated = mutated_pickle(content)
+        elif path.suffix == ".distcp" and checkpoint.name == COMPRESSED:
+            mutated = _mutated_streams(content)
         else:
             continue
         for other in mutated:
@@ -92,6 +106,15 @@ def _mutated_headers(content: bytes) -> Iterator[bytes]:
     for more in (b"", b"\0", data):
         yield content[: 8 + length] + more
     yield content + b"\0"
+
+
+def _mutated_streams(content: bytes) -> Iterator[bytes]:
+    """Compressed bytes, each of them changed; and the file as long as before, or shorter."""
+    for at in range(len(content)):
+        for other in (content[at] ^ 1, content[at] ^ 0x80, 0xFF):
+            yield content[:at] + bytes([other]) + content[at + 1 :]
+        yield content[:at]
+        yield content[:at] + bytes(len(content) - at)
 
 
 def an_archive() -> tuple[bytes, bytes]:
