@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from live_processes import expect_all_end_well, run_ranks
 
 pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "refit.md"
 
 
 def test_models_between_four_ranks() -> None:
@@ -30,3 +36,11 @@ def test_where_a_rank_fails_all_raise(fault: str, code: int) -> None:
     ended = run_ranks("refit_fault_process.py", 3, fault, timeout_s=100)
     told = "\n".join(one.output for one in ended)
     assert [one.code for one in ended] == [0, code, 0], told
+
+
+def test_the_example_runs_and_is_what_the_page_shows() -> None:
+    example = ROOT / "examples" / "refit.py"
+    expect_all_end_well(run_ranks(str(example), 4))
+    shown = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert shown
+    assert all(block in example.read_text() for block in shown)
