@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import reshard.torch
 from checkpoint.checkpoint_files import tensor
 from checkpoint.process_runs import content, run
 from checkpoint.test_memory import SLACK_BYTES, measure
@@ -160,6 +163,14 @@ def test_a_rank_loads_its_part_and_unpacks_no_other(packed: Path) -> None:
         checkpoint.load(opened, {"w": layouts["w"]}, rank=1)
 
 
+def test_live_tensors_are_filled(packed: Path) -> None:
+    state = {"w": torch.zeros(64, 48), "t": torch.zeros(48, 64), "b": torch.zeros(7).bfloat16()}
+    reshard.torch.load(packed, state, strict=False)
+    for name, expected in {"w": as_torch(WHOLES["w"]), "b": as_torch(WHOLES["b"])}.items():
+        assert torch.equal(state[name].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(state["t"].view(torch.int32), as_torch(WHOLES["w"]).view(torch.int32).t())
+
+
 def test_opening_reads_little_of_a_large_archive(tmp_path: Path) -> None:
     whole = torch.randint(0, 255, (4 << 20,), dtype=torch.uint8)
     torch_checkpoints.save(tmp_path, 1, lambda rank: {"w": whole}, _extensions=[ZStandard()])
@@ -298,11 +309,28 @@ def test_a_flipped_byte_inside_of_the_storage(packed: Path, tmp_path: Path) -> N
 
 
 def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path) -> None:
-    archive = archive_of(packed, "t")
-    # The description is another one in the directory's record than in the first.
-    copied = archive[: archive.index(b"archive/.format_version") - 30]
-    repack(packed, "t", zstandard.compress(copied + archive))
-    assert isinstance(refused(packed, tmp_path / "target"), FormatError)
+    def description(value: Any) -> bytes:
+        torch.save(value, tmp_path / "made")
+        with zipfile.ZipFile(tmp_path / "made") as archive:
+            return archive.read("made/data.pkl")
+
+    turned, straight = torch.zeros(64, 48).t(), torch.zeros(48, 64)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("x/data.pkl", description(turned))
+        archive.writestr("x/data/0", bytes(turned.nbytes))
+        archive.writestr("x/more.pkl", description(straight))
+        end = archive.fp.tell() if archive.fp else 0
+    content = made.getvalue()
+    # By the directory the other description is the archive's.
+    directory = content[end:].replace(b"x/data.pkl", b"x/past.pkl")
+    directory = directory.replace(b"x/more.pkl", b"x/data.pkl")
+    for behind, is_right in ((content[end:], True), (directory, False)):
+        repack(packed, "t", zstandard.compress(content[:end] + behind))
+        if is_right:
+            checkpoint.convert(packed, tmp_path / "right", to="full")
+        else:
+            assert "speak of different" in str(refused(packed, tmp_path / "target"))
 
 
 @pytest.mark.parametrize("much", [1 << 18, 1 << 26])
