@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard.execution.arrays import kind_of
-from reshard.execution.local import cell_arrays, finish_contributions
+from reshard.execution.arrays import Storage, kind_of
+from reshard.execution.local import finish_contributions
+from reshard.layout import Layout
 from reshard.planning.transfers import Transfers
 from reshard.runs import IntArray
 
@@ -50,24 +51,17 @@ def target_shard(
     >>> target_shard(plan, plan.transfers, 1, {0: np.arange(4)})
     (array([2, 3]), 2)
     """
-    kind = kind_of(next(iter(shards.values())), "the source's array")
-    held = {slot: kind.storage(shards[slot]) for slot in plan.source.holders}
-    sources = cell_arrays(plan.source, held)
-    shape = plan.target.local_shape(rank)
-    filled = np.zeros(shape or (), dtype=kind.dtype.storage)
-    numbers = plan.target.cells_of(rank)
-    targets = {}
-    for cell in numbers:
-        targets[cell] = filled
-        if len(numbers) > 1:
-            begin, extent = int(plan.target.cell_offset[cell]), plan.target.cell_shape[cell]
-            stop = begin + int(extent.prod())
-            targets[cell] = filled[begin:stop].reshape(tuple(extent.tolist()))
     rows = transfers.take(transfers.target_slot == rank)
+    kind = kind_of(next(iter(shards.values())), "the source's array")
+    sources: dict[int, Storage] = {}
+    for slot in np.unique(rows.source_slot).tolist():
+        sources |= _cells(plan.source, slot, kind.storage(shards[slot]))
+    filled = np.zeros(plan.target.local_shape(rank) or (), dtype=kind.dtype.storage)
+    targets = _cells(plan.target, rank, filled)
     reduction = plan.source.reduction or "sum"
     for row in np.argsort(rows.order, kind="stable").tolist():
         check()
-        data = sources[rows.source_cell[row]][_window(rows.source_start[row], rows.shape[row])]
+        data = sources[int(rows.source_cell[row])][_window(rows.source_start[row], rows.shape[row])]
         whole = targets[int(rows.target_cell[row])]
         place = _window(rows.target_start[row], rows.shape[row])
         if rows.order[row] > 0:
@@ -76,6 +70,19 @@ def target_shard(
     finish_contributions(plan, kind, targets)
     array: Array = kind.array(filled)
     return array, int(rows.elements.sum())
+
+
+def _cells(layout: Layout, slot: int, array: Storage) -> dict[int, Storage]:
+    """The array of each of a slot's cells: the slot's whole one, or stretches of its flat one."""
+    numbers = layout.cells_of(slot)
+    if len(numbers) == 1:
+        return {numbers[0]: array}
+    cells = {}
+    for cell in numbers:
+        begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
+        stretch = array[begin : begin + int(shape.prod())]
+        cells[cell] = stretch.reshape(tuple(shape.tolist()))
+    return cells
 
 
 def _window(start: IntArray, shape: IntArray) -> Any:

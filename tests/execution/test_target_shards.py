@@ -1,0 +1,63 @@
+"""One target rank at a time gets what all get at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard.execution.target_shards import target_shard
+from reshard.layout import Box, Layout
+from reshard.testing.oracle import shards_of
+from reshard.testing.strategies import layouts_with_contents, shapes
+
+CASES = shapes(max_rank=3).flatmap(
+    lambda shape: st.tuples(layouts_with_contents(shape), layouts_with_contents(shape))
+)
+
+
+@settings(max_examples=150)
+@given(CASES)
+def test_rank_by_rank_is_as_at_once(case: Any) -> None:
+    (source, contents), (target, _) = case
+    plan = reshard.plan(source, target)
+    random = np.random.default_rng(0)
+    dense = [random.integers(1, 5, source.shape) for _ in range(contents.contributions)]
+    shards = shards_of(contents, [array.astype(np.float64) for array in dense], rubbish=77.0)
+    if not shards:
+        return
+    expected = plan.run(shards)
+    for rank in target.holders:
+        found, copied = target_shard(plan, plan.transfers, rank, shards)
+        assert found.tobytes() == expected[rank].tobytes()
+        assert found.shape == expected[rank].shape and found.dtype == expected[rank].dtype
+        assert copied == plan.transfers.elements[plan.transfers.target_slot == rank].sum()
+
+
+def test_only_senders_are_read() -> None:
+    """Of two boxes on one rank, the second is asked for; the other rank's array is not."""
+    boxes = [(0, Box((0, 0), (1, 4))), (0, Box((3, 0), (4, 4))), (1, Box((1, 0), (3, 4)))]
+    plan = reshard.plan(Layout.from_boxes((4, 4), boxes), Layout.whole((4, 4), [0], 1))
+    last_row = plan.transfers.take(plan.transfers.start[:, 0] == 3)
+    held = {0: np.arange(8), 1: "not an array"}
+    found, copied = target_shard(plan, last_row, 0, held)
+    assert found.tolist() == [[0] * 4] * 3 + [[4, 5, 6, 7]] and copied == 4
+
+
+def test_the_check_is_called_before_every_box() -> None:
+    whole, parts = Layout.whole((4,), [0], 2), reshard.spec(reshard.DeviceMesh.of(x=4), "x")
+    plan = reshard.plan(parts.layout((4,)), whole)
+    seen = []
+
+    def check() -> None:
+        seen.append(len(seen))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        target_shard(plan, plan.transfers, 0, {r: np.zeros(1) for r in range(4)}, check)
+    assert seen == [0, 1, 2]
