@@ -196,7 +196,6 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         source_shards: SourceShards,
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
-        coordinator = self.coordinator
         run, problem = None, None
         try:
             run = ReshardingRun(plan, source_shards, cancellation)
@@ -204,25 +203,25 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         except ReshardError as error:
             problem = error
         # Nobody copies before everybody can, and means the same.
-        self._meet(problem, "nothing was copied")
-        digests = coordinator.collect(plan.job.digest if plan.job is not None else "")
+        digests = self._meet(problem, "nothing was copied", plan.job and plan.job.digest)
         if run is None or len(set(digests)) > 1:
             raise PlanError(
                 "the processes have different plans; nothing was copied. Give every process the "
                 "same metadata, number of ranks and policy"
             )
-        shares = np.array_split(np.arange(plan.target_world_size), coordinator.size)
-        ranks = shares[coordinator.rank].tolist()
+        place = self.coordinator.rank
+        shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
+        ranks = shares[place].tolist()
         try:
             self._fill(run.fill, ranks)
         except ReshardError as error:
             problem = error
-        self._meet(problem, "the shards of other ranks are not complete")
-        cancelled = coordinator.collect(run.was_cancelled)
+        otherwise = "the target ranks of other processes are not complete"
+        cancelled = self._meet(problem, otherwise, run.was_cancelled)
         notes = [
             f"process {process} was cancelled; its target ranks are not complete"
             for process, is_so in enumerate(cancelled)
-            if is_so and process != coordinator.rank
+            if is_so and process != place
         ]
         return run.result(ranks, notes)
 
@@ -230,14 +229,15 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         with ThreadPoolExecutor(max(1, min(self.threads, len(ranks)))) as pool:
             list(pool.map(fill, ranks))
 
-    def _meet(self, problem: ReshardError | None, otherwise: str) -> None:
-        """Wait for all processes. Raises this one's problem, or RunError for that of another."""
-        told = self.coordinator.collect(None if problem is None else str(problem))
+    def _meet(self, problem: ReshardError | None, otherwise: str, value: Any) -> list[Any]:
+        """The values of all processes. Raises this one's problem, or RunError for another's."""
+        told = self.coordinator.collect((None if problem is None else str(problem), value))
         if problem is not None:
             raise problem
-        for process, other in enumerate(told):
+        for process, (other, _) in enumerate(told):
             if other is not None:
                 raise RunError(f"{otherwise}: process {process} failed: {other}")
+        return [value for _, value in told]
 
 
 def create_strategy(name: str, coordinator: Coordinator | None = None) -> ReshardingStrategy:
