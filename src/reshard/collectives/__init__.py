@@ -1,0 +1,30 @@
+"""Collective programs: the steps, the searches, and what they find."""
+
+from reshard.collectives.program import Program
+from reshard.collectives.search import SEARCHES, find_program
+from reshard.collectives.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    JointAllToAll,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+
+__all__ = [
+    "SEARCHES",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Exchange",
+    "JointAllToAll",
+    "Permute",
+    "Program",
+    "ReduceScatter",
+    "Slice",
+    "Step",
+    "find_program",
+]

@@ -1,0 +1,86 @@
+"""May a step be taken: does what each group of ranks needs lie in what that group held?
+
+Names do not decide. Ten rows over x=2, y=2 by one flat cut are 3, 3, 3, 1; over x alone 5, 5::
+
+    x y     0 1 2 | 3 4 5 | 6 7 8 | 9          gathered along y, the upper half has 0 .. 5
+    x       0 1 2 3 4     | 5 6 7 8 9          and the lower one 6 .. 9: row 5 is missing
+
+so that gather, and the slice back, are not legal. The boxes of one sharding are equal or
+disjoint, so what a group holds of a box is the sum over the different boxes of its members.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reshard.collectives.states import Boxes, Space, State, flat_atoms, overlaps
+
+
+def is_inside(space: Space, after: State, before: State) -> bool:
+    """Whether every rank's box after lies in its own box before."""
+    return space.arriving(before, after) == 0
+
+
+def is_covered(space: Space, before: State, after: State, atoms: frozenset[int]) -> bool:
+    """Whether every rank's box after lies in what its group along `atoms` held before.
+
+    The group is that of the frame of `before`.
+
+    >>> from reshard.collectives.frames import Frame
+    >>> from reshard.mesh import DeviceMesh
+    >>> space = Space([Frame(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [10])
+    >>> flat, nested, gathered = (State(0, (cut,)) for cut in (((0, 1),), ((0,), (1,)), ((0,),)))
+    >>> is_covered(space, flat, gathered, frozenset({1}))
+    False
+    >>> is_covered(space, nested, gathered, frozenset({1}))
+    True
+    """
+    frame = space.frames[before.frame]
+    # Ranks that differ along an atom that cuts nothing hold the same; one of them counts.
+    atoms = atoms & before.used
+    held, wanted = space.boxes(before), space.boxes(after)
+    members = frame.members(atoms)
+    found = overlaps(
+        Boxes(held.low[:, members], held.high[:, members]),
+        Boxes(wanted.low[:, :, None], wanted.high[:, :, None]),
+    )
+    return bool((found.sum(axis=-1) == wanted.elements).all())
+
+
+def smallest_group(space: Space, before: State, after: State) -> frozenset[int] | None:
+    """The atoms of the smallest group found that holds what its ranks need, or None.
+
+    1. The atoms behind the part that both cuts of a dimension have in common are moved.
+    2. Where these do not do, atoms of the same dimensions join, minor ones first; then all.
+    """
+    moved: set[int] = set()
+    kept: list[int] = []
+    for one, other in zip(before.cuts, after.cuts, strict=True):
+        a, b = flat_atoms(one), flat_atoms(other)
+        common = 0
+        while common < min(len(a), len(b)) and a[common] == b[common]:
+            common += 1
+        moved |= {*a[common:], *b[common:]}
+        kept = [*a[:common], *kept]
+    moved &= before.used
+    for atom in [None, *reversed(kept)]:
+        if atom is not None:
+            moved.add(atom)
+        if is_covered(space, before, after, frozenset(moved)):
+            return frozenset(moved)
+    return None
+
+
+def is_permutation(space: Space, before: State, after: State) -> bool:
+    """Whether the ranks only exchange whole shards: every dimension is cut into as many parts."""
+    same = all(
+        space.parts(before, dim) == space.parts(after, dim) for dim in range(len(space.shape))
+    )
+    if not same or before.pending != after.pending:
+        return False
+    return _sorted_boxes(space.boxes(before)) == _sorted_boxes(space.boxes(after))
+
+
+def _sorted_boxes(boxes: Boxes) -> list[tuple[int, ...]]:
+    filled = boxes.elements > 0
+    return sorted(map(tuple, np.concatenate((boxes.low, boxes.high))[:, filled].T.tolist()))

@@ -1,0 +1,115 @@
+"""A program: steps, one behind the other, that lead from one sharding to another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.collectives.steps import Step
+from reshard.errors import PlanError
+from reshard.planning.plan import Plan
+from reshard.sharding import ShardingSpec
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps from `source` to `target` for a tensor of `shape`. Find one with `find_program`.
+
+    Raises:
+        PlanError: steps that do not continue one another.
+    """
+
+    shape: tuple[int, ...]
+    source: ShardingSpec
+    target: ShardingSpec
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        layouts = [self.source.layout(self.shape)]
+        for number, step in enumerate(self.steps):
+            if step.source_layout is not layouts[-1]:
+                raise PlanError(
+                    f"step {number} begins at `{step.source}`, but `{self._before(number)}` is "
+                    "what was reached; each step must begin where the one before ends"
+                )
+            layouts.append(step.target_layout)
+        if layouts[-1] is not self.target.layout(self.shape):
+            raise PlanError(
+                f"the steps end at `{self._before(len(self.steps))}`, not at `{self.target}`"
+            )
+
+    def _before(self, number: int) -> ShardingSpec:
+        return self.steps[number - 1].target if number else self.source
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others in all steps, summed over ranks."""
+        return sum(step.moved_elements for step in self.steps)
+
+    @cached_property
+    def live_shard(self) -> int:
+        """Elements of the largest shard before, between and after the steps."""
+        layouts = [self.source.layout(self.shape), *(step.target_layout for step in self.steps)]
+        return max(int(layout.cell_shape.prod(axis=1).max(initial=0)) for layout in layouts)
+
+    @cached_property
+    def lower_bound_elements(self) -> int:
+        """The fewest elements that any program can move.
+
+        That is what every rank lacks. Where `q` contributions are combined, each element needs
+        `q - 1` arrivals until one rank has it, and one for each further rank that wants it.
+        """
+        direct = Plan(self.source.layout(self.shape), self.target.layout(self.shape))
+        before, after = direct.source.contributions, direct.target.contributions
+        combined = -(-before // after)
+        if combined == 1:
+            return direct.lower_bound_elements
+        held = int(direct.target.cell_elements.sum())
+        return held + (combined - 2) * math.prod(self.shape) * after
+
+    def extra_bytes(self, itemsize_bytes: int) -> int:
+        """The most bytes a rank holds beyond its source and its target, buffers included."""
+        most = 0
+        for number, step in enumerate(self.steps):
+            between = sum(
+                int(layout.cell_shape.prod(axis=1).max(initial=0))
+                for layout, is_own in (
+                    (step.source_layout, number == 0),
+                    (step.target_layout, number == len(self.steps) - 1),
+                )
+                if not is_own
+            )
+            most = max(most, (between + step.extra_elements) * itemsize_bytes)
+        return most
+
+    def verify(self) -> None:
+        """Check every step, element by element. Raises PlanError for one that is not legal."""
+        for step in self.steps:
+            step.verify()
+
+    def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
+        """Carry the program out on arrays in this process: `{rank: array}` to `{rank: array}`.
+
+        See `reshard.execution.programs`.
+        """
+        from reshard.execution.programs import run_program
+
+        return run_program(self, shards)
+
+    def __str__(self) -> str:
+        from reshard.collectives.program_table import program_table
+
+        return program_table(self)
+
+    def __repr__(self) -> str:
+        names = ", ".join(step.name for step in self.steps)
+        return f"<Program of {list(self.shape)}: {names or 'nothing to do'}>"
+
+
+def consecutive(specs: tuple[ShardingSpec, ...]) -> list[tuple[ShardingSpec, ShardingSpec]]:
+    """Each sharding with the next one."""
+    return list(itertools.pairwise(specs))

@@ -1,0 +1,318 @@
+"""The steps of a program: what each collective does to a sharding, and in which groups.
+
+======================  ==================================================================
+`Slice`                 every rank keeps a part of what it holds; nothing moves
+`AllGather`             the minor axes of dimensions are dropped, groups share their shards
+`AllToAll`              the minor axes of one dimension become those of another
+`JointAllToAll`         the same axes, anywhere: one all-to-all of the group they span, packed
+                        at both ends; several dimensions and orders change at once
+`Permute`               whole shards change places
+`ReduceScatter`         contributions are combined, each rank of a group gets a part
+`AllReduce`             contributions are combined, each rank of a group gets all
+`Exchange`              the direct plan, over all ranks; axes may appear and vanish
+======================  ==================================================================
+
+A step is a value. What moves is a plan for each of its groups that knows only the group's ranks:
+where a group has not what it needs there is no such plan, so running and counting prove that
+the step is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.layout import Box, Layout
+from reshard.mesh import Axis
+from reshard.planning.plan import Plan
+from reshard.runs import IntArray
+from reshard.sharding import ShardingSpec
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """From one sharding of a tensor of `shape` to another, within groups of ranks.
+
+    Args:
+        shape: of the tensor.
+        source: the sharding before.
+        target: the sharding after.
+        axes: of the source's mesh, that the groups span.
+        dims: dimensions of the tensor whose cut changes.
+
+    Raises:
+        SpecError: shardings that are not for tensors of this shape.
+    """
+
+    shape: tuple[int, ...]
+    source: ShardingSpec
+    target: ShardingSpec
+    axes: tuple[Axis, ...] = ()
+    dims: tuple[int, ...] = ()
+
+    name: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        # A sharding that does not fit the shape is refused here.
+        self.source_layout, self.target_layout  # noqa: B018
+
+    @cached_property
+    def source_layout(self) -> Layout:
+        """Where the elements are before."""
+        return self.source.layout(self.shape)
+
+    @cached_property
+    def target_layout(self) -> Layout:
+        """Where the elements are after."""
+        return self.target.layout(self.shape)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The ranks that exchange elements with one another."""
+        return self.source.mesh.groups(self.axes)
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan a group, of what its ranks hold and need."""
+        return tuple(
+            Plan(_within(self.source_layout, group), _within(self.target_layout, group))
+            for group in self.groups
+        )
+
+    @cached_property
+    def sent_elements(self) -> IntArray:
+        """Elements each rank sends to others: shape `(slots,)`."""
+        return self._summed([plan.sent_elements for plan in self.plans])
+
+    @cached_property
+    def received_elements(self) -> IntArray:
+        """Elements each rank receives from others: shape `(slots,)`."""
+        return self._summed([plan.received_elements for plan in self.plans])
+
+    def _summed(self, counts: Sequence[IntArray]) -> IntArray:
+        total = np.zeros(max(self.source_layout.slots, self.target_layout.slots), dtype=np.int64)
+        for count in counts:
+            total[: len(count)] += count
+        return total
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks."""
+        return int(self.received_elements.sum())
+
+    @property
+    def live_shard(self) -> int:
+        """Elements of the largest shard before or after."""
+        return max(_largest(self.source_layout), _largest(self.target_layout))
+
+    @property
+    def extra_elements(self) -> int:
+        """Elements of the largest buffers a rank packs and receives into, beside its shards."""
+        return int((self.sent_elements + self.received_elements).max(initial=0))
+
+    def extra_bytes(self, itemsize_bytes: int) -> int:
+        """Bytes of the largest buffers a rank packs and receives into, beside its shards."""
+        return self.extra_elements * itemsize_bytes
+
+    def verify(self) -> None:
+        """Check that every group holds what its ranks need, element by element.
+
+        Raises:
+            PlanError: a group that leaves out an element, or a step that is not of its kind.
+        """
+        for plan in self.plans:
+            plan.verify()
+
+    def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
+        """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`."""
+        from reshard.execution.programs import run_step
+
+        return run_step(self, shards)
+
+    def __str__(self) -> str:
+        axes = " ".join(map(str, self.axes))
+        return f"{self.name}({axes})" if axes else self.name
+
+
+def _within(layout: Layout, ranks: Sequence[int]) -> Layout:
+    """What some ranks hold of a layout, the contributions that they carry numbered from 0."""
+    chosen = np.isin(layout.cell_slot, ranks)
+    carried, number = np.unique(layout.cell_contribution[chosen], return_inverse=True)
+    count = max(len(carried), 1)
+    return Layout(
+        layout.shape,
+        layout.tables,
+        layout.slots,
+        layout.cell_slot[chosen],
+        layout.cell_part[chosen],
+        number,
+        count,
+        layout.reduction if count > 1 else None,
+    )
+
+
+def _largest(layout: Layout) -> int:
+    return int(layout.cell_shape.prod(axis=1).max(initial=0))
+
+
+class Slice(Step):
+    """Every rank keeps a part of what it holds. `axes` are those that cut it."""
+
+    name = "slice"
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Every rank by itself."""
+        return tuple((rank,) for rank in self.source.mesh.devices)
+
+
+class AllGather(Step):
+    """The ranks of a group share their shards. `axes` are those that are dropped."""
+
+    name = "all-gather"
+
+
+class AllToAll(Step):
+    """The minor axes of one dimension become those of another: `dims` is `(from, to)`."""
+
+    name = "all-to-all"
+
+
+class JointAllToAll(Step):
+    """The same axes cut the tensor in another way: one all-to-all of the group they span."""
+
+    name = "joint all-to-all"
+
+
+class Permute(Step):
+    """Whole shards change places: every rank sends at most one, and receives at most one."""
+
+    name = "permute"
+
+    @cached_property
+    def groups(self) -> Groups:
+        """All ranks that carry the same contribution."""
+        return self.source.mesh.groups(self.source.mesh.remaining_axes(self.source.partial_axes))
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Which rank's shard each rank has afterwards: `(from, to)`, sorted by `to`.
+
+        Ranks that hold what they need keep it.
+
+        Raises:
+            PlanError: shardings whose shards are not the same.
+        """
+        found: list[tuple[int, int]] = []
+        for group in self.groups:
+            held = {rank: _box(self.source_layout, rank) for rank in group}
+            wanted = {rank: _box(self.target_layout, rank) for rank in group}
+            spare: dict[Box | None, list[int]] = {}
+            for rank in group:
+                if held[rank] != wanted[rank]:
+                    spare.setdefault(held[rank], []).append(rank)
+            for rank in group:
+                if held[rank] == wanted[rank]:
+                    found.append((rank, rank))
+                elif spare.get(wanted[rank]):
+                    found.append((spare[wanted[rank]].pop(0), rank))
+                else:
+                    raise PlanError(
+                        f"no shard is left for rank {rank} when `{self.source}` becomes "
+                        f"`{self.target}`; a permute needs as many of each before and after"
+                    )
+        return tuple(sorted(found, key=lambda pair: pair[1]))
+
+    @cached_property
+    def _moving(self) -> list[tuple[int, int, int]]:
+        sizes = {rank: _box(self.target_layout, rank) for _, rank in self.pairs}
+        return [
+            (sender, receiver, box.elements)
+            for sender, receiver in self.pairs
+            if sender != receiver and (box := sizes[receiver]) is not None
+        ]
+
+    @cached_property
+    def sent_elements(self) -> IntArray:
+        """Elements each rank sends to others: shape `(slots,)`."""
+        return self._counted(0)
+
+    @cached_property
+    def received_elements(self) -> IntArray:
+        """Elements each rank receives from others: shape `(slots,)`."""
+        return self._counted(1)
+
+    def _counted(self, side: int) -> IntArray:
+        total = self._summed([])
+        for pair in self._moving:
+            total[pair[side]] += pair[2]
+        return total
+
+    @property
+    def extra_elements(self) -> int:
+        """None: shards are sent from where they are and received where they stay."""
+        return 0
+
+    def verify(self) -> None:
+        """Check that every rank gets exactly its shard. Raises PlanError where it does not."""
+        self.pairs  # noqa: B018
+
+
+def _box(layout: Layout, rank: int) -> Box | None:
+    """A rank's box; None for an empty one, wherever it is."""
+    boxes = layout.boxes(rank)
+    return boxes[0] if boxes and boxes[0].elements else None
+
+
+class ReduceScatter(Step):
+    """Contributions are combined, each rank of a group gets a part. `axes` were partial."""
+
+    name = "reduce-scatter"
+
+
+class AllReduce(Step):
+    """Contributions are combined, each rank of a group gets all. `axes` were partial.
+
+    What moves is counted for a reduce-scatter of the flat shard and an all-gather.
+    """
+
+    name = "all-reduce"
+
+    @cached_property
+    def received_elements(self) -> IntArray:
+        """Elements each rank receives: shape `(slots,)`."""
+        total = self._summed([])
+        for group in self.groups:
+            held = int(self.source_layout.cell_shape[self.source_layout.cells_of(group[0])].prod())
+            for place, rank in enumerate(group):
+                mine = held * (place + 1) // len(group) - held * place // len(group)
+                total[rank] = (len(group) - 1) * mine + held - mine
+        return total
+
+    @cached_property
+    def sent_elements(self) -> IntArray:
+        """Elements each rank sends: shape `(slots,)`. As many as it receives."""
+        return self.received_elements
+
+
+class Exchange(Step):
+    """The direct plan: every rank gets what it lacks from any other. Always legal."""
+
+    name = "exchange"
+
+    @cached_property
+    def groups(self) -> Groups:
+        """All ranks of both sides."""
+        return (tuple(sorted({*self.source.mesh.devices, *self.target.mesh.devices})),)
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan."""
+        return (Plan(self.source_layout, self.target_layout),)
