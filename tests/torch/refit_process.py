@@ -384,6 +384,16 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def inference_tensors() -> None:
+    """Tensors of an engine that made them in inference mode."""
+    with torch.inference_mode():
+        target = laid_out(zeros(values()), layouts_of(2))
+    done = refit(laid_out(values(), layouts_of(4)), target)
+    done.run()
+    expect_same(target, laid_out(values(), layouts_of(2)), "inference tensors")
+    refit({"w": torch.ones(2), "b._extra_state": b"any"}, {"w": torch.zeros(2)})
+
+
 def refusals() -> None:
     """All that does not fit is in one error, on every rank, before anything is written."""
     rank = dist.get_rank()
@@ -417,6 +427,14 @@ def refusals() -> None:
         "rank 0: 'w' is a int",
     )
     _refused(lambda: refit(None, None, extra_bytes=64 + rank), reshard.errors.PlanError, "extra")
+    _refused(
+        lambda: refit(values(), None, source_names=lambda name: name[rank - 99]),
+        ShardError,
+        "rank 3: IndexError",
+    )
+    _refused(lambda: refit({}, {"w": torch.zeros(1).expand(4)}), ShardError, "strides [0]")
+    _refused(lambda: refit({}, {}, planning="none"), RunError, "planning='none'")
+    _refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
     mine = zeros(values())
     _refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")
     both = Net(1)
@@ -449,6 +467,7 @@ CASES = [
     experts,
     recipes,
     quantised,
+    inference_tensors,
     refusals,
 ]
 

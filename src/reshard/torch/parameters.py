@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.megatron_names import MegatronNames
@@ -35,7 +35,7 @@ from reshard.recipes.rules import Rule
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.naming import Naming, member_pattern, renamed, tied_root
 from reshard.torch.rosters import Entry, Roster, moved_by
-from reshard.torch.sides import local_of
+from reshard.torch.sides import check_writable, local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class MegatronModel:
     names: MegatronNames
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+
+# What torch calls the state of a module that is no tensor.
+_EXTRA_STATE = "_extra_state"
 
 Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
 
@@ -127,6 +130,9 @@ def list_tensors(
                 found.add(name, value)
     except ReshardError as error:
         found.problems.append(str(error))
+    except Exception as error:
+        # A function of the user's, such as one that gives names: the other ranks wait for this.
+        found.problems.append(f"{type(error).__name__}: {error}")
     roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems))
     return Listing(roster, found.tensors, found.locals, found.addresses)
 
@@ -248,7 +254,7 @@ def _tensors(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, 
         state = model.state_dict(keep_vars=True)
         return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
     if isinstance(model, Mapping):
-        return iter(model.items())
+        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
     raise UsageError(
         f"a model of type {type(model).__name__}; give a module, a state dict, "
         "{name: (tensor, Layout)}, a MegatronModel, or None"
@@ -325,6 +331,10 @@ def check_memory(before: Listing, after: Listing, ties: Mapping[str, str]) -> No
     problems, again = [], set()
     at: dict[tuple[Any, ...], str] = {}
     for name, local in after.locals.items():
+        try:
+            check_writable(local, None)
+        except ShardError as error:
+            problems.append(f"{name}: {error}")
         key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
         other = at.setdefault(key, name) if local.numel() else name
         if other != name and tied_root(name, ties) == tied_root(other, ties):

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, RunError, UsageError
+from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.torch.agreement import Intent, agree, confirm, device_of
-from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
+from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
 from reshard.torch.naming import Naming
 from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
@@ -41,10 +41,12 @@ class Refit:
     of one run, and none of another.
     """
 
-    def __init__(self, prepared: _Prepared, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, prepared: _Prepared, stages: Stages, group: dist.ProcessGroup | None
+    ) -> None:
         self._prepared = prepared
         self._group = group
-        self._stages = stages = prepared.stages(group)
+        self._stages = stages
         self.report = prepared.report
         self.is_usable = True
         self.tensors = len(prepared.part.items)
@@ -112,7 +114,9 @@ class Refit:
             "strict": strict,
             "transforms": transforms,
         }
-        problem = None if planning in ("local", "centralized") else f"planning={planning!r}"
+        problem = None
+        if planning not in ("local", "centralized"):
+            problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         agree(Intent({k: repr(v).encode() for k, v in options.items()}, problem), group)
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
@@ -121,8 +125,11 @@ class Refit:
         part, report = planned(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(item.match.name for item in part.items)
         prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
-        agree(Intent({"refit": part.digest.encode()}, prepared.problem()), group)
-        return cls(prepared, group)
+        stages, problem = prepared.stages(group)
+        agree(Intent({"refit": part.digest.encode()}, problem), group)
+        if stages is None:
+            raise RunError("nothing was moved: no messages could be prepared")
+        return cls(prepared, stages, group)
 
     def run(self) -> None:
         """Fill the target with what the source has now. All ranks of the group call this.
@@ -135,7 +142,9 @@ class Refit:
         agree(Intent({"refit": self._prepared.part.digest.encode()}, self._problem()), self._group)
         self.is_usable = False
         try:
-            self._stages.run()
+            # An engine's tensors may be inference tensors, which only this mode may write.
+            with torch.inference_mode():
+                self._stages.run()
             confirm(self._group)
         except BaseException as error:
             if isinstance(error, ReshardError):
@@ -161,10 +170,15 @@ class Refit:
         return None
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare messages anew over another group of the same ranks, after a run that failed."""
-        self._group = group
-        self._stages = self._prepared.stages(group)
-        self.is_usable = True
+        """Prepare messages anew over another group of the same ranks, after a run that failed.
+
+        All ranks of the group call this. Raises RunError on all where one cannot.
+        """
+        stages, problem = self._prepared.stages(group)
+        agree(Intent({"refit": self._prepared.part.digest.encode()}, problem), group)
+        if stages is not None:
+            self._stages, self._group = stages, group
+            self.is_usable = True
 
 
 def _in_order(given: Any) -> Any:
@@ -193,34 +207,34 @@ class _Prepared:
     extra_bytes: int
     report: PlanningReport
 
-    def problem(self) -> str | None:
-        """Why this rank cannot do it; None where it can."""
-        devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
-        if len(devices) > 1:
-            return f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+    def stages(self, group: dist.ProcessGroup | None) -> tuple[Stages | None, str | None]:
+        """Memory and messages for every run; or None and why there are none."""
         try:
-            message_bytes_of(self.extra_bytes)
+            devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+            if len(devices) > 1:
+                raise ShardError(
+                    f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+                )
             for item in self.part.items:
                 if item.match.is_transformed and item.match.name in self.after.locals:
                     self._check_transform(item.match)
+            stages = Stages(
+                self.part,
+                self.before.locals,
+                self.after.locals,
+                self.transforms,
+                devices.pop() if devices else device_of(group),
+                self.extra_bytes,
+                group,
+            )
         except ReshardError as error:
-            return str(error)
-        return None
+            return None, str(error)
+        except Exception as error:
+            # Memory that is not there, a transform of the user's: the other ranks wait for this.
+            return None, f"{type(error).__name__}: {error}"
+        return stages, None
 
     def _check_transform(self, match: Match) -> None:
         transform, held = self.transforms[match.name], self.after.locals
         made = {name: held[name] for name in transform.outputs(match.name) if name in held}
         transform.check(match.name, match.target, dist.get_rank(), made)
-
-    def stages(self, group: dist.ProcessGroup | None) -> Stages:
-        """Memory and messages for every run."""
-        devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
-        return Stages(
-            self.part,
-            self.before.locals,
-            self.after.locals,
-            self.transforms,
-            devices.pop() if devices else device_of(group),
-            self.extra_bytes,
-            group,
-        )
