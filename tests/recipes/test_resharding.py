@@ -484,7 +484,32 @@ def test_a_process_that_cannot_stops_all_of_them() -> None:
     assert isinstance(second, ShardError)
     for other in (first, third):
         assert isinstance(other, RunError)
-        assert str(other).startswith("nothing was copied: process 1 failed: no array of tensor 'b'")
+        assert str(other).startswith("nothing was copied: process 1 failed: ShardError(")
+        assert "no array of tensor 'b'" in str(other)
+
+
+def test_a_process_that_fails_on_the_way_stops_all_of_them() -> None:
+    """Even by an error that is none of ours: the others do not wait for it."""
+    metadata, held, _ = small()
+
+    class Broken:
+        def is_set(self) -> bool:
+            raise OSError("the disk is gone")
+
+    def run(strategy: ReshardingStrategy) -> ReshardingResult:
+        assert isinstance(strategy, ParallelReshardingStrategy)
+        stop = Broken() if strategy.coordinator.rank == 1 else None
+        try:
+            return strategy.execute(strategy.create_plan(metadata, 4), held, stop)
+        except OSError as error:
+            raise ReshardError("its own") from error
+
+    first, second = together(2, run)
+    assert isinstance(first, RunError) and str(second) == "its own"
+    assert str(first) == (
+        "the target ranks of other processes are not complete: process 1 failed: "
+        "OSError('the disk is gone')"
+    )
 
 
 def test_processes_with_different_plans_copy_nothing() -> None:

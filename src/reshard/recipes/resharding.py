@@ -197,10 +197,11 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
         run, problem = None, None
+        # Whatever goes wrong here, the other processes must not wait for this one.
         try:
             run = ReshardingRun(plan, source_shards, cancellation)
             run.check()
-        except ReshardError as error:
+        except Exception as error:
             problem = error
         # Nobody copies before everybody can, and means the same.
         digests = self._meet(problem, "nothing was copied", plan.job and plan.job.digest)
@@ -214,7 +215,7 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         ranks = shares[place].tolist()
         try:
             self._fill(run.fill, ranks)
-        except ReshardError as error:
+        except Exception as error:
             problem = error
         otherwise = "the target ranks of other processes are not complete"
         cancelled = self._meet(problem, otherwise, run.was_cancelled)
@@ -229,9 +230,9 @@ class ParallelReshardingStrategy(ReshardingStrategy):
         with ThreadPoolExecutor(max(1, min(self.threads, len(ranks)))) as pool:
             list(pool.map(fill, ranks))
 
-    def _meet(self, problem: ReshardError | None, otherwise: str, value: Any) -> list[Any]:
+    def _meet(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
         """The values of all processes. Raises this one's problem, or RunError for another's."""
-        told = self.coordinator.collect((None if problem is None else str(problem), value))
+        told = self.coordinator.collect((None if problem is None else repr(problem), value))
         if problem is not None:
             raise problem
         for process, (other, _) in enumerate(told):
