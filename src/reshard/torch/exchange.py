@@ -1,17 +1,20 @@
 """How do the pieces of a plan travel between the ranks of a process group, in little memory?
 
-Each rank knows its own part of the plan (`messages`). Its messages stand in one queue, in an
-order that all ranks share, and a staged one has one of a few slots of memory::
+Each rank knows its own part of the plan (`messages`). Its messages stand in an order that all
+ranks share, and those that are staged take turns in a few slots of memory::
 
-    queue     m0  m1  m2  m3  m4  m5  m6 ...      posted ahead while their slots are free
-              |--------------|                    done, from the front
-    slots     A   B   -   A   B   -   A           - is dense: sent or received where it lies
+    sends      s0  s1  s2  s3  s4 ...     posted ahead while their slots are free
+    receives   r0  r1  r2  r3  r4 ...
+    slots      A   B   -   A   B          - is dense: sent or received where it lies
 
-1. Once, messages are listed and slots are given out; a message waits for the one that had its
+1. Once, messages are listed and slots are given out; a message follows the one that has its
    slot before.
-2. `start` posts what needs no waiting: receives, and sends once they are packed. Then it copies
+2. `start` posts what follows nothing: receives, and sends once they are packed. Then it copies
    what stays.
-3. `finish` goes on from the front: wait, unpack or combine, post what the slot lets follow.
+3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
+   that is not posted yet says whose slot to wait for: what it follows comes before it, so some
+   rank can always go on.
+4. A message that has arrived is unpacked, or combined once all contributions of lower order are.
 
 Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
 the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
@@ -42,9 +45,11 @@ from reshard.torch.messages import (
 from reshard.torch.reductions import combine, complete
 
 DEFAULT_EXTRA_BYTES = 64 << 20
-# The most bytes of a message. It is packed, sent and unpacked while it is in the cache.
-MESSAGE_BYTES = 1 << 22
-# Packing, sending, receiving and unpacking, each with a message of its own.
+# The most bytes of a message, and how many are under way in each direction: few enough that they
+# are still in the cache when they are sent or unpacked, and that new memory costs little.
+MESSAGE_BYTES = 1 << 21
+_MESSAGES_AHEAD = 4
+# The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
 
 
@@ -61,13 +66,30 @@ class _Prepared:
 class _Step:
     """What is posted at once, and what is combined once it is done.
 
-    `waits_for` is the number of steps that must be done before it is posted.
+    `key` is its place in the order of all; `follows` the steps whose slots it takes over.
     """
 
+    key: tuple[int, ...]
     messages: list[_Prepared] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
-    waits_for: int = 0
+    follows: list[_Step] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def order(self) -> int:
+        """Of the contributions that travel in it."""
+        return self.key[0]
+
+    @property
+    def only_sends(self) -> bool:
+        """Whether nothing arrives, or is combined, by it."""
+        return not self.kept and all(one.message.is_sent for one in self.messages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a slot of it is not free yet."""
+        return not all(before.is_done for before in self.follows)
 
 
 def message_bytes_of(extra_bytes: int, peers: int = 1) -> int:
@@ -130,30 +152,37 @@ class Exchange:
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
         slots = [
-            _Slots([m for m in found.messages if m.is_sent is is_sent], most_bytes, device, half)
+            _Slots(
+                [m for m in found.messages if m.is_sent is is_sent],
+                _MESSAGES_AHEAD * peers,
+                most_bytes,
+                device,
+                half,
+            )
             for is_sent, half in zip((False, True), halves, strict=True)
         ]
-        for number, step in enumerate(self._steps):
+        for step in self._steps:
             for message in step.messages:
-                before = slots[message.message.is_sent].give(message, number)
-                step.waits_for = max(step.waits_for, before + 1)
+                slots[message.message.is_sent].give(message, step)
         self.extra_bytes = sum(one.size_bytes for one in slots)
-        self._posted = self._done = 0
+        # What is grouped is posted in one order on all ranks; else sends and receives go apart.
+        self._lanes: tuple[list[_Step], list[_Step]] = ([], [])
+        for step in self._steps:
+            self._lanes[step.only_sends and not self._is_grouped].append(step)
+        self._posted = [0, 0]
+        self._open_order = 0
         self._is_running = False
         self.has_failed = False
 
     def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
         """Steps in the order of all messages; what stays and is combined comes before them."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        keyed: list[tuple[tuple[int, ...], _Step]] = []
         digits = 2 if self._is_grouped else 4
+        steps = [_Step((order, -1), kept=parts) for order, parts in kept.items()]
         for key, together in itertools.groupby(messages, lambda message: message.key[:digits]):
             prepared = [_Prepared(message, nothing, []) for message in together]
-            # Receives stand ready while sends are packed.
-            prepared.sort(key=lambda one: one.message.is_sent)
-            keyed.append((key, _Step(prepared)))
-        keyed += [((order, -1), _Step(kept=parts)) for order, parts in kept.items()]
-        return [step for _, step in sorted(keyed, key=lambda pair: pair[0])]
+            steps.append(_Step(key, prepared))
+        return sorted(steps, key=lambda step: step.key)
 
     def run(self) -> None:
         """`start` and `finish`."""
@@ -172,7 +201,10 @@ class Exchange:
             )
         if self._is_running:
             raise RunError("this exchange runs already; finish it before it starts again")
-        self._posted = self._done = 0
+        self._posted = [0, 0]
+        self._open_order = 0
+        for step in self._steps:
+            step.is_done = False
         self._is_running = True
         with _Failure(self, "a message could not be sent"):
             self._post_what_can_be()
@@ -187,17 +219,24 @@ class Exchange:
         if not self._is_running:
             raise RunError("this exchange has not started")
         with _Failure(self, "a message did not arrive"):
-            while self._done < len(self._steps):
-                self._complete(self._steps[self._done])
-                self._done += 1
-                self._post_what_can_be()
+            while waiting := self._post_what_can_be():
+                for before in min(waiting, key=lambda step: step.key).follows:
+                    self._complete(before)
+            for step in self._steps:
+                self._complete(step)
         self._is_running = False
 
-    def _post_what_can_be(self) -> None:
-        steps = self._steps
-        while self._posted < len(steps) and steps[self._posted].waits_for <= self._done:
-            self._post(steps[self._posted])
-            self._posted += 1
+    def _post_what_can_be(self) -> list[_Step]:
+        """The first step of each direction that still has to wait for a slot."""
+        waiting = []
+        for direction, lane in enumerate(self._lanes):
+            posted = self._posted[direction]
+            while posted < len(lane) and not lane[posted].waits:
+                self._post(lane[posted])
+                posted += 1
+            self._posted[direction] = posted
+            waiting += lane[posted : posted + 1]
+        return waiting
 
     def _post(self, step: _Step) -> None:
         operations = []
@@ -214,6 +253,14 @@ class Exchange:
             step.works = dist.batch_isend_irecv(operations)
 
     def _complete(self, step: _Step) -> None:
+        if step.is_done:
+            return
+        if step.order > self._open_order and not step.only_sends:
+            # All of them are posted: they come before it on their lane.
+            for lower in self._lanes[0]:
+                if lower.order < step.order:
+                    self._complete(lower)
+            self._open_order = step.order
         works, step.works = step.works, []
         for work in works:
             work.wait()
@@ -223,6 +270,7 @@ class Exchange:
                     _put(view, part, piece.reduction)
         for kept in step.kept:
             _put(kept.target, kept.source, kept.reduction)
+        step.is_done = True
 
 
 class _Failure:
@@ -249,27 +297,29 @@ class _Slots:
     def __init__(
         self,
         messages: Sequence[Message],
+        most: int,
         most_bytes: int,
         device: torch.device,
         memory: torch.Tensor | None,
     ) -> None:
         staged = [aligned(m.offsets[-1]) for m in messages if m.direct is None]
         self._slot_bytes = max(staged, default=0)
-        self._count = min(len(staged), most_bytes // self._slot_bytes) if staged else 0
+        room = most_bytes // self._slot_bytes if staged else 0
+        self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
         if memory is None:
             memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
         self._memory = memory
-        self._users: list[int] = []
+        self._users: list[_Step] = []
 
-    def give(self, prepared: _Prepared, number: int) -> int:
-        """Give a message of step `number` its bytes; the step that had them before, or -1."""
+    def give(self, prepared: _Prepared, step: _Step) -> None:
+        """Give a message of a step its bytes, and let the step follow the one that has them."""
         direct = prepared.message.direct
         if direct is not None:
             prepared.buffer = direct
-            return -1
+            return
         turn = len(self._users)
-        self._users.append(number)
+        self._users.append(step)
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
         prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
@@ -277,7 +327,8 @@ class _Slots:
             view = piece.view
             part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
             prepared.staged.append((view, part))
-        return self._users[turn - self._count] if turn >= self._count else -1
+        if turn >= self._count:
+            step.follows.append(self._users[turn - self._count])
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:

@@ -11,6 +11,7 @@ Gradients flow: the way back of a redistribution is one from the target to the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -326,12 +327,19 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else _device(group)
     local = _target_local(request.out, after, dtype, own, device)
-    job = Job([JobItem.between_ranks("tensor", as_dtype(dtype), before.layout, after.layout)])
-    transfers = job.for_rank(rank).get("tensor", Transfers.none(len(before.layout.shape)))
+    transfers = _transfers(plan, rank)
     out = request.out
     return _Prepared(
         plan, before, after, own, local, out, transfers, dtype, device, request.extra_bytes
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _transfers(plan: Plan, rank: int) -> Transfers:
+    """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
+    dtype = plan.dtype or as_dtype("uint8")
+    job = Job([JobItem.between_ranks("tensor", dtype, plan.source, plan.target)])
+    return job.for_rank(rank).get("tensor", Transfers.none(plan.source.ndim))
 
 
 def _target_local(
