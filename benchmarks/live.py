@@ -1,0 +1,211 @@
+"""What does it cost to give a tensor another layout between the ranks of a running job?
+
+Four gloo ranks, each a process, a tensor of 256 MiB of float32. The ways take turns in one run,
+and all begin and end at a barrier; medians of seven:
+
+    new       `reshard.torch.redistribute`, which allocates its result
+    out       the same with `out=`: into memory that exists
+    raw       `all_to_all_single` of the same bytes between the same ranks, what stays on a rank
+              included, dense on both sides: nothing is packed or unpacked
+    dtensor   `DTensor.redistribute`
+
+Extra memory is how far resident memory of a rank rises above what it was before, less the result.
+
+Expected before the first run: 1.3 of raw where one side is dense (packing is one more pass over
+memory, and overlaps sending), 1.6 where neither is; at most 32 MiB extra; DTensor 5 to 10 times
+raw, and half a GiB extra, as it goes through replicas on the CPU.
+
+    python benchmarks/live.py [--size-mib 256] [--repeat 7] [--cases S0-S1 ...] [--extra-mib 64]
+    torchrun --nproc-per-node 4 benchmarks/live.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """The ranks of a mesh in its shape, and placements as words."""
+
+    ranks: Any
+    words: str
+
+
+ALL = [0, 1, 2, 3]
+SQUARE = [[0, 1], [2, 3]]
+CASES = {
+    "S0-S1": (Side(ALL, "S0"), Side(ALL, "S1")),
+    "S0-R": (Side(ALL, "S0"), Side(ALL, "R")),
+    "S0S1-S1S0": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S1 S0")),
+    "S0S0-S1S1": (Side(SQUARE, "S0 S0"), Side(SQUARE, "S1 S1")),
+    "R-S0": (Side(ALL, "R"), Side(ALL, "S0")),
+    "1D-2D": (Side(ALL, "S0"), Side(SQUARE, "S0 S1")),
+    "2-to-2-others": (Side([0, 1], "S0"), Side([2, 3], "S1")),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The slowest rank's time, and the most extra memory of any rank."""
+
+    seconds_s: float
+    extra_bytes: int
+
+
+def status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def measured(action: Callable[[], Any], result_bytes: int) -> Measured:
+    """What an action takes on all ranks together; `result_bytes` is not counted as extra."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    # Peak resident memory counts from here.
+    Path("/proc/self/clear_refs").write_text("5")
+    before_bytes = status_bytes("VmRSS")
+    start_s = time.perf_counter()
+    kept = action()
+    seconds_s = time.perf_counter() - start_s
+    extra_bytes = status_bytes("VmHWM") - before_bytes - result_bytes
+    most = torch.tensor([seconds_s, max(extra_bytes, 0)], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    del kept
+    return Measured(most[0].item(), int(most[1].item()))
+
+
+def ways_of(case: str, size_mib: int, extra_bytes: int) -> dict[str, tuple[Callable[[], Any], int]]:
+    """The ways to move one case on this rank, each with the bytes of what it allocates anew."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    import reshard.torch
+    from reshard.torch.distributed_tensor import sharding_of_placements
+
+    rank = dist.get_rank()
+    side = 1
+    while 4 * side * side < size_mib * MIB:
+        side *= 2
+    shape = (side, size_mib * MIB // 4 // side)
+    before, after = CASES[case]
+    meshes = [DeviceMesh("cpu", one.ranks) for one in (before, after)]
+    placements = [
+        [Replicate() if word == "R" else Shard(int(word[1:])) for word in one.words.split()]
+        for one in (before, after)
+    ]
+    source, target = (
+        sharding_of_placements(mesh, words, 2).layout(shape)
+        for mesh, words in zip(meshes, placements, strict=True)
+    )
+    plan = reshard.plan(source, target, dtype="float32")
+    own_shape = source.local_shape(rank) if rank < source.slots else None
+    out_shape = target.local_shape(rank) if rank < target.slots else None
+    own = torch.rand(own_shape or (0,))
+    out = torch.zeros(out_shape or (0,))
+    tensor = DTensor.from_local(
+        own, meshes[0], placements[0], shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+    counts = [[0] * RANKS for _ in range(RANKS)]
+    transfers = plan.transfers
+    for sender, receiver, elements in zip(
+        transfers.source_slot.tolist(),
+        transfers.target_slot.tolist(),
+        transfers.elements.tolist(),
+        strict=True,
+    ):
+        counts[sender][receiver] += elements
+    sends, receives = counts[rank], [row[rank] for row in counts]
+    packed, unpacked = torch.rand(sum(sends)), torch.zeros(sum(receives))
+
+    def by_reshard(into: Any) -> Any:
+        return reshard.torch.redistribute(
+            tensor, (meshes[1], placements[1]), out=into, extra_bytes=extra_bytes
+        )
+
+    result_bytes = out.numel() * 4
+    ways: dict[str, tuple[Callable[[], Any], int]] = {
+        "new": (lambda: by_reshard(None), result_bytes),
+        "out": (lambda: by_reshard(out if out_shape else None), 0),
+        "raw": (lambda: dist.all_to_all_single(unpacked, packed, receives, sends), 0),
+    }
+    if before.ranks == after.ranks:
+        ways["dtensor"] = (lambda: tensor.redistribute(meshes[1], placements[1]), result_bytes)
+    return ways
+
+
+def run_as_rank(options: argparse.Namespace) -> None:
+    """All cases, on one rank of the job."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch._logging.set_logs(all=40)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print(f"{'case':14} {'way':8} {'median':>8}  {'min-max':>13}  {'to raw':>6}  {'extra':>8}")
+    for case in options.cases:
+        ways = ways_of(case, options.size_mib, options.extra_mib * MIB)
+        taken: dict[str, list[Measured]] = {way: [] for way in ways}
+        for turn in range(options.repeat + 1):
+            for way, (action, result_bytes) in ways.items():
+                found = measured(action, result_bytes)
+                # The first turn finds memory and connections that nobody has used.
+                if turn:
+                    taken[way].append(found)
+        medians = {way: statistics.median(one.seconds_s for one in taken[way]) for way in taken}
+        for way, of_way in taken.items():
+            seconds_s = [one.seconds_s for one in of_way]
+            extra_mib = max(one.extra_bytes for one in of_way) / MIB
+            if is_first:
+                print(
+                    f"{case:14} {way:8} {medians[way]:6.3f} s  "
+                    f"{min(seconds_s):6.3f}-{max(seconds_s):6.3f}  "
+                    f"{medians[way] / medians['raw']:6.2f}  {extra_mib:4.0f} MiB",
+                    flush=True,
+                )
+    dist.barrier()
+    sys.stdout.flush()
+    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size-mib", type=int, default=256, help="of the whole tensor")
+    parser.add_argument("--repeat", type=int, default=7, help="turns of each way")
+    parser.add_argument("--extra-mib", type=int, default=64, help="limit of extra memory")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_as_rank(options)
+        return
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    raise SystemExit(
+        subprocess.run([sys.executable, *command, *sys.argv], env=environment).returncode
+    )
+
+
+if __name__ == "__main__":
+    main()
