@@ -15,7 +15,10 @@ from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.local import finish_contributions
 from reshard.planning.plan import Plan
+from reshard.torch.messages import cut
 
+# How much of a tensor is scaled at once: what that needs beside it stays small.
+_SCRATCH_BYTES = 1 << 21
 _OPERATIONS = {
     "sum": torch.add,
     "mean": torch.add,
@@ -41,24 +44,33 @@ def complete(plan: Plan, cells: Mapping[int, torch.Tensor]) -> None:
 
     Raises ShardError for a contribution to be filled on another device than the CPU.
     """
-    if not cells or (plan.scale == (1, 1) and all(plan.combines)):
-        return
-    example = next(iter(cells.values()))
-    if example.device.type == "cpu":
-        kind = TorchTensors(example)
-        storages = {cell: kind.storage(tensor) for cell, tensor in cells.items()}
-        finish_contributions(plan, kind, storages)
-        return
     numerator, denominator = plan.scale
     for cell, tensor in cells.items():
         if not plan.combines[int(plan.target.cell_contribution[cell])]:
-            raise ShardError(
-                f"a contribution that combines nothing on {tensor.device}; reshard to partial "
-                "layouts on the CPU"
-            )
-        if numerator != denominator:
-            wide = _computed_in(tensor.dtype)
-            tensor.copy_(tensor.to(wide) * numerator / denominator)
+            _fill(plan, cell, tensor)
+        elif numerator != denominator:
+            for part in cut(tensor, _SCRATCH_BYTES):
+                _scale(part, numerator, denominator)
+
+
+def _fill(plan: Plan, cell: int, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ShardError(
+            f"a contribution that combines nothing on {tensor.device}; reshard to partial layouts "
+            "on the CPU"
+        )
+    kind = TorchTensors(tensor)
+    finish_contributions(plan, kind, {cell: kind.storage(tensor)})
+
+
+def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:
+    if tensor.device.type == "cpu":
+        kind = TorchTensors(tensor)
+        storage = kind.storage(tensor)
+        storage[...] = kind.scale(storage, numerator, denominator)
+        return
+    wide = _computed_in(tensor.dtype)
+    tensor.copy_(tensor.to(wide) * numerator / denominator)
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
