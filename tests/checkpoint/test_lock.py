@@ -20,14 +20,14 @@ def test_the_second_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=rf"staging is in use by process {os.getpid()} on "):
             FolderLock.acquire(folder)
         assert (folder / "lock").exists()
-    FolderLock.acquire(folder).release()
+    FolderLock.acquire(folder).close()
 
 
 def test_the_last_to_hold_it_removes_the_folder(tmp_path: Path) -> None:
     lock = FolderLock.acquire(tmp_path / "staging")
     lock.remove_folder()
     assert os.listdir(tmp_path) == []
-    lock.release()
+    lock.close()
 
 
 def test_a_folder_with_something_in_it_is_not_removed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import contextlib
 import mmap
 from dataclasses import dataclass
 
+from reshard.checkpoint.closing import Closing
 from reshard.errors import UsageError
 
 PAGE_BYTES = 4096
@@ -75,7 +76,7 @@ class Region:
             )
 
 
-class AlignedBuffer:
+class AlignedBuffer(Closing):
     """Anonymous private memory that begins on a page boundary, for one thread to work in.
 
     Regions are handed out where the caller says, and nothing is remembered about them: a caller
@@ -152,12 +153,6 @@ class AlignedBuffer:
             # Python refuses to unmap memory that is still looked at; it unmaps with the last view.
             with contextlib.suppress(BufferError):
                 mapping.close()
-
-    def __enter__(self) -> AlignedBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._mapping is None else f"{self.capacity_bytes} bytes"

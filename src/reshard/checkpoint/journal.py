@@ -26,11 +26,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.durability import refusals_explained, sync_folder, write_all
 from reshard.errors import RunError, UsageError
 
@@ -122,7 +122,7 @@ class JournalRecord:
     checksum: int
 
 
-class Journal:
+class Journal(Closing):
     """An open journal: what an earlier run finished, and a place to say what this one did.
 
     Any number of threads of one process may append.
@@ -194,17 +194,6 @@ class Journal:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _append(self, kind: int, payload: bytes) -> None:
         with self._lock, refusals_explained("write the journal", self.path):

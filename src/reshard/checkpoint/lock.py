@@ -15,8 +15,8 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.durability import refusals_explained, write_all
 from reshard.errors import RunError
 
@@ -24,7 +24,7 @@ _LOCK_NAME = "lock"
 _ATTEMPTS = 100
 
 
-class FolderLock:
+class FolderLock(Closing):
     """The exclusive right to work in `folder`, for this process and those it forks.
 
     >>> import tempfile
@@ -77,25 +77,14 @@ class FolderLock:
             # its now, with all in it.
             if not (self.folder / _LOCK_NAME).exists():
                 raise
-        self.release()
+        self.close()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Give the right up and leave the folder as it is. Doing it again does nothing."""
         if self._descriptor is not None:
             # Closing, not unlocking: an unlock in a forked child would unlock its parent too.
             os.close(self._descriptor)
             self._descriptor = None
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 def _locked(descriptor: int, folder: Path) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.aligned_memory import PAGE_BYTES, Region, page_floor
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.direct_io import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
@@ -87,7 +88,7 @@ class FileIdentity:
         return cls(**value)
 
 
-class SourceFile:
+class SourceFile(Closing):
     """A file that many threads read at once, each into memory of its own.
 
     `size_bytes` and `identity` are what the file was when it was opened; `read_bytes` counts the
@@ -191,12 +192,6 @@ class SourceFile:
         """Close the file; nobody may be reading it."""
         self._descriptor = close_descriptor(self._descriptor)
         self._direct = close_descriptor(self._direct)
-
-    def __enter__(self) -> SourceFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"SourceFile({str(self.path)!r}, {self.size_bytes} bytes)"

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.durability import (
     exchange_folders,
     refusals_explained,
@@ -43,7 +43,7 @@ from reshard.checkpoint.lock import FolderLock
 from reshard.errors import RunError, UsageError
 
 
-class Staging:
+class Staging(Closing):
     """A checkpoint folder in the making, owned by this process until it is left.
 
     Used as a context manager: leaving without `commit` keeps what was written, for the next
@@ -108,7 +108,7 @@ class Staging:
                     target, lock, conversion_id, description, overwrite, restart
                 )
             except BaseException:
-                lock.release()
+                lock.close()
                 raise
 
     @classmethod
@@ -210,22 +210,11 @@ class Staging:
                 _discard(self._lock.folder)
                 _remove_root(self._lock)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go of lock and descriptors and keep what was written."""
         if self._journal is not None:
             self._journal.close()
-        self._lock.release()
-
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
+        self._lock.close()
 
 
 def staging_folder(target: Path) -> Path:

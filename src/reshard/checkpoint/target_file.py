@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checkpoint.aligned_memory import PAGE_BYTES, page_ceiling, page_floor
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.direct_io import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
@@ -57,7 +58,7 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
     return state.f_bavail * state.f_frsize
 
 
-class TargetFile:
+class TargetFile(Closing):
     """A file of known size that many threads write at once, each its own disjoint regions.
 
     The file is created, or opened with what an earlier run wrote, and all its space is taken up
@@ -134,12 +135,6 @@ class TargetFile:
         """Close the file without syncing it; nobody may be writing it."""
         self._descriptor = close_descriptor(self._descriptor)
         self._direct = close_descriptor(self._direct)
-
-    def __enter__(self) -> TargetFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"TargetFile({str(self.path)!r}, {self.size_bytes} bytes)"

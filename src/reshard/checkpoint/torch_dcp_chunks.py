@@ -16,10 +16,10 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.closing import Closing
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.packed_archives import PackedArchive, look_into, unpacked_name
 from reshard.checkpoint.sharded_safetensors import check_disjoint
@@ -65,7 +65,7 @@ class _OpenFiles:
             file.close()
 
 
-class ChunkReader:
+class ChunkReader(Closing):
     """Binds the tensors of one checkpoint to its files; a context manager.
 
     `ranks` and `sizes` are those of the files. What was found on the way: `checksums`, and the
@@ -83,15 +83,8 @@ class ChunkReader:
         self.checksums: list[StoredChecksum] = []
         self.packed: dict[str, list[PackedArchive]] = {}
 
-    def __enter__(self) -> ChunkReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
     def check_inside(self, name: str, place: StoredBytes) -> None:
