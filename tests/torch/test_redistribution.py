@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,17 @@ def test_where_one_rank_is_killed_all_others_raise(fault: str) -> None:
     ended = run_ranks("faulty_redistribution_process.py", 3, fault)
     assert ended.pop(1).code == -signal.SIGKILL
     expect_all_end_well(ended)
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_example_runs_and_has_every_snippet_of_its_page() -> None:
+    example = ROOT / "examples" / "redistribution.py"
+    expect_all_end_well(run_ranks(str(example), 4))
+    snippets = re.findall(
+        r"^```py\n(.*?)^```", (ROOT / "docs" / "live.md").read_text(), re.M | re.S
+    )
+    assert len(snippets) == 4
+    for snippet in snippets:
+        assert snippet in example.read_text()
