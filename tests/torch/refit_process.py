@@ -6,6 +6,7 @@ A case that fails ends the process with what differs.
 from __future__ import annotations
 
 import os
+import pickle
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,30 @@ from reshard.planning.job import Job
 from reshard.planning.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
+from reshard.torch.metadata import gather, scatter
 
 TP = {name: [Shard("tp" not in CUTS[name].split(",")[0])] for name in CUTS}
 TP["norm"] = [Replicate()]
 DP_TP = {name: [Replicate(), *places] for name, places in TP.items()}
+
+
+def metadata() -> None:
+    """Equal values travel once."""
+    rank = dist.get_rank()
+    own = {"what": "even" * 10 if rank % 2 == 0 else "odd"}
+    sizes = {name: len(pickle.dumps({"what": name})) for name in ("even" * 10, "odd")}
+    expected = {r: {"what": "even" * 10 if r % 2 == 0 else "odd"} for r in range(4)}
+    found = gather(own, None)
+    expect(found.values == expected, f"gathered {found.values}")
+    # Ranks 0 and 1 are the first with theirs.
+    first = {0: sizes["odd"], 1: sizes["even" * 10]}
+    expect(found.received_bytes == first.get(rank, sum(sizes.values())), "received")
+    found = gather(own, None, to_first=True)
+    expect(found.received_bytes == (sizes["odd"] if rank == 0 else 0), "received by the first")
+    expect(rank != 0 or found.values == expected, f"gathered {found.values}")
+    part, moved_bytes = scatter(iter("abcd") if rank == 0 else None, None)
+    expect(part == "abcd"[rank], f"got {part}")
+    expect(moved_bytes == len(pickle.dumps("a")) * (3 if rank == 0 else 1), "scattered")
 
 
 def collocated() -> None:
@@ -254,6 +275,16 @@ def partial_sums() -> None:
     target = distributed({"g": torch.zeros(8, 6)}, mesh, {"g": [Shard(1)]})
     refit({"g": source}, target)
     expect_same(target, distributed({"g": 6 * given}, mesh, {"g": [Shard(1)]}), "partial")
+    # To a sum: one rank has the values, the others what adds nothing.
+    back = {
+        "g": reshard.torch.distributed_tensor.DTensor.from_local(
+            torch.full((8, 6), 9.0), mesh, [Partial()], run_check=False
+        )
+    }
+    refit(target, back)
+    total = back["g"].to_local().clone()
+    dist.all_reduce(total)
+    expect_same({"g": total}, {"g": 6 * given}, "to a sum")
 
 
 def renamed() -> None:
@@ -305,6 +336,8 @@ def experts() -> None:
     plain = zeros(experts)
     refit(stacked if dist.get_rank() == 2 else None, plain, stacks=stacks)
     expect_same(plain, experts, "a plain stack")
+    wrong = {"experts.up": (torch.zeros(3, 6, 4), together["experts.up"])}
+    _refused(lambda: refit(wrong, back, stacks=stacks), ShardError, "experts.0.up: rank 0 has no")
 
 
 def recipes() -> None:
@@ -455,6 +488,7 @@ def _refused(call: Any, kind: type[Exception], text: str) -> str:
 
 
 CASES = [
+    metadata,
     collocated,
     disjoint,
     overlapping,

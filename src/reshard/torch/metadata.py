@@ -45,39 +45,28 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     me = dist.get_rank()
     first_with: dict[tuple[int, ...], int] = {}
-    values: dict[int, Any] = {}
+    found: dict[tuple[int, ...], Any] = {}
     received_bytes = 0
     with answering(_UNANSWERED):
         digests = _digests(own, group)
         for rank, digest in zip(ranks, digests, strict=True):
             first_with.setdefault(digest, rank)
-        found: dict[tuple[int, ...], Any] = {}
         for digest, rank in first_with.items():
-            length = digest[0]
-            if to_first:
-                if rank == ranks[0] or me not in (rank, ranks[0]):
-                    continue
-                if me == rank:
-                    dist.send(_as_tensor(own, group), ranks[0], group)
-                    continue
-                data = torch.empty(length, dtype=torch.uint8, device=device_of(group))
-                dist.recv(data, rank, group)
-            else:
-                data = (
-                    _as_tensor(own, group)
-                    if me == rank
-                    else torch.empty(length, dtype=torch.uint8, device=device_of(group))
-                )
+            if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
+                continue
+            data = _as_tensor(own, group) if me == rank else _empty(digest[0], group)
+            if not to_first:
                 dist.broadcast(data, rank, group)
+            elif me == rank:
+                dist.send(data, ranks[0], group)
+            else:
+                dist.recv(data, rank, group)
             if me != rank:
-                received_bytes += length
+                received_bytes += len(data)
                 found[digest] = pickle.loads(_as_bytes(data))
-    for rank, digest in zip(ranks, digests, strict=True):
-        if digest in found:
-            values[rank] = found[digest]
-        elif rank == me or digest == digests[ranks.index(me)]:
-            values[rank] = value
-    return Gathered(values, received_bytes)
+    # What is not received is what this rank has itself.
+    every = zip(ranks, digests, strict=True)
+    return Gathered({rank: found.get(digest, value) for rank, digest in every}, received_bytes)
 
 
 def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tuple[Any, int]:
@@ -96,7 +85,7 @@ def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tup
             length = torch.zeros(1, dtype=torch.int64, device=device_of(group))
             dist.recv(length, ranks[0], group)
             moved_bytes = int(length.item())
-            data = torch.empty(moved_bytes, dtype=torch.uint8, device=device_of(group))
+            data = _empty(moved_bytes, group)
             dist.recv(data, ranks[0], group)
             return pickle.loads(_as_bytes(data)), moved_bytes
         for rank, part in zip(ranks, parts, strict=True):
@@ -122,6 +111,10 @@ def _digests(data: bytes, group: dist.ProcessGroup | None) -> list[tuple[int, ..
     table[dist.get_rank(group)] = torch.tensor([len(data), *words])
     dist.all_reduce(table, dist.ReduceOp.SUM, group)
     return [tuple(row) for row in table.tolist()]
+
+
+def _empty(size_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device_of(group))
 
 
 def _as_tensor(data: bytes, group: dist.ProcessGroup | None) -> torch.Tensor:
