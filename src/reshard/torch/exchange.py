@@ -47,7 +47,7 @@ from reshard.torch.reductions import combine, complete
 DEFAULT_EXTRA_BYTES = 64 << 20
 # The most bytes of a message, and how many are under way in each direction: few enough that they
 # are still in the cache when they are sent or unpacked, and that new memory costs little.
-MESSAGE_BYTES = 1 << 21
+MESSAGE_BYTES = 1 << 22
 _MESSAGES_AHEAD = 4
 # The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
