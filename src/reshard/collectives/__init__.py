@@ -1,7 +1,7 @@
 """Collective programs: the steps, the searches, and what they find."""
 
 from reshard.collectives.program import Program
-from reshard.collectives.search import SEARCHES, find_program
+from reshard.collectives.search import SEARCHES, STEPS, find_program
 from reshard.collectives.steps import (
     AllGather,
     AllReduce,
@@ -16,6 +16,7 @@ from reshard.collectives.steps import (
 
 __all__ = [
     "SEARCHES",
+    "STEPS",
     "AllGather",
     "AllReduce",
     "AllToAll",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from reshard.collectives.problems import Problem
-from reshard.collectives.states import Boxes, Cut, State, flat_atoms, overlaps
+from reshard.collectives.states import Boxes, Cut, State, flat_atoms
 from reshard.runs import IntArray
 
 # Rank boxes that are compared at a time, so that memory stays small.
@@ -90,7 +90,9 @@ class Catalogue:
     def state(self, number: int, pending: frozenset[int]) -> State:
         """One of the shardings."""
         chosen = self.ids[:, number].tolist()
-        return State(self.frame, tuple(c[i] for c, i in zip(self.cuts, chosen, strict=True)), pending)
+        return State(
+            self.frame, tuple(c[i] for c, i in zip(self.cuts, chosen, strict=True)), pending
+        )
 
     def alike(self, parts: tuple[int, ...]) -> IntArray:
         """The shardings that cut each dimension into so many parts."""

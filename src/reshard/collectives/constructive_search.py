@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from reshard.collectives.frames import Frame
 from reshard.collectives.legality import is_covered, is_inside, is_permutation
 from reshard.collectives.problems import Problem
 from reshard.collectives.states import Boxes, Cut, State, flat_atoms, overlaps
@@ -215,7 +216,7 @@ def placements(
 
 def _crossing(problem: Problem) -> Iterator[Path]:
     """Paths that exchange whole shards once, to get from the source's frame to the target's."""
-    space, source, target = problem.space, problem.source, problem.target
+    space, source = problem.space, problem.source
     first = space.frames[0]
     spare = [atom for atom in first.atoms if atom not in source.used | source.pending]
     reduced = sorted(source.pending)
@@ -267,12 +268,12 @@ def _across(problem: Problem, state: State) -> Iterator[State]:
                 return
 
 
-def _with_product(frame: object, free: Sequence[int], product: int) -> Iterator[tuple[int, ...]]:
+def _with_product(frame: Frame, free: Sequence[int], product: int) -> Iterator[tuple[int, ...]]:
     if product == 1:
         yield ()
         return
     for atom in free:
-        size = frame.size(atom)  # type: ignore[attr-defined]
+        size = frame.size(atom)
         if product % size == 0:
             left = [other for other in free if other != atom]
             for rest in _with_product(frame, left, product // size):

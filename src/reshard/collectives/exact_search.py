@@ -30,10 +30,12 @@ from reshard.collectives.catalogue import Catalogue, catalogue_size
 from reshard.collectives.constructive_search import Path, constructive_search, path_cost, step_cost
 from reshard.collectives.legality import is_covered, is_inside, is_permutation
 from reshard.collectives.problems import JOINT, Problem, shorter
-from reshard.collectives.states import Cut, State, flat_atoms
+from reshard.collectives.states import Cut, State
 
 # Boxes of ranks that may be compared before the search gives up.
-DEFAULT_BUDGET = 6_000_000
+DEFAULT_BUDGET = 3_000_000
+# Without joint steps there is no constructive search to fall back on.
+CLASSICAL_BUDGET = 60_000_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class _Search:
             self._catalogues[key] = Catalogue(self.problem, frame, used)
         return self._catalogues[key]
 
-    def edges(self, state: State, limit: int, was_rearranged: bool) -> Iterator[tuple[State, int, bool]]:
+    def edges(
+        self, state: State, limit: int, was_rearranged: bool
+    ) -> Iterator[tuple[State, int, bool]]:
         """States one step on, what the step costs, and whether it was a rearrangement.
 
         `limit` is the most that the step and what must follow it may cost.
@@ -171,9 +175,16 @@ class _Search:
                 for taker in range(len(state.cuts)):
                     if taker == giver:
                         continue
-                    taken: list[Cut] = [state.cuts[taker]]
-                    for atom in moved:
-                        taken = [x for c in taken for x in problem.extensions(taker, c, atom)]
+                    taken: list[Cut] = []
+                    for order in itertools.permutations(moved):
+                        longer_cuts: list[Cut] = [state.cuts[taker]]
+                        for atom in order:
+                            longer_cuts = [
+                                longer
+                                for cut_so_far in longer_cuts
+                                for longer in problem.extensions(taker, cut_so_far, atom)
+                            ]
+                        taken += longer_cuts
                     for longer in taken:
                         after = _with(_with(state, giver, rest), taker, longer)
                         self.spend(len(space.ranks))
@@ -211,7 +222,7 @@ def _a_star(search: _Search, source: State, least: int, bar: float) -> Path | No
     queue = [(least, 0, next(order), source, False)]
     done: set[tuple[State, bool]] = set()
     while queue:
-        _, negative, _, state, rearranged = heapq.heappop(queue)
+        state, rearranged = heapq.heappop(queue)[-2:]
         node = (state, rearranged)
         if node in done:
             continue
@@ -229,7 +240,9 @@ def _a_star(search: _Search, source: State, least: int, bar: float) -> Path | No
         for after, step, is_rearrangement in search.edges(state, limit, rearranged):
             total = cost + step
             after_node = (after, is_rearrangement)
-            if total >= paid.get(after_node, math.inf) or total >= paid.get((after, False), math.inf):
+            if total >= paid.get(after_node, math.inf) or total >= paid.get(
+                (after, False), math.inf
+            ):
                 continue
             estimate = total + problem.distance(after)
             if estimate >= bar:
@@ -247,4 +260,5 @@ def exact_search(problem: Problem) -> Path | None:
 
 def budgeted_search(problem: Problem) -> Path | None:
     """The exact search within its budget, and the constructive one beyond."""
-    return exact_outcome(problem).path
+    budget = DEFAULT_BUDGET if problem.steps == JOINT else CLASSICAL_BUDGET
+    return exact_outcome(problem, budget).path

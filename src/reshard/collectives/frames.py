@@ -38,7 +38,7 @@ def prime_factors(number: int) -> list[int]:
             found.append(divisor)
             number //= divisor
         divisor += 1
-    return found + [number] if number > 1 else found
+    return [*found, number] if number > 1 else found
 
 
 class Frame:
@@ -61,11 +61,16 @@ class Frame:
         self.first = first
         begins: list[int] = []
         sizes: list[int] = []
+        units: list[tuple[int, ...]] = []
         for low, high in itertools.pairwise(boundaries):
+            begin = first + len(sizes)
             for prime in prime_factors(high // low):
                 begins.append(low)
                 sizes.append(prime)
                 low *= prime
+            units.append(tuple(range(begin, first + len(sizes))))
+        # The atoms between two boundaries: an axis, or the part of one that is in use.
+        self.units = tuple(unit for unit in units if unit)
         self.begins = tuple(begins)
         self.sizes = tuple(sizes)
         self.atoms = tuple(range(first, first + len(sizes)))
@@ -91,12 +96,9 @@ class Frame:
         """The atom as a sub-axis of this mesh, or of another one that the frame is for."""
         mesh = self.mesh if mesh is None else mesh
         begin, size = self.begins[atom - self.first], self.sizes[atom - self.first]
-        start = 1
-        for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
-            if start <= begin < start * full:
-                return Axis(name, begin // start, size)
-            start *= full
-        return Axis(mesh.axis_names[-1])
+        starts = _starts(mesh)
+        name = next(n for n in reversed(mesh.axis_names) if starts[n] <= begin)
+        return Axis(name, begin // starts[name], size)
 
     def axes(self, atoms: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
         """Atoms as axes, those that follow one another joined, whole axes by their name."""
@@ -112,21 +114,14 @@ class Frame:
                     continue
             joined.append(axis)
         whole = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-        return tuple(
-            Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined
-        )
+        return tuple(Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined)
 
     def atoms_of(self, axes: Iterable[Axis], mesh: DeviceMesh | None = None) -> tuple[int, ...]:
         """The atoms that axes of a mesh are made of, major to minor."""
         mesh = self.mesh if mesh is None else mesh
         found: list[int] = []
         for axis in axes:
-            start = 1
-            for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
-                if name == axis.name:
-                    break
-                start *= full
-            low = start * axis.pre
+            low = _starts(mesh)[axis.name] * axis.pre
             high = low * mesh.axis_size(axis)
             found += [
                 atom
@@ -156,12 +151,18 @@ class Frame:
         return self._groups[atoms]
 
 
-def _boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
+def _starts(mesh: DeviceMesh) -> dict[str, int]:
+    """The product of the sizes before each axis."""
     starts, start = {}, 1
     for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
         starts[name] = start
         start *= full
-    found = {*starts.values(), start, 1}
+    return starts
+
+
+def _boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
+    starts = _starts(mesh)
+    found = {*starts.values(), mesh.size, 1}
     for axis in axes:
         low = starts[axis.name] * axis.pre
         found |= {low, low * mesh.axis_size(axis)}

@@ -35,7 +35,7 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
     >>> name_step(space, rows, both)
     (<class 'reshard.collectives.steps.AllToAll'>, (1,), (0, 1))
     >>> name_step(space, both, swapped)[0].name
-    'joint all-to-all'
+    'permute'
     """
     changed = tuple(
         d for d, (a, b) in enumerate(zip(before.cuts, after.cuts, strict=True)) if a != b
@@ -63,8 +63,10 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
         for giver, taker in (changed, changed[::-1]):
             given = _tail(after.cuts[giver], before.cuts[giver])
             taken = _tail(before.cuts[taker], after.cuts[taker])
-            if given and given == taken and is_covered(space, before, after, frozenset(given)):
-                return AllToAll, given, (giver, taker)
+            if not given or not taken or set(given) != set(taken):
+                continue
+            if is_covered(space, before, after, frozenset(given)):
+                return AllToAll, taken, (giver, taker)
     group = smallest_group(space, before, after)
     return None if group is None else (JointAllToAll, tuple(sorted(group)), changed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,8 +107,3 @@ class Program:
     def __repr__(self) -> str:
         names = ", ".join(step.name for step in self.steps)
         return f"<Program of {list(self.shape)}: {names or 'nothing to do'}>"
-
-
-def consecutive(specs: tuple[ShardingSpec, ...]) -> list[tuple[ShardingSpec, ShardingSpec]]:
-    """Each sharding with the next one."""
-    return list(itertools.pairwise(specs))

@@ -1,4 +1,4 @@
-"""What does a search know of a sharding: where its boxes are, what it costs to get from one to another?
+"""What does a search know of a sharding? Where its boxes are, and what two have in common.
 
 A *cut* of one dimension is levels of atoms, major to minor; one level is a flat cut by ceil. A
 `State` is one cut a dimension over one frame, and the atoms along which ranks hold
@@ -142,13 +142,13 @@ class Space:
             count *= here.size(atom)
         return count
 
-    def spec(self, state: State, reduction: str | None, mesh: DeviceMesh | None = None) -> ShardingSpec:
+    def spec(
+        self, state: State, reduction: str | None, mesh: DeviceMesh | None = None
+    ) -> ShardingSpec:
         """A state as a sharding over its frame's mesh, or over another that the frame is for."""
         frame = self.frames[state.frame]
         mesh = frame.mesh if mesh is None else mesh
-        dims = [
-            DimSpec([Level(frame.axes(level, mesh)) for level in cut]) for cut in state.cuts
-        ]
+        dims = [DimSpec([Level(frame.axes(level, mesh)) for level in cut]) for cut in state.cuts]
         partial = frame.axes(sorted(state.pending), mesh)
         return ShardingSpec(mesh, dims, (), partial, reduction or "sum")
 

@@ -69,13 +69,10 @@ def run_step(step: Step, shards: Mapping[int, Array]) -> dict[int, Array]:
 
 
 def _permuted(step: Permute, shards: Mapping[int, Array]) -> dict[int, Array]:
-    check_shards(Plan(step.source_layout, step.source_layout), shards)
+    kind = check_shards(Plan(step.source_layout, step.source_layout), shards)
     found: dict[int, Array] = {}
     for sender, receiver in step.pairs:
-        shape = step.target_layout.local_shape(receiver) or ()
+        copied = kind.storage(shards[sender]).copy()
         # An empty shard may have another shape than the one it is taken from.
-        found[receiver] = shards[sender].copy() if hasattr(shards[sender], "copy") else (
-            shards[sender].clone()  # type: ignore[attr-defined]
-        )
-        found[receiver] = found[receiver].reshape(shape)
+        found[receiver] = kind.array(copied.reshape(step.target_layout.local_shape(receiver) or ()))
     return found
