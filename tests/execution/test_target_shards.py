@@ -38,6 +38,18 @@ def test_rank_by_rank_is_as_at_once(case: Any) -> None:
         assert copied == plan.transfers.elements[plan.transfers.target_slot == rank].sum()
 
 
+def test_contributions_are_combined_scaled_and_filled() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    mean, partial = (reshard.spec(mesh, f"- | {how}(x)").layout((2,)) for how in ("mean", "max"))
+    whole = Layout.replicated((2,), 2)
+    held = {0: np.array([1.0, 2.0]), 1: np.array([3.0, 8.0])}
+    plan = reshard.plan(mean, whole)
+    assert target_shard(plan, plan.transfers, 1, held)[0].tolist() == [2, 5]
+    plan = reshard.plan(whole, partial)
+    found = [target_shard(plan, plan.transfers, rank, held)[0].tolist() for rank in range(2)]
+    assert found == [[1, 2], [-np.inf, -np.inf]]
+
+
 def test_only_senders_are_read() -> None:
     """Of two boxes on one rank, the second is asked for; the other rank's array is not."""
     boxes = [(0, Box((0, 0), (1, 4))), (0, Box((3, 0), (4, 4))), (1, Box((1, 0), (3, 4)))]

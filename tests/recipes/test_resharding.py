@@ -152,6 +152,35 @@ def test_targets_that_receive_nothing_are_not_listed() -> None:
     assert result.warnings == ["target ranks that hold nothing: 2, 3"]
 
 
+def test_tensors_without_elements_are_listed_too() -> None:
+    metadata = {"e": TensorMetadata("int8", Layout.whole((0, 2), [1], 2))}
+    for name, rank in (("simple", 0), ("parallel", 0)):
+        plan = one_process(name).create_plan(metadata, 3)
+        assert plan.tensor_redistributions == (
+            TensorRedistribution(
+                "e", 1, (0, 2), (rank,), (TensorSlice(rank, (0, 0), (0, 2), (0, 2)),)
+            ),
+        )
+        assert (plan.source_rank("e"), plan.target_ranks("e")) == (1, [rank])
+
+
+def test_slices_are_in_the_order_of_target_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy of one's own gives the last rows to the first rank."""
+
+    def backwards(
+        tensors: strategies.Tensors, ranks: int, config: strategies.Config | None = None
+    ) -> dict[str, Layout]:
+        mesh = reshard.DeviceMesh.of(x=ranks, devices=range(ranks)[::-1])
+        return {n: reshard.spec(mesh, "x, -").layout(shape) for n, (_, shape) in tensors.items()}
+
+    monkeypatch.setattr(strategies, "_strategies", dict(strategies._strategies))
+    strategies.register_strategy("backwards", backwards)
+    plan = create_strategy("Backwards").create_plan({"a": rows(4, 1)}, 2)
+    (given,) = plan.tensor_redistributions
+    assert given.slices == (slice_of_rows(0, 2, 4), slice_of_rows(1, 0, 2))
+    assert given.target_ranks == (0, 1)
+
+
 def test_look_ups_by_name() -> None:
     plan = one_process("parallel").create_plan({"a": rows(5, 3), "s": whole((), 2, 3)}, 2)
     assert (plan.source_rank("a"), plan.source_ranks("a")) == (0, [0, 1, 2])
