@@ -17,8 +17,9 @@ from reshard.execution.local import finish_contributions
 from reshard.planning.plan import Plan
 from reshard.torch.messages import cut
 
-# How much of a tensor is scaled at once: what that needs beside it stays small.
-_SCRATCH_BYTES = 1 << 21
+# How much of a tensor is computed at once: what that needs beside it stays small, at most 15
+# times this for elements of a byte, that are computed in float32.
+_AT_ONCE_BYTES = 1 << 18
 _OPERATIONS = {
     "sum": torch.add,
     "mean": torch.add,
@@ -30,13 +31,15 @@ _OPERATIONS = {
 
 def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
     """Put the combination of both, of equal shape and dtype, into `target`."""
-    if target.device.type == "cpu":
-        kind = TorchTensors(target)
-        storage = kind.storage(target)
-        storage[...] = kind.combine(reduction, storage, kind.storage(source))
-        return
-    wide = _computed_in(target.dtype)
-    target.copy_(_OPERATIONS[reduction](target.to(wide), source.to(wide)))
+    parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
+    for into, part in parts:
+        if target.device.type == "cpu":
+            kind = TorchTensors(into)
+            storage = kind.storage(into)
+            storage[...] = kind.combine(reduction, storage, kind.storage(part))
+        else:
+            wide = _computed_in(target.dtype)
+            into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
 
 
 def complete(plan: Plan, cells: Mapping[int, torch.Tensor]) -> None:
@@ -49,7 +52,7 @@ def complete(plan: Plan, cells: Mapping[int, torch.Tensor]) -> None:
         if not plan.combines[int(plan.target.cell_contribution[cell])]:
             _fill(plan, cell, tensor)
         elif numerator != denominator:
-            for part in cut(tensor, _SCRATCH_BYTES):
+            for part in cut(tensor, _AT_ONCE_BYTES):
                 _scale(part, numerator, denominator)
 
 
