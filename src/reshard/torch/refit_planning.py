@@ -76,6 +76,10 @@ class Matching:
         source, problems = assemble(before, "source")
         target, more = assemble(after, "target")
         problems += more
+        # What a side has, but ranks describe differently, is told once, and not as missing too.
+        unclear = _names(before) - source.keys(), _names(after) - target.keys()
+        source = {name: held for name, held in source.items() if name not in unclear[1]}
+        target = {name: held for name, held in target.items() if name not in unclear[0]}
         made_by = self.transforms_of(target)
         matches, more = match(source, target, self.ties, self.cast, self.strict, made_by)
         problems += more
@@ -87,6 +91,10 @@ class Matching:
                 f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
             )
         return RefitPlan(tuple(matches), staging_limit_bytes(self.extra_bytes))
+
+
+def _names(rosters: Mapping[int, Roster]) -> set[str]:
+    return {entry.name for roster in rosters.values() for entry in roster.entries}
 
 
 def planned(
