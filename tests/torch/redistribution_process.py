@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from redistribution_cases import Case, order_pairs, plain_cases, strided_cases
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import reshard
+from redistribution_cases import Case, order_pairs, plain_cases, strided_cases
 from reshard.layout import Box, Layout
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import Contents, contents_of_spec, reduced, shards_of
@@ -226,6 +226,20 @@ def check_bare_layouts(ranks: int) -> None:
             check_equal(found, expected, (one, other))
 
 
+def check_order_of_contributions(ranks: int) -> None:
+    """Sums of rounded numbers have the bits of one process, however many messages they take."""
+    mesh = reshard.DeviceMesh.of(x=ranks)
+    source = reshard.spec(mesh, "-, - | sum(x)").layout((8, 9))
+    random = np.random.default_rng(3)
+    parts = {r: torch.from_numpy(random.normal(size=(8, 9))) for r in range(ranks)}
+    for target in (Layout.replicated((8, 9), ranks), reshard.spec(mesh, "-, x").layout((8, 9))):
+        expected = reshard.plan(source, target).run(parts)[dist.get_rank()]
+        for limit in (64, 4096):
+            own = parts[dist.get_rank()]
+            found = redistribute(own, target, source=source, extra_bytes=limit)
+            check_equal(found, expected, f"a sum with a limit of {limit} bytes")
+
+
 def check_in_place(ranks: int) -> None:
     """`out=` keeps its address, and what lies between its elements."""
     mesh = torch_mesh((ranks,))
@@ -299,6 +313,7 @@ def main() -> None:
     check_orders(ranks)
     check_other_meshes(ranks)
     check_bare_layouts(ranks)
+    check_order_of_contributions(ranks)
     check_in_place(ranks)
     check_gradients_across_ranks(ranks)
     check_counts()
