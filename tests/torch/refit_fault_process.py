@@ -82,7 +82,7 @@ def fails_in_the_middle(at: str, kills: bool) -> None:
         expect(dist.get_rank() == FAULTY, "another rank's error")
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
-    expect(time.monotonic() - begun_s < 2 * TIMEOUT_S, "too late")
+    expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
     expect(not done.is_usable, "a target that is partly new counts as usable")
     if kills:
         return
