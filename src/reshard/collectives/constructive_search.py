@@ -79,7 +79,10 @@ def _by_one_rearrangement(problem: Problem) -> Iterator[Path]:
     reduced = source.pending - target.pending
     if source.frame == target.frame:
         lacking = target.used - source.used - source.pending
-        dropped = (source.used | reduced) - target.used
+        if reduced:
+            # Ranks that hold the same contribution share the work of combining it.
+            lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
+        dropped = (source.used | lacking | reduced) - target.used
         ways_back = source
     else:
         # Axes of two frames cannot be compared: any free ones may help to exchange shards.
@@ -122,14 +125,11 @@ def _allowed(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -
 
     def numbers(states: Sequence[State]) -> tuple[np.ndarray, np.ndarray]:
         used = [(known.setdefault(state.used, len(known))) for state in states]
-        dims = range(len(space.shape))
-        parts = [
-            kinds.setdefault(tuple(space.parts(s, d) for d in dims), len(kinds)) for s in states
-        ]
+        parts = [kinds.setdefault(space.pieces(state), len(kinds)) for state in states]
         return np.array(used), np.array(parts)
 
     known: dict[frozenset[int], int] = {}
-    kinds: dict[tuple[int, ...], int] = {}
+    kinds: dict[tuple[bytes, ...], int] = {}
     (used, parts), (end_used, end_parts) = numbers(starts), numbers(ends)
     allowed: np.ndarray = (used[:, None] == end_used) | (parts[:, None] == end_parts)
     return allowed

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +30,12 @@ from reshard.collectives.catalogue import Catalogue, catalogue_size
 from reshard.collectives.constructive_search import Path, constructive_search, path_cost, step_cost
 from reshard.collectives.legality import is_covered, is_inside, is_permutation
 from reshard.collectives.problems import JOINT, Problem, shorter
-from reshard.collectives.states import Cut, State
+from reshard.collectives.states import Cut, State, flat_atoms
 
 # Boxes of ranks that may be compared before the search gives up.
 DEFAULT_BUDGET = 3_000_000
+# What looking at a state costs beside its boxes.
+LOOKED_AT = 1_000
 # Without joint steps there is no constructive search to fall back on.
 CLASSICAL_BUDGET = 60_000_000
 
@@ -59,7 +61,7 @@ class _Search:
         self._catalogues: dict[tuple[int, frozenset[int]], Catalogue] = {}
 
     def spend(self, boxes: int) -> None:
-        self.work += boxes
+        self.work += boxes + LOOKED_AT
         if self.work > self.budget:
             raise _OverBudgetError
 
@@ -83,15 +85,10 @@ class _Search:
         frame = space.frames[state.frame]
         ranks = len(space.ranks)
         free = [a for a in frame.atoms if a not in state.used and a not in state.pending]
-        for atom in free:
-            for after in self._longer(state, atom):
-                self.spend(ranks)
-                if is_inside(space, after, state):
-                    yield after, 0, False
-        for after, atom in self._shorter(state):
-            self.spend(ranks)
-            if problem.fits(after) and is_covered(space, state, after, frozenset({atom})):
-                yield after, space.arriving(state, after), False
+        for after in self._sliced(state, free):
+            yield after, 0, False
+        for after in self._gathered(state):
+            yield after, space.arriving(state, after), False
         for atom in sorted(state.pending - problem.target.pending):
             left = state.pending - {atom}
             for after in self._longer(state, atom):
@@ -158,10 +155,42 @@ class _Search:
             for longer in self.problem.extensions(dim, cut, atom):
                 yield _with(state, dim, longer)
 
-    def _shorter(self, state: State) -> Iterator[tuple[State, int]]:
+    def _sliced(self, state: State, free: Sequence[int]) -> Iterator[State]:
+        """One dimension cut by one more atom, or by several at once where it is uneven.
+
+        Where all free atoms divide a dimension, many slices are one behind another.
+        """
+        problem, space = self.problem, self.problem.space
+        frame = space.frames[state.frame]
+        most = math.prod(map(frame.size, free))
+        for dim, length in enumerate(space.shape):
+            deep = length % (space.parts(state, dim) * most) > 0
+            waiting = [(state.cuts[dim], atom) for atom in free]
+            while waiting:
+                cut, atom = waiting.pop()
+                for longer in problem.extensions(dim, cut, atom):
+                    after = _with(state, dim, longer)
+                    self.spend(len(space.ranks))
+                    if is_inside(space, after, state):
+                        yield after
+                    if deep:
+                        held = set(flat_atoms(longer))
+                        waiting += [(longer, other) for other in free if other not in held]
+
+    def _gathered(self, state: State) -> Iterator[State]:
+        """One dimension without its minor atom, or without several where it is uneven."""
+        problem, space = self.problem, self.problem.space
         for dim, cut in enumerate(state.cuts):
-            if cut:
-                yield _with(state, dim, shorter(cut)), cut[-1][-1]
+            rest, dropped = cut, frozenset[int]()
+            while rest:
+                dropped |= {rest[-1][-1]}
+                rest = shorter(rest)
+                after = _with(state, dim, rest)
+                self.spend(len(space.ranks))
+                if problem.fits(after) and is_covered(space, state, after, dropped):
+                    yield after
+                if space.shape[dim] % space.parts(state, dim) == 0:
+                    break
 
     def _classical(self, state: State) -> Iterator[tuple[State, int, bool]]:
         """All-to-alls from one dimension to another."""

@@ -11,8 +11,6 @@ disjoint, so what a group holds of a box is the sum over the different boxes of 
 
 from __future__ import annotations
 
-import numpy as np
-
 from reshard.collectives.states import Boxes, Space, State, flat_atoms, overlaps
 
 
@@ -72,15 +70,8 @@ def smallest_group(space: Space, before: State, after: State) -> frozenset[int] 
 
 
 def is_permutation(space: Space, before: State, after: State) -> bool:
-    """Whether the ranks only exchange whole shards: every dimension is cut into as many parts."""
-    same = all(
-        space.parts(before, dim) == space.parts(after, dim) for dim in range(len(space.shape))
-    )
-    if not same or before.pending != after.pending:
-        return False
-    return _sorted_boxes(space.boxes(before)) == _sorted_boxes(space.boxes(after))
+    """Whether ranks only exchange whole shards: every dimension is cut into the same parts.
 
-
-def _sorted_boxes(boxes: Boxes) -> list[tuple[int, ...]]:
-    filled = boxes.elements > 0
-    return sorted(map(tuple, np.concatenate((boxes.low, boxes.high))[:, filled].T.tolist()))
+    Where each dimension has the same parts on as many ranks, each box is on as many ranks too.
+    """
+    return before.pending == after.pending and space.pieces(before) == space.pieces(after)

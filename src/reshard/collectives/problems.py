@@ -121,6 +121,11 @@ def problem_of(
     frames = frames_of(source, target)
     space = Space(frames, shape)
     first, last = space.state(0, source), space.state(len(frames) - 1, target)
-    if not last.pending <= first.pending or (len(frames) > 1 and last.pending):
+    # What every rank holds in full is the same over the axes of either mesh.
+    if not last.used and not last.pending:
+        last = last._replace(frame=0)
+    elif not first.used and not first.pending:
+        first = first._replace(frame=last.frame)
+    if not last.pending <= first.pending:
         return None
     return Problem(space, first, last, limit, steps)

@@ -76,6 +76,7 @@ class Space:
         self.shape = tuple(shape)
         self.ranks = self.frames[0].ranks
         self._intervals: dict[tuple[int, int, Cut], tuple[IntArray, IntArray]] = {}
+        self._sorted: dict[tuple[int, int, Cut], bytes] = {}
         self._boxes: dict[tuple[int, tuple[Cut, ...]], Boxes] = {}
         self._totals: dict[tuple[int, tuple[Cut, ...]], int] = {}
 
@@ -133,6 +134,21 @@ class Space:
     def arriving(self, before: State, after: State) -> int:
         """Elements that ranks hold after and not before, summed over ranks."""
         return self.total(after) - self.shared(before, after)
+
+    def pieces(self, state: State) -> tuple[bytes, ...]:
+        """For each dimension, what tells apart cuts into other parts: equal for equal parts."""
+        return tuple(
+            self._pieces(state.frame, length, cut)
+            for length, cut in zip(self.shape, state.cuts, strict=True)
+        )
+
+    def _pieces(self, frame: int, length: int, cut: Cut) -> bytes:
+        key = (frame, length, cut)
+        if key not in self._sorted:
+            low, high = self.intervals(frame, length, cut)
+            order = np.lexsort((high, low))
+            self._sorted[key] = low[order].tobytes() + high[order].tobytes()
+        return self._sorted[key]
 
     def parts(self, state: State, dim: int) -> int:
         """Into how many parts a dimension is cut."""

@@ -1,0 +1,247 @@
+"""Programs against the direct plan, on random shardings; and the named cases of the issue."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import reshard
+from collectives.sharding_pairs import Pair, pairs
+from conformance.checked_movement import same
+from reshard.collectives import (
+    STEPS,
+    Exchange,
+    Program,
+    Slice,
+    find_program,
+)
+from reshard.errors import PlanError, UsageError
+from reshard.testing.oracle import contents_of_spec, shards_of
+
+
+def contributions(spec: reshard.ShardingSpec, shape: tuple[int, ...]) -> list[Any]:
+    """One dense array for each contribution, with numbers that reduce without loss."""
+    count = spec.layout(shape).contributions
+    kind = np.float64 if spec.reduction == "mean" else np.int64
+    numbers = np.arange(math.prod(shape), dtype=kind).reshape(shape)
+    return [numbers * (2 * number + 1) % 7 + 1 for number in range(count)]
+
+
+def check(program: Program) -> None:
+    """Every step legal, memory within bound, and the result that of the direct plan."""
+    source, target = (side.layout(program.shape) for side in (program.source, program.target))
+    program.verify()
+    held = shards_of(
+        contents_of_spec(program.source, program.shape),
+        contributions(program.source, program.shape),
+    )
+    before = {rank: array.copy() for rank, array in held.items()}
+    found, direct = program.run(held), reshard.plan(source, target).run(held)
+    assert found.keys() == direct.keys()
+    if program.target.partial_axes:
+        # Contributions may be combined in other places; what they combine to is the same.
+        found, direct = whole(program, found), whole(program, direct)
+    assert same(found, direct)
+    assert same(held, before)
+    bound = max(int(side.cell_shape.prod(axis=1).max()) for side in (source, target))
+    assert program.live_shard <= bound
+    assert program.moved_elements >= program.lower_bound_elements or any(
+        isinstance(step, Exchange) for step in program.steps
+    )
+    for step in program.steps:
+        assert step.sent_elements.sum() == step.received_elements.sum() == step.moved_elements
+        assert not isinstance(step, Slice) or step.moved_elements == 0
+
+
+def whole(program: Program, shards: dict[int, Any]) -> dict[int, Any]:
+    layout = program.target.layout(program.shape)
+    full = reshard.Layout.replicated(program.shape, layout.slots)
+    return reshard.plan(layout, full).run(shards)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairs())
+def test_a_program_does_what_the_direct_plan_does(pair: Pair) -> None:
+    source, target, shape = pair
+    program = find_program(source, target, shape)
+    check(program)
+    quick = find_program(source, target, shape, search="constructive")
+    check(quick)
+    if not is_exchange(quick):
+        assert program.moved_elements <= quick.moved_elements
+
+
+def is_exchange(program: Program) -> bool:
+    return any(isinstance(step, Exchange) for step in program.steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(max_devices=12))
+def test_with_an_exchange_nothing_moves_more(pair: Pair) -> None:
+    source, target, shape = pair
+    program = find_program(source, target, shape, steps="all")
+    check(program)
+    assert program.moved_elements <= find_program(source, target, shape).moved_elements
+    if not source.partial_axes:
+        assert program.moved_elements == program.lower_bound_elements
+
+
+MESH = reshard.DeviceMesh.of(x=2, y=2, z=2)
+
+
+def found(
+    before: tuple[reshard.DeviceMesh, str],
+    after: tuple[reshard.DeviceMesh, str],
+    shape: tuple[int, ...],
+) -> tuple[list[str], int]:
+    program = find_program(reshard.spec(*before), reshard.spec(*after), shape)
+    check(program)
+    assert not is_exchange(program)
+    return [step.name for step in program.steps], program.moved_elements
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shape", "steps", "moved"),
+    [
+        # Two names of one cut: nothing to do.
+        ("x", "y z", (12,), [], 0),
+        ("x, -", "y z, -", (12, 4), [], 0),
+        ("x, -", "-, y z", (12, 6), ["all-to-all"], 60),
+        ("x, -", "y, -", (12, 4), ["all-gather"], 96),
+        ("x, -", "y, z", (12, 6), ["all-to-all"], 48),
+    ],
+)
+def test_a_mesh_and_its_reshape(
+    before: str, after: str, shape: tuple[int, ...], steps: list[str], moved: int
+) -> None:
+    line, grid = reshard.DeviceMesh.of(x=6), reshard.DeviceMesh.of(y=2, z=3)
+    assert found((line, before), (grid, after), shape) == (steps, moved)
+
+
+@pytest.mark.parametrize("devices", [(3, 2, 1, 0), (3, 1, 2, 0)])
+def test_device_orders(devices: tuple[int, ...]) -> None:
+    plain = reshard.DeviceMesh.of(x=2, y=2)
+    other = reshard.DeviceMesh.of(x=2, y=2, devices=devices)
+    moving = sum(rank != place for place, rank in enumerate(devices))
+    both = found((plain, "x, y"), (other, "x, y"), (16, 8))
+    assert both == (["permute"], 32 * moving)
+    # The same shardings as in the other order, read off the ranks.
+    names, moved = found((plain, "x, -"), (other, "x, -"), (16, 8))
+    assert names == ["permute"] and moved == 64 * (4 if devices == (3, 2, 1, 0) else 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [((4, 6), (24, 12)), ((4, 6), (7, 10)), ((4, 6, 5), (24, 30)), ((4, 6, 5), (13, 31))],
+)
+def test_meshes_whose_sizes_share_some_factors(
+    mesh: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    devices = reshard.DeviceMesh.of(**dict(zip("xyz", mesh, strict=False)))
+    for before, after in [("x, y", "y, x"), ("x, -", "y, -"), ("x y, -", "-, y x")]:
+        program = find_program(reshard.spec(devices, before), reshard.spec(devices, after), shape)
+        check(program)
+        # Where nothing divides, one axis cannot take another's place within legal steps.
+        assert not is_exchange(program) or shape in {(7, 10), (13, 31)}
+
+
+def test_an_uneven_dimension_over_axes_that_are_not_neighbours() -> None:
+    names, moved = found((MESH, "-, x z"), (MESH, "x z, -"), (4, 10))
+    assert names == ["all-to-all"]
+    assert moved == 2 * sum(10 - held for held in (3, 3, 3, 1))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
+def test_contributions(reduction: str) -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    # Kept along y while rows become columns along x.
+    kept = found((mesh, f"x, - | {reduction}(y)"), (mesh, f"-, x | {reduction}(y)"), (4, 6))
+    assert kept == (["all-to-all"], 4 * 6)
+    if reduction == "mean":
+        return
+    assert found((mesh, f"-, - | {reduction}(x y)"), (mesh, "x y, -"), (4, 6)) == (
+        ["reduce-scatter"],
+        3 * 24,
+    )
+    names, moved = found(
+        (mesh, f"-, - | {reduction}(x y)"), (mesh, f"x, - | {reduction}(y)"), (4, 6)
+    )
+    assert (names, moved) == (["reduce-scatter"], 2 * 24)
+    names, moved = found((mesh, f"-, - | {reduction}(x y)"), (mesh, "-, -"), (4, 6))
+    assert moved == 2 * 3 * 24
+
+
+@pytest.mark.parametrize("shape", [(17, 5), (33, 16, 8, 1)])
+def test_all_orders_of_shards(shape: tuple[int, ...]) -> None:
+    """Every order of the axes on every dimension, to every order on every other."""
+    dims = len(shape)
+    specs = [
+        reshard.spec(MESH, ", ".join(" ".join(order) if d == at else "-" for d in range(dims)))
+        for at in range(dims)
+        for order in itertools.permutations("xyz")
+    ]
+    for source, target in itertools.product(specs[:: 1 if dims == 2 else 5], specs):
+        program = find_program(source, target, shape)
+        assert not is_exchange(program)
+        assert program.moved_elements == program.lower_bound_elements
+        assert len(program.steps) <= 1
+        if dims == 2:
+            check(program)
+
+
+def test_what_cannot_be_a_program_is_an_exchange() -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    others = reshard.DeviceMesh.of(x=4, devices=[4, 5, 6, 7])
+    for source, target, shape in [
+        (reshard.spec(mesh, "x, -"), reshard.spec(others, "x, -"), (8, 4)),
+        (reshard.spec(mesh, "x@stride2, -"), reshard.spec(mesh, "-, x"), (8, 4)),
+        (reshard.spec(mesh, "x | only(y=0)"), reshard.spec(mesh, "y"), (8,)),
+        (reshard.spec(mesh, "-"), reshard.spec(mesh, "- | sum(x)"), (8,)),
+        # Ten of five and five, cut again into three, three, three and one.
+        (reshard.spec(mesh, "x"), reshard.spec(mesh, "x y"), (10,)),
+    ]:
+        program = find_program(source, target, shape)
+        check(program)
+        assert [step.name for step in program.steps] == ["exchange"]
+        assert program.moved_elements == program.lower_bound_elements
+
+
+def test_nested_levels_are_legal_where_flat_cuts_are_not() -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    assert found((mesh, "x"), (mesh, "x / y"), (10,)) == (["slice"], 0)
+    assert found((mesh, "x / y"), (mesh, "x"), (10,)) == (["all-gather"], 2 + 3 + 2 + 3)
+
+
+def test_what_is_refused() -> None:
+    source, target = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "-, x")
+    with pytest.raises(PlanError, match=r"at most 5 elements; the shards .* up to 16"):
+        find_program(source, target, (4, 8), live_shard=5)
+    with pytest.raises(UsageError, match="unknown search 'best'; it is one of default, exact"):
+        find_program(source, target, (4, 8), search="best")
+    with pytest.raises(UsageError, match="unknown set of steps 'some'"):
+        find_program(source, target, (4, 8), steps="some")
+    one = reshard.spec(reshard.DeviceMesh.of(x=2, y=2), "x")
+    both = reshard.spec(reshard.DeviceMesh.of(x=2, y=2), "x y")
+    with pytest.raises(PlanError, match="no program of classical steps"):
+        find_program(one, both, (10,), steps="classical")
+
+
+def test_a_larger_live_shard_is_used() -> None:
+    """With memory for it, rows are gathered where no legal program stays within the shards."""
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    one, both = reshard.spec(mesh, "x"), reshard.spec(mesh, "x y")
+    program = find_program(one, both, (10,), live_shard=10)
+    check_moved = [(step.name, step.moved_elements) for step in program.steps]
+    assert check_moved == [("all-gather", 20), ("slice", 0)]
+    program.verify()
+
+
+def test_programs_are_found_once() -> None:
+    source, target = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "-, x")
+    assert find_program(source, target, (4, 8)) is find_program(source, target, [4, 8])
+    assert sorted(STEPS) == ["all", "classical", "joint", "mlir"]
