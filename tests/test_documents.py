@@ -108,6 +108,18 @@ def test_sessions_with_checkpoints_run(
     exec(code, {"reshard": reshard})
 
 
+PARTS_OF_EXAMPLES = [(document, code) for document in DOCUMENTS for code in blocks(document, "py")]
+
+
+@pytest.mark.parametrize(
+    ("document", "code"), PARTS_OF_EXAMPLES, ids=lambda item: getattr(item, "name", "")
+)
+def test_what_needs_several_ranks_is_part_of_an_example(document: Path, code: str) -> None:
+    # The examples themselves are run by tests/torch.
+    examples = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+    assert any(code in example for example in examples), f"{document.name}: {code}"
+
+
 def test_the_recipe_in_the_documents_loads(tmp_path: Path) -> None:
     (text,) = blocks(ROOT / "docs" / "recipes.md", "toml")
     (tmp_path / "recipe.toml").write_text(text)
