@@ -132,3 +132,15 @@ def find_in(
     at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
     found = values[at] == wanted
     return at, found if known is None else found & known
+
+
+def distinct(values: IntArray) -> IntArray:
+    """Each number once, rising. For millions of numbers sorting beats the hashes of NumPy.
+
+    >>> distinct(np.array([3, 1, 3])).tolist()
+    [1, 3]
+    """
+    rising = np.sort(values)
+    new = np.ones(len(rising), dtype=bool)
+    np.not_equal(rising[1:], rising[:-1], out=new[1:])
+    return rising[new]

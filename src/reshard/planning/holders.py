@@ -8,7 +8,8 @@ the same set of parts holds, and only then for whole cells:
    one *key*, with the slots that hold it (`copies`).
 2. If different keys never share an element, a dimension's stretches are simply its runs, and
    every stretch has one holder part. This is the common case, and the only one in which cells
-   need not form a grid (ragged shards, chunk lists).
+   need not form a grid (ragged shards, chunk lists); then their hulls are compared
+   (`box_meetings`).
 3. Otherwise the dimension is cut at every boundary of every run, and each stretch is held by
    the set of parts whose runs contain it::
 
@@ -26,13 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout import Layout
-from reshard.planning.copies import Copies, find_copies, find_in
+from reshard.planning.box_meetings import Boxes, meeting_boxes
+from reshard.planning.copies import Copies, distinct, find_copies, find_in
+from reshard.planning.part_runs import PartRuns, share_an_index
 from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, ragged_arange
 
 BoolArray = NDArray[np.bool_]
-
-# Beyond this many keys, comparing all pairs takes more memory than it saves.
-_MOST_COMPARED = 6_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +59,11 @@ class DimensionHolders:
     def sets(self) -> int:
         """Number of holder sets."""
         return len(self.set_begin) - 1
+
+    @property
+    def part_runs(self) -> PartRuns:
+        """The stretches of each part, where each is held by one."""
+        return PartRuns.of(self.parts, self.holder_set, self.start, self.stop)
 
     def local_start(self, stretch: IntArray, part: IntArray) -> IntArray:
         """Where a stretch begins in the local order of a part that holds it."""
@@ -102,10 +107,12 @@ class Holders:
     """The whole source: dimensions, keys, and the cells that are copies of each key.
 
     `keys` has shape `(keys,)`, rising; `copies` says which cells have key number `k`.
-    `is_exclusive` says that no element has two keys (of one contribution).
+    `is_exclusive` says that no element has two keys (of one contribution), and `is_grid` that
+    the parts of all keys are disjoint in every dimension.
     """
 
     layout: Layout
+    is_grid: bool
     is_exclusive: bool
     dimensions: tuple[DimensionHolders, ...]
     code: KeyCode
@@ -145,10 +152,11 @@ def find_holders(layout: Layout) -> Holders:
     copies = find_copies(layout.placement)
     key_code = KeyCode(layout, copies.first)
     runs = [_stretches(table) for table in layout.tables]
-    exclusive = _is_grid(layout, copies.first, runs) or _keys_are_disjoint(layout, copies.first)
+    is_grid = _is_grid(layout, copies.first, runs)
+    exclusive = is_grid or _keys_are_disjoint(layout, copies.first, runs)
     if not exclusive:
         runs = [_split(dimension) for dimension in runs]
-    return Holders(layout, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
+    return Holders(layout, is_grid, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
 
 
 @lru_cache(maxsize=256)
@@ -185,35 +193,43 @@ def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]
     return True
 
 
-def _keys_are_disjoint(layout: Layout, cells: IntArray) -> bool:
+def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]) -> bool:
     """Whether the given cells, one a key, have no element twice within a contribution."""
-    if (layout.cell_elements[cells] == 0).any():
-        cells = cells[layout.cell_elements[cells] > 0]
-    share: BoolArray | None = None
-    size = len(cells)
-    if size > _MOST_COMPARED:
+    runs = [dimension.part_runs for dimension in dimensions]
+    part = layout.cell_part[cells]
+    boxes, cell = hulls(layout, layout.cell_contribution[cells], part, runs)
+    # A part has an index twice: only stretches cut at every edge tell them apart.
+    if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
         return False
-    for d, table in enumerate(layout.tables):
-        stretches = _stretches(table)
-        touch = np.eye(table.parts, dtype=bool)
-        first = stretches.start
-        reach = np.maximum.accumulate(stretches.stop) if len(first) else first
-        low = np.searchsorted(reach, first, side="right")
-        count = np.maximum(np.arange(len(first)) - low, 0)
-        left = np.repeat(np.arange(len(first)), count)
-        right = np.repeat(low, count) + ragged_arange(count)
-        meet = stretches.stop[right] > first[left]
-        a, b = stretches.holder_set[left[meet]], stretches.holder_set[right[meet]]
-        if (a == b).any():
-            # A part has an index twice, and only stretches cut at every edge tell them apart.
+    for left, right in meeting_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
+        other = left < right
+        a, b = part[cell[left[other]]], part[cell[right[other]]]
+        share = np.ones(len(a), dtype=bool)
+        for d, of in enumerate(runs):
+            share &= share_an_index(of, of, a[:, d], b[:, d])
+        if share.any():
             return False
-        touch[a, b] = touch[b, a] = True
-        part = layout.cell_part[cells, d]
-        pairs = touch[part[:, None], part[None, :]]
-        share = pairs if share is None else share & pairs
-    same = layout.cell_contribution[cells][:, None] == layout.cell_contribution[cells][None, :]
-    share = same if share is None else share & same
-    return int(share.sum()) == size
+    return True
+
+
+def hulls(
+    layout: Layout, contribution: IntArray, part: IntArray, runs: list[PartRuns]
+) -> tuple[Boxes, IntArray]:
+    """The hulls of cells, as boxes of a tensor with the contributions as its first dimension.
+
+    The cells are given by a contribution and a part of each dimension, and the runs of the parts
+    are those of `runs`. Cells without an element have none; box `i` is of cell `cell[i]`.
+    """
+    size = (layout.ndim + 1, len(contribution))
+    start, stop = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+    start[0], stop[0] = contribution, contribution + 1
+    for d, of in enumerate(runs, start=1):
+        low, high = of.hulls()
+        start[d], stop[d] = low[part[:, d - 1]], high[part[:, d - 1]]
+    cell = np.flatnonzero((start < stop).all(axis=0))
+    if len(cell) < len(contribution):
+        start, stop = start[:, cell], stop[:, cell]
+    return Boxes(start, stop), cell
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.holders import Holders
-from reshard.planning.overlap import Overlap, find_overlap
+from reshard.planning.overlap import Overlap
 from reshard.planning.plan import Plan
 from reshard.planning.regions import Regions, find_regions
 from reshard.planning.routes import RouteFinder, Routes
@@ -124,9 +124,7 @@ def find_lots(plan: Plan) -> Lots:
         PlanError: an element that no source slot holds, or a part that has an index twice.
     """
     regions = find_regions(plan.target, plan.combines)
-    pairs = zip(plan.holders.dimensions, regions.layout.tables, strict=True)
-    overlaps = tuple(find_overlap(holders, table) for holders, table in pairs)
-    finder = RouteFinder(plan.source, regions.layout, plan.holders, overlaps, regions.combines)
+    finder = RouteFinder.between(plan.source, regions.layout, regions.combines)
     try:
         routes = finder.into(np.arange(regions.layout.cells))
     except PlanError:
@@ -134,7 +132,7 @@ def find_lots(plan: Plan) -> Lots:
         for slot in plan.target.holders:
             plan.routes_into(slot)
         raise
-    holder_begin, holder = _holder_cells(plan.source, plan.holders, overlaps, routes)
+    holder_begin, holder = _holder_cells(plan.source, plan.holders, finder.overlaps, routes)
     counts = np.array([len(sources) for sources in regions.combines], dtype=np.int64)
     wanted = np.diff(regions.begin)[routes.target_cell]
     first = regions.begin[routes.target_cell]
@@ -142,7 +140,7 @@ def find_lots(plan: Plan) -> Lots:
         plan.source,
         plan.target,
         regions,
-        overlaps,
+        finder.overlaps,
         routes.order,
         routes.pair,
         routes.elements,

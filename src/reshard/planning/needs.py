@@ -23,8 +23,7 @@ from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.contributions import contribution_sources
 from reshard.planning.copies import Copies, find_copies
-from reshard.planning.holders import find_holders
-from reshard.planning.overlap import Overlap, find_overlap
+from reshard.planning.overlap import Overlap
 from reshard.planning.routes import RouteFinder
 from reshard.runs import IntArray, ragged_arange
 
@@ -91,10 +90,7 @@ def find_needs(source: Layout, target: Layout) -> Needs:
     combines = contribution_sources(source, target)
     needs = _find_key_needs(_one_a_key(source, held), _one_a_key(target, wanted), combines)
     if needs is None:
-        holders = find_holders(source)
-        pairs = zip(holders.dimensions, target.tables, strict=True)
-        overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
-        RouteFinder(source, target, holders, overlaps, combines).into(wanted.first)
+        RouteFinder.between(source, target, combines).into(wanted.first)
         raise PlanError("the source leaves out an element of the target")
     sets = _holder_sets(held, needs.key_begin, needs.key)
     return Needs(source, target, needs, held, wanted, *sets)
@@ -121,10 +117,7 @@ def _find_key_needs(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
 ) -> KeyNeeds | None:
     """The needs of layouts with a slot for each key; None where an element is nowhere."""
-    holders = find_holders(source)
-    pairs = zip(holders.dimensions, target.tables, strict=True)
-    overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
-    finder = RouteFinder(source, target, holders, overlaps, combines)
+    finder = RouteFinder.between(source, target, combines)
     target_key, order, contribution, pair = finder.needs(np.arange(target.cells))
     need, key = finder.candidates(contribution, pair)
     held = np.flatnonzero(np.bincount(need, minlength=len(target_key)))
@@ -138,7 +131,7 @@ def _find_key_needs(
     except PlanError:
         return None
     key_begin = np.searchsorted(need, np.arange(len(target_key) + 1))
-    return KeyNeeds(overlaps, target_key, order, pair, elements, key_begin, key)
+    return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
 
 
 def _holder_sets(

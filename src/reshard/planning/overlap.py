@@ -19,8 +19,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from reshard.planning.copies import distinct
 from reshard.planning.holders import DimensionHolders
-from reshard.runs import PAD, IntArray, RunTable, ragged_arange
+from reshard.planning.part_runs import PartRuns, shared_runs
+from reshard.runs import PAD, IntArray, RunTable, SingleRuns, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,8 +176,7 @@ class Overlap:
 @lru_cache(maxsize=128)
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     """What each part of `target` takes from each holder set."""
-    runs = target.single_runs()
-    runs = runs.take(runs.role != PAD)
+    runs = _elements(target)
     # Stretches may overlap and nest, so the first that can reach a run is found by the
     # furthest stop so far, and what does not reach it after all is dropped.
     reach = np.maximum.accumulate(holders.stop) if len(holders.stop) else holders.stop
@@ -183,6 +184,38 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     count = np.maximum(np.searchsorted(holders.start, runs.stop, side="left") - low, 0)
     run = np.repeat(np.arange(len(count)), count)
     stretch = np.repeat(low, count) + ragged_arange(count)
+    return _overlap(holders, target.parts, runs, run, stretch)
+
+
+def overlap_of_pairs(
+    holders: DimensionHolders, target: RunTable, part: IntArray, source_part: IntArray
+) -> Overlap:
+    """The same for some pairs of a target part and a source part, in any order and repeated.
+
+    Each holder set must be one part.
+    """
+    pair = distinct(part * holders.parts + source_part)
+    part, source_part = pair // holders.parts, pair % holders.parts
+    runs = _elements(target)
+    _, run, stretch = shared_runs(wanted_runs(target), holders.part_runs, part, source_part)
+    return _overlap(holders, target.parts, runs, run, stretch)
+
+
+def wanted_runs(target: RunTable) -> PartRuns:
+    """What each part of a target has, pads left out."""
+    runs = _elements(target)
+    return PartRuns.of(target.parts, runs.part, runs.start, runs.stop)
+
+
+def _elements(target: RunTable) -> SingleRuns:
+    runs = target.single_runs()
+    return runs.take(runs.role != PAD)
+
+
+def _overlap(
+    holders: DimensionHolders, parts: int, runs: SingleRuns, run: IntArray, stretch: IntArray
+) -> Overlap:
+    """The overlap of `parts` target parts, from runs and stretches that may overlap."""
     start = np.maximum(holders.start[stretch], runs.start[run])
     length = np.minimum(holders.stop[stretch], runs.stop[run]) - start
     real = length > 0
@@ -197,7 +230,7 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
         holders,
         part[first],
         holder_set[first],
-        np.searchsorted(part[first], np.arange(target.parts + 1)),
+        np.searchsorted(part[first], np.arange(parts + 1)),
         np.append(first, len(part)),
         start[order],
         length[order],

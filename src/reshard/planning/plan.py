@@ -26,7 +26,7 @@ from reshard.planning.bound import lower_bound_elements
 from reshard.planning.contributions import contribution_sources, mean_scale
 from reshard.planning.holders import Holders, find_holders
 from reshard.planning.joining import join_boxes
-from reshard.planning.overlap import Overlap, Pieces, find_overlap
+from reshard.planning.overlap import Overlap, Pieces
 from reshard.planning.routes import RouteFinder, Routes
 from reshard.planning.transfers import Transfers, expand
 from reshard.planning.verification import verify_transfers
@@ -88,15 +88,14 @@ class Plan(Interned):
         """Who holds each element of the source."""
         return find_holders(self.source)
 
-    @cached_property
+    @property
     def overlaps(self) -> tuple[Overlap, ...]:
         """The overlap of both layouts, one a dimension."""
-        pairs = zip(self.holders.dimensions, self.target.tables, strict=True)
-        return tuple(find_overlap(holders, table) for holders, table in pairs)
+        return self._finder.overlaps
 
     @cached_property
     def _finder(self) -> RouteFinder:
-        return RouteFinder(self.source, self.target, self.holders, self.overlaps, self.combines)
+        return RouteFinder.between(self.source, self.target, self.combines)
 
     @cached_property
     def routes(self) -> Routes:

@@ -4,7 +4,8 @@ A *route* is one target cell, one contribution, one holder set a dimension, and 
 cell chosen among the holders. It stands for a product of pieces, which stay unexpanded.
 
 1. For each target cell, take the pairs of its part in every dimension, and every source
-   contribution it combines: their product is what the cell needs, each element once.
+   contribution it combines: their product is what the cell needs, each element once. Where the
+   source is no grid, take the keys that the cell meets (`key_meetings`).
 2. Look up who holds each of them; what nobody holds is an error, found by volume.
 3. If the target's own slot holds it, it stays. Otherwise the holders take turns (`turns`).
 
@@ -22,8 +23,9 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.copies import turns
-from reshard.planning.holders import Holders
-from reshard.planning.overlap import Overlap
+from reshard.planning.holders import BoolArray, Holders, find_holders
+from reshard.planning.key_meetings import KeyMeetings, find_key_meetings
+from reshard.planning.overlap import Overlap, find_overlap
 from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
 
 
@@ -39,7 +41,7 @@ class Routes:
     order: IntArray
     pair: tuple[IntArray, ...]
     elements: IntArray
-    stays: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    stays: BoolArray
 
     @classmethod
     def none(cls, ndim: int) -> Routes:
@@ -57,7 +59,8 @@ CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
 class RouteFinder:
     """Finds routes between two layouts. See the module's docstring.
 
-    `combines[c]` are the source contributions that target contribution `c` adds up.
+    `combines[c]` are the source contributions that target contribution `c` adds up. With
+    `meetings` the overlaps have only the pairs of those.
     """
 
     source: Layout
@@ -65,6 +68,25 @@ class RouteFinder:
     holders: Holders
     overlaps: tuple[Overlap, ...]
     combines: tuple[tuple[int, ...], ...]
+    meetings: KeyMeetings | None = None
+
+    @classmethod
+    def between(
+        cls, source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
+    ) -> RouteFinder:
+        """The finder of the routes from `source` to `target`.
+
+        Of a source that is a grid, every product of pairs is a need, so there are never more
+        pairs than needs. Of any other most products may be held by nobody, and its cells are
+        compared instead; unless an element has two keys, which takes stretches cut at all edges.
+        """
+        holders = find_holders(source)
+        if holders.is_grid or not holders.is_exclusive:
+            pairs = zip(holders.dimensions, target.tables, strict=True)
+            overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
+            return cls(source, target, holders, overlaps, combines)
+        meetings = find_key_meetings(source, target, combines)
+        return cls(source, target, holders, meetings.overlaps, combines, meetings)
 
     def into(self, cells: IntArray) -> Routes:
         """The routes that end in the given target cells.
@@ -104,9 +126,11 @@ class RouteFinder:
     def needs(
         self,
         cells: IntArray,
-        allowed: list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] | None = None,
+        allowed: list[BoolArray] | None = None,
     ) -> CellNeeds:
         """What cells need: the product of their pairs, for each contribution."""
+        if self.meetings is not None:
+            return self._needs_that_meet(self.meetings, cells, allowed)
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts)))
         flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
@@ -114,8 +138,6 @@ class RouteFinder:
         cell = np.repeat(cells, counts[carried])
         order = ragged_arange(counts[carried])
         contribution = flat[np.repeat(first[carried], counts[carried]) + order]
-        if allowed is None and self._is_sparse(cell):
-            return self._needs_by_cell(cell, order, contribution)
         pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):
             part = self.target.cell_part[cell, d]
@@ -128,44 +150,20 @@ class RouteFinder:
             pairs = (*(column[row] for column in pairs), pair)
         return cell, order, contribution, pairs
 
-    def _is_sparse(self, cell: IntArray) -> bool:
-        """Whether most products of pairs would be held by nobody.
-
-        So it is with boxes that form no grid (ragged shards), whose dimensions are cut in many
-        places while each box meets few others. Then comparing all cells costs less.
-        """
-        if not self.holders.is_exclusive or not self.overlaps:
-            return False
-        products = np.ones(len(cell), dtype=np.float64)
-        for d, overlap in enumerate(self.overlaps):
-            part = self.target.cell_part[cell, d]
-            products *= overlap.part_begin[part + 1] - overlap.part_begin[part]
-        return float(products.sum()) > 2.0 * len(cell) * len(self.holders.keys)
-
-    def _needs_by_cell(self, cell: IntArray, order: IntArray, contribution: IntArray) -> CellNeeds:
-        """The same as `_needs`, by comparing every cell with every key of the source."""
-        holders = self.holders
-        key_cell = holders.cells[holders.cell_begin[:-1]]
-        found: list[IntArray] = []
-        pieces: list[list[IntArray]] = [[] for _ in self.overlaps]
-        rows = max(1, 4_000_000 // max(len(key_cell), 1))
-        for low in range(0, len(cell), rows):
-            block = np.arange(low, min(low + rows, len(cell)))
-            meets = contribution[block][:, None] == self.source.cell_contribution[key_cell][None, :]
-            tables = []
-            for d, overlap in enumerate(self.overlaps):
-                table = np.full((len(overlap.part_begin) - 1, overlap.holders.sets), -1)
-                table[overlap.pair_part, overlap.pair_set] = np.arange(len(overlap.pair_part))
-                part = self.target.cell_part[cell[block], d]
-                tables.append(table[part[:, None], self.source.cell_part[key_cell, d][None, :]])
-                meets &= tables[-1] >= 0
-            row, key = np.nonzero(meets)
-            found.append(block[row])
-            for column, table in zip(pieces, tables, strict=True):
-                column.append(table[row, key])
-        need = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-        pairs = tuple(np.concatenate(column) if column else need for column in pieces)
-        return cell[need], order[need], contribution[need], pairs
+    def _needs_that_meet(
+        self, meetings: KeyMeetings, cells: IntArray, allowed: list[BoolArray] | None
+    ) -> CellNeeds:
+        """The same, where it is known what each cell meets."""
+        key = meetings.of_cell[cells]
+        row, at = ragged_ranges(meetings.begin[key], np.diff(meetings.begin)[key])
+        cell = cells[row]
+        if allowed is not None:
+            keep = np.ones(len(at), dtype=bool)
+            for pairs, column in zip(allowed, meetings.pair, strict=True):
+                keep &= pairs[column[at]]
+            cell, at = cell[keep], at[keep]
+        pair = tuple(column[at] for column in meetings.pair)
+        return cell, meetings.order[at], meetings.contribution[at], pair
 
     def _choose(self, needs: CellNeeds) -> Routes:
         """The source cell of each need; needs that nobody holds are left out."""
@@ -278,7 +276,7 @@ class RouteFinder:
         return ""
 
 
-def _take(routes: Routes, index: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Routes:
+def _take(routes: Routes, index: BoolArray) -> Routes:
     return Routes(
         routes.target_cell[index],
         routes.source_cell[index],
