@@ -5,6 +5,7 @@ dense    a 70B-like model: 80 layers of 7 tensors (two norms, q, k and v togethe
          tp=4,dp=N/8, on half as many ranks
 experts  256 experts of 2 tensors in 60 layers, from pp=4,ep=8,dp=8 to ep=32,dp=8: every
          expert a tensor of its own, or stacked with the experts as first dimension
+flat     200 tensors of such layers in one flat buffer of FSDP, from 1,024 ranks to 768
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
+from reshard.notation.flat_buffer import FlatBuffer
 from reshard.planning.job import JobItem
 
 BFLOAT16 = dtype("bfloat16")
@@ -99,3 +101,15 @@ def stacked_experts() -> list[JobItem]:
             target = reshard.spec(after, "ep, -, -").layout(whole)
             items.append(JobItem.between_ranks(f"{layer}.{name}", BFLOAT16, source, target))
     return items
+
+
+def flat_buffer() -> list[JobItem]:
+    """Tensors one behind another, cut evenly wherever that is."""
+    shapes = {
+        f"{number}.{name}": shape
+        for number in range(200 // len(TENSORS) + 1)
+        for name, (shape, _) in TENSORS.items()
+    }
+    shapes = dict(list(shapes.items())[:200])
+    source, target = (FlatBuffer(shapes, ranks).layouts() for ranks in (1024, 768))
+    return [JobItem.between_ranks(name, BFLOAT16, source[name], target[name]) for name in shapes]

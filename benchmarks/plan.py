@@ -7,6 +7,9 @@ nothing found before is used again, and its time begins when its imports are don
     llama    the 1,138 tensors of a Llama-3.1-405B, each cut by rows over 64 ranks ("fsdp"), to
              tp=8,pp=16,dp=8 by the llama recipe. Tensors of equal layouts share one plan, and
              its columns.
+    flat     one tensor of 8,192 x 28,672, flattened and cut evenly over 2,999 ranks, to 3,001
+    boxes    one tensor of 20,000 x 20,000, cut at random into 10,000 boxes on a rank each, to
+             10,000 others
 
 Of each: the layouts (for llama, 1,138 names matched by the recipe), the transfers of all ranks,
 the part of one rank that only receives and of one that sends as well, and the peak of memory
@@ -18,7 +21,8 @@ It is asked for an evenly chosen part of the ranks, and its time multiplied acco
 
 Then whole models as jobs, with senders chosen for all tensors together (benchmarks/jobs.py): a
 70B-like model from N to N/2 ranks, for N of 64 to 512 and, one rank's part only, 100,000; and 256
-experts, each by itself and stacked. Of each: the layouts; the classes (what all ranks must know:
+experts, each by itself and stacked; and the 200 tensors of one flat buffer of FSDP from 1,024
+ranks to 768. Of each: the layouts; the classes (what all ranks must know:
 needs, classes and shares of senders) and one rank's part, in a process of their own, with the
 memory they add; the transfers of all ranks; how many transfers are parts of a box that several
 send; and the load of the busiest sender, over the mean of all senders. Megatron's figures are
@@ -26,7 +30,8 @@ those that the project's issue gives: processor time on every rank.
 
 Expected before the first run: chunks in 0.2 s; llama's all ranks in 1 s and 300 MB, its one
 rank's part in 20 ms; of the jobs' ranks 10 ms for the part and 20 ms for the classes, all ranks
-0.1 s for 36,000 and 0.6 s for 288,000 transfers; 100 ms and 200 MB for one of 100,000 ranks.
+0.1 s for 36,000 and 0.6 s for 288,000 transfers; 100 ms and 200 MB for one of 100,000 ranks. Of
+the layouts that form no grid: flat in 1 s and 300 MB, its one rank's part in 50 ms; boxes in 2 s.
 
     python benchmarks/plan.py [--chunks 1024] [--repeat 5] [--cases chunks llama dense-64]
                               [--without-peer]
@@ -36,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import statistics
 import subprocess
@@ -48,7 +54,7 @@ import jobs
 import numpy as np
 
 import reshard
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import assign
@@ -119,7 +125,43 @@ def llama(_: int) -> Movement:
     return Movement(source, target, receiver, 29, range(0, 128, 8), mesh.size)
 
 
-CASES = {"chunks": chunks, "llama": llama}
+def flat(_: int) -> Movement:
+    """Ranges of a flattened tensor, that begin and end within its rows."""
+    shape, ranks = (8192, 28672), (2999, 3001)
+    total = shape[0] * shape[1]
+    source, target = (
+        Layout.flat_ranges(shape, {i: (total * i // n, total * (i + 1) // n) for i in range(n)})
+        for n in ranks
+    )
+    return Movement({"w": source}, {"w": target}, 3000, 7, range(0, 3001, 300), 3001)
+
+
+def boxes(_: int) -> Movement:
+    """Boxes that form no grid, on a rank each."""
+    count, shape = 10_000, (20_000, 20_000)
+    source, target = (
+        Layout.from_boxes(shape, enumerate(random_boxes(shape, count, seed))) for seed in (1, 2)
+    )
+    return Movement({"w": source}, {"w": target}, 7, 7, range(0, count, 1000), count)
+
+
+def random_boxes(shape: tuple[int, ...], count: int, seed: int) -> list[Box]:
+    """A tensor cut `count - 1` times, each time a box that was drawn, anywhere."""
+    draw = random.Random(seed)
+    found = [Box((0,) * len(shape), shape)]
+    while len(found) < count:
+        number, d = draw.randrange(len(found)), draw.randrange(len(shape))
+        start, stop = found[number]
+        if stop[d] - start[d] < 2:
+            continue
+        at = draw.randrange(start[d] + 1, stop[d])
+        found[number] = Box(start, (*stop[:d], at, *stop[d + 1 :]))
+        found.append(Box((*start[:d], at, *start[d + 1 :]), stop))
+    draw.shuffle(found)
+    return found
+
+
+CASES = {"chunks": chunks, "llama": llama, "flat": flat, "boxes": boxes}
 
 
 @dataclass(frozen=True)
@@ -139,6 +181,7 @@ MODELS = {
     "dense-512": Model(lambda: jobs.dense(512), 5, 13.3),
     "experts": Model(jobs.experts, 77, 2.8),
     "stacked-experts": Model(jobs.stacked_experts, 77),
+    "flat-buffer": Model(jobs.flat_buffer, 7),
     "dense-100000": Model(lambda: jobs.dense(100_000), 4321, is_simulated=True),
 }
 
