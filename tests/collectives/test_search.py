@@ -3,65 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import reshard
+from collectives.program_checks import check, is_exchange
 from collectives.sharding_pairs import Pair, pairs
-from conformance.checked_movement import same
 from reshard.collectives import (
     STEPS,
-    Exchange,
-    Program,
-    Slice,
     find_program,
 )
 from reshard.errors import PlanError, UsageError
-from reshard.testing.oracle import contents_of_spec, shards_of
-
-
-def contributions(spec: reshard.ShardingSpec, shape: tuple[int, ...]) -> list[Any]:
-    """One dense array for each contribution, with numbers that reduce without loss."""
-    count = spec.layout(shape).contributions
-    kind = np.float64 if spec.reduction == "mean" else np.int64
-    numbers = np.arange(math.prod(shape), dtype=kind).reshape(shape)
-    return [numbers * (2 * number + 1) % 7 + 1 for number in range(count)]
-
-
-def check(program: Program) -> None:
-    """Every step legal, memory within bound, and the result that of the direct plan."""
-    source, target = (side.layout(program.shape) for side in (program.source, program.target))
-    program.verify()
-    held = shards_of(
-        contents_of_spec(program.source, program.shape),
-        contributions(program.source, program.shape),
-    )
-    before = {rank: array.copy() for rank, array in held.items()}
-    found, direct = program.run(held), reshard.plan(source, target).run(held)
-    assert found.keys() == direct.keys()
-    if program.target.partial_axes:
-        # Contributions may be combined in other places; what they combine to is the same.
-        found, direct = whole(program, found), whole(program, direct)
-    assert same(found, direct)
-    assert same(held, before)
-    bound = max(int(side.cell_shape.prod(axis=1).max()) for side in (source, target))
-    assert program.live_shard <= bound
-    assert program.moved_elements >= program.lower_bound_elements or any(
-        isinstance(step, Exchange) for step in program.steps
-    )
-    for step in program.steps:
-        assert step.sent_elements.sum() == step.received_elements.sum() == step.moved_elements
-        assert not isinstance(step, Slice) or step.moved_elements == 0
-
-
-def whole(program: Program, shards: dict[int, Any]) -> dict[int, Any]:
-    layout = program.target.layout(program.shape)
-    full = reshard.Layout.replicated(program.shape, layout.slots)
-    return reshard.plan(layout, full).run(shards)
 
 
 @settings(max_examples=150, deadline=None)
@@ -74,10 +27,6 @@ def test_a_program_does_what_the_direct_plan_does(pair: Pair) -> None:
     check(quick)
     if not is_exchange(quick):
         assert program.moved_elements <= quick.moved_elements
-
-
-def is_exchange(program: Program) -> bool:
-    return any(isinstance(step, Exchange) for step in program.steps)
 
 
 @settings(max_examples=60, deadline=None)

@@ -34,8 +34,11 @@ from reshard.collectives.states import Boxes, Cut, State, flat_atoms, overlaps
 
 # Placements of one side that are tried; beyond, fewer are, by where the other side has the axes.
 MOST_PLACEMENTS = 150
-# Sets of axes that a side is cut further by.
+# Sets of axes that a side is cut further by, and parts of axes that are moved one by one.
 MOST_SETS = 16
+MOST_ATOMS = 4
+# Boxes of ranks that are compared.
+MOST_COMPARED = 8_000_000
 # Ways into the other frame that are followed to the end.
 MOST_CROSSINGS = 4
 
@@ -89,11 +92,23 @@ def _by_one_rearrangement(problem: Problem) -> Iterator[Path]:
         lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
         dropped = frozenset(space.frames[target.frame].atoms) - target.used
         ways_back = target
-    starts = [path for atoms in _sets(lacking) for path in _begun(problem, atoms, sorted(reduced))]
+    boxes = len(space.ranks) * max(1, len(space.shape))
+    most = max(MOST_SETS, math.isqrt(MOST_COMPARED // boxes))
+    sets = _sets(problem, source, lacking)
+    starts = [
+        path
+        for atoms in sets
+        for path in itertools.islice(
+            _begun(problem, atoms, sorted(reduced)), max(1, most // len(sets))
+        )
+    ]
+    sets = _sets(problem, target, dropped)
     ends = [
         state
-        for atoms in _sets(dropped)
-        for state in placements(problem, target, atoms, ways_back)
+        for atoms in sets
+        for state in itertools.islice(
+            placements(problem, target, atoms, ways_back), max(1, most // len(sets))
+        )
         if problem.fits(state) and is_covered(space, state, target, frozenset(atoms))
     ]
     if not starts or not ends:
@@ -109,12 +124,15 @@ def _by_one_rearrangement(problem: Problem) -> Iterator[Path]:
     yield _without_repeats([*starts[first], ends[last], target])
 
 
-def _sets(atoms: frozenset[int]) -> list[tuple[int, ...]]:
-    """All of the atoms, then fewer of them."""
+def _sets(problem: Problem, state: State, atoms: frozenset[int]) -> list[tuple[int, ...]]:
+    """All of the atoms, then fewer of them; where they are many, in units."""
+    units: list[tuple[int, ...]] = [(atom,) for atom in sorted(atoms)]
+    if len(atoms) > MOST_ATOMS:
+        units = problem.space.frames[state.frame].units_of(sorted(atoms))
     sets = (
-        chosen
-        for size in range(len(atoms), -1, -1)
-        for chosen in itertools.combinations(sorted(atoms), size)
+        tuple(atom for unit in chosen for atom in unit)
+        for size in range(len(units), -1, -1)
+        for chosen in itertools.combinations(units, size)
     )
     return list(itertools.islice(sets, MOST_SETS))
 
@@ -186,27 +204,32 @@ def placements(
         return
     if not dims:
         return
-    count = math.factorial(len(atoms)) * math.comb(len(atoms) + dims - 1, dims - 1)
-    order = [atom for cut in other.cuts for atom in flat_atoms(cut) if atom in set(atoms)]
-    order += [atom for atom in atoms if atom not in set(order)]
+    wanted = [atom for cut in other.cuts for atom in flat_atoms(cut) if atom in set(atoms)]
+    wanted += [atom for atom in atoms if atom not in set(wanted)]
     home = {atom: d for d, cut in enumerate(other.cuts) for atom in flat_atoms(cut)}
+    units: list[tuple[int, ...]] = [(atom,) for atom in wanted]
+    if len(atoms) > MOST_ATOMS:
+        units = problem.space.frames[state.frame].units_of(wanted)
+    count = math.factorial(len(units)) * math.comb(len(units) + dims - 1, dims - 1)
+    ways: Iterator[tuple[tuple[tuple[int, ...], int], ...]]
     if count <= MOST_PLACEMENTS:
-        # One order of (atom, dim) pairs stands for each placement: dims do not fall.
+        # One order of (unit, dim) pairs stands for each placement: dims do not fall.
         ways = (
             tuple(zip(chosen, where, strict=True))
-            for chosen in itertools.permutations(order)
-            for where in itertools.combinations_with_replacement(range(dims), len(order))
+            for chosen in itertools.permutations(units)
+            for where in itertools.combinations_with_replacement(range(dims), len(units))
         )
-    elif dims ** len(order) <= MOST_PLACEMENTS:
+    elif dims ** len(units) <= MOST_PLACEMENTS:
         ways = (
-            tuple(zip(order, where, strict=True))
-            for where in itertools.product(range(dims), repeat=len(order))
+            tuple(zip(units, where, strict=True))
+            for where in itertools.product(range(dims), repeat=len(units))
         )
     else:
-        ways = (tuple((atom, home.get(atom, d)) for atom in order) for d in range(dims))
-    for way in ways:
+        ways = (tuple((unit, home.get(unit[0], d)) for unit in units) for d in range(dims))
+    natural = tuple((unit, home.get(unit[0], 0)) for unit in units)
+    for way in itertools.chain([natural], (way for way in ways if way != natural)):
         grown: list[list[Cut]] = [[cut] for cut in state.cuts]
-        for atom, dim in way:
+        for atom, dim in ((atom, dim) for unit, dim in way for atom in unit):
             grown[dim] = [
                 longer for cut in grown[dim] for longer in problem.extensions(dim, cut, atom)
             ]

@@ -130,6 +130,14 @@ class Frame:
             ]
         return tuple(found)
 
+    def units_of(self, atoms: Sequence[int]) -> list[tuple[int, ...]]:
+        """Atoms by the axis, or part of one, that they are of, in the order of their first ones."""
+        unit_of = {atom: number for number, unit in enumerate(self.units) for atom in unit}
+        found: dict[int, list[int]] = {}
+        for atom in atoms:
+            found.setdefault(unit_of[atom], []).append(atom)
+        return [tuple(sorted(unit)) for unit in found.values()]
+
     @cached_property
     def _groups(self) -> dict[frozenset[int], IntArray]:
         return {}

@@ -22,6 +22,8 @@ from reshard.sharding import ShardingSpec
 
 JOINT = "joint"
 CLASSICAL = "classical"
+# Sums over ranks stay below this.
+MOST_COUNTED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def problem_of(
 
     That is so where they are not over the same devices, where a rule other than ceil cuts a
     dimension, where a sharding is on some coordinates only, and where the target is partial in
-    a way that the source is not.
+    a way that the source is not. So it is for counts that are no 64-bit numbers.
 
     Raises:
         PlanError: a limit that the source or the target itself is over.
@@ -113,6 +115,7 @@ def problem_of(
     if (
         sorted(source.mesh.devices) != sorted(target.mesh.devices)
         or any(rule != Ceil() for rule in rules)
+        or math.prod(shape) * source.mesh.size**2 >= MOST_COUNTED
         or source.only
         or target.only
         or (target.partial_axes and source.reduction != target.reduction)

@@ -125,10 +125,16 @@ class Step:
         """Check that every group holds what its ranks need, element by element.
 
         Raises:
-            PlanError: a group that leaves out an element, or a step that is not of its kind.
+            PlanError: a group that has not what its ranks need.
         """
-        for plan in self.plans:
-            plan.verify()
+        for group, plan in zip(self.groups, self.plans, strict=True):
+            try:
+                plan.verify()
+            except PlanError as error:
+                raise PlanError(
+                    f"{self} from `{self.source}` to `{self.target}` is not legal for shape "
+                    f"{list(self.shape)}: within the group {list(group)}, {error}"
+                ) from error
 
     def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
         """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`."""
