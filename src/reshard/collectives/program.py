@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.collectives.steps import Step
 from reshard.errors import PlanError
 from reshard.planning.plan import Plan
 from reshard.sharding import ShardingSpec
+
+if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
+    from reshard.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,22 @@ class Program:
         """Check every step, element by element. Raises PlanError for one that is not legal."""
         for step in self.steps:
             step.verify()
+
+    def estimate(self, dtype: object, topology: Topology, library: str = "nccl") -> Estimate:
+        """The seconds that the steps take, see `reshard.collectives.estimates`.
+
+        Args:
+            dtype: of the elements: a name, or a NumPy or torch dtype.
+            topology: the hosts of the ranks, and the links.
+            library: a key of `reshard.cost.LIBRARIES`.
+
+        Raises:
+            UsageError: an unknown library.
+            LayoutError: a rank that the topology has not, or a link that it does not know.
+        """
+        from reshard.collectives.estimates import program_estimate
+
+        return program_estimate(self, dtype, topology, library)
 
     def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
         """Carry the program out on arrays in this process: `{rank: array}` to `{rank: array}`.

@@ -33,7 +33,9 @@ from reshard.planning.verification import verify_transfers
 from reshard.runs import IntArray
 
 if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
     from reshard.sharding import ShardingSpec
+    from reshard.topology import Topology
 
 Array = TypeVar("Array")
 
@@ -210,6 +212,17 @@ class Plan(Interned):
                 f"the plan moves {self.moved_elements} elements where "
                 f"{self.lower_bound_elements} suffice"
             )
+
+    def estimate(self, topology: Topology) -> Estimate:
+        """The seconds that the exchange takes, see `reshard.cost`.
+
+        Raises:
+            PlanError: a plan without a dtype.
+            LayoutError: a rank that the topology has not, or a link that it does not know.
+        """
+        from reshard.planning.estimates import plan_estimate
+
+        return plan_estimate(self, topology)
 
     def run(self, shards: Mapping[int, Array]) -> dict[int, Array]:
         """Carry the plan out on arrays in this process: `{rank: array}` to `{rank: array}`.

@@ -1,0 +1,148 @@
+"""Is a program of collectives quicker than the direct exchange?
+
+The exchange moves the fewest bytes. A program may move more, in fewer messages: small tensors
+wait for messages, large ones for bytes. Both are estimated on a topology, and the quicker one
+is chosen; of equals the program, for libraries tune collectives.
+
+An exchange is sent in rounds of limited size, so it fits any memory; a program may not.
+Whole numbers are summed, then multiplied and added in one order, and each such step rounds alike
+on every machine: all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.collectives.estimates import program_estimate
+from reshard.collectives.program import Program
+from reshard.collectives.search import find_program
+from reshard.collectives.steps import Exchange
+from reshard.cost.estimate import Estimate
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.planning.plan import Plan
+from reshard.sharding import ShardingSpec
+from reshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and both estimates. Make one with `choose`.
+
+    Args:
+        method: "program" or "exchange".
+        reason: why, in a few words.
+        program: the program that moves the fewest elements.
+        plan: of the exchange.
+        program_estimate, exchange_estimate: how long each takes.
+    """
+
+    method: str
+    reason: str
+    program: Program
+    plan: Plan
+    program_estimate: Estimate
+    exchange_estimate: Estimate
+
+    @property
+    def estimate(self) -> Estimate:
+        """How long what was chosen takes."""
+        return self.program_estimate if self.method == "program" else self.exchange_estimate
+
+    def __str__(self) -> str:
+        from reshard.show.quantities import bytes_text, duration_text, table
+
+        width = self.plan.dtype.itemsize_bytes if self.plan.dtype else 1
+        steps = " ".join(map(str, self.program.steps)) or "nothing to do"
+        rows = [
+            (
+                ("* " if name == self.method else "  ") + name,
+                what,
+                bytes_text(elements * width),
+                *map(duration_text, (estimate.latency_s, estimate.transfer_s, estimate.seconds_s)),
+            )
+            for name, what, elements, estimate in (
+                ("program", steps, self.program.moved_elements, self.program_estimate),
+                ("exchange", "direct", self.plan.moved_elements, self.exchange_estimate),
+            )
+        ]
+        headers = ("method", "steps", "moves", "latency", "transfer", "time")
+        return f"{table(rows, headers, 'llrrrr')}\n{self.reason}"
+
+
+def choose(
+    source: ShardingSpec,
+    target: ShardingSpec,
+    shape: Sequence[int],
+    dtype: object,
+    topology: Topology,
+    memory_bytes: int | None = None,
+    *,
+    library: str = "nccl",
+) -> Choice:
+    """The quicker of the program of collectives and the direct exchange.
+
+    Args:
+        source, target: shardings of one tensor.
+        shape: of the tensor.
+        dtype: of its elements: a name, or a NumPy or torch dtype.
+        topology: the hosts of the ranks, and the links.
+        memory_bytes: the most that a rank may hold beside its source and its target; no limit
+            when None.
+        library: a key of `reshard.cost.LIBRARIES`, whose collectives the program uses.
+
+    Raises:
+        UsageError: a limit below 0, or an unknown library.
+        LayoutError: a rank that the topology has not, or a link that it does not know.
+        SpecError: shardings for tensors of another number of dimensions.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.cost import load_preset
+    >>> mesh = DeviceMesh.of(x=2, y=4)
+    >>> topology = load_preset("h100-8").topology()
+    >>> print(choose(spec(mesh, "x, y"), spec(mesh, "-, y"), (4096, 4096), "bfloat16", topology))
+    method      steps            moves  latency  transfer     time
+    ----------  -------------  -------  -------  --------  -------
+    * program   all-gather(x)  33.6 MB  3.40 µs   9.32 µs  12.7 µs
+      exchange  direct         33.6 MB  3.40 µs   9.32 µs  12.7 µs
+    both take as long, and collectives are tuned
+    """
+    if memory_bytes is not None and memory_bytes < 0:
+        raise UsageError(f"a memory of {memory_bytes} bytes; 0 or more were expected")
+    kind = as_dtype(dtype)
+    program = find_program(source, target, shape)
+    plan = Plan(source.layout(program.shape), target.layout(program.shape), kind)
+    by_program = program_estimate(program, kind, topology, library)
+    by_exchange = plan.estimate(topology)
+    method, reason = _decided(
+        program, by_program, by_exchange, program.extra_bytes(kind.itemsize_bytes), memory_bytes
+    )
+    return Choice(method, reason, program, plan, by_program, by_exchange)
+
+
+def _decided(
+    program: Program,
+    by_program: Estimate,
+    by_exchange: Estimate,
+    extra_bytes: int,
+    memory_bytes: int | None,
+) -> tuple[str, str]:
+    if not program.steps:
+        return "program", "every rank has what it needs"
+    if any(isinstance(step, Exchange) for step in program.steps):
+        return "exchange", "no program of collectives was found"
+    if memory_bytes is not None and extra_bytes > memory_bytes:
+        return (
+            "exchange",
+            f"the program holds {extra_bytes:,} bytes beside source and target, over the limit of "
+            f"{memory_bytes:,}",
+        )
+    if by_program.seconds_s == by_exchange.seconds_s:
+        return "program", "both take as long, and collectives are tuned"
+    method, less, more = "program", by_program, by_exchange
+    if by_exchange.seconds_s < by_program.seconds_s:
+        method, less, more = "exchange", by_exchange, by_program
+    saves_latency = more.latency_s - less.latency_s >= more.transfer_s - less.transfer_s
+    saved = "messages cost less" if saves_latency else "bytes take less time"
+    return method, f"the {method} is quicker: its {saved}"

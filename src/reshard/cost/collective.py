@@ -1,0 +1,56 @@
+"""How long does a collective take in a group of ranks of a topology?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from reshard.cost.estimate import Part
+from reshard.cost.formulas import fastest_formula
+from reshard.cost.links import slowest_link
+from reshard.errors import UsageError
+from reshard.topology import Link, Topology
+
+
+def collective_cost(
+    kind: str,
+    ranks: Sequence[int],
+    size_bytes: float | Fraction,
+    topology: Topology,
+    library: str = "nccl",
+    name: str = "",
+) -> Part:
+    """The seconds of one collective, on the slowest link of its group.
+
+    Args:
+        kind: a key of `FORMULAS`.
+        ranks: the group.
+        size_bytes: `n` of the formulas; see `reshard.cost.formulas`.
+        topology: the hosts of the ranks, and the links.
+        library: a key of `LIBRARIES`; the fastest of its algorithms is taken.
+        name: for people; the kind when empty.
+
+    Raises:
+        UsageError: an unknown kind or library, no ranks, ranks twice, or a negative size.
+        LayoutError: a rank that the topology has not, or a link that it does not know.
+
+    >>> from reshard.topology import Link
+    >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9, 1e-5))
+    >>> collective_cost("all-reduce", range(4), 4_000_000, topology).seconds_s
+    0.00606
+    """
+    group = len(ranks)
+    if not group or len(set(ranks)) != group:
+        raise UsageError(f"a group of ranks {list(ranks)}; one rank or more, each once, expected")
+    topology.host_of(ranks)
+    # A rank by itself has no link, and sends nothing.
+    link = slowest_link(topology, ranks) if group > 1 else Link(1)
+    formula = fastest_formula(kind, group, size_bytes, link, library)
+    return Part(
+        name or kind,
+        formula.name,
+        formula.rounds(group),
+        formula.busiest_bytes(group, size_bytes),
+        formula.latency_s(group, link),
+        formula.transfer_s(group, size_bytes, link),
+    )

@@ -1,0 +1,87 @@
+"""How long does something take, and what of it is latency, what bytes under way?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One collective, or messages that are all sent at once.
+
+    Args:
+        name: what it is.
+        algorithm: by which it is counted.
+        messages: that the busiest rank sends, or receives, one behind the other.
+        busiest_bytes: that it sends, or receives.
+        latency_s: seconds for the messages' latencies.
+        transfer_s: seconds for the bytes.
+    """
+
+    name: str
+    algorithm: str
+    messages: int
+    busiest_bytes: float
+    latency_s: float
+    transfer_s: float
+
+    @property
+    def seconds_s(self) -> float:
+        """Seconds from the beginning to the end."""
+        return self.latency_s + self.transfer_s
+
+    @classmethod
+    def nothing(cls, name: str) -> Part:
+        """What moves nothing, and takes no time."""
+        return cls(name, "-", 0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The parts of something, one behind the other, and their seconds.
+
+    >>> estimate = Estimate((Part("all-gather(x)", "ring", 7, 7e6, 7e-5, 7e-3),))
+    >>> round(estimate.seconds_s, 6)
+    0.00707
+    >>> print(estimate)
+    part           algorithm  messages    bytes  latency  transfer     time
+    -------------  ---------  --------  -------  -------  --------  -------
+    all-gather(x)  ring              7  7.00 MB  70.0 µs   7.00 ms  7.07 ms
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def seconds_s(self) -> float:
+        """Seconds from the beginning to the end."""
+        return sum((part.seconds_s for part in self.parts), 0.0)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds that do not depend on the sizes."""
+        return sum((part.latency_s for part in self.parts), 0.0)
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that bytes are under way."""
+        return sum((part.transfer_s for part in self.parts), 0.0)
+
+    def __str__(self) -> str:
+        from reshard.show.quantities import bytes_text, duration_text, table
+
+        parts = list(self.parts)
+        rows = [
+            (
+                part.name,
+                part.algorithm,
+                f"{part.messages:,}",
+                bytes_text(part.busiest_bytes),
+                *map(duration_text, (part.latency_s, part.transfer_s, part.seconds_s)),
+            )
+            for part in parts
+        ]
+        if len(parts) != 1:
+            times = map(duration_text, (self.latency_s, self.transfer_s, self.seconds_s))
+            rows.append(("together", "", "", "", *times))
+        headers = ("part", "algorithm", "messages", "bytes", "latency", "transfer", "time")
+        return table(rows, headers, "llrrrrr")
