@@ -71,7 +71,71 @@ def test_the_keys_and_a_case_by_hand() -> None:
                 "target_box": [[0, 2], [0, 1]],
             },
         ],
+        "program": {
+            "steps": [
+                {
+                    "step": "all-to-all",
+                    "axes": ["x"],
+                    "dims": [0, 1],
+                    "after": "-, x",
+                    "moved_elements": 4,
+                    "live_shard_elements": 4,
+                }
+            ],
+            "moved_elements": 4,
+            "peak_shard_elements": 4,
+        },
+        "why_no_program": None,
     }
+
+
+def test_a_program_of_collectives_by_hand() -> None:
+    # Rows over both axes by x, then y; the columns of a 2x2 block are then those of one rank.
+    found = explained("x y, -", "-, y", "--mesh", "x=2,y=2", "--shape", "8x4")["program"]
+    assert isinstance(found, dict)
+    # Of 16 elements of its target a rank has 4 already: y's half of its two rows.
+    assert (found["moved_elements"], found["peak_shard_elements"]) == (4 * 12, 16)
+    run = run_here("explain", "x y, -", "-, y", "--mesh", "x=2,y=2", "--shape", "8x4")
+    assert "as collectives:\n[8, 4]" in run.output
+    assert "48 elements move, at least 48 must; the largest shard has 16." in run.output
+
+
+def test_steps_of_a_program_are_chosen() -> None:
+    joint, classical, notes = (
+        explained("[[0], [1]]", "[[1], [0]]", *SIX, "--steps", steps)["program"]
+        for steps in ("joint", "classical", "mlir")
+    )
+    assert isinstance(joint, dict) and isinstance(classical, dict) and isinstance(notes, dict)
+    assert [step["step"] for step in joint["steps"]] == ["joint all-to-all"]
+    assert {step["step"] for step in classical["steps"]} == {"all-to-all"}
+    assert [step["step"] for step in notes["steps"]] == ["all-gather", "all-to-all", "slice"]
+    # The notes' program holds 18 elements where both shards hold 6, as DESIGN says of it.
+    assert [found["peak_shard_elements"] for found in (joint, classical, notes)] == [6, 6, 18]
+    assert joint["moved_elements"] == 26
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why", "is_written"),
+    [
+        (("tp", "-", "--mesh", "tp=2", "--to-ranks", "2-3"), "on different devices", False),
+        (("RaggedShard(dims=(0,), local_units=(1, 3))", "tp", "--mesh", "tp=2"), "no mesh", False),
+        (("tp@cyclic1", "tp", "--mesh", "tp=2"), "no collectives within groups", True),
+        (("tp@cyclic1", "tp", "--mesh", "tp=2", "--steps", "classical"), "allow an exch", True),
+    ],
+)
+def test_why_there_is_no_program(arguments: tuple[str, ...], why: str, is_written: bool) -> None:
+    found = explained(*arguments, "--shape", "4")
+    assert found["program"] is None
+    assert why in str(found["why_no_program"])
+    assert (
+        "as collectives: " in run_here("explain", *arguments, "--shape", "4").output
+    ) is is_written
+
+
+def test_nothing_to_do_is_a_program_without_steps() -> None:
+    found = explained("x, -", "x, -", *SIX)
+    assert found["program"] == {"steps": [], "moved_elements": 0, "peak_shard_elements": 18}
+    assert "collectives" not in run_here("explain", "x, -", "x, -", *SIX).output
 
 
 def test_transfers_carry_a_tensor_over() -> None:
@@ -236,6 +300,12 @@ def test_any_two_shardings_are_explained(change: tuple[str, str, str, str]) -> N
         boxes = [transfer["box"] for transfer in found["transfers"]]
         moved = sum(math.prod(stop - start for start, stop in box) for box in boxes)
         assert found["moved_elements"] == found["lower_bound_elements"] == moved
+        program = found["program"]
+        assert (program is None) is (found["why_no_program"] is not None)
+        if isinstance(program, dict):
+            assert program["moved_elements"] == sum(s["moved_elements"] for s in program["steps"])
+            # An all-reduce combines where it passes; the transfers bring each contribution whole.
+            assert program["moved_elements"] >= moved or re.search(r"(?:x|n|m|t)\(", before)
         parsed(Path("report.html").read_text(encoding="utf-8"))
     else:
         # A reduction cannot become another one.
@@ -268,3 +338,13 @@ def test_ascii_terminals_get_ascii(folder: Path) -> None:
         PYTHONIOENCODING="ascii",
     )
     assert run.code == 0 and run.output.isascii() and "----->" in run.output
+
+
+def test_contributions_to_a_scalar_are_added_up() -> None:
+    # Each of two ranks gets the other's only element, in one direction or the other.
+    for steps in ("joint", "classical"):
+        arguments = ("| sum(x)", "", "--mesh", "x=2", "--shape", "scalar", "--steps", steps)
+        found = explained(*arguments)["program"]
+        assert isinstance(found, dict)
+        assert [step["step"] for step in found["steps"]] == ["all-reduce"]
+        assert found["moved_elements"] == 2

@@ -11,6 +11,8 @@ from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.collectives.problems import JOINT
+from reshard.collectives.search import STEPS
 from reshard.errors import UsageError
 from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding
@@ -45,6 +47,14 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
 @click.option(
     "--contents", is_flag=True, help="Draw the elements that each device holds; small tensors."
 )
+@click.option(
+    "--steps",
+    type=click.Choice([name for name in STEPS if name != "all"]),
+    default=JOINT,
+    show_default=True,
+    help="What a program may be made of: joint all-to-alls too, the classical collectives, or "
+    "the steps of MLIR's notes.",
+)
 @json_option
 @report_options
 def explain(
@@ -58,6 +68,7 @@ def explain(
     notation: str | None,
     dtype: str | None,
     contents: bool,
+    steps: str,
     as_json: bool,
     report_path: str | None,
     overwrite: bool,
@@ -66,7 +77,8 @@ def explain(
     """What moves when a tensor laid out as FROM becomes TO.
 
     FROM and TO are shardings in any notation, also two different ones; a prefix such as `jax:`
-    says which. What a rank holds already stays; everything else is sent once.
+    says which. What a rank holds already stays; everything else is sent once. Where both sides are
+    over the same devices, the program of collectives that moves the fewest elements is shown too.
 
     \b
     Examples:
@@ -79,6 +91,9 @@ def explain(
     Keys of --json:
       moved_elements, lower_bound_elements, max_send_elements, max_receive_elements
       transfers [{source_rank, target_rank, box, source_box, target_box}]
+      program (null where there is none) {moved_elements, peak_shard_elements,
+        steps [{step, axes, dims, after, moved_elements, live_shard_elements}]}
+      why_no_program (null where there is one)
 
     A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
     local array of each rank (of a rank that holds several boxes: in the one it is of).
@@ -96,7 +111,7 @@ def explain(
         Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
         for text, devices in ((source, mesh), (target, target_mesh))
     )
-    explanation = explanation_of(before, after, shape, dtype)
+    explanation = explanation_of(before, after, shape, dtype, steps)
     if report_path is not None:
         write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)
     if as_json:

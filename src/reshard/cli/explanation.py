@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from reshard.cli.output import can_draw_boxes, printable
+from reshard.collectives.problems import JOINT
+from reshard.collectives.program import Program
+from reshard.collectives.search import find_program
+from reshard.collectives.steps import Exchange
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import PlanError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, Reading
@@ -75,9 +79,15 @@ class Side:
 
 
 def explanation_of(
-    before: Side, after: Side, shape: tuple[int, ...] | None, dtype: str | None
+    before: Side,
+    after: Side,
+    shape: tuple[int, ...] | None,
+    dtype: str | None,
+    steps: str = JOINT,
 ) -> Explanation:
     """The explanation of a change. `shape` may be None where one side has one.
+
+    `steps` says what a program may be made of: a key of `reshard.collectives.STEPS`.
 
     Raises:
         UsageError: no shape, two shapes, an unknown dtype.
@@ -91,7 +101,8 @@ def explanation_of(
                 "no shape; a sharding fits tensors of many sizes, give one: --shape 4096x1024"
             )
         shape = shapes[0]
-    return Explanation(before, after, plan(before.layout(shape), after.layout(shape), dtype))
+    direct = plan(before.layout(shape), after.layout(shape), dtype)
+    return Explanation(before, after, direct, steps)
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,7 @@ class Explanation:
     before: Side
     after: Side
     plan: Plan
+    steps: str = JOINT
 
     @property
     def _dtype(self) -> DType:
@@ -122,8 +134,34 @@ class Explanation:
         ranks = max(self.plan.source.slots, self.plan.target.slots)
         return Traffic.of_transfers(self.moving, ranks)
 
+    @cached_property
+    def _found_program(self) -> Program | str:
+        """The program of collectives, or why there is none."""
+        source, target = (side.reading.sharding for side in (self.before, self.after))
+        if isinstance(source, Layout) or isinstance(target, Layout):
+            return "a side says what each rank holds, and no mesh"
+        if set(source.mesh.devices) != set(target.mesh.devices):
+            return "the two sides are on different devices"
+        try:
+            found = find_program(source, target, self.plan.source.shape, steps=self.steps)
+        except PlanError as error:
+            return str(error)
+        if any(isinstance(step, Exchange) for step in found.steps):
+            return "no collectives within groups of the mesh lead from one to the other"
+        return found
+
+    @property
+    def program(self) -> Program | None:
+        """The collectives that move the fewest elements; None where there are none."""
+        return self._found_program if isinstance(self._found_program, Program) else None
+
+    @property
+    def why_no_program(self) -> str | None:
+        """What keeps collectives from leading from one side to the other."""
+        return self._found_program if isinstance(self._found_program, str) else None
+
     def as_text(self) -> list[str]:
-        """Both layouts as pictures, figures, and who sends what to whom."""
+        """Both layouts as pictures, figures, who sends what to whom, and as collectives."""
         width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
         lines = []
         for word, side in (("from", self.before), ("to", self.after)):
@@ -142,7 +180,14 @@ class Explanation:
             height=25,
             ascii=not can_draw_boxes(),
         )
-        return [*lines, drawn, "", *self._figures()]
+        return [*lines, drawn, "", *self._figures(), *self._program_lines()]
+
+    def _program_lines(self) -> list[str]:
+        if self.program is not None:
+            return ["", "as collectives:", str(self.program)] if self.program.steps else []
+        devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
+        is_shared = len(devices) == 2 and devices[0] == devices[1]
+        return ["", f"as collectives: {self.why_no_program}"] if is_shared else []
 
     def _figures(self) -> list[str]:
         lines = [
@@ -222,4 +267,24 @@ class Explanation:
             "transfers": [
                 dict(zip(keys, row, strict=True)) for row in zip(*ends, *boxes, strict=True)
             ],
+            "program": None if self.program is None else _program_content(self.program),
+            "why_no_program": self.why_no_program,
         }
+
+
+def _program_content(program: Program) -> dict[str, Any]:
+    return {
+        "steps": [
+            {
+                "step": step.name,
+                "axes": [str(axis) for axis in step.axes],
+                "dims": list(step.dims),
+                "after": str(step.target),
+                "moved_elements": step.moved_elements,
+                "live_shard_elements": step.live_shard,
+            }
+            for step in program.steps
+        ],
+        "moved_elements": program.moved_elements,
+        "peak_shard_elements": program.live_shard,
+    }

@@ -98,7 +98,7 @@ class _Search:
                     yield scattered, step_cost(problem, state, scattered), False
             combined = state._replace(pending=left)
             yield combined, step_cost(problem, state, combined), False
-        if problem.steps == JOINT and not was_rearranged:
+        if problem.steps == JOINT and not was_rearranged and space.shape:
             catalogue = self.catalogue(state.frame, state.used)
             for after, cost in self._chosen(catalogue, None, state, limit):
                 yield after, cost, True
@@ -128,6 +128,8 @@ class _Search:
         self, state: State, limit: int, was_rearranged: bool
     ) -> Iterator[tuple[State, int, bool]]:
         space = self.problem.space
+        if not space.shape:
+            return
         dims = range(len(space.shape))
         parts = tuple(space.parts(state, dim) for dim in dims)
         count = math.prod(parts)
