@@ -27,6 +27,7 @@ from __future__ import annotations
 from reshard.collectives.naming import name_step
 from reshard.collectives.problems import Problem
 from reshard.collectives.states import Cut, State, flat_atoms
+from reshard.collectives.steps import JointAllToAll
 from reshard.errors import PlanError
 
 Unit = tuple[int, ...]
@@ -37,7 +38,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
     """The states that the notes' basis leads through.
 
     Raises:
-        PlanError: meshes of different axes, or dimensions of several levels.
+        PlanError: meshes or sub-axes that have no parts in common, dimensions of several levels.
     """
     if len(problem.space.frames) > 1 or any(problem.nested_cuts):
         raise PlanError(
@@ -55,7 +56,8 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
         after = _with_dims(here, _next(dims, wanted))
         if after.cuts == here.cuts:
             return tuple(path)
-        if name_step(problem.space, here, after) is None:
+        named = name_step(problem.space, here, after)
+        if named is None or named[0] is JointAllToAll:
             touched = [
                 d for d, (a, b) in enumerate(zip(here.cuts, after.cuts, strict=True)) if a != b
             ]

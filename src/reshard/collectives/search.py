@@ -107,6 +107,11 @@ def _find(
     return exchange if cheaper else program
 
 
+def forget() -> None:
+    """Drop the programs that are kept, so that the next are searched for anew."""
+    _find.cache_clear()
+
+
 def program_of(
     problem: Problem, states: Sequence[State], source: ShardingSpec, target: ShardingSpec
 ) -> Program:

@@ -1,0 +1,158 @@
+"""How long does it take to find a collective program, and to run one in this process?
+
+search   the 43 reshards of tests/conformance/same_mesh_reshards.json, and larger meshes: the
+         default search, and the constructive one alone. Each is found anew; nothing is
+         cached. Beside them the program's elements, over the lower bound.
+run      a float32 tensor over 8 devices: rows to columns and the like, the program's steps on
+         arrays in this process. The peers, in the same turns: JAX on 8 virtual CPU devices,
+         `jax.device_put` and `jit(identity, out_shardings)`, and a plain copy of the target's
+         bytes by one thread. Medians; the first turn of each is left out.
+
+python benchmarks/collectives.py [--repeat 5] [--size-mib 256] [--cases search run]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import reshard
+from reshard.collectives import find_program, search
+from reshard.sharding import ShardingSpec
+
+CASES = Path(__file__).parents[1] / "tests" / "conformance" / "same_mesh_reshards.json"
+LARGE = [
+    ("dp=8,tp=8,pp=4", "dp tp, -", "tp, dp", (4096, 4096)),
+    ("dp=8,tp=8,pp=4", "dp tp pp, -", "-, tp", (4096, 4096)),
+    ("dp=8,tp=8,pp=4", "dp, - | sum(tp)", "tp, -", (4096, 4096)),
+    ("dp=64,tp=8,pp=4", "dp, tp", "tp, dp", (8192, 8192)),
+    ("dp=64,tp=8,pp=4", "dp tp, -", "tp, -", (8192, 8192)),
+]
+RUNS = [
+    ("x=2,y=4", "x, y", "x=2,y=4", "y, x"),
+    ("x=8", "x, -", "x=8", "-, x"),
+    ("x=2,y=4", "x y, -", "x=2,y=4", "y x, -"),
+    ("x=4", "x, -", "x=8", "x, -"),
+    ("x=8", "x, -", "x=8", "-, -"),
+]
+
+
+def side(written: dict[str, Any]) -> ShardingSpec:
+    axes = written["mesh"]
+    mesh = reshard.DeviceMesh("mesh", list(axes.values()), list(axes), written["device_ids"])
+    return reshard.spec(mesh, ", ".join(dim.replace(",", " ") or "-" for dim in written["dims"]))
+
+
+def seconds(run: Callable[[], Any], repeat: int) -> float:
+    """The median of `repeat` turns, after one that is left out."""
+    run()
+    turns = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        run()
+        turns.append(time.perf_counter() - begin)
+    return statistics.median(turns)
+
+
+def search_times(repeat: int) -> None:
+    def found(name: str, *sides: Any) -> Any:
+        search.forget()
+        return find_program(*sides, search=name)
+
+    cases = [(c["case"], side(c["source"]), side(c["target"]), c["shape"]) for c in
+             json.loads(CASES.read_text())]  # fmt: skip
+    times: dict[str, list[float]] = {"default": [], "constructive": []}
+    for _, *sides in cases:
+        for name, column in times.items():
+            column.append(1e3 * seconds(lambda n=name, s=sides: found(n, *s), repeat))
+    print(f"{'search of 43 cases, ms':<34} {'median':>8} {'90 %':>8} {'longest':>8}")
+    for name, column in times.items():
+        column.sort()
+        tenth = column[math.ceil(0.9 * len(column)) - 1]
+        print(f"{name:<34} {statistics.median(column):8.1f} {tenth:8.1f} {column[-1]:8.1f}")
+    print(f"\n{'larger meshes, ms':<44} {'default':>8} {'constructive':>13} {'over bound':>11}")
+    for axes, before, after, shape in LARGE:
+        mesh = reshard.DeviceMesh.parse(axes)
+        sides = (reshard.spec(mesh, before), reshard.spec(mesh, after), shape)
+        default, quick = (
+            1e3 * seconds(lambda n=name, s=sides: found(n, *s), repeat) for name in times
+        )
+        program = found("default", *sides)
+        ratio = program.moved_elements / max(1, program.lower_bound_elements)
+        what = f"{axes}: {before} to {after}"
+        print(f"{what:<44} {default:8.1f} {quick:13.1f} {ratio:11.3f}")
+
+
+def run_times(size_mib: int, repeat: int) -> None:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    columns = 1 << 12
+    shape = (size_mib * (1 << 20) // 4 // columns, columns)
+    dense = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+
+    def sharding(spec: ShardingSpec) -> Any:
+        devices = np.array([jax.devices()[rank] for rank in spec.mesh.devices])
+        mesh = Mesh(devices.reshape(spec.mesh.shape), spec.mesh.axis_names)
+        dims = [tuple(str(axis) for axis in dim.axes) or None for dim in spec.dim_specs]
+        return NamedSharding(mesh, PartitionSpec(*dims))
+
+    print(f"\n{f'{size_mib} MiB over 8 devices, ms':<36} {'program':>8} {'device_put':>11} "
+          f"{'jit':>8} {'plain copy':>11} {'over copy':>10}")  # fmt: skip
+    for axes, before, other_axes, after in RUNS:
+        source = reshard.spec(reshard.DeviceMesh.parse(axes), before)
+        target = reshard.spec(reshard.DeviceMesh.parse(other_axes), after)
+        program = find_program(source, target, shape)
+        whole = reshard.Layout.whole(shape, [0], 1)
+        held = reshard.plan(whole, source.layout(shape)).run({0: dense})
+        expected = reshard.plan(whole, target.layout(shape)).run({0: dense})
+        found = program.run(held)
+        assert all(np.array_equal(found[rank], expected[rank]) for rank in expected)
+        del found
+        ours = 1e3 * seconds(lambda p=program, h=held: p.run(h), repeat)
+        copies = {rank: np.empty_like(array) for rank, array in expected.items()}
+
+        def copy(copies: Any = copies, expected: Any = expected) -> None:
+            for rank, array in expected.items():
+                np.copyto(copies[rank], array)
+
+        plain = 1e3 * seconds(copy, repeat)
+        del copies, expected
+        theirs = jax.device_put(dense, sharding(source))
+        out = sharding(target)
+        put = 1e3 * seconds(
+            lambda a=theirs, o=out: jax.device_put(a, o).block_until_ready(), repeat
+        )
+        compiled = jax.jit(lambda array: array, out_shardings=out)
+        jit = math.nan
+        if source.mesh.devices == target.mesh.devices:
+            jit = 1e3 * seconds(lambda a=theirs, f=compiled: f(a).block_until_ready(), repeat)
+        what = f"{axes}: {before} to {other_axes}: {after}"
+        print(f"{what:<36} {ours:8.0f} {put:11.0f} {jit:8.0f} {plain:11.0f} {ours / plain:10.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--size-mib", type=int, default=256)
+    parser.add_argument("--cases", nargs="+", default=["search", "run"], choices=["search", "run"])
+    arguments = parser.parse_args()
+    if "search" in arguments.cases:
+        search_times(arguments.repeat)
+    if "run" in arguments.cases:
+        run_times(arguments.size_mib, arguments.repeat)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The seconds of programs, step by step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from collectives.sharding_pairs import Pair, pairs
+from reshard.collectives import Exchange, find_program
+from reshard.cost import LIBRARIES, Estimate
+from reshard.errors import LayoutError, UsageError
+from reshard.topology import Link, Topology
+
+# A byte takes a second within a host, ten between hosts.
+NEAR, FAR = Link(1.0, 100.0), Link(0.1, 1000.0)
+TOPOLOGY = Topology.of(hosts=2, ranks_per_host=4, within_host=NEAR, between_hosts=FAR)
+MESH = reshard.DeviceMesh.of(x=2, y=2, z=2)
+
+
+def estimate(before: str, after: str, shape: tuple[int, ...], library: str = "nccl") -> Estimate:
+    program = find_program(reshard.spec(MESH, before), reshard.spec(MESH, after), shape)
+    return program.estimate("int8", TOPOLOGY, library)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shape", "parts"),
+    [
+        # Sixteen elements in two parts: eight come, from the same host along z.
+        ("z", "-", (16,), [("all-gather(z)", 1, 100, 8)]),
+        # Along x from the other host.
+        ("x", "-", (16,), [("all-gather(x)", 1, 1000, 80)]),
+        # Rings of four: within a host, and over both.
+        ("y z", "-", (16,), [("all-gather(y z)", 3, 300, 12)]),
+        ("x y", "-", (16,), [("all-gather(x y)", 3, 3000, 120)]),
+        # Uneven: ranks hold 3, 3 and 3 of 9, and one nothing.
+        ("y z", "-", (9,), [("all-gather(y z)", 3, 300, 9)]),
+        ("-", "z", (16,), [("slice(z)", 0, 0, 0)]),
+        ("z, -", "-, z", (4, 4), [("all-to-all(z)", 1, 100, 4)]),
+        ("x, -", "-, x", (4, 4), [("all-to-all(x)", 1, 1000, 40)]),
+        ("z, y", "y, z", (4, 4), [("permute", 1, 100, 4)]),
+        ("+{z}", "z", (16,), [("reduce-scatter(z)", 1, 100, 8)]),
+        ("-", "-", (16,), []),
+    ],
+)
+def test_steps_by_hand(
+    before: str,
+    after: str,
+    shape: tuple[int, ...],
+    parts: list[tuple[str, int, float, float]],
+) -> None:
+    if before.startswith("+"):
+        source = reshard.spec(MESH, "-" + before.replace("+", " +"))
+        found = find_program(source, reshard.spec(MESH, after), shape)
+        counted = found.estimate("int8", TOPOLOGY)
+    else:
+        counted = estimate(before, after, shape)
+    assert [
+        (part.name.split("(")[0], part.messages, part.latency_s, part.transfer_s)
+        for part in counted.parts
+    ] == [(name.split("(")[0], *numbers) for name, *numbers in parts]
+    assert counted.seconds_s == sum(latency + transfer for _, _, latency, transfer in parts)
+
+
+def test_libraries_differ_in_what_waits_for_messages() -> None:
+    assert estimate("x y z", "-", (8,)).latency_s == 7000
+    assert estimate("x y z", "-", (8,), "any").latency_s == 3000
+    with pytest.raises(UsageError, match="unknown library 'mpi'"):
+        estimate("x y z", "-", (8,), "mpi")
+
+
+def test_wider_elements_take_longer() -> None:
+    program = find_program(reshard.spec(MESH, "y z"), reshard.spec(MESH, "-"), (16,))
+    assert program.estimate("float32", TOPOLOGY).transfer_s == 48
+
+
+def test_what_is_missing_is_said() -> None:
+    program = find_program(reshard.spec(MESH, "y z"), reshard.spec(MESH, "-"), (16,))
+    with pytest.raises(LayoutError, match="rank 6 of a topology over ranks 0 to 5"):
+        program.estimate("int8", Topology([0] * 6, None, NEAR))
+    with pytest.raises(LayoutError, match="no within_host link"):
+        program.estimate("int8", Topology([0] * 8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.sampled_from(sorted(LIBRARIES)))
+def test_every_program_has_seconds_that_its_bytes_and_messages_need(
+    pair: Pair, library: str
+) -> None:
+    source, target, shape = pair
+    program = find_program(source, target, shape)
+    ranks = max(*source.mesh.devices, *target.mesh.devices) + 1
+    one_host = Topology([0] * ranks, None, Link(2.0, 1.0))
+    found = program.estimate("int8", one_host, library)
+    assert len(found.parts) == len(program.steps)
+    for step, part in zip(program.steps, found.parts, strict=True):
+        busiest = int(max(step.sent_elements.max(initial=0), step.received_elements.max(initial=0)))
+        if part.algorithm in ("ring", "doubling", "halving", "halving-doubling", "-"):
+            assert part.transfer_s == busiest / 2
+        assert part.seconds_s >= busiest / 2
+        assert (part.messages == 0) == (step.moved_elements == 0)
+    far = Topology(list(range(ranks)), None, None, Link(1.0, 4.0))
+    slower = program.estimate("int8", far, library)
+    assert slower.seconds_s >= 2 * found.seconds_s
+    if any(isinstance(step, Exchange) for step in program.steps):
+        plan = reshard.plan(source.layout(shape), target.layout(shape), "int8")
+        assert found.seconds_s == plan.estimate(one_host).seconds_s
