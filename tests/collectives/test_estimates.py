@@ -40,7 +40,9 @@ def estimate(before: str, after: str, shape: tuple[int, ...], library: str = "nc
         ("z, -", "-, z", (4, 4), [("all-to-all(z)", 1, 100, 4)]),
         ("x, -", "-, x", (4, 4), [("all-to-all(x)", 1, 1000, 40)]),
         ("z, y", "y, z", (4, 4), [("permute", 1, 100, 4)]),
-        ("+{z}", "z", (16,), [("reduce-scatter(z)", 1, 100, 8)]),
+        ("- | sum(z)", "z", (16,), [("reduce-scatter(z)", 1, 100, 8)]),
+        # A reduce-scatter and an all-gather, each of half of four elements.
+        ("x y | sum(z)", "x y", (16,), [("all-reduce(z)", 2, 200, 4)]),
         ("-", "-", (16,), []),
     ],
 )
@@ -50,12 +52,7 @@ def test_steps_by_hand(
     shape: tuple[int, ...],
     parts: list[tuple[str, int, float, float]],
 ) -> None:
-    if before.startswith("+"):
-        source = reshard.spec(MESH, "-" + before.replace("+", " +"))
-        found = find_program(source, reshard.spec(MESH, after), shape)
-        counted = found.estimate("int8", TOPOLOGY)
-    else:
-        counted = estimate(before, after, shape)
+    counted = estimate(before, after, shape)
     assert [
         (part.name.split("(")[0], part.messages, part.latency_s, part.transfer_s)
         for part in counted.parts

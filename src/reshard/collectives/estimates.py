@@ -21,7 +21,7 @@ from reshard.collectives.program import Program
 from reshard.collectives.steps import AllGather, AllReduce, Permute, ReduceScatter, Slice, Step
 from reshard.cost.collective import collective_cost
 from reshard.cost.estimate import Estimate, Part
-from reshard.cost.formulas import FORMULAS
+from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
 from reshard.dtypes import dtype as as_dtype
 from reshard.planning.estimates import exchange_part
@@ -45,6 +45,7 @@ def program_estimate(
     -------------  ---------  --------  -------  -------  --------  -------
     all-gather(y)  ring              3  12.6 MB  10.2 µs   28.0 µs  38.2 µs
     """
+    check_library(library)
     itemsize_bytes = as_dtype(dtype).itemsize_bytes
     return Estimate(
         tuple(step_part(step, itemsize_bytes, topology, library) for step in program.steps)
@@ -54,9 +55,7 @@ def program_estimate(
 def step_part(step: Step, itemsize_bytes: int, topology: Topology, library: str) -> Part:
     """The seconds of one step for elements of so many bytes.
 
-    Raises:
-        UsageError: an unknown library.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
     if isinstance(step, Slice):
         return Part.nothing(str(step))

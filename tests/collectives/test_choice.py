@@ -1,0 +1,148 @@
+"""Program or exchange: the choice flips where it must, and is the quicker one everywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from collectives.sharding_pairs import Pair, pairs
+from reshard.collectives import Exchange
+from reshard.collectives.choice import Choice, choose
+from reshard.cost import load_preset
+from reshard.errors import LayoutError, UsageError
+from reshard.topology import Link, Topology
+
+MESH = reshard.DeviceMesh.of(x=2, y=2, z=2)
+NEAR, FAR = Link(450e9, 3.4e-6), Link(50e9, 14e-6)
+ONE_HOST = Topology.of(hosts=1, ranks_per_host=8, within_host=NEAR)
+TWO_HOSTS = Topology.of(hosts=2, ranks_per_host=4, within_host=NEAR, between_hosts=FAR)
+
+
+def chosen(
+    before: str, after: str, side: int, topology: Topology = ONE_HOST, **options: object
+) -> Choice:
+    source, target = (reshard.spec(MESH, text) for text in (before, after))
+    return choose(source, target, (side, side), "bfloat16", topology, **options)  # type: ignore[arg-type]
+
+
+def test_small_ones_take_fewer_messages_and_large_ones_fewer_bytes() -> None:
+    small, large = (chosen("x y z, -", "-, x y", side) for side in (8, 8192))
+    assert small.program is not large.program
+    assert [step.name for step in small.program.steps] == ["joint all-to-all", "all-gather"]
+    assert (small.method, large.method) == ("program", "exchange")
+    assert small.reason == "the program is quicker: its messages cost less"
+    assert large.reason == "the exchange is quicker: its bytes take less time"
+    assert small.program_estimate.latency_s < small.exchange_estimate.latency_s
+    assert large.exchange_estimate.transfer_s < large.program_estimate.transfer_s
+
+
+def test_there_is_one_size_where_it_flips() -> None:
+    methods = [chosen("x y z, -", "-, x y", 8 << power).method for power in range(11)]
+    flip = methods.index("exchange")
+    assert flip > 0
+    assert methods == ["program"] * flip + ["exchange"] * (11 - flip)
+
+
+def test_hosts_flip_the_choice() -> None:
+    # The program gathers along x, across hosts; the exchange fetches what is near from nearby.
+    near, far = (chosen("-, z y x", "z, y", 8192, topology) for topology in (ONE_HOST, TWO_HOSTS))
+    assert near.program is far.program
+    assert (near.method, far.method) == ("program", "exchange")
+
+
+def test_quicker_algorithms_flip_the_choice() -> None:
+    # A ring has a message for each of the others, as the exchange has; doubling has three.
+    ring, doubling = (chosen("x y z, -", "-, -", 8, library=name) for name in ("nccl", "any"))
+    assert ring.reason == "both take as long, and collectives are tuned"
+    assert ring.program_estimate.seconds_s == ring.exchange_estimate.seconds_s
+    assert doubling.reason == "the program is quicker: its messages cost less"
+    assert ring.method == doubling.method == "program"
+
+
+def test_memory_leaves_the_exchange() -> None:
+    free = chosen("x y z, -", "-, x y", 64)
+    assert free.method == "program"
+    least = free.program.extra_bytes(2)
+    assert chosen("x y z, -", "-, x y", 64, memory_bytes=least).method == "program"
+    tight = chosen("x y z, -", "-, x y", 64, memory_bytes=least - 1)
+    assert tight.method == "exchange"
+    assert f"holds {least:,} bytes" in tight.reason
+    assert tight.estimate is tight.exchange_estimate
+
+
+def test_nothing_to_do_and_no_program() -> None:
+    same = chosen("x, -", "x, -", 8)
+    assert (same.method, same.estimate.seconds_s) == ("program", 0)
+    assert same.reason == "every rank has what it needs"
+    other = reshard.DeviceMesh.of(a=2, devices=[6, 7])
+    found = choose(
+        reshard.spec(MESH, "x, -"), reshard.spec(other, "a, -"), (8, 8), "int8", ONE_HOST
+    )
+    assert (found.method, found.reason) == ("exchange", "no program of collectives was found")
+
+
+def test_it_prints_both() -> None:
+    lines = str(chosen("x y z, -", "-, x y", 8192)).splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["program", "joint"], ["*", "exchange"]]
+    assert lines[4] == "the exchange is quicker: its bytes take less time"
+    assert str(chosen("x, -", "x, -", 8)).splitlines()[2].startswith("* program   nothing to do")
+
+
+@settings(max_examples=80, deadline=None)
+@given(pairs(max_devices=12), st.integers(0, 7), st.sampled_from([None, 0, 50, 500]))
+def test_the_quicker_one_is_chosen(pair: Pair, seed: int, memory_bytes: int | None) -> None:
+    source, target, shape = pair
+    ranks = max(*source.mesh.devices, *target.mesh.devices) + 1
+    hosts = [0, *(rank * (seed + 3) // 2 % 2 for rank in range(1, ranks))]
+    topology = Topology(hosts, None, Link(1e6, 1e-5), Link(1e5, 1e-4))
+    found = choose(source, target, shape, "float32", topology, memory_bytes)
+    seconds_s = {
+        "program": found.program_estimate.seconds_s,
+        "exchange": found.exchange_estimate.seconds_s,
+    }
+    fits = memory_bytes is None or found.program.extra_bytes(4) <= memory_bytes
+    if not found.program.steps:
+        assert found.method == "program"
+    elif not fits or any(isinstance(step, Exchange) for step in found.program.steps):
+        assert found.method == "exchange"
+    else:
+        assert seconds_s[found.method] == min(seconds_s.values())
+    assert found.estimate.seconds_s == seconds_s[found.method]
+    assert str(found)
+    assert choose(source, target, shape, "float32", topology, memory_bytes) == found
+
+
+def test_another_process_chooses_alike() -> None:
+    program = """
+from reshard import DeviceMesh, spec
+from reshard.collectives.choice import choose
+from reshard.cost import load_preset
+mesh = DeviceMesh.of(x=2, y=2, z=2)
+found = choose(spec(mesh, "x y z, -"), spec(mesh, "-, x y"), (640, 640), "bfloat16",
+               load_preset("h100-8").topology())
+print(found.method, found.program_estimate.seconds_s.hex(), found.exchange_estimate.seconds_s.hex())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    source, target = (reshard.spec(MESH, text) for text in ("x y z, -", "-, x y"))
+    here = choose(source, target, (640, 640), "bfloat16", load_preset("h100-8").topology())
+    assert done.stdout.split() == [
+        here.method,
+        here.program_estimate.seconds_s.hex(),
+        here.exchange_estimate.seconds_s.hex(),
+    ]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="a memory of -1 bytes"):
+        chosen("x, -", "-, x", 8, memory_bytes=-1)
+    with pytest.raises(UsageError, match="unknown library 'mpi'"):
+        chosen("x, -", "-, x", 8, library="mpi")
+    with pytest.raises(LayoutError, match="no within_host link"):
+        chosen("x, -", "-, x", 8, Topology([0] * 8))
