@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 import reshard
 from collectives.sharding_pairs import Pair, pairs
+from reshard.binding import Binding, FileRange
+from reshard.dtypes import dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.topology import Link, Topology
 
@@ -72,3 +74,40 @@ def test_seconds_lie_between_those_of_one_link_and_of_all_turns(pair: Pair, seed
     assert seconds_s >= 2 * busiest / 4
     assert seconds_s <= 16 * len(pairs_of_ranks) + 2 * plan.moved_elements / 0.5
     assert (seconds_s == 0) == (not plan.moved_elements)
+
+
+def job_of(count: int, before: str, after: str) -> reshard.Job:
+    return reshard.Job(
+        reshard.JobItem.between_ranks(f"t{number}", dtype("int8"), layout(before), layout(after))
+        for number in range(count)
+    )
+
+
+def test_the_messages_of_a_job_carry_all_of_its_tensors() -> None:
+    one, three = (job_of(count, "x, -", "-, x").estimate(TOPOLOGY) for count in (1, 3))
+    plan = reshard.plan(layout("x, -"), layout("-, x"), "int8").estimate(TOPOLOGY)
+    assert one == plan
+    assert (three.latency_s, three.transfer_s) == (one.latency_s, 3 * one.transfer_s)
+    assert reshard.Job([]).estimate(TOPOLOGY).seconds_s == 0
+
+
+def test_stages_spare_the_network() -> None:
+    # Two ranks of a host need what two of the other have: 32 bytes each.
+    job = job_of(1, "x, -", "-, -")
+    exchange, fan_out = reshard.StagedJob(job, TOPOLOGY).estimate().parts
+    # Each rank brings in half of what its host lacks, 16 bytes, and passes it on; meanwhile it
+    # sends 16 bytes to the neighbour.
+    assert (exchange.name, fan_out.name) == ("exchange", "fan-out")
+    assert fan_out.seconds_s == 100 + 16
+    assert exchange.transfer_s == 16 + 160
+    direct = job.estimate(TOPOLOGY)
+    assert direct.transfer_s == 16 + 320
+
+
+def test_a_job_from_files_has_no_seconds() -> None:
+    item = job_of(1, "x, -", "-, x").items[0]
+    addresses = {slot: FileRange("f", 16 * slot) for slot in range(4)}
+    bound = Binding(item.source.layout, addresses, {})
+    job = reshard.Job([reshard.JobItem("t", item.dtype, item.plan, bound, item.target)])
+    with pytest.raises(PlanError, match="shard 0 of 't' at FileRange"):
+        job.estimate(TOPOLOGY)

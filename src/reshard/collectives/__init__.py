@@ -1,5 +1,6 @@
 """Collective programs: the steps, the searches, and what they find."""
 
+from reshard.collectives.choice import Choice, choose
 from reshard.collectives.program import Program
 from reshard.collectives.search import SEARCHES, STEPS, find_program
 from reshard.collectives.steps import (
@@ -20,6 +21,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Choice",
     "Exchange",
     "JointAllToAll",
     "Permute",
@@ -27,5 +29,6 @@ __all__ = [
     "ReduceScatter",
     "Slice",
     "Step",
+    "choose",
     "find_program",
 ]

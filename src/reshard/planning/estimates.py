@@ -1,20 +1,28 @@
-"""How long does a plan's exchange take on a topology?
+"""How long does an exchange take on a topology, of a plan, of a job, or in stages?
 
-The slots of a plan are ranks; all pieces from one rank to another are one message, and all are
-sent at once (`reshard.cost.messages`).
+Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
+messages are sent at once (`reshard.cost.messages`). The fan-out of a staged job follows its
+exchange.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from reshard.binding import RankMemory
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.messages import message_cost
 from reshard.errors import PlanError
 from reshard.topology import Topology
 
 if TYPE_CHECKING:
+    from reshard.planning.job import Job, JobItem
     from reshard.planning.plan import Plan
+    from reshard.planning.stages import StagedJob
+    from reshard.planning.transfers import Transfers
 
 
 def exchange_part(
@@ -51,3 +59,50 @@ def plan_estimate(plan: Plan, topology: Topology) -> Estimate:
             "dtype='bfloat16')"
         )
     return Estimate((exchange_part(plan, plan.dtype.itemsize_bytes, topology),))
+
+
+def job_estimate(job: Job, topology: Topology) -> Estimate:
+    """The seconds of a job between ranks, see `Job.estimate`."""
+    for item in job.items:
+        _check_between_ranks(item)
+    found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
+    return Estimate((_transfers_part(found, topology, "exchange"),))
+
+
+def staged_estimate(staged: StagedJob) -> Estimate:
+    """The seconds of both stages on the job's own topology, see `StagedJob.estimate`."""
+    sizes = [item.dtype.itemsize_bytes for item in staged.job.items]
+    found = [staged.transfers(number) for number in range(len(sizes))]
+    return Estimate(
+        tuple(
+            _transfers_part(
+                [(stages[stage], size) for stages, size in zip(found, sizes, strict=True)],
+                staged.topology,
+                name,
+            )
+            for stage, name in enumerate(("exchange", "fan-out"))
+        )
+    )
+
+
+def _transfers_part(found: Sequence[tuple[Transfers, int]], topology: Topology, name: str) -> Part:
+    nothing = np.zeros(0, dtype=np.int64)
+    return message_cost(
+        np.concatenate([nothing, *(transfers.source_slot for transfers, _ in found)]),
+        np.concatenate([nothing, *(transfers.target_slot for transfers, _ in found)]),
+        np.concatenate([nothing, *(transfers.elements * size for transfers, size in found)]),
+        topology,
+        name,
+    )
+
+
+def _check_between_ranks(item: JobItem) -> None:
+    """Raises PlanError for a shard that is not in the memory of the rank of its number."""
+    for binding in (item.source, item.target):
+        for slot, address in binding.addresses.items():
+            if address != RankMemory(slot):
+                raise PlanError(
+                    f"seconds of a job with shard {slot} of {item.name!r} at {address}; they are "
+                    "told for jobs between ranks, each shard in the memory of the rank of its "
+                    "number"
+                )

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -38,6 +38,10 @@ from reshard.planning.senders import (
 from reshard.planning.transfers import Transfers
 from reshard.planning.verification import verify_transfers
 from reshard.runs import IntArray
+
+if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
+    from reshard.topology import Topology
 
 Sources = Literal["balanced", "stable"]
 
@@ -211,6 +215,17 @@ class Job:
             raise PlanError(
                 f"the job moves {self.moved_bytes} bytes where {self.lower_bound_bytes} suffice"
             )
+
+    def estimate(self, topology: Topology) -> Estimate:
+        """The seconds that the exchange of all tensors takes, see `reshard.cost`.
+
+        Raises:
+            PlanError: a shard that is not in the memory of the rank of its number.
+            LayoutError: a rank that the topology has not, or a link that it does not know.
+        """
+        from reshard.planning.estimates import job_estimate
+
+        return job_estimate(self, topology)
 
     def run(self, arrays: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
         """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.

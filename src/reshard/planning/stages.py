@@ -25,7 +25,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from reshard.planning.stage_verification import verify_stages
 from reshard.planning.transfers import Transfers
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
+
+if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
 
 Array = TypeVar("Array")
 
@@ -259,6 +262,15 @@ class StagedJob:
                 verify_stages(item.plan, *self.transfers(number))
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
+
+    def estimate(self) -> Estimate:
+        """The seconds of the exchange and the fan-out on the topology, see `reshard.cost`.
+
+        Raises LayoutError for a link in use that the topology does not know.
+        """
+        from reshard.planning.estimates import staged_estimate
+
+        return staged_estimate(self)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.
