@@ -44,13 +44,15 @@ lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# About ten minutes. docs/figures.md has the full sizes: convert.py and load.py without options.
+# About a quarter of an hour. docs/figures.md has the full sizes: convert.py and load.py without options.
 bench: venv
 	$(VENV)/bin/python benchmarks/plan.py
 	$(VENV)/bin/python benchmarks/file_io.py
 	$(VENV)/bin/python benchmarks/load.py --size-mib 512
 	$(VENV)/bin/python benchmarks/convert.py --size-mib 512 \
 		--cases rows4-columns2 rows4-rows8 dcp-rows4-columns2
+	$(VENV)/bin/python benchmarks/live.py
+	$(VENV)/bin/python benchmarks/refit.py
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
 soak: venv
