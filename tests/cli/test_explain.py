@@ -321,7 +321,7 @@ def test_the_document_shows_what_the_command_prints(folder: Path) -> None:
             run = run_alone(*shlex.split(command)[2:], cwd=folder, PYTHONIOENCODING="utf-8")
             assert run.output == output
             compared += 1
-    assert compared == 4
+    assert compared == 5
 
 
 def test_ascii_terminals_get_ascii(folder: Path) -> None:
@@ -338,6 +338,30 @@ def test_ascii_terminals_get_ascii(folder: Path) -> None:
         PYTHONIOENCODING="ascii",
     )
     assert run.code == 0 and run.output.isascii() and "----->" in run.output
+
+
+def test_a_program_for_shardy() -> None:
+    arguments = ("x y, -", "x, y", "--mesh", "x=2,y=4", "--shape", "16x16", "--lower", "shardy")
+    run = run_here("explain", *arguments, "--dtype", "bfloat16")
+    assert (run.code, run.errors) == (0, "")
+    assert '= sdy.all_to_all [{"y"}: 0->1] %0 out_sharding=<@mesh, [{"x"}, {"y"}]>' in run.output
+    assert run.output.startswith("module {") and "tensor<16x16xbf16>" in run.output
+    assert "tensor<16x16xf32>" in run_here("explain", *arguments).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x, y", "y, x", *SIX), "step 1, joint all-to-all(x y), cannot be said in Shardy"),
+        (("x@cyclic1", "x", "--mesh", "x=2", "--shape", "6"), "no program of collectives to lower"),
+        (("x, y", "y, x", *SIX, "--json"), "--lower writes a program and --json other text"),
+        (("x, y", "y, x", *SIX, "--contents"), "and --contents other text"),
+    ],
+)
+def test_what_cannot_be_lowered_is_told(arguments: tuple[str, ...], said: str) -> None:
+    run = run_here("explain", *arguments, "--lower", "shardy")
+    assert run.code == 2
+    assert said in (run.json["error"]["message"] if "--json" in arguments else run.errors)
 
 
 def test_contributions_to_a_scalar_are_added_up() -> None:

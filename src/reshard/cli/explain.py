@@ -11,6 +11,7 @@ from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.problems import JOINT
 from reshard.collectives.search import STEPS
 from reshard.errors import UsageError
@@ -55,6 +56,11 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
     help="What a program may be made of: joint all-to-alls too, the classical collectives, or "
     "the steps of MLIR's notes.",
 )
+@click.option(
+    "--lower",
+    type=click.Choice(list(LOWERINGS)),
+    help="Write nothing but the program, for another system.",
+)
 @json_option
 @report_options
 def explain(
@@ -69,6 +75,7 @@ def explain(
     dtype: str | None,
     contents: bool,
     steps: str,
+    lower: str | None,
     as_json: bool,
     report_path: str | None,
     overwrite: bool,
@@ -101,6 +108,9 @@ def explain(
     check_report(report_path, overwrite, ranks_per_host)
     if contents and as_json:
         raise UsageError("--contents draws text and --json writes none; leave one of them out")
+    if lower is not None and (contents or as_json):
+        option = "--json" if as_json else "--contents"
+        raise UsageError(f"--lower writes a program and {option} other text; leave one of them out")
     shape = None if shape_text is None else shape_of(shape_text)
     mesh = _mesh(mesh_text, rank_text)
     if target_mesh_text is None and target_rank_text is None:
@@ -114,7 +124,9 @@ def explain(
     explanation = explanation_of(before, after, shape, dtype, steps)
     if report_path is not None:
         write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)
-    if as_json:
+    if lower is not None:
+        write(explanation.lowered(lower))
+    elif as_json:
         write_json(explanation.as_json())
     else:
         drawn = explanation.contents() if contents else []

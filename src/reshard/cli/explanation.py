@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reshard.cli.output import can_draw_boxes, printable
+from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.problems import JOINT
 from reshard.collectives.program import Program
 from reshard.collectives.search import find_program
@@ -207,6 +208,17 @@ class Explanation:
         if self.plan.dtype is None:
             return text
         return f"{text} ({bytes_text(elements * self.plan.dtype.itemsize_bytes)})"
+
+    def lowered(self, system: str) -> str:
+        """The program in the words of another system: a key of `LOWERINGS`.
+
+        Raises:
+            UsageError: there is no program.
+            NotationError: a step that the system cannot say.
+        """
+        if self.program is None:
+            raise UsageError(f"no program of collectives to lower: {self.why_no_program}")
+        return LOWERINGS[system](self.program, self.plan.dtype or "float32")
 
     def contents(self) -> list[str]:
         """Both meshes with the elements of each device.

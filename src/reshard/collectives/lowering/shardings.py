@@ -1,0 +1,74 @@
+"""Which shardings does a program pass, over as few meshes and in as few words as can be?
+
+Other systems tie an operation to one mesh. Where the meshes of source and target have axes that
+agree, all is said over the source's. A sharding that cuts nothing is the same over either mesh,
+and is said over its neighbour's. Marks for propagation say nothing about where elements are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard.collectives.frames import Frame, frames_of
+from reshard.collectives.program import Program
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+
+def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
+    """The shardings before, between and after the steps: one more than there are steps.
+
+    >>> from reshard import spec
+    >>> from reshard.collectives import find_program
+    >>> meshes = DeviceMesh.of(x=4), DeviceMesh.of(a=2, b=2)
+    >>> program = find_program(spec(meshes[0], "x, - ?!1"), spec(meshes[1], "b, -"), (4, 4))
+    >>> [str(sharding) for sharding in plain_shardings(program)]
+    ['x, -', 'x:(2)2 x:(1)2, -', 'x:(2)2, -']
+    """
+    specs = [program.source, *(step.target for step in program.steps)]
+    frames = frames_of(program.source, program.target)
+    if len(frames) == 1:
+        mesh = program.source.mesh
+        return tuple(_plain(spec, mesh, frames[0]) for spec in specs)
+    meshes = [spec.mesh for spec in specs]
+    for place, neighbour in ((0, 1), (-1, -2)):
+        spec = specs[place]
+        if len(specs) > 1 and not spec.partial_axes and not any(d.levels for d in spec.dim_specs):
+            meshes[place] = meshes[neighbour]
+    return tuple(_plain(spec, mesh, None) for spec, mesh in zip(specs, meshes, strict=True))
+
+
+def _plain(spec: ShardingSpec, mesh: DeviceMesh, frame: Frame | None) -> ShardingSpec:
+    def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+        if frame is None or spec.mesh is mesh:
+            return tuple(axes)
+        return frame.axes(frame.atoms_of(axes, spec.mesh), mesh)
+
+    dims = []
+    for dim in spec.dim_specs:
+        levels = [(here(level.axes), level.rule) for level in dim.levels]
+        dims.append(DimSpec([Level(axes, rule) for axes, rule in levels if axes]))
+    return ShardingSpec(mesh, dims, (), here(spec.partial_axes), spec.reduction or "sum", spec.only)
+
+
+def axes_behind(
+    mesh: DeviceMesh, front: Iterable[Axis], whole: Iterable[Axis]
+) -> tuple[Axis, ...] | None:
+    """What is left of `whole` behind `front`; None where it does not begin with that.
+
+    >>> mesh = DeviceMesh.of(x=4, y=2)
+    >>> axes_behind(mesh, [Axis("x", 1, 2)], [Axis("x"), Axis("y")])
+    (x:(2)2, y)
+    >>> axes_behind(mesh, [Axis("y")], [Axis("x"), Axis("y")]) is None
+    True
+    """
+    left = list(whole)
+    for axis in front:
+        size = mesh.axis_size(axis)
+        if not left or (left[0].name, left[0].pre) != (axis.name, axis.pre):
+            return None
+        over, rest = divmod(mesh.axis_size(left[0]), size)
+        if rest or not over:
+            return None
+        left[:1] = [Axis(axis.name, axis.pre * size, over)] if over > 1 else []
+    return tuple(left)

@@ -1,0 +1,195 @@
+"""A program as operations of Shardy, the partitioner of XLA: a module that its parser verifies.
+
+::
+
+    slice             sdy.all_slice [{"y"}, {}] %0 out_sharding=<@mesh, [{"x", "y"}, {}]>
+    all-gather        sdy.all_gather [{"y"}, {}] %0 out_sharding=<@mesh, [{"x"}, {}]>
+    all-to-all        sdy.all_to_all [{"y"}: 0->1] %0 out_sharding=<@mesh, [{"x"}, {"y"}]>
+    permute           sdy.collective_permute %0 out_sharding=<@mesh, [{"y"}, {"x"}]>
+    reduce-scatter    sdy.reduce_scatter [{"y"}, {}] %0 out_sharding=<@mesh, [{"x", "y"}, {}]>
+    all-reduce        sdy.all_reduce {"y"} %0 out_sharding=<@mesh, [{"x"}, {}]>
+
+A tensor has its global shape all along; the shardings say what each device holds. Shardy has no
+joint all-to-all (its all-to-all with several moves allows each dimension in one of them), no
+levels in a dimension, and no reduction but the sum: such a step is refused by its number.
+
+Source: the Shardy project, `shardy/dialect/sdy/ir/ops.td`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from reshard.collectives.lowering.shardings import axes_behind, plain_shardings
+from reshard.collectives.program import Program
+from reshard.collectives.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import NotationError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.notation.mesh_order import in_mesh_order
+from reshard.notation.scanner import symbol_text
+from reshard.notation.shardy import shardy_mesh_text, shardy_text
+from reshard.notation.vocabulary import Vocabulary
+from reshard.sharding import ShardingSpec
+
+# The operations add contributions up, whatever an attribute could say of other reductions.
+_SUMS = Vocabulary("Shardy", reductions=("sum",), has_sub_axes=True)
+_ELEMENTS = {
+    "bool": "i1",
+    "bfloat16": "bf16",
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"ui{bits}" for bits in (8, 16, 32, 64)},
+    "complex64": "complex<f32>",
+    "complex128": "complex<f64>",
+    **{
+        f"float8_{kind}": f"f8{kind.upper()}"
+        for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "e3m4", "e4m3")
+    },
+}
+
+
+def shardy_module(
+    program: Program, dtype: DType | str = "float32", function: str = "reshard"
+) -> str:
+    """The module with a function that does what the program does.
+
+    Args:
+        program: its steps, in order, become operations.
+        dtype: of the elements.
+        function: its name.
+
+    Raises:
+        NotationError: a step, a mesh, a sharding or a dtype that Shardy cannot say.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.collectives import find_program
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> program = find_program(spec(mesh, "-, x"), spec(mesh, "x, -"), (4, 4), steps="classical")
+    >>> print(shardy_module(program))  # doctest: +NORMALIZE_WHITESPACE
+    module {
+      sdy.mesh @mesh = <["x"=2, "y"=2]>
+      func.func @reshard(%0: tensor<4x4xf32> {sdy.sharding = #sdy.sharding<@mesh, [{}, {"x"}]>})
+          -> (tensor<4x4xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>}) {
+        %1 = sdy.all_to_all [{"x"}: 1->0] %0 out_sharding=<@mesh, [{"x"}, {}]> : tensor<4x4xf32>
+        return %1 : tensor<4x4xf32>
+      }
+    }
+    """
+    shape, element = program.shape, as_dtype(dtype).name
+    if element not in _ELEMENTS:
+        raise NotationError(
+            f"Shardy's tensors have no elements of {element!r}; they have {', '.join(_ELEMENTS)}"
+        )
+    tensor = f"tensor<{''.join(f'{size}x' for size in shape)}{_ELEMENTS[element]}>"
+    specs = _with_own_mesh_names(plain_shardings(program))
+    for spec in (specs[0], specs[-1]):
+        _SUMS.check(spec)
+    lines = [f"  {shardy_mesh_text(mesh)}" for mesh in dict.fromkeys(s.mesh for s in specs)]
+    ends = [f"{{sdy.sharding = {shardy_text(specs[end])}}}" for end in (0, -1)]
+    lines.append(f"  func.func {symbol_text(function)}(%0: {tensor} {ends[0]})")
+    lines.append(f"      -> ({tensor} {ends[1]}) {{")
+    for number, step in enumerate(program.steps):
+        before, after = specs[number], specs[number + 1]
+        try:
+            operation = _operation(step, before, after)
+            out = shardy_text(after).removeprefix("#sdy.sharding")
+        except NotationError as error:
+            raise NotationError(
+                f"step {number + 1}, {step}, cannot be said in Shardy: {error}"
+            ) from error
+        words = f"{operation} %{number} out_sharding={out} : {tensor}"
+        lines.append(f"    %{number + 1} = sdy.{words}")
+    lines += [f"    return %{len(program.steps)} : {tensor}", "  }", "}"]
+    return "\n".join(["module {", *lines])
+
+
+def _with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
+    """The shardings, a second mesh of the same name called by another one."""
+    names: dict[DeviceMesh, DeviceMesh] = {}
+    for mesh in dict.fromkeys(spec.mesh for spec in specs):
+        name, taken = mesh.name, {known.name for known in names.values()}
+        while name in taken:
+            name += "_target"
+        names[mesh] = DeviceMesh(name, mesh.shape, mesh.axis_names, mesh.devices)
+    return [
+        ShardingSpec(
+            names[spec.mesh],
+            spec.dim_specs,
+            (),
+            spec.partial_axes,
+            spec.reduction or "sum",
+            spec.only,
+        )
+        for spec in specs
+    ]
+
+
+def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
+    """The operation and its axes. Raises NotationError where there is none."""
+    one, other = before.mesh, after.mesh
+    if isinstance(step, Permute):
+        if (one.shape, one.axis_names) != (other.shape, other.axis_names):
+            raise NotationError(
+                f"its meshes {one.text} and {other.text} have different axes; describe both sides "
+                "over one of them"
+            )
+        return "collective_permute"
+    if one is not other:
+        raise NotationError(
+            f"the meshes {one.text} and {other.text} have other devices or axes, which only a "
+            "permute may have; describe both sides over one of them"
+        )
+    if isinstance(step, AllReduce):
+        reduced = _joined(one, in_mesh_order(one, step.axes))
+        return f"all_reduce {_axes_text(reduced)}"
+    if isinstance(step, Slice | ReduceScatter):
+        word = "all_slice" if isinstance(step, Slice) else "reduce_scatter"
+        return f"{word} {_lists_text(before, after)}"
+    if isinstance(step, AllGather):
+        return f"all_gather {_lists_text(after, before)}"
+    if isinstance(step, AllToAll):
+        giver, taker = step.dims
+        given = _behind(after, before, giver)
+        if given == _behind(before, after, taker):
+            return f"all_to_all [{_axes_text(given)}: {giver}->{taker}]"
+        raise NotationError("its axes change their order on the way; its axes must keep theirs")
+    raise NotationError(
+        "it has slices, gathers, all-to-alls between two dimensions, permutes and reductions; "
+        "take a program of those: --steps classical, or steps='classical' in find_program"
+    )
+
+
+def _joined(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Axes with those that follow one another joined, whole ones by their names."""
+    return ShardingSpec(mesh, [], partial_axes=axes).partial_axes
+
+
+def _behind(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axis, ...]:
+    axes = [spec.dim_specs[dim].axes for spec in (short, long)]
+    found = axes_behind(long.mesh, *axes)
+    if found is None:
+        raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
+    return found
+
+
+def _lists_text(short: ShardingSpec, long: ShardingSpec) -> str:
+    dims = range(len(short.dim_specs))
+    return f"[{', '.join(_axes_text(_behind(short, long, dim)) for dim in dims)}]"
+
+
+def _axes_text(axes: Iterable[Axis]) -> str:
+    words = (
+        f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
+        for axis in axes
+    )
+    return f"{{{', '.join(words)}}}"
