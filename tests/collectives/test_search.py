@@ -111,8 +111,6 @@ def test_contributions(reduction: str) -> None:
     # Kept along y while rows become columns along x.
     kept = found((mesh, f"x, - | {reduction}(y)"), (mesh, f"-, x | {reduction}(y)"), (4, 6))
     assert kept == (["all-to-all"], 4 * 6)
-    if reduction == "mean":
-        return
     assert found((mesh, f"-, - | {reduction}(x y)"), (mesh, "x y, -"), (4, 6)) == (
         ["reduce-scatter"],
         3 * 24,
@@ -141,6 +139,28 @@ def test_all_orders_of_shards(shape: tuple[int, ...]) -> None:
         assert len(program.steps) <= 1
         if dims == 2:
             check(program)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shape"),
+    [
+        ("", "", ()),
+        ("| sum(x y)", "", ()),
+        ("| sum(x)", "", ()),
+        ("| sum(x y)", "| sum(y)", ()),
+        ("x y", "y", (0,)),
+        ("x, y", "y, z x", (0, 4)),
+        ("x, - | sum(y)", "-, y", (3, 0)),
+        ("x y z, -", "-, z y x", (1, 1)),
+        ("- | sum(x y z)", "z y x", (1,)),
+    ],
+)
+def test_scalars_and_tensors_of_nothing(before: str, after: str, shape: tuple[int, ...]) -> None:
+    for steps in ("joint", "all"):
+        program = find_program(
+            reshard.spec(MESH, before), reshard.spec(MESH, after), shape, steps=steps
+        )
+        check(program)
 
 
 def test_what_cannot_be_a_program_is_an_exchange() -> None:

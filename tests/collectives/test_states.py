@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 import reshard
 from collectives.sharding_pairs import Pair, meshes, pairs, shardings
-from reshard.collectives import AllGather, JointAllToAll, Permute, Slice, Step
+from reshard.collectives import (
+    AllGather,
+    Exchange,
+    JointAllToAll,
+    Permute,
+    Program,
+    Slice,
+    Step,
+    find_program,
+)
 from reshard.collectives.frames import Frame, frames_of, prime_factors
 from reshard.collectives.legality import (
     is_covered,
@@ -71,6 +80,27 @@ def test_what_arrives_is_what_a_plan_moves(pair: Pair) -> None:
     assert problem.is_reached(problem.source) == (
         plan.moved_elements == 0 and space.total(problem.source) == space.total(problem.target)
     )
+
+
+@settings(deadline=None)
+@given(pairs(max_devices=12))
+def test_the_distance_is_the_bound_of_any_program(pair: Pair) -> None:
+    problem = problem_of(*pair)
+    if problem is not None:
+        source, target, shape = pair
+        program = Program(shape, source, target, (Exchange(shape, source, target),))
+        assert problem.distance(problem.source) == program.lower_bound_elements
+
+
+def test_the_bound_of_a_sum_is_reached_by_a_ring() -> None:
+    """Three contributions: two arrivals for each element, and one for each further copy."""
+    mesh = reshard.DeviceMesh.of(x=3)
+    summed = reshard.spec(mesh, "- | sum(x)")
+    for target, moved in (("x", 2 * 6), ("-", 2 * 6 + 2 * 6)):
+        problem = problem_of(summed, reshard.spec(mesh, target), (6,))
+        assert problem is not None
+        assert problem.distance(problem.source) == moved
+        assert find_program(summed, reshard.spec(mesh, target), (6,)).moved_elements == moved
 
 
 @pytest.mark.parametrize(
