@@ -103,3 +103,36 @@ def test_every_program_has_seconds_that_its_bytes_and_messages_need(
     if any(isinstance(step, Exchange) for step in program.steps):
         plan = reshard.plan(source.layout(shape), target.layout(shape), "int8")
         assert found.seconds_s == plan.estimate(one_host).seconds_s
+
+
+@pytest.mark.parametrize("parts", [3, 5, 6, 7, 12])
+@pytest.mark.parametrize("length", range(1, 100, 7))
+def test_what_sends_the_same_takes_exactly_as_long(parts: int, length: int) -> None:
+    # A ring and an exchange: equal bytes must tie, whatever the shares of a ring round to.
+    mesh = reshard.DeviceMesh.of(x=parts)
+    source, target = reshard.spec(mesh, "x"), reshard.spec(mesh, "-")
+    shape = (parts * length,)
+    one_host = Topology([0] * parts, None, Link(450e9, 3.4e-6))
+    by_ring = find_program(source, target, shape).estimate("bfloat16", one_host)
+    plan = reshard.plan(source.layout(shape), target.layout(shape), "bfloat16")
+    assert [part.algorithm for part in by_ring.parts] == ["ring"]
+    assert by_ring.seconds_s == plan.estimate(one_host).seconds_s
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+@pytest.mark.parametrize(("before", "after"), [("x y", "x"), ("y x, -", "y, x"), ("x, y", "-, y")])
+def test_the_slowest_group_counts(hosts: list[int], before: str, after: str) -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    source, target = reshard.spec(mesh, before), reshard.spec(mesh, after)
+    found = find_program(source, target, (4,) * len(source.dim_specs))
+    assert len(found.steps) == 1 and len(found.steps[0].groups) == 2
+    crosses = any(len({hosts[rank] for rank in group}) > 1 for group in found.steps[0].groups)
+    topology = Topology(hosts, None, NEAR, FAR)
+    assert (found.estimate("int8", topology).latency_s == 1000) == crosses
+
+
+def test_a_permute_sends_whole_shards() -> None:
+    program = find_program(reshard.spec(MESH, "z, y"), reshard.spec(MESH, "y, z"), (4, 4))
+    assert [step.name for step in program.steps] == ["permute"]
+    found = program.estimate("float32", TOPOLOGY)
+    assert (found.latency_s, found.transfer_s) == (100, 16)

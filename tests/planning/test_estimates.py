@@ -89,6 +89,12 @@ def test_the_messages_of_a_job_carry_all_of_its_tensors() -> None:
     assert one == plan
     assert (three.latency_s, three.transfer_s) == (one.latency_s, 3 * one.transfer_s)
     assert reshard.Job([]).estimate(TOPOLOGY).seconds_s == 0
+    narrow, wide = (
+        reshard.JobItem.between_ranks(name, dtype(name), layout("x, -"), layout("-, x"))
+        for name in ("int8", "float64")
+    )
+    both = reshard.Job([narrow, wide]).estimate(TOPOLOGY)
+    assert (both.latency_s, both.transfer_s) == (one.latency_s, 9 * one.transfer_s)
 
 
 def test_stages_spare_the_network() -> None:
