@@ -119,6 +119,14 @@ def test_what_sends_the_same_takes_exactly_as_long(parts: int, length: int) -> N
     assert by_ring.seconds_s == plan.estimate(one_host).seconds_s
 
 
+def test_bytes_of_uneven_shards_are_exact() -> None:
+    # Five elements over twelve ranks: most get five, which is no whole number of elevenths.
+    mesh = reshard.DeviceMesh.of(x=12)
+    program = find_program(reshard.spec(mesh, "x"), reshard.spec(mesh, "-"), (5,))
+    found = program.estimate("int8", Topology([0] * 12, None, NEAR))
+    assert (found.latency_s, found.transfer_s) == (1100, 5)
+
+
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize(("before", "after"), [("x y", "x"), ("y x, -", "y, x"), ("x, y", "-, y")])
 def test_the_slowest_group_counts(hosts: list[int], before: str, after: str) -> None:

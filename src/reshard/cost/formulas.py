@@ -115,9 +115,10 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "permute": _named(Formula("direct", lambda p: min(p - 1, 1), lambda p: p if p > 1 else 0)),
 }
 
-# Which algorithms a library has, of each kind. NCCL: docs of NCCL_ALGO, its choices that every
-# network has. Gloo: its ring all-gather and its default ring all-reduce. XLA: rings along the
-# axes of a torus. All three send an all-to-all as one message for each pair of ranks.
+# Which algorithms a library has, of each kind. NCCL: those of its setting NCCL_ALGO that need no
+# special network. Gloo: its ring all-gather and its default, ring all-reduce, half of which
+# stands for a reduce-scatter. XLA: rings along the axes of a torus. All three send an all-to-all
+# as one message for each pair of ranks.
 LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
     "any": {kind: tuple(formulas) for kind, formulas in FORMULAS.items()},
     "nccl": {
