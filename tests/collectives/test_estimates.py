@@ -119,12 +119,27 @@ def test_what_sends_the_same_takes_exactly_as_long(parts: int, length: int) -> N
     assert by_ring.seconds_s == plan.estimate(one_host).seconds_s
 
 
-def test_bytes_of_uneven_shards_are_exact() -> None:
-    # Five elements over twelve ranks: most get five, which is no whole number of elevenths.
+def test_uneven_shards_count_as_the_largest() -> None:
+    # Five elements over twelve ranks: one each for five of them, so one from each in a ring.
     mesh = reshard.DeviceMesh.of(x=12)
-    program = find_program(reshard.spec(mesh, "x"), reshard.spec(mesh, "-"), (5,))
-    found = program.estimate("int8", Topology([0] * 12, None, NEAR))
-    assert (found.latency_s, found.transfer_s) == (1100, 5)
+    one_host = Topology([0] * 12, None, NEAR)
+    gather = find_program(reshard.spec(mesh, "x"), reshard.spec(mesh, "-"), (5,))
+    scatter = find_program(reshard.spec(mesh, "- | sum(x)"), reshard.spec(mesh, "x"), (5,))
+    for name, program in (("all-gather", gather), ("reduce-scatter", scatter)):
+        assert [step.name for step in program.steps] == [name]
+        found = program.estimate("int8", one_host)
+        assert (found.latency_s, found.transfer_s) == (1100, 11)
+
+
+@pytest.mark.parametrize("length", range(1, 60))
+def test_bytes_of_uneven_all_reduces_are_exact(length: int) -> None:
+    mesh = reshard.DeviceMesh.of(x=12)
+    program = find_program(reshard.spec(mesh, "- | sum(x)"), reshard.spec(mesh, "-"), (length,))
+    assert [step.name for step in program.steps] == ["all-reduce"]
+    # Its own share from each of the others, and then theirs.
+    share = -(-length // 12)
+    found = program.estimate("int8", Topology([0] * 12, None, NEAR), "gloo")
+    assert (found.latency_s, found.transfer_s) == (2200, 11 * share + length - share)
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]])

@@ -1,8 +1,9 @@
 """How long does a program take on a topology?
 
 Its steps run one behind the other. The groups of a step run at the same time, and the one that
-takes longest counts. Sizes are those of the busiest rank, so shards of different sizes do not
-need an average:
+takes longest counts. Sizes are those of the busiest rank: where shards are of different sizes, a
+gather or reduce-scatter takes as long as if all were as large as the largest, to which libraries
+pad them.
 
 =====================================  =========================================================
 gathers, reduce-scatters, all-reduces  the formulas, on the slowest link of the group
