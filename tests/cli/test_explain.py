@@ -349,6 +349,14 @@ def test_a_program_for_shardy() -> None:
     assert "tensor<16x16xf32>" in run_here("explain", *arguments).output
 
 
+def test_a_program_for_jax() -> None:
+    arguments = ("x y, -", "x, y", "--mesh", "x=2,y=4", "--shape", "16x16", "--lower", "jax")
+    run = run_here("explain", *arguments)
+    assert (run.code, run.errors) == (0, "")
+    compile(run.output, "lowered", "exec")
+    assert "x = lax.all_to_all(x, ('y',), split_axis=1, concat_axis=0, tiled=True)" in run.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -147,7 +147,7 @@ def test_the_measured_cases_are_verified(shardy_prints: Callable[[str], str], ca
     assert refusal is None or re.search(r"order on the way|different axes|only a perm", refusal)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(pairs())
 def test_any_program_is_verified_or_refused(
     shardy_prints: Callable[[str], str], pair: Pair

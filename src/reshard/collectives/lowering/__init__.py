@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 
+from reshard.collectives.lowering.jax import jax_module
 from reshard.collectives.lowering.shardy import shardy_module
 from reshard.collectives.program import Program
 from reshard.dtypes import DType
 
-LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {"shardy": shardy_module}
+LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {
+    "shardy": shardy_module,
+    "jax": jax_module,
+}
 """A program and the dtype of its elements to text, by the name of the system that reads it."""
 
-__all__ = ["LOWERINGS", "shardy_module"]
+__all__ = ["LOWERINGS", "jax_module", "shardy_module"]
