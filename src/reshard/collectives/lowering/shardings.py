@@ -2,7 +2,8 @@
 
 Other systems tie an operation to one mesh. Where the meshes of source and target have axes that
 agree, all is said over the source's. A sharding that cuts nothing is the same over either mesh,
-and is said over its neighbour's. Marks for propagation say nothing about where elements are.
+and is said over its neighbour's. Axes of size 1 and marks for propagation say nothing about where
+elements are, and are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
 def _plain(spec: ShardingSpec, mesh: DeviceMesh, frame: Frame | None) -> ShardingSpec:
     def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
         if frame is None or spec.mesh is mesh:
-            return tuple(axes)
+            return tuple(axis for axis in axes if spec.mesh.axis_size(axis) > 1)
         return frame.axes(frame.atoms_of(axes, spec.mesh), mesh)
 
     dims = []
