@@ -52,6 +52,7 @@ from dataclasses import dataclass
 
 import jobs
 import numpy as np
+from llama import llama_shapes
 
 import reshard
 from reshard.layout import Box, Layout
@@ -88,29 +89,10 @@ def chunks(count: int) -> Movement:
     return Movement({"w": rows}, {"w": columns}, 5, 5, range(0, count, 16), count)
 
 
-def llama_shapes() -> dict[str, tuple[int, ...]]:
-    """The parameters of Llama-3.1-405B, from its published config.json."""
-    hidden, inner, key_value = 16384, 53248, 8 * 128
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, hidden)}
-    for layer in range(126):
-        at = f"model.layers.{layer}"
-        shapes |= {
-            f"{at}.input_layernorm.weight": (hidden,),
-            f"{at}.mlp.down_proj.weight": (hidden, inner),
-            f"{at}.mlp.gate_proj.weight": (inner, hidden),
-            f"{at}.mlp.up_proj.weight": (inner, hidden),
-            f"{at}.post_attention_layernorm.weight": (hidden,),
-            f"{at}.self_attn.k_proj.weight": (key_value, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
-            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
-            f"{at}.self_attn.v_proj.weight": (key_value, hidden),
-        }
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (128256, hidden)}
-
-
 def llama(_: int) -> Movement:
     """64 ranks of FSDP to 1,024 of three parallelisms."""
-    shapes = llama_shapes()
+    # Llama-3.1-405B, from its published config.json.
+    shapes = llama_shapes(hidden=16384, inner=53248, key_value=8 * 128, layers=126)
     rows = reshard.DeviceMesh.of(fsdp=64)
     row_chunks = {
         ndim: reshard.spec(rows, ", ".join(["fsdp", *["-"] * (ndim - 1)])) for ndim in (1, 2)

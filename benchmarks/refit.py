@@ -22,11 +22,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from ranks import is_rank, run_as_ranks
 
 MIB = 1 << 20
 RANKS = 4
@@ -172,14 +173,10 @@ def main() -> None:
     parser.add_argument("--extra-mib", type=int, default=64, help="limit of extra memory")
     parser.add_argument("--cast", action="store_true", help="from float32")
     options = parser.parse_args()
-    if "RANK" in os.environ:
+    if is_rank():
         run_as_rank(options)
-        return
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    raise SystemExit(
-        subprocess.run([sys.executable, *command, *sys.argv], env=environment).returncode
-    )
+    else:
+        run_as_ranks(RANKS)
 
 
 if __name__ == "__main__":

@@ -23,27 +23,6 @@ LLAMA_CONFIG = {
 }
 
 
-def llama_shapes() -> dict[str, tuple[int, ...]]:
-    """The parameters of Llama-3-8B, with fewer layers."""
-    hidden, inner, key_value = 4096, 14336, 1024
-    ends = (128256, hidden)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": ends}
-    for layer in range(2):
-        at = f"model.layers.{layer}"
-        shapes |= {
-            f"{at}.input_layernorm.weight": (hidden,),
-            f"{at}.mlp.down_proj.weight": (hidden, inner),
-            f"{at}.mlp.gate_proj.weight": (inner, hidden),
-            f"{at}.mlp.up_proj.weight": (inner, hidden),
-            f"{at}.post_attention_layernorm.weight": (hidden,),
-            f"{at}.self_attn.k_proj.weight": (key_value, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
-            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
-            f"{at}.self_attn.v_proj.weight": (key_value, hidden),
-        }
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": ends}
-
-
 def llama_dimension(name: str) -> int | None:
     """Which dimension tensor parallelism cuts."""
     if "norm" in name:
@@ -131,9 +110,9 @@ def write_llama(folder: Path, size_mib: int) -> None:
 
     folder.mkdir()
     random = torch.Generator().manual_seed(8)
-    tensors = {
-        name: _noise(shape, torch.bfloat16, random) for name, shape in llama_shapes().items()
-    }
+    # Llama-3-8B, with fewer layers.
+    shapes = llama_shapes(hidden=4096, inner=14336, key_value=1024, layers=2)
+    tensors = {name: _noise(shape, torch.bfloat16, random) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(LLAMA_CONFIG))
 

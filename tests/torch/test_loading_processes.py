@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,10 @@ from pathlib import Path
 import pytest
 
 from checkpoint.checkpoint_files import tensor, write_file
+from live_processes import free_port
 from reshard import checkpoint
 
 pytest.importorskip("torch")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from reshard.collectives.lowering.shardings import axes_behind, plain_shardings
+from reshard.collectives.lowering.shardings import axes_dropped, plain_shardings
 from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,
@@ -212,7 +212,7 @@ def _texts(step: Step, before: ShardingSpec, after: ShardingSpec, names: _Names)
         return [f"lax.ppermute(x, {names.tuple(names.axes)}, {pairs})"]
     if isinstance(step, AllToAll):
         giver, taker = step.dims
-        axes = _behind(after, before, giver)
+        axes = axes_dropped(after, before, giver)
         return [
             f"lax.all_to_all(x, {names.tuple(axes)}, split_axis={taker}, concat_axis={giver}, "
             "tiled=True)"
@@ -220,7 +220,7 @@ def _texts(step: Step, before: ShardingSpec, after: ShardingSpec, names: _Names)
     found = []
     for dim in dims:
         short, long = (after, before) if isinstance(step, AllGather) else (before, after)
-        axes = _behind(short, long, dim)
+        axes = axes_dropped(short, long, dim)
         if not axes:
             continue
         text = names.tuple(axes)
@@ -243,15 +243,7 @@ def _changes_order(step: Step, before: ShardingSpec, after: ShardingSpec) -> boo
     if not isinstance(step, AllToAll):
         return False
     giver, taker = step.dims
-    return _behind(after, before, giver) != _behind(before, after, taker)
-
-
-def _behind(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axis, ...]:
-    axes = [spec.dim_specs[dim].axes for spec in (short, long)]
-    found = axes_behind(long.mesh, *axes)
-    if found is None:
-        raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
-    return found
+    return axes_dropped(after, before, giver) != axes_dropped(before, after, taker)
 
 
 def _tables(number: int, step: Step, mesh: DeviceMesh) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from reshard.collectives.frames import Frame, frames_of
 from reshard.collectives.program import Program
+from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
@@ -73,3 +74,16 @@ def axes_behind(
             return None
         left[:1] = [Axis(axis.name, axis.pre * size, over)] if over > 1 else []
     return tuple(left)
+
+
+def axes_dropped(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axis, ...]:
+    """The axes of a dimension that `long` has behind those of `short`.
+
+    Raises:
+        NotationError: axes of `short` that are not the first ones of `long`.
+    """
+    axes = [spec.dim_specs[dim].axes for spec in (short, long)]
+    found = axes_behind(long.mesh, *axes)
+    if found is None:
+        raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
+    return found

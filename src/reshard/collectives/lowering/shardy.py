@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reshard.collectives.lowering.shardings import axes_behind, plain_shardings
+from reshard.collectives.lowering.shardings import axes_dropped, plain_shardings
 from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,
@@ -159,8 +159,8 @@ def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
         return f"all_gather {_lists_text(after, before)}"
     if isinstance(step, AllToAll):
         giver, taker = step.dims
-        given = _behind(after, before, giver)
-        if given == _behind(before, after, taker):
+        given = axes_dropped(after, before, giver)
+        if given == axes_dropped(before, after, taker):
             return f"all_to_all [{_axes_text(given)}: {giver}->{taker}]"
         raise NotationError("its axes change their order on the way; its axes must keep theirs")
     raise NotationError(
@@ -174,17 +174,9 @@ def _joined(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
     return ShardingSpec(mesh, [], partial_axes=axes).partial_axes
 
 
-def _behind(short: ShardingSpec, long: ShardingSpec, dim: int) -> tuple[Axis, ...]:
-    axes = [spec.dim_specs[dim].axes for spec in (short, long)]
-    found = axes_behind(long.mesh, *axes)
-    if found is None:
-        raise NotationError(f"the axes of dimension {dim} do not continue those of the other side")
-    return found
-
-
 def _lists_text(short: ShardingSpec, long: ShardingSpec) -> str:
     dims = range(len(short.dim_specs))
-    return f"[{', '.join(_axes_text(_behind(short, long, dim)) for dim in dims)}]"
+    return f"[{', '.join(_axes_text(axes_dropped(short, long, dim)) for dim in dims)}]"
 
 
 def _axes_text(axes: Iterable[Axis]) -> str:
