@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llama import llama_shapes
 from turns import in_a_process, in_ranks, join_job
 
 TENSOR_MIB = 32
