@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,25 @@ def part(value: torch.Tensor, layout: Layout, slot: int) -> torch.Tensor | None:
     )
     local[...] = value[index] if index else value
     return local
+
+
+def module_of(parameters: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> torch.nn.Module:
+    """Nested modules, so that parameters have the names that are given."""
+    root = torch.nn.Module()
+    for name, value, says in parameters:
+        at = root
+        *path, last = name.split(".")
+        for part in path:
+            if part not in dict(at.named_children()):
+                at.add_module(part, torch.nn.Module())
+            at = getattr(at, part)
+        parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+        for attribute, said in says.items():
+            # Megatron marks experts by their gradients.
+            at_all = ("allreduce", not said) if attribute == "is_expert" else (attribute, said)
+            setattr(parameter, *at_all)
+        at.register_parameter(last, parameter)
+    return root
 
 
 def expect_same(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:

@@ -121,8 +121,10 @@ def runs_another() -> None:
 
 
 def does_not_come() -> None:
-    """One rank ends before it prepares."""
+    """One rank ends before it prepares, once all others are connected."""
+    dist.barrier()
     if dist.get_rank() == FAULTY:
+        time.sleep(0.5)
         os._exit(7)
     try:
         prepared(None)

@@ -7,7 +7,6 @@ the refit sees only modules.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 import reshard
 from conformance.test_megatron_models import Model
-from refit_models import expect, expect_same, laid_out
+from refit_models import expect, expect_same, laid_out, module_of
 from reshard.errors import ShardError
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_ranks import MegatronRanks
@@ -31,25 +30,6 @@ MODELS = {
     "two ranks behind": Model(tp=2, pp=1, dp=1, ep=2, etp=1, vpp=1, offset=2),
     "two ranks": Model(tp=1, pp=2, dp=1, ep=1, etp=1, vpp=1, offset=0),
 }
-
-
-def module_of(parameters: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> torch.nn.Module:
-    """Nested modules, so that parameters have the names that are given."""
-    root = torch.nn.Module()
-    for name, value, says in parameters:
-        at = root
-        *path, last = name.split(".")
-        for part in path:
-            if part not in dict(at.named_children()):
-                at.add_module(part, torch.nn.Module())
-            at = getattr(at, part)
-        parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
-        for attribute, said in says.items():
-            # Megatron marks experts by their gradients.
-            at_all = ("allreduce", not said) if attribute == "is_expert" else (attribute, said)
-            setattr(parameter, *at_all)
-        at.register_parameter(last, parameter)
-    return root
 
 
 def chunks_of(model: Model, rank: int, is_empty: bool) -> list[torch.nn.Module] | None:

@@ -361,35 +361,57 @@ def recipes() -> None:
 
 
 def quantised() -> None:
-    """Blocks of float8 with scales, equal to those of the whole tensor; in batches."""
-    block = BlockQuantized(block=(4, 2))
+    """Blocks of float8 with scales, equal to those of the whole tensor; in batches.
+
+    Columns are cut 2, 2, 2, 0: between blocks of 2, where float8 travels, and inside blocks of 3,
+    where the wide elements do.
+    """
     given = {f"layers.{i}.w": torch.randn(16, 6, generator=_seeded(i)) for i in range(3)}
     mesh = reshard.DeviceMesh.of(tp=4)
     rows, columns = (reshard.spec(mesh, text).layout((16, 6)) for text in ("tp, -", "-, tp"))
-    scales = reshard.spec(mesh, "tp, -").layout((4, 3))
-    expected: dict[str, Any] = {}
-    for name, value in given.items():
-        target = {
-            name: torch.zeros(16, 6).to(torch.float8_e4m3fn),
-            name + "_scale_inv": torch.zeros(4, 3),
-        }
-        block.finish_receive(name, value, target)
-        cut = {name: rows, name + "_scale_inv": scales}
-        expected |= laid_out({n: v.float() for n, v in target.items()}, cut)
     source = laid_out(given, dict.fromkeys(given, columns))
-    target = {
-        name: (torch.zeros_like(local).to(_float8(name)), layout)
-        for name, (local, layout) in expected.items()
-    }
-    # Room for two of the three tensors at a time.
-    done = refit(source, target, transforms={"*.w": block}, extra_bytes=1024)
-    expect_same(
-        {n: local.float() for n, (local, _) in target.items()},
-        {n: local for n, (local, _) in expected.items()},
-        "quantised",
-    )
-    expect(done.extra_bytes <= 1024, f"{done.extra_bytes} bytes taken")
-    done.run()
+    for width in (2, 3):
+        block = BlockQuantized(block=(4, width))
+        scales = reshard.spec(mesh, "tp, -").layout((4, 6 // width))
+        expected: dict[str, Any] = {}
+        for name, value in given.items():
+            target = {
+                name: torch.zeros(16, 6).to(torch.float8_e4m3fn),
+                name + "_scale_inv": torch.zeros(4, 6 // width),
+            }
+            block.finish_receive(name, value, target)
+            cut = {name: rows, name + "_scale_inv": scales}
+            expected |= laid_out({n: v.float() for n, v in target.items()}, cut)
+        target = {
+            name: (torch.zeros_like(local).to(_float8(name)), layout)
+            for name, (local, layout) in expected.items()
+        }
+        # Wide, there is room for two of the three tensors at a time.
+        done = refit(source, target, transforms={"*.w": block}, extra_bytes=1024)
+        is_at_source = width == 2
+        report = done.report
+        expect(report.made_at_source == (tuple(given) if is_at_source else ()), f"{report}")
+        why = "dimension 1 is cut inside a block of 3, at 0:2"
+        expect(
+            report.made_at_target == ({} if is_at_source else dict.fromkeys(given, why)),
+            f"{report}",
+        )
+        sent = torch.tensor(done.sent_bytes)
+        dist.all_reduce(sent)
+        # Of each quarter of rows one rank has no part and three lack two thirds.
+        wide = 3 * (3 * 4 * 4 + 4 * 6)
+        blocks = 3 * (3 * 2 + 3)
+        expect(int(sent) == (wide + 4 * blocks if is_at_source else 4 * wide), f"{sent} bytes")
+        for _ in range(2):
+            expect_same(
+                {n: local.float() for n, (local, _) in target.items()},
+                {n: local for n, (local, _) in expected.items()},
+                f"quantised in blocks of {width}",
+            )
+            expect(done.extra_bytes <= 1024, f"{done.extra_bytes} bytes taken")
+            for local, _ in target.values():
+                local.zero_()
+            done.run()
     _refused(
         lambda: refit(source, target, transforms={"*.w": block}, extra_bytes=256),
         reshard.errors.UsageError,
@@ -401,12 +423,14 @@ def quantised() -> None:
         "cuts a block of 8",
     )
     halves = laid_out({n: v.half() for n, v in zeros(given).items()}, dict.fromkeys(given, rows))
-    refit(source, halves, transforms={"*": Cast("bfloat16")})
+    done = refit(source, halves, transforms={"*": Cast("bfloat16")})
     expect_same(
         halves,
         laid_out({n: v.bfloat16().half() for n, v in given.items()}, dict.fromkeys(given, rows)),
         "cast on the way",
     )
+    why = "Cast(dtype='bfloat16') is applied to what has arrived"
+    expect(done.report.made_at_target == dict.fromkeys(given, why), f"{done.report}")
 
 
 def _float8(name: str) -> torch.dtype:

@@ -1,48 +1,72 @@
 """Which tensor of the source fills which of the target, and what does not fit?
 
 1. names: every target needs a source, by its own name or one it is tied to; every source serves
-   a target, unless those that serve none may be left;
+   a target, unless those that serve none may be left. A fused tensor stands for its members,
+   where the other side has not the same one (`members`);
 2. what both sides are: one shape, and one element type where no cast is allowed. Parameters of
    Megatron are read together (`notation.megatron_refit`);
 3. what travels: elements of the narrower of both types, so that a cast to a narrower one is at
-   the sender. Where a transform makes the target, its travelling tensor.
+   the sender. Where a transform makes the target, what it makes if that is less and the source's
+   ranks can make it, each of its own part; else its travelling tensor.
 
 All that does not fit is collected, so that people see it at once and before anything moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.notation.megatron_refit import reconcile
+from reshard.planning.plan import Plan
+from reshard.torch.members import Member, fused_members, members_of, pieces_of
 from reshard.torch.naming import serving_name, tied_root
 from reshard.torch.rosters import Held, moved_by
+from reshard.torch.spans import Span
 
 if TYPE_CHECKING:
     from reshard.torch.transforms import Transform
 
 Cast = bool | str | Mapping[str, str]
+Where = Literal["", "source", "target"]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One tensor to move: from `source_name` of the source to `name` of the target.
+    """One tensor to move, or a piece of one: from `source_name` of the source to `target_name`.
 
-    `dtype` is that of the elements that travel. Where `is_transformed`, they do not arrive in the
-    target, but where its transform takes them from.
+    Attributes:
+        name: of what moves, once in a refit.
+        source_name, target_name: of the tensors.
+        source, target: layouts of what moves.
+        dtype: of the elements that travel.
+        source_span, target_span: where a piece is in its tensors; None for a whole tensor.
+        made_at: where a transform makes the target: of the source's parts, so that what it makes
+            travels; or of what has arrived. Empty without one.
+        made_of: the tensor that the transform is for.
+        why: what made_at follows from.
     """
 
     name: str
     source_name: str
+    target_name: str
     source: Layout
     target: Layout
     dtype: str
-    is_transformed: bool = False
+    source_span: Span | None = None
+    target_span: Span | None = None
+    made_at: Where = ""
+    made_of: str = ""
+    why: str = ""
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether its elements need memory between source and target."""
+        return bool(self.made_at)
 
 
 def match(
@@ -63,63 +87,216 @@ def match(
         strict: whether a source that serves no target is a problem.
         transforms: what makes a target of other elements, by its name.
     """
-    problems: list[str] = []
-    matches: list[Match] = []
-    made = {made for name, of in transforms.items() for made in of.outputs(name) if made != name}
-    for name, wanted in target.items():
-        if name in made:
-            continue
-        served_by = serving_name(name, source, ties)
-        if served_by is None:
-            problems.append(f"{name}: not in the source")
-            continue
-        try:
-            found = _match(name, served_by, source[served_by], wanted, cast, transforms.get(name))
-        except ReshardError as error:
-            problems.append(f"{name}: {error}")
-            continue
-        if isinstance(found, str):
-            problems.append(f"{name}: {found}")
-        else:
-            matches.append(found)
-    used = {tied_root(name, ties) for name in target}
-    unused = [name for name in source if tied_root(name, ties) not in used]
+    found = _Matching(source, target, ties, cast, transforms)
+    found.run()
     if strict:
-        problems += [f"{name}: in the source only" for name in unused]
-    return matches, problems
+        found.problems += [f"{name}: in the source only" for name in found.unused()]
+    return found.matches, found.problems
 
 
-def _match(
-    name: str, served_by: str, held: Held, wanted: Held, cast: Cast, transform: Transform | None
-) -> Match | str:
-    source, target = held.layout, wanted.layout
-    if transform is not None:
-        if source.shape != target.shape:
-            return _other_shapes(source, target)
-        travels = transform.sent_dtype(held.dtype)
-        return Match(name, served_by, source, target, travels, is_transformed=True)
-    if held.parameter is not None and wanted.parameter is not None:
-        # Whether types may differ is asked below, of all kinds of models alike.
-        differs = held.dtype != wanted.dtype
-        pair = reconcile(held.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
-        source = moved_by(pair.source.layout(pair.shape), held.first_rank)
-        target = moved_by(pair.target.layout(pair.shape), wanted.first_rank)
-    elif source.shape != target.shape:
-        return _other_shapes(source, target)
-    if held.dtype == wanted.dtype:
-        return Match(name, served_by, source, target, held.dtype)
-    allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
-    if allowed is False:
-        return f"the source is {held.dtype}, the target {wanted.dtype}; to convert, say cast=True"
-    if allowed is not True and as_dtype(allowed).name != wanted.dtype:
-        return f"cast to {allowed}, but the target is {wanted.dtype}"
-    if source.contributions > 1 or target.contributions > 1:
-        return f"partial, and {held.dtype} to {wanted.dtype}; combine it before it is cast"
-    return Match(name, served_by, source, target, _narrower(held.dtype, wanted.dtype))
+@dataclass(slots=True)
+class _Matching:
+    source: Mapping[str, Held]
+    target: Mapping[str, Held]
+    ties: Mapping[str, str]
+    cast: Cast
+    transforms: Mapping[str, Transform]
+    matches: list[Match] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        transforms = self.transforms.items()
+        made = {one for name, of in transforms for one in of.outputs(name) if one != name}
+        try:
+            members = members_of(self.source)
+        except ReshardError as error:
+            self.problems.append(f"the source: {error}")
+            return
+        for name, wanted in self.target.items():
+            if name in made:
+                continue
+            served_by = serving_name(name, self.source, self.ties)
+            try:
+                if served_by is not None and _are_alike(self.source[served_by], wanted):
+                    self.matches += self._whole(name, served_by, wanted)
+                else:
+                    self.matches += self._pieces(name, wanted, members)
+            except _Misfit as misfit:
+                self.problems += misfit.problems
+            except ReshardError as error:
+                self.problems.append(f"{name}: {error}")
+
+    def unused(self) -> Iterator[str]:
+        """What of the source serves nothing."""
+        wanted = {one for name, held in self.target.items() for one in _stands_for(name, held)}
+        used = {tied_root(name, self.ties) for name in wanted | self.target.keys()}
+        for name, held in self.source.items():
+            if tied_root(name, self.ties) in used:
+                continue
+            for member in _stands_for(name, held):
+                if tied_root(member, self.ties) not in used:
+                    yield member if member == name else f"{member}, which {name} has"
+
+    def _whole(self, name: str, served_by: str, wanted: Held) -> list[Match]:
+        """The move of a whole tensor."""
+        held, transform = self.source[served_by], self.transforms.get(name)
+        source, target = held.layout, wanted.layout
+        both_say = held.parameter is not None and wanted.parameter is not None
+        if transform is None and both_say:
+            source, target = _reconciled(held, wanted)
+        elif source.shape != target.shape:
+            raise _Misfit(f"{name}: {_other_shapes(source.shape, target.shape)}")
+        if transform is not None:
+            return self._transformed(name, served_by, held, wanted, transform)
+        travels = self._travels(name, held, wanted)
+        return [Match(name, served_by, name, source, target, travels)]
+
+    def _pieces(self, name: str, wanted: Held, members: Mapping[str, Member]) -> list[Match]:
+        """The moves of all pieces of a tensor that one side fuses."""
+        matches: list[Match] = []
+        problems: list[str] = []
+        parts = fused_members(name, wanted) or {name: Member(name, wanted)}
+        for member_name, part in parts.items():
+            of = "" if member_name == name else f" (a member of {name})"
+            served_by = serving_name(member_name, members, self.ties)
+            if served_by is None:
+                problems.append(f"{member_name}: not in the source{of}")
+                continue
+            member = members[served_by]
+            if member.shape != part.shape:
+                told = _other_shapes(member.shape, part.shape)
+                problems.append(f"{member_name}: {told}{of}")
+                continue
+            matches += self._pieces_of(member_name, name, wanted, member, part)
+        if problems:
+            raise _Misfit(*problems)
+        return matches
+
+    def _pieces_of(
+        self, member_name: str, name: str, wanted: Held, member: Member, part: Member
+    ) -> Iterator[Match]:
+        held, transform = member.held, self.transforms.get(name)
+        made: dict[str, Where | str] = {}
+        if transform is None:
+            travels = self._travels(name, held, wanted)
+        else:
+            travels = transform.sent_dtype(held.dtype)
+            made = {"made_at": "target", "made_of": name, "why": f"{member.name} is fused"}
+        for piece in pieces_of(member, part):
+            yield Match(
+                f"{member_name}[{piece.start}:{piece.stop}]",
+                member.name,
+                name,
+                held.layout if piece.source is None else piece.source.layout,
+                wanted.layout if piece.target is None else piece.target.layout,
+                travels,
+                piece.source,
+                piece.target,
+                **made,  # type: ignore[arg-type]
+            )
+
+    def _transformed(
+        self, name: str, served_by: str, held: Held, wanted: Held, transform: Transform
+    ) -> list[Match]:
+        """The moves of what a transform makes at the source, or makes a target of."""
+        source, travels = held.layout, transform.sent_dtype(held.dtype)
+        outputs = {
+            made: self.target[made] for made in transform.outputs(name) if made in self.target
+        }
+        at_source = transform.at_source(
+            name, source, {made: (of.dtype, of.layout) for made, of in outputs.items()}
+        )
+        why = at_source if isinstance(at_source, str) else ""
+        if not isinstance(at_source, str):
+            matches = [
+                Match(
+                    made,
+                    served_by,
+                    made,
+                    layout,
+                    outputs[made].layout,
+                    outputs[made].dtype,
+                    made_at="source",
+                    made_of=name,
+                    why="fewer bytes travel",
+                )
+                for made, layout in at_source.items()
+            ]
+            wide_bytes = _moved_bytes(source, wanted.layout, travels)
+            made_bytes = sum(_moved_bytes(one.source, one.target, one.dtype) for one in matches)
+            if made_bytes < wide_bytes:
+                return matches
+            why = f"{made_bytes} bytes would travel, {wide_bytes} otherwise"
+        return [
+            Match(
+                name,
+                served_by,
+                name,
+                source,
+                wanted.layout,
+                travels,
+                made_at="target",
+                made_of=name,
+                why=why,
+            )
+        ]
+
+    def _travels(self, name: str, held: Held, wanted: Held) -> str:
+        """The type of the elements that travel. Raises where the types may not differ."""
+        if held.dtype == wanted.dtype:
+            return held.dtype
+        cast = self.cast
+        allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
+        if allowed is False:
+            raise _Misfit(
+                f"{name}: the source is {held.dtype}, the target {wanted.dtype}; to convert, say "
+                "cast=True"
+            )
+        if allowed is not True and as_dtype(allowed).name != wanted.dtype:
+            raise _Misfit(f"{name}: cast to {allowed}, but the target is {wanted.dtype}")
+        if held.layout.contributions > 1 or wanted.layout.contributions > 1:
+            raise _Misfit(
+                f"{name}: partial, and {held.dtype} to {wanted.dtype}; combine it before it is cast"
+            )
+        return _narrower(held.dtype, wanted.dtype)
 
 
-def _other_shapes(source: Layout, target: Layout) -> str:
-    return f"shape {list(target.shape)}, the source's {list(source.shape)}"
+class _Misfit(Exception):
+    """What does not fit of one tensor."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+def _are_alike(held: Held, wanted: Held) -> bool:
+    """Whether tensors of one name are one tensor: not where they have their members elsewhere."""
+    return held.fusion is None or wanted.fusion is None or held.fusion == wanted.fusion
+
+
+def _stands_for(name: str, held: Held) -> tuple[str, ...]:
+    return (name,) if held.fusion is None else held.fusion.members
+
+
+def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:
+    """The layouts of a parameter that Megatron describes on both sides."""
+    if held.parameter is None or wanted.parameter is None:
+        return held.layout, wanted.layout
+    # Whether types may differ is asked elsewhere, of all kinds of models alike.
+    differs = held.dtype != wanted.dtype
+    pair = reconcile(held.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
+    return (
+        moved_by(pair.source.layout(pair.shape), held.first_rank),
+        moved_by(pair.target.layout(pair.shape), wanted.first_rank),
+    )
+
+
+def _moved_bytes(source: Layout, target: Layout, dtype: str) -> int:
+    return Plan(source, target).moved_elements * as_dtype(dtype).itemsize_bytes
+
+
+def _other_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
+    return f"shape {list(target)}, the source's {list(source)}"
 
 
 def _narrower(source: str, target: str) -> str:

@@ -4,8 +4,9 @@ Two models are matched in names that both have in common:
 
 1. each side's own names become common ones, by a table or a function; every rank applies its
    own to what it has, so ranks that count their layers from 0 may each say where they begin;
-2. names that are declared tied mean one tensor: whichever of them the source has serves all;
-3. a stacked tensor, such as the weights of all experts, has one name for each of its members::
+2. a fused parameter keeps its name, and its members have theirs (`reshard.recipes.fusion`);
+3. names that are declared tied mean one tensor: whichever of them the source has serves all;
+4. a stacked tensor, such as the weights of all experts, has one name for each of its members::
 
        "layers.3.experts.up"  -->  "layers.3.experts.0.up", "layers.3.experts.1.up", ...
 """
@@ -14,17 +15,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
 from reshard.errors import UsageError
+from reshard.recipes.fusion import Fusion
 
-Naming = Mapping[str, str] | Callable[[str], str]
+Meaning = str | Fusion
+Naming = Mapping[str, str] | Mapping[str, Meaning] | Callable[[str], Meaning]
 Value = TypeVar("Value")
 
 
 def renamed(name: str, naming: Naming | None) -> str:
-    """What `name` is called in both models.
+    """What `name` is called in both models: see `meaning`. A fused parameter keeps its name.
+
+    >>> table = {"lm_head.weight": "output.weight", "model.layers.*": "decoder.layers.*"}
+    >>> [renamed(name, table) for name in ("lm_head.weight", "model.layers.3.norm", "bias")]
+    ['output.weight', 'decoder.layers.3.norm', 'bias']
+    """
+    found = meaning(name, naming)
+    return name if isinstance(found, Fusion) else found
+
+
+def meaning(name: str, naming: Naming | None) -> Meaning:
+    """What `name` is in names common to both models: a name, or a fusion of names.
 
     Args:
         name: one side's own.
@@ -32,11 +47,10 @@ def renamed(name: str, naming: Naming | None) -> str:
             stands for takes the place of the same `*` in the entry. The first that fits counts,
             a name that none fits stays as it is.
 
-    Raises UsageError for a table or a function that does not give a name.
+    Raises UsageError for a table or a function that gives neither.
 
-    >>> table = {"lm_head.weight": "output.weight", "model.layers.*": "decoder.layers.*"}
-    >>> [renamed(name, table) for name in ("lm_head.weight", "model.layers.3.norm", "bias")]
-    ['output.weight', 'decoder.layers.3.norm', 'bias']
+    >>> meaning("layers.3.fc1", {"*.fc1": Fusion(("*.gate", "*.up"))}).members
+    ('layers.3.gate', 'layers.3.up')
     """
     if naming is None:
         return name
@@ -45,7 +59,7 @@ def renamed(name: str, naming: Naming | None) -> str:
         found = naming[name] if name in naming else _by_pattern(name, naming)
     elif callable(naming):
         found = naming(name)
-    if not isinstance(found, str):
+    if not isinstance(found, str | Fusion):
         raise UsageError(f"the name {name!r} became {found!r}; names are matched to names")
     return found
 
@@ -65,7 +79,7 @@ def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
     if not stacks:
         return None
     found = stacks[name] if name in stacks else _by_pattern(name, stacks)
-    if found == name:
+    if found == name or not isinstance(found, str):
         return None
     if found.count("{}") != 1:
         raise UsageError(
@@ -116,13 +130,16 @@ def tied_root(name: str, ties: Mapping[str, str]) -> str:
     return seen[-1]
 
 
-def _by_pattern(name: str, table: Mapping[str, str]) -> str:
+def _by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
     for pattern, entry in table.items():
         if "*" not in pattern:
             continue
         found = _expression(pattern).fullmatch(name)
         if found and isinstance(entry, str):
             return _filled_in(entry, found.groups())
+        if found and isinstance(entry, Fusion):
+            members = tuple(_filled_in(member, found.groups()) for member in entry.members)
+            return replace(entry, members=members)
     return name
 
 

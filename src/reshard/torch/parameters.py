@@ -30,10 +30,11 @@ from reshard.mesh import DeviceMesh
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_rosters import LocalParameter
 from reshard.recipes.assignment import assign
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.torch.distributed_tensor import sharding_of
-from reshard.torch.naming import Naming, member_pattern, renamed, tied_root
+from reshard.torch.naming import Naming, meaning, member_pattern, tied_root
 from reshard.torch.rosters import Entry, Roster, moved_by
 from reshard.torch.sides import check_writable, local_of
 
@@ -151,12 +152,12 @@ class _Lister:
         self.problems: list[str] = []
 
     def add(self, own_name: str, value: Any) -> None:
-        name = renamed(own_name, self._naming)
+        name, fusion = self._named(own_name)
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
             value, layout = value[0], moved_by(value[1], self._first_rank)
         if value is None and layout is not None:
-            self.entries.append(Entry(name, None, None, layout))
+            self.entries.append(Entry(name, None, None, layout, fusion=fusion))
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
@@ -174,7 +175,13 @@ class _Lister:
         held = layout is None or _holds(layout)
         self._keep(name, value, local if held else None)
         shape = tuple(local.shape) if held else None
-        self.entries.append(Entry(name, as_dtype(value.dtype).name, shape, layout))
+        dtype = as_dtype(value.dtype).name
+        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion))
+
+    def _named(self, own_name: str) -> tuple[str, Fusion | None]:
+        """A tensor's common name, and how its members lie in it where it is fused."""
+        found = meaning(own_name, self._naming)
+        return (own_name, found) if isinstance(found, Fusion) else (found, None)
 
     def add_megatron(self, model: MegatronModel) -> None:
         one = isinstance(model.chunks, torch.nn.Module)
@@ -185,14 +192,16 @@ class _Lister:
                 says = model.parameters.get(own_name, {})
                 parameter = _said(own_name, LocalParameter.of(value), says)
                 whole = model.names.global_name(own_name, rank, number)
-                name = renamed(whole, self._naming)
+                name, fusion = self._named(whole)
                 local = self._local(name, value)
                 if local is None:
                     continue
+                if fusion is not None:
+                    parameter = _fused(parameter, fusion)
                 self._keep(name, value, local)
                 shape = tuple(local.shape)
                 self.entries.append(
-                    Entry(name, parameter.dtype, shape, None, parameter, own_name, number)
+                    Entry(name, parameter.dtype, shape, None, parameter, own_name, number, fusion)
                 )
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -232,7 +241,8 @@ class _Lister:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
                 self._keep(member, value, view)
-                self.entries.append(Entry(member, dtype, tuple(view.shape)))
+                fusion = self._fusion_of_member(member)
+                self.entries.append(Entry(member, dtype, tuple(view.shape), fusion=fusion))
             return
         expected = layout.local_shape(rank) if _holds(layout) else None
         if any(len(layout.cells_of(slot)) != 1 for slot in layout.holders):
@@ -245,7 +255,13 @@ class _Lister:
             view = None if at is None or expected != tuple(local.shape) else local[at]
             self._keep(member, value, view)
             shape = None if view is None else tuple(view.shape)
-            self.entries.append(Entry(member, dtype, shape, its_layout))
+            fusion = self._fusion_of_member(member)
+            self.entries.append(Entry(member, dtype, shape, its_layout, fusion=fusion))
+
+    def _fusion_of_member(self, name: str) -> Fusion | None:
+        """A member of a stack has its common name, and may be fused itself."""
+        found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
+        return found if isinstance(found, Fusion) else None
 
 
 def _tensors(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -259,6 +275,19 @@ def _tensors(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, 
         f"a model of type {type(model).__name__}; give a module, a state dict, "
         "{name: (tensor, Layout)}, a MegatronModel, or None"
     )
+
+
+def _fused(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
+    """A parameter whose members are each cut over all ranks, also where it does not say so.
+
+    Not every version of Megatron marks gate and up by their `partition_stride`.
+    """
+    is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
+    says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
+    if fusion.groups != 1 or not is_cut or says != (None, None, None):
+        return parameter
+    sizes = fusion.sizes(parameter.shape[fusion.dimension])
+    return replace(parameter, partition_stride=1, partition_sizes=sizes)
 
 
 def _said(name: str, parameter: LocalParameter, says: Mapping[str, Any]) -> LocalParameter:

@@ -73,27 +73,30 @@ class RefitPlan:
     @cached_property
     def batches(self) -> tuple[int, ...]:
         """The batch of every match: as many transformed tensors as fit, in their order."""
-        found = []
-        number, filled_bytes = DIRECT, 0
+        needed_bytes: dict[str, int] = {}
         for one in self.matches:
-            if not one.is_transformed:
-                found.append(DIRECT)
-                continue
-            size_bytes = staging_bytes(one)
+            if one.is_transformed:
+                needed_bytes[one.made_of] = needed_bytes.get(one.made_of, 0) + staging_bytes(one)
+        # All pieces of what one transform makes are there at once.
+        batch_of: dict[str, int] = {}
+        number, filled_bytes = DIRECT, 0
+        for name, size_bytes in needed_bytes.items():
             if size_bytes > self.staging_bytes:
                 raise UsageError(
-                    f"{one.name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
+                    f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
             if number == DIRECT or filled_bytes + size_bytes > self.staging_bytes:
                 number, filled_bytes = number + 1, 0
             filled_bytes += size_bytes
-            found.append(number)
-        return tuple(found)
+            batch_of[name] = number
+        return tuple(batch_of[m.made_of] if m.is_transformed else DIRECT for m in self.matches)
 
     def part(self, rank: int) -> RefitPart:
         """What one rank does."""
         transfers = self.job.for_rank(rank)
+        # What one transform makes at the source, it makes together.
+        made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
         items = [
             PartItem(
                 one,
@@ -102,7 +105,7 @@ class RefitPlan:
                 batch,
             )
             for one, item, batch in zip(self.matches, self.job.items, self.batches, strict=True)
-            if one.name in transfers or _holds(one.target, rank)
+            if one.name in transfers or one.made_of in made or _holds(one.target, rank)
         ]
         batches = max(self.batches, default=DIRECT) + 1
         filled_bytes = [0] * batches
@@ -121,10 +124,13 @@ def staging_limit_bytes(extra_bytes: int) -> int:
 
 
 def staging_bytes(match: Match) -> int:
-    """The most that a rank needs to send and to receive a transformed tensor."""
+    """The most that a rank needs to send and to receive a transformed tensor.
+
+    What is made at the source is received in place.
+    """
     itemsize = as_dtype(match.dtype).itemsize_bytes
     found_bytes = 0
-    for layout in (match.source, match.target):
+    for layout in (match.source, match.target)[: 1 if match.made_at == "source" else 2]:
         elements = np.zeros(layout.slots, dtype=np.int64)
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
         found_bytes += aligned(int(elements.max(initial=0)) * itemsize)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -40,6 +40,9 @@ class PlanningReport:
         planned_ranks: how many ranks' parts this rank worked out.
         peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
         planning_s: seconds, waiting for others included.
+        made_at_source: the tensors, of those that this rank has a part in, that transforms make
+            before they are sent.
+        made_at_target: likewise those that they make of what has arrived, and why.
     """
 
     planning: str
@@ -48,6 +51,8 @@ class PlanningReport:
     planned_ranks: int
     peak_memory_bytes: int
     planning_s: float
+    made_at_source: tuple[str, ...] = ()
+    made_at_target: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,12 @@ def planned(
         part, scattered_bytes = scatter(parts, group)
     if isinstance(part, ReshardError):
         raise part
+    made = {
+        where: {
+            one.match.made_of: one.match.why for one in part.items if one.match.made_at == where
+        }
+        for where in ("source", "target")
+    }
     report = PlanningReport(
         planning,
         gathered.received_bytes,
@@ -132,6 +143,8 @@ def planned(
         len(ranks) * is_first if is_central else 1,
         _peak_memory_bytes() - had_bytes,
         time.perf_counter() - begun_s,
+        tuple(made["source"]),
+        made["target"],
     )
     return part, report
 

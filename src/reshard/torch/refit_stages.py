@@ -5,65 +5,48 @@ Batches run one after the other, in the same memory::
     extra_bytes   | messages on their way | what is sent and arrives of transformed tensors |
     batch 0         straight from the source into the target, nothing beside it
     batch 1, ...    prepare_send  ->  exchange  ->  finish_receive
+                    made at the source  ->  exchange, straight into the target
 
 A part without transformed tensors has only batch 0, and all the memory for its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange import Exchange, complete_contributions
+from reshard.torch.matching import Match
 from reshard.torch.messages import Movement, aligned
-from reshard.torch.refit_parts import DIRECT, PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refit_parts import PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.transforms import Transform
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transformed:
-    """A tensor that a transform makes: where it is, what is sent of it, and what arrives."""
-
-    name: str
-    transform: Transform
-    source: torch.Tensor | None
-    sent: torch.Tensor | None
-    received: torch.Tensor | None
-    target: Mapping[str, torch.Tensor]
-
-    def prepare_send(self) -> None:
-        """Before the exchange."""
-        if self.source is not None and self.sent is not None:
-            self.transform.prepare_send(self.name, self.source, self.sent)
-
-    def finish_receive(self) -> None:
-        """After the exchange."""
-        if self.received is not None:
-            self.transform.finish_receive(self.name, self.received, self.target)
 
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One batch: its messages, and what is done before and after them."""
+    """One batch: its messages, and what transforms do before and after them."""
 
     exchange: Exchange
     movements: list[Movement]
-    transformed: list[Transformed] = field(default_factory=list)
+    before: list[Callable[[], None]]
+    after: list[Callable[[], None]]
 
     def run(self) -> None:
         """Raises RunError where a message does not come."""
-        for one in self.transformed:
-            one.prepare_send()
+        for prepare in self.before:
+            prepare()
         self.exchange.run()
         for movement in self.movements:
             if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
                 complete_contributions(movement.plan, dist.get_rank(), movement.target)
-        for one in self.transformed:
-            one.finish_receive()
+        for finish in self.after:
+            finish()
 
 
 class _Arena:
@@ -76,13 +59,11 @@ class _Arena:
     def clear(self) -> None:
         self._used_bytes = 0
 
-    def like(self, local: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """A dense tensor of a local tensor's shape."""
-        if local is None:
-            return None
-        begin, size_bytes = self._used_bytes, local.numel() * dtype.itemsize
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A dense tensor."""
+        begin, size_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += aligned(size_bytes)
-        return self.memory[begin : begin + size_bytes].view(dtype).view(local.shape)
+        return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
 
 
 class Stages:
@@ -118,20 +99,13 @@ class Stages:
         for number in range(part.batches):
             self._arena.clear()
             items = [item for item in part.items if item.batch == number]
-            transformed = [self._transformed(item) for item in items if number != DIRECT]
-            movements = [
-                _movement(item, source.get(item.match.source_name), target.get(item.match.name))
-                for item in items
-                if number == DIRECT
-            ]
-            movements += [
-                _movement(item, one.sent, one.received)
-                for item, one in zip(items, transformed, strict=False)
-            ]
+            found = _Listed()
+            for item in items:
+                self._list(item, found)
             exchange = Exchange(
-                movements, dist.get_rank(), group, device, extra_bytes, memory=shared
+                found.movements, dist.get_rank(), group, device, extra_bytes, memory=shared
             )
-            self.stages.append(Stage(exchange, movements, transformed))
+            self.stages.append(Stage(exchange, found.movements, found.before, found.after))
         exchanges = [stage.exchange for stage in self.stages]
         self.sent_bytes = sum(exchange.sent_bytes for exchange in exchanges)
         self.received_bytes = sum(exchange.received_bytes for exchange in exchanges)
@@ -140,17 +114,54 @@ class Stages:
             own_bytes if shared is None else shared.numel()
         )
 
-    def _transformed(self, item: PartItem) -> Transformed:
-        name = item.match.name
-        dtype = getattr(torch, as_dtype(item.match.dtype).name)
+    def _list(self, item: PartItem, found: _Listed) -> None:
+        """What is done for one tensor or piece, and where."""
+        match, rank = item.match, dist.get_rank()
+        dtype = getattr(torch, as_dtype(match.dtype).name)
+        source = self._source.get(match.source_name)
+        target = self._target.get(match.target_name)
+        if match.made_at:
+            source, target = self._staged(match, source, target, dtype, found)
+        if match.source_span is not None and match.made_at != "target":
+            source = match.source_span.of(source, rank)
+        if match.target_span is not None:
+            target = match.target_span.of(target, rank)
+        found.movements.append(Movement.of(item.plan, item.transfers, rank, source, target, dtype))
+
+    def _staged(
+        self,
+        match: Match,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        dtype: torch.dtype,
+        found: _Listed,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where a transform has what travels of a piece, and where its whole tensor arrives."""
+        name, rank = match.made_of, dist.get_rank()
         transform = self._transforms[name]
-        source = self._source.get(item.match.source_name)
-        outputs = {
-            made: self._target[made] for made in transform.outputs(name) if made in self._target
-        }
-        sent = self._arena.like(source, dtype)
-        received = self._arena.like(self._target.get(name), dtype)
-        return Transformed(name, transform, source, sent, received, outputs)
+        sent = None
+        if source is not None and match.made_at == "source":
+            shape = match.source.local_shape(rank)
+            sent = None if shape is None else self._arena.tensor(shape, dtype)
+            if sent is not None:
+                made = found.made.setdefault(name, {})
+                if not made:
+                    found.before.append(partial(transform.finish_receive, name, source, made))
+                made[match.name] = sent
+            return sent, target
+        if source is not None:
+            part = source if match.source_span is None else match.source_span.of(source, rank)
+            if part is not None:
+                sent = self._arena.tensor(part.shape, dtype)
+                found.before.append(partial(transform.prepare_send, name, part, sent))
+        if target is not None and name not in found.received:
+            received = self._arena.tensor(target.shape, dtype)
+            outputs = {
+                one: self._target[one] for one in transform.outputs(name) if one in self._target
+            }
+            found.received[name] = received
+            found.after.append(partial(transform.finish_receive, name, received, outputs))
+        return sent, found.received.get(name)
 
     def run(self) -> None:
         """Run all batches. Raises RunError where a message does not come."""
@@ -158,6 +169,12 @@ class Stages:
             stage.run()
 
 
-def _movement(item: PartItem, source: torch.Tensor | None, target: torch.Tensor | None) -> Movement:
-    dtype = getattr(torch, as_dtype(item.match.dtype).name)
-    return Movement.of(item.plan, item.transfers, dist.get_rank(), source, target, dtype)
+@dataclass(slots=True, eq=False)
+class _Listed:
+    """A batch while it is listed: movements, what transforms do, and their memory by name."""
+
+    movements: list[Movement] = field(default_factory=list)
+    before: list[Callable[[], None]] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    made: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    received: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Refit:
         self._stages = stages
         self.report = prepared.report
         self.is_usable = True
-        self.tensors = len(prepared.part.items)
+        self.tensors = len({item.match.target_name for item in prepared.part.items})
         self.sent_bytes = stages.sent_bytes
         self.received_bytes = stages.received_bytes
         self.extra_bytes = stages.extra_bytes
@@ -82,7 +82,8 @@ class Refit:
                 `reshard.torch.parameters`. None where it has nothing of it.
             target: likewise the model to fill.
             source_names, target_names: what each side's names are in names common to both, by
-                function or table (`reshard.torch.naming`). Each rank gives its own.
+                function or table (`reshard.torch.naming`), such as a recipe's
+                (`Recipe.naming`). Each rank gives its own.
             ties: names that mean the same tensor as another name.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
@@ -123,7 +124,9 @@ class Refit:
         check_memory(before, after, ties or {})
         matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes)
         part, report = planned(matching, before.roster, after.roster, planning, group)
-        made_by = matching.transforms_of(item.match.name for item in part.items)
+        made_by = matching.transforms_of(
+            dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
+        )
         prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
         stages, problem = prepared.stages(group)
         agree(Intent({"refit": part.digest.encode()}, problem), group)
@@ -216,7 +219,7 @@ class _Prepared:
                     f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
                 )
             for item in self.part.items:
-                if item.match.is_transformed and item.match.name in self.after.locals:
+                if item.match.made_at == "target" and item.match.made_of in self.after.locals:
                     self._check_transform(item.match)
             stages = Stages(
                 self.part,
@@ -235,6 +238,8 @@ class _Prepared:
         return stages, None
 
     def _check_transform(self, match: Match) -> None:
-        transform, held = self.transforms[match.name], self.after.locals
-        made = {name: held[name] for name in transform.outputs(match.name) if name in held}
-        transform.check(match.name, match.target, dist.get_rank(), made)
+        name, held = match.made_of, self.after.locals
+        transform = self.transforms[name]
+        made = {one: held[one] for one in transform.outputs(name) if one in held}
+        whole = match.target if match.target_span is None else match.target_span.whole
+        transform.check(name, whole, dist.get_rank(), made)

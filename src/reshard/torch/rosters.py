@@ -22,6 +22,7 @@ from reshard.layout import Layout
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_parameters import MegatronParameter
 from reshard.notation.megatron_rosters import LocalParameter, gather_parameters
+from reshard.recipes.fusion import Fusion
 
 Shape = tuple[int, ...]
 _SHOWN_RANKS = 4
@@ -37,6 +38,7 @@ class Entry:
         shape: the local one; None where this rank has none.
         layout: over global ranks, where the rank knows it.
         parameter: what Megatron says of it, by its own `local_name` in the model chunk `chunk`.
+        fusion: how its members lie in it, where it is fused; by common names.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Entry:
     parameter: LocalParameter | None = None
     local_name: str = ""
     chunk: int = 0
+    fusion: Fusion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,16 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of the whole model. `parameter` is what Megatron's ranks say, if they do."""
+    """A tensor of the whole model. `parameter` is what Megatron's ranks say, if they do.
+
+    `fusion` says how its members lie in it, where it is fused.
+    """
 
     dtype: str
     layout: Layout
     parameter: MegatronParameter | None = None
     first_rank: int = 0
+    fusion: Fusion | None = None
 
 
 def moved_by(layout: Layout, ranks: int) -> Layout:
@@ -115,8 +122,11 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held],
     for name, by_rank in listed.items():
         first_of = rosters[next(iter(by_rank))]
         found = _held(name, by_rank, parameters, first_of, side, problems)
-        if found is not None:
-            held[name] = found
+        fusions = {entry.fusion for entry in by_rank.values()}
+        if len(fusions) > 1:
+            problems.append(f"{name}: ranks of the {side} name different members of it")
+        elif found is not None:
+            held[name] = replace(found, fusion=fusions.pop())
     return held, problems
 
 

@@ -6,8 +6,12 @@ A transform makes a target from other elements than its own::
                                   |
     target  <--finish_receive--  arrives, cut as the target
 
-It sees whole local tensors: this rank's part of the source, and of what has arrived. `Cast` and
-`BlockQuantized` are such; another is a class with these methods.
+It sees whole local tensors: this rank's part of the source, and of what has arrived. Where every
+rank of the source can make what its part becomes, and that is fewer bytes, this travels instead::
+
+    source  --finish_receive-->  travels, cut as `at_source` says  -->  target
+
+`Cast` and `BlockQuantized` are such; another is a class with these methods.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError
 from reshard.layout import Layout
+from reshard.runs import PAD, RunTable
 
 
 class Transform:
@@ -40,6 +45,21 @@ class Transform:
         """The type of the elements that travel for a source of type `dtype`."""
         return dtype
 
+    def at_source(
+        self, name: str, source: Layout, targets: Mapping[str, tuple[str, Layout]]
+    ) -> Mapping[str, Layout] | str:
+        """How the targets are cut when each rank makes them of its own part of the source.
+
+        Args:
+            name: of the tensor.
+            source: its layout.
+            targets: element type and layout of the targets by `outputs`, of those there are.
+
+        Returns:
+            A layout for each of `outputs`, of the target's shape; or why it cannot be.
+        """
+        return f"{self!r} is applied to what has arrived"
+
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
     ) -> None:
@@ -59,7 +79,10 @@ class Transform:
     def finish_receive(
         self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write this rank's targets, by `outputs`, from what has arrived."""
+        """Write this rank's targets, by `outputs`, from what has arrived.
+
+        Where `at_source` gives layouts, from this rank's part of the source, to what is sent.
+        """
         target[name].copy_(received)
 
 
@@ -83,8 +106,9 @@ class BlockQuantized(Transform):
 
     The scale of a block is its greatest absolute value divided by the greatest that the target's
     type has; a target element is the source's divided by the scale, so that `element * scale`
-    gives it back. Blocks are counted from the beginning of the whole tensor: every rank's part
-    must begin at one and end at one, or at the tensor's end. Source: the block-wise
+    gives it back. Blocks are counted from the beginning of the whole tensor. Where every rank's
+    part of the source begins at one and ends at one, or at the tensor's end, its rank quantises it
+    and float8 travels; else every rank's part of the target must. Source: the block-wise
     quantisation of DeepSeek-V3's weights, 128 by 128 with float32 scales `weight_scale_inv`.
 
     Args:
@@ -99,6 +123,22 @@ class BlockQuantized(Transform):
         """The tensor and its scales."""
         return name, name + self.suffix
 
+    def at_source(
+        self, name: str, source: Layout, targets: Mapping[str, tuple[str, Layout]]
+    ) -> Mapping[str, Layout] | str:
+        """The source's layout in elements and in blocks, where no block is on two ranks."""
+        if any(made not in targets for made in self.outputs(name)):
+            return "the target has no scales"
+        (dtype, _), (scales, in_scales) = (targets[made] for made in self.outputs(name))
+        if not (_is_float8(dtype) and as_dtype(scales).name.startswith("float")):
+            return f"the target is {dtype} with scales of {scales}"
+        blocks = in_blocks(source, self.block)
+        if not isinstance(blocks, Layout):
+            return blocks
+        if blocks.shape != in_scales.shape:
+            return f"scales of shape {list(in_scales.shape)}, not {list(blocks.shape)}"
+        return dict(zip(self.outputs(name), (source, blocks), strict=True))
+
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
     ) -> None:
@@ -107,7 +147,7 @@ class BlockQuantized(Transform):
         if missing:
             raise ShardError(f"{name}: quantised, but this rank has no {missing[0]!r}")
         values, scales = (target[made] for made in self.outputs(name))
-        if values.ndim < 2 or not values.dtype.is_floating_point or values.dtype.itemsize != 1:
+        if values.ndim < 2 or not _is_float8(as_dtype(values.dtype).name):
             raise ShardError(
                 f"{name}: {values.dtype} of shape {list(values.shape)} cannot be quantised in "
                 "blocks; the target is a float8 tensor of two dimensions or more"
@@ -147,3 +187,57 @@ class BlockQuantized(Transform):
                 scales[..., begin // rows, left // columns] = scale
                 block /= scale[..., None, None]
             values[..., begin : begin + rows, :] = part.to(values.dtype)
+
+
+def _is_float8(dtype: str) -> bool:
+    return dtype.startswith("float8")
+
+
+def in_blocks(layout: Layout, block: tuple[int, int]) -> Layout | str:
+    """The layout of one element for each block of the last two dimensions; or why there is none.
+
+    There is one where every slot has whole blocks, in one box.
+
+    >>> from reshard.layout import Box
+    >>> def rows(*cuts):
+    ...     boxes = enumerate(zip(cuts, cuts[1:]))
+    ...     return Layout.from_boxes((5, 4), [(i, Box((a, 0), (b, 4))) for i, (a, b) in boxes])
+    >>> in_blocks(rows(0, 2, 5), (2, 4)).boxes(1)
+    (Box(start=(1, 0), stop=(3, 1)),)
+    >>> in_blocks(rows(0, 3, 5), (2, 4))
+    'dimension 0 is cut inside a block of 2, at 0:3'
+    """
+    if layout.contributions > 1:
+        return "the source is partial"
+    if layout.ndim < 2 or any(len(layout.cells_of(slot)) > 1 for slot in layout.holders):
+        return "the source has less than two dimensions, or a rank several boxes of it"
+    tables = list(layout.tables)
+    for dimension, size in zip((-2, -1), block, strict=True):
+        table = tables[dimension]
+        runs, length = table.single_runs(), table.dimension_length
+        ends = (runs.stop % size == 0) | (runs.stop == length)
+        cuts = (runs.start % size != 0) | ~ends | (runs.local_start % size != 0)
+        cuts |= runs.role == PAD
+        if cuts.any():
+            first = runs.take(cuts)
+            return (
+                f"dimension {dimension + layout.ndim} is cut inside a block of {size}, at "
+                f"{first.start[0]}:{first.stop[0]}"
+            )
+        tables[dimension] = RunTable.from_columns(
+            -(-length // size),
+            table.parts,
+            runs.part,
+            runs.start // size,
+            -(-runs.length // size),
+            runs.local_start // size,
+            runs.role,
+        )
+    return Layout(
+        tuple(table.dimension_length for table in tables),
+        tables,
+        layout.slots,
+        layout.cell_slot,
+        layout.cell_part,
+        layout.cell_contribution,
+    )
