@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from reshard.collectives.constructive_search import constructive_search
 from reshard.collectives.exact_search import budgeted_search, exact_search
+from reshard.collectives.joining import joined
 from reshard.collectives.mlir_basis import mlir_decomposition
 from reshard.collectives.naming import name_step
 from reshard.collectives.problems import CLASSICAL, JOINT, Problem, problem_of
@@ -102,6 +103,8 @@ def _find(
                 f"{list(shape)} within its memory; allow an exchange: steps='joint' or 'all'"
             )
         return exchange
+    if steps != "mlir":
+        states = joined(problem, states)
     program = program_of(problem, states, source, target)
     cheaper = steps == "all" and exchange.moved_elements < program.moved_elements
     return exchange if cheaper else program

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from reshard.collectives.lowering.jax import jax_module
+from reshard.collectives.lowering.mlir import mlir_module
 from reshard.collectives.lowering.shardy import shardy_module
 from reshard.collectives.program import Program
 from reshard.dtypes import DType
@@ -10,7 +11,8 @@ from reshard.dtypes import DType
 LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {
     "shardy": shardy_module,
     "jax": jax_module,
+    "mlir": mlir_module,
 }
 """A program and the dtype of its elements to text, by the name of the system that reads it."""
 
-__all__ = ["LOWERINGS", "jax_module", "shardy_module"]
+__all__ = ["LOWERINGS", "jax_module", "mlir_module", "shardy_module"]

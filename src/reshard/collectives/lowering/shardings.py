@@ -8,7 +8,7 @@ elements are, and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from reshard.collectives.frames import Frame, frames_of
 from reshard.collectives.program import Program
@@ -51,6 +51,27 @@ def _plain(spec: ShardingSpec, mesh: DeviceMesh, frame: Frame | None) -> Shardin
         levels = [(here(level.axes), level.rule) for level in dim.levels]
         dims.append(DimSpec([Level(axes, rule) for axes, rule in levels if axes]))
     return ShardingSpec(mesh, dims, (), here(spec.partial_axes), spec.reduction or "sum", spec.only)
+
+
+def with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
+    """The shardings, a second mesh of the same name called by another one."""
+    names: dict[DeviceMesh, DeviceMesh] = {}
+    for mesh in dict.fromkeys(spec.mesh for spec in specs):
+        name, taken = mesh.name, {known.name for known in names.values()}
+        while name in taken:
+            name += "_target"
+        names[mesh] = DeviceMesh(name, mesh.shape, mesh.axis_names, mesh.devices)
+    return [
+        ShardingSpec(
+            names[spec.mesh],
+            spec.dim_specs,
+            (),
+            spec.partial_axes,
+            spec.reduction or "sum",
+            spec.only,
+        )
+        for spec in specs
+    ]
 
 
 def axes_behind(

@@ -18,9 +18,15 @@ Source: the Shardy project, `shardy/dialect/sdy/ir/ops.td`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from reshard.collectives.lowering.shardings import axes_dropped, plain_shardings
+from reshard.collectives.lowering.mlir_elements import element_text
+from reshard.collectives.lowering.shard_module import TensorType
+from reshard.collectives.lowering.shardings import (
+    axes_dropped,
+    plain_shardings,
+    with_own_mesh_names,
+)
 from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,
@@ -32,7 +38,6 @@ from reshard.collectives.steps import (
     Step,
 )
 from reshard.dtypes import DType
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.mesh_order import in_mesh_order
@@ -43,19 +48,6 @@ from reshard.sharding import ShardingSpec
 
 # The operations add contributions up, whatever an attribute could say of other reductions.
 _SUMS = Vocabulary("Shardy", reductions=("sum",), has_sub_axes=True)
-_ELEMENTS = {
-    "bool": "i1",
-    "bfloat16": "bf16",
-    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"ui{bits}" for bits in (8, 16, 32, 64)},
-    "complex64": "complex<f32>",
-    "complex128": "complex<f64>",
-    **{
-        f"float8_{kind}": f"f8{kind.upper()}"
-        for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "e3m4", "e4m3")
-    },
-}
 
 
 def shardy_module(
@@ -85,13 +77,8 @@ def shardy_module(
       }
     }
     """
-    shape, element = program.shape, as_dtype(dtype).name
-    if element not in _ELEMENTS:
-        raise NotationError(
-            f"Shardy's tensors have no elements of {element!r}; they have {', '.join(_ELEMENTS)}"
-        )
-    tensor = f"tensor<{''.join(f'{size}x' for size in shape)}{_ELEMENTS[element]}>"
-    specs = _with_own_mesh_names(plain_shardings(program))
+    tensor = TensorType(program.shape, element_text(dtype, "Shardy"))
+    specs = with_own_mesh_names(plain_shardings(program))
     for spec in (specs[0], specs[-1]):
         _SUMS.check(spec)
     lines = [f"  {shardy_mesh_text(mesh)}" for mesh in dict.fromkeys(s.mesh for s in specs)]
@@ -111,27 +98,6 @@ def shardy_module(
         lines.append(f"    %{number + 1} = sdy.{words}")
     lines += [f"    return %{len(program.steps)} : {tensor}", "  }", "}"]
     return "\n".join(["module {", *lines])
-
-
-def _with_own_mesh_names(specs: Sequence[ShardingSpec]) -> list[ShardingSpec]:
-    """The shardings, a second mesh of the same name called by another one."""
-    names: dict[DeviceMesh, DeviceMesh] = {}
-    for mesh in dict.fromkeys(spec.mesh for spec in specs):
-        name, taken = mesh.name, {known.name for known in names.values()}
-        while name in taken:
-            name += "_target"
-        names[mesh] = DeviceMesh(name, mesh.shape, mesh.axis_names, mesh.devices)
-    return [
-        ShardingSpec(
-            names[spec.mesh],
-            spec.dim_specs,
-            (),
-            spec.partial_axes,
-            spec.reduction or "sum",
-            spec.only,
-        )
-        for spec in specs
-    ]
 
 
 def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:

@@ -1,0 +1,272 @@
+"""Programs in MLIR's `shard` dialect: by hand, and read back, type-checked and run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from collectives.program_checks import contributions, whole
+from collectives.sharding_pairs import Pair, pairs
+from conformance.checked_movement import same
+from conformance.test_same_mesh_reshards import CASES, Case, name, side
+from reshard.collectives import Program, find_program
+from reshard.collectives.lowering import mlir_module
+from reshard.collectives.lowering.shard_run import run_shard_module
+from reshard.collectives.lowering.shard_text import parse_shard_module
+from reshard.errors import NotationError, PlanError
+from reshard.mesh import DeviceMesh
+from reshard.testing.oracle import contents_of_spec, shards_of
+
+MESH = DeviceMesh.of(x=2, y=4, w=1)
+
+
+def program_of(
+    source: str,
+    target: str,
+    shape: tuple[int, ...],
+    mesh: DeviceMesh = MESH,
+    steps: str = "classical",
+) -> Program:
+    sides = reshard.spec(mesh, source), reshard.spec(mesh, target)
+    return find_program(*sides, shape, steps=steps)
+
+
+def check(program: Program) -> None:
+    """The text is read back as it is, and does on arrays what the program does."""
+    dtype = "float64" if program.source.reduction == "mean" else "int64"
+    text = mlir_module(program, dtype)
+    module = parse_shard_module(text)
+    assert str(module) == text
+    dense = contributions(program.source, program.shape)
+    held = shards_of(contents_of_spec(program.source, program.shape), dense)
+    before = {rank: array.copy() for rank, array in held.items()}
+    found, wanted = run_shard_module(module, held), program.run(held)
+    if program.target.partial_axes:
+        found, wanted = whole(program, found), whole(program, wanted)
+    assert same(found, wanted), text
+    assert same(held, before)
+
+
+def operations(module: str) -> list[str]:
+    """The collectives and what is done around them, without values and types."""
+    found = re.findall(r"= (\w+\.\w+) ?(?:%\w+ )?(.*) : ", module)
+    ends = {"shard.sharding", "shard.shard", "builtin.unrealized_conversion_cast"}
+    return [
+        f"{word} {re.sub('@mesh |%[0-9]+ ?', '', rest)}".strip()
+        for word, rest in found
+        if word not in ends
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "expected"),
+    [
+        ("x, -", "x y, -", (16, 16), ["shard.all_slice on grid_axes = [1] slice_axis = 0"]),
+        ("x y, -", "-, -", (16, 16), ["shard.all_gather on grid_axes = [0, 1] gather_axis = 0"]),
+        (
+            "x y, -",
+            "x, y",
+            (16, 16),
+            ["shard.all_to_all on grid_axes = [1] split_axis = 1 concat_axis = 0"],
+        ),
+        (
+            "x, - | sum(y)",
+            "x y, -",
+            (16, 16),
+            ["shard.reduce_scatter on grid_axes = [1] reduction = sum scatter_axis = 0"],
+        ),
+        (
+            "x, - | mean(y)",
+            "x, -",
+            (16, 16),
+            ["shard.all_reduce on grid_axes = [1] reduction = average"],
+        ),
+        ("w, -", "w, -", (16, 16), []),
+        # Ten in four parts are three each: two of twelve are padding.
+        (
+            "-",
+            "y",
+            (10,),
+            [
+                "tensor.empty ()",
+                "tensor.insert_slice into [0][10][1]",
+                "shard.all_slice on grid_axes = [1] slice_axis = 0",
+            ],
+        ),
+        (
+            "y, -",
+            "-, y",
+            (10, 6),
+            [
+                "tensor.empty ()",
+                "tensor.insert_slice into [0, 0][3, 6][1, 1]",
+                "shard.all_to_all on grid_axes = [1] split_axis = 1 concat_axis = 0",
+                "tensor.extract_slice [0, 0][10, 2][1, 1]",
+            ],
+        ),
+        # A part of an axis is an axis of the grid: 2x4x1 becomes 2x2x2x1.
+        (
+            "x y, -",
+            "x y:(1)2, -",
+            (16, 16),
+            ["shard.all_gather on grid_axes = [2] gather_axis = 0"],
+        ),
+    ],
+)
+def test_steps_by_hand(
+    source: str, target: str, shape: tuple[int, ...], expected: list[str]
+) -> None:
+    program = program_of(source, target, shape)
+    assert operations(mlir_module(program)) == expected
+    check(program)
+
+
+def test_a_whole_module_by_hand() -> None:
+    """The seed's all-to-all on a mesh of 3 devices."""
+    program = program_of("x, -", "-, x", (6, 6), DeviceMesh.of(x=3))
+    assert mlir_module(program, "int8") == (
+        "module {\n"
+        "  shard.grid @mesh(shape = 3)\n"
+        "  func.func @reshard(%0: tensor<6x6xi8>) -> tensor<6x6xi8> {\n"
+        "    %1 = shard.sharding @mesh split_axes = [[0], []] : !shard.sharding\n"
+        "    %2 = shard.shard %0 to %1 : tensor<6x6xi8>\n"
+        "    %3 = builtin.unrealized_conversion_cast %2 : tensor<6x6xi8> to tensor<2x6xi8>\n"
+        "    %4 = shard.all_to_all %3 on @mesh grid_axes = [0] split_axis = 1 concat_axis = 0 "
+        ": tensor<2x6xi8> -> tensor<6x2xi8>\n"
+        "    %5 = builtin.unrealized_conversion_cast %4 : tensor<6x2xi8> to tensor<6x6xi8>\n"
+        "    %6 = shard.sharding @mesh split_axes = [[], [0]] : !shard.sharding\n"
+        "    %7 = shard.shard %5 to %6 : tensor<6x6xi8>\n"
+        "    return %7 : tensor<6x6xi8>\n"
+        "  }\n"
+        "}"
+    )
+
+
+def test_a_permute_is_messages_by_tables() -> None:
+    """`[[0, 1]] -> [[1, 0]]` over 2x3: whole shards change places."""
+    program = program_of("a b", "b a", (6,), DeviceMesh.of(a=2, b=3))
+    text = mlir_module(program)
+    tables = [[int(n) for n in found.split(",")] for found in re.findall(r"dense<\[(.*?)\]", text)]
+    # Row i of 6 is on process i before, and on (i % 2) * 3 + i // 2 after.
+    goes_to = [(row % 2) * 3 + row // 2 for row in range(6)]
+    sent = [3 * a + b for a, b in zip(tables[0], tables[1], strict=True)]
+    received = [3 * a + b for a, b in zip(tables[2], tables[3], strict=True)]
+    assert sent == goes_to
+    assert [received[process] for process in goes_to] == list(range(6))
+    check(program)
+    # Along axes where nothing changes no process is named.
+    mesh = DeviceMesh.of(a=2, b=2, c=2)
+    text = mlir_module(program_of("a, b c", "a, c b", (4, 4), mesh))
+    assert re.findall(r"grid_axes = (\[.*?\])", text) == ["[1, 2]", "[1, 2]"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "source", "target"),
+    [
+        ((2, 3), (6,), "a b", "b a"),
+        ((2, 3), (6,), "a b", "b"),
+        ((2, 3), (2, 6), "-, a b", "-, a"),
+        ((2, 2, 2), (4, 8), "a, b c", "a, c"),
+        ((2, 3), (6, 6), "a, b", "b, a"),
+        ((2, 6), (6, 6), "a, b", "b, a"),
+        ((3, 4), (16, 23), "a, b", "b, a"),
+        ((5, 2), (27, 14), "a, b", "b, a"),
+        ((3,), (6, 6), "a, -", "-, a"),
+        ((2, 2, 2), (4, 4), "a, b c", "a b, c"),
+        ((2, 2, 2, 2), (4, 4, 4), "d c, -, a b", "a, b c, -"),
+        ((2, 3), (6,), "-", "b"),
+    ],
+)
+def test_the_decompositions_of_the_notes(
+    mesh: tuple[int, ...], shape: tuple[int, ...], source: str, target: str
+) -> None:
+    devices = DeviceMesh.of(**dict(zip("abcd", mesh, strict=False)))
+    check(program_of(source, target, shape, devices, steps="mlir"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_measured_cases(case: Case) -> None:
+    source, target = side(case["source"]), side(case["target"])
+    said = 0
+    for steps in ("joint", "classical", "mlir"):
+        try:
+            program = find_program(source, target, tuple(case["shape"]), steps=steps)
+            mlir_module(program)
+        except PlanError:
+            continue
+        except NotationError as error:
+            refusal = str(error)
+        else:
+            refusal = None
+            check(program)
+            said += 1
+        assert refusal is None or re.search(r"--steps|order on the way|in row-major", refusal)
+    # One of the three can be said wherever the devices are in their order.
+    assert said or case["source"]["device_ids"] or case["target"]["device_ids"]
+
+
+@settings(max_examples=120, deadline=None)
+@given(pairs(max_devices=16), st.sampled_from(["joint", "classical", "mlir"]))
+def test_any_program_runs_or_is_refused(pair: Pair, steps: str) -> None:
+    source, target, shape = pair
+    try:
+        program = find_program(source, target, shape, steps=steps)
+        mlir_module(program)
+    except PlanError:
+        return
+    except NotationError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+        check(program)
+    assert refusal is None or re.search(
+        r"--steps|order on the way|numbered in row-major|other shards|do not divide one another"
+        r"|without axes|do not continue",
+        refusal,
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,)])
+@pytest.mark.parametrize("reduction", ["sum", "max", "min", "product", "mean"])
+def test_reductions(shape: tuple[int, ...], reduction: str) -> None:
+    dims = ", ".join("-" for _ in shape)
+    for target in [dims, f"{dims} | {reduction}(y)", "x y" if shape else ""]:
+        check(program_of(f"{dims} | {reduction}(x y)", target, shape, steps="joint"))
+
+
+def test_two_meshes_of_the_same_devices_are_two_grids() -> None:
+    source = reshard.spec(DeviceMesh.of(x=2, y=3), "y, x")
+    target = reshard.spec(DeviceMesh.of(x=3, y=2), "x, y")
+    program = find_program(source, target, (6, 4))
+    assert "shard.grid @mesh_target(shape = 3x2)" in mlir_module(program)
+    check(program)
+
+
+def test_what_the_dialect_cannot_say_is_named() -> None:
+    joint = program_of("x, y", "y, x", (8, 8), steps="joint")
+    with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* --steps class"):
+        mlir_module(joint)
+    nested = program_of("x / y", "x", (10,))
+    with pytest.raises(NotationError, match="the source cannot be said in MLIR: `x / y` has other"):
+        mlir_module(nested)
+    check(program_of("x / y", "x", (16,)))
+    strided = program_of("x@stride2", "x@stride2", (8,), steps="joint")
+    with pytest.raises(NotationError, match="`x@stride2` has other shards"):
+        mlir_module(strided)
+    turned = DeviceMesh.of(x=2, y=4, w=1, devices=range(7, -1, -1))
+    with pytest.raises(NotationError, match="numbered in row-major order"):
+        mlir_module(program_of("x", "-", (8,), turned))
+    with pytest.raises(NotationError, match="has no elements to move"):
+        mlir_module(program_of("x", "-", (0,)))
+    with pytest.raises(NotationError, match="no elements of 'complex32'"):
+        mlir_module(program_of("x", "-", (4,)), "complex32")
+    lone = DeviceMesh.of()
+    with pytest.raises(NotationError, match="without axes"):
+        mlir_module(program_of("-", "-", (4,), lone))
+    thirds = DeviceMesh.of(x=8)
+    with pytest.raises(NotationError, match="order on the way"):
+        mlir_module(program_of("x:(1)2 x:(2)4, -", "x:(1)2, x:(4)2 x:(2)2", (16, 16), thirds))
