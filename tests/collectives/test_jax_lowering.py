@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +18,7 @@ import pytest
 import reshard
 from reshard.collectives import Program, find_program
 from reshard.collectives.lowering import jax_module
-from reshard.errors import NotationError
+from reshard.errors import NotationError, PlanError
 from reshard.mesh import Axis, DeviceMesh
 
 CUBE = DeviceMesh.of(x=2, y=2, z=2)
@@ -49,39 +51,67 @@ BY_HAND = [
 ]
 
 
-def side(spec: reshard.ShardingSpec) -> dict[str, Any]:
+UNEVEN = [
+    (GRID, "y", "-", "joint", (10,)),
+    (GRID, "-", "y", "joint", (10,)),
+    (GRID, "-, y", "y, -", "joint", (10, 6)),
+    (DeviceMesh.of(x=2, y=3), "x, y", "y, x", "joint", (6, 6)),
+    (DeviceMesh.of(x=2, y=3), "x, y", "y, x", "joint", (7, 5)),
+    (DeviceMesh.of(x=2, y=3), "x, y", "y, x", "mlir", (7, 5)),
+    (GRID, "x y, -", "-, y x", "joint", (17, 5)),
+    (GRID, "x, - | sum(y)", "x, y", "joint", (5, 7)),
+    (GRID, "x, - | max(y)", "x, y", "joint", (5, 7)),
+    (GRID, "x, - | product(y)", "x, y", "joint", (5, 7)),
+    (GRID, "x, - | product(y)", "x, -", "joint", (5, 7)),
+    (GRID, "x, - | mean(y)", "x, y", "joint", (5, 7)),
+    (GRID, "- | sum(x y)", "- | sum(y)", "joint", (7,)),
+    (CUBE, "-, x z", "x z, -", "joint", (4, 10)),
+    (CUBE, "x y z", "z y x", "joint", (1,)),
+]
+
+
+def side(spec: reshard.ShardingSpec, shape: tuple[int, ...]) -> dict[str, Any]:
     """A sharding over a mesh of its sub-axes, in plain words, contributions in front."""
     mesh, dims = spec.mesh, [dim.axes for dim in spec.dim_specs]
+    parts = [math.prod(map(mesh.axis_size, axes)) for axes in dims]
     if spec.partial_axes:
         dims = [spec.partial_axes, *dims]
     used = [axis for axes in dims for axis in axes]
-    parts = [*used, *mesh.remaining_axes(used)]
-    parts.sort(key=lambda axis: (mesh.axis_names.index(axis.name), axis.pre))
+    whole = [*used, *mesh.remaining_axes(used)]
+    whole.sort(key=lambda axis: (mesh.axis_names.index(axis.name), axis.pre))
     return {
         "devices": list(mesh.devices),
-        "sizes": [mesh.axis_size(axis) for axis in parts],
-        "names": [str(axis) for axis in parts],
+        "sizes": [mesh.axis_size(axis) for axis in whole],
+        "names": [str(axis) for axis in whole],
         "entries": [[str(axis) for axis in axes] for axes in dims],
+        "is_partial": bool(spec.partial_axes),
+        # As many elements as there are parts of the longest one.
+        "padded": [-(-size // count) * count for size, count in zip(shape, parts, strict=True)],
     }
 
 
-def case_of(program: Program) -> dict[str, Any]:
-    source = program.source
+def case_of(program: Program, dtype: str = "float32") -> dict[str, Any]:
+    source, target = program.source, program.target
     return {
         "module": jax_module(program),
+        "dtype": dtype,
         "shape": program.shape,
-        "source": side(source),
-        "target": side(program.target),
-        "contributions": source.layout(program.shape).contributions,
-        "reduction": source.reduction or "sum",
+        "source": side(source, program.shape),
+        "target": side(target, program.shape),
+        # One after another the partial axes, and which of them are reduced.
+        "contributions": [source.mesh.axis_size(axis) for axis in source.partial_axes],
+        "reduced": [axis not in target.partial_axes for axis in source.partial_axes],
+        "reduction": {"product": "prod"}.get(source.reduction or "sum", source.reduction or "sum"),
     }
 
 
 def random_program(rng: random.Random) -> Program:
-    """Two shardings over 8 devices, also by sub-axes, of a tensor that they cut evenly."""
+    """Two shardings over 8 devices, also by sub-axes, of a tensor that they may not cut evenly."""
     mesh = rng.choice([DeviceMesh.of(x=8), GRID, DeviceMesh.of(x=4, y=2), CUBE, TURNED])
     sides = []
-    for _ in range(2):
+    partial = [Axis(name) for name in mesh.axis_names if rng.random() < 0.2]
+    reduction = rng.choice(["sum", "max", "min", "product", "mean"])
+    for pending in (partial, [axis for axis in partial if rng.random() < 0.3]):
         dims: list[list[str | Axis]] = [[], [], []]
         parts: list[Axis] = []
         for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
@@ -90,32 +120,26 @@ def random_program(rng: random.Random) -> Program:
         rng.shuffle(parts)
         for part in parts:
             place = rng.randrange(4)
-            if place < 3:
+            if place < 3 and Axis(part.name) not in pending:
                 dims[place].append(part)
-        sides.append(reshard.ShardingSpec(mesh, dims))
-    return find_program(*sides, (8, 16, 8), steps=rng.choice(["joint", "joint", "classical"]))
+        sides.append(reshard.ShardingSpec(mesh, dims, (), pending, reduction))
+    shape = rng.choice([(8, 16, 8), (8, 16, 8), (5, 6, 3), (10, 7, 4)])
+    return find_program(*sides, shape, steps=rng.choice(["joint", "joint", "classical"]))
 
 
-def by_hand(mesh: DeviceMesh, source: str, target: str, steps: str) -> Program:
+def by_hand(
+    mesh: DeviceMesh,
+    source: str,
+    target: str,
+    steps: str = "joint",
+    shape: tuple[int, ...] = (16, 8, 8),
+) -> Program:
     sides = reshard.spec(mesh, source), reshard.spec(mesh, target)
-    return find_program(*sides, (16, 8, 8)[: sides[0].ndim], steps=steps)
+    return find_program(*sides, shape[: sides[0].ndim], steps=steps)
 
 
-def test_functions_do_what_device_put_does() -> None:
-    pytest.importorskip("jax")
-    programs = [by_hand(*case) for case in BY_HAND]
-    rng = random.Random(7)
-    cases = [case_of(program) for program in programs]
-    while len(cases) < 44:
-        program = random_program(rng)
-        try:
-            cases.append(case_of(program))
-        except NotationError as error:
-            refusal = str(error)
-        else:
-            refusal = None
-            programs.append(program)
-        assert refusal is None or "do not divide" in refusal or "different shapes" in refusal
+def answers(cases: list[dict[str, Any]]) -> list[str]:
+    """What a process with 8 devices says of each case."""
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("jax_function_process.py")],
         input=json.dumps(cases),
@@ -127,12 +151,35 @@ def test_functions_do_what_device_put_does() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    answers = [(p.source, p.target, answer) for p, answer in zip(programs, told, strict=True)]
-    assert [answer for answer in answers if answer[2] != "same"] == []
+    told: list[str] = json.loads(done.stdout)
+    return told
+
+
+def test_functions_do_what_device_put_does() -> None:
+    pytest.importorskip("jax")
+    programs = [by_hand(*case) for case in BY_HAND]
+    programs += [by_hand(*case) for case in UNEVEN]
+    cases = [case_of(program) for program in programs]
+    cases[0] = case_of(programs[0], "int8")
+    rng = random.Random(7)
+    while len(cases) < 70:
+        try:
+            program = random_program(rng)
+            cases.append(case_of(program))
+        except PlanError:
+            continue
+        except NotationError as error:
+            refusal = str(error)
+        else:
+            refusal = None
+            programs.append(program)
+        assert refusal is None or re.search("do not divide|exchange", refusal)
+    told = answers(cases)
+    found = [(p.shape, p.source, p.target, a) for p, a in zip(programs, told, strict=True)]
+    assert [answer for answer in found if answer[-1] != "same"] == []
     kinds = Counter(step.name for program in programs for step in program.steps)
     assert kinds.keys() == {
         *("slice", "all-gather", "all-to-all", "joint all-to-all"),
@@ -141,34 +188,31 @@ def test_functions_do_what_device_put_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "source", "target", "steps", "said"),
+    ("mesh", "source", "target", "shape", "said"),
     [
-        (GRID, "x@stride2, -", "x@stride2, -", "joint", "the source cannot be said"),
-        (DeviceMesh.of(x=3), "x, -", "-, x", "joint", "the source .* `x, -` has other shards"),
-        (DeviceMesh.of(x=2, y=3), "x, -", "-, y", "joint", r"step 1, .* has other shards"),
-        (GRID, "x, - | product(y)", "x, -", "joint", r"step 1, all-reduce\(y\), .* the product"),
-        (
-            GRID,
-            "x, - | max(y)",
-            "x y, -",
-            "joint",
-            "no collective for the reduce-scatter of the max",
-        ),
+        (GRID, "x@stride2, -", "x@stride2, -", (8, 8), "the source cannot be said"),
+        (GRID, "x / y", "x", (10,), "the source .* `x / y` has other shards"),
+        (GRID, "x", "x y", (10,), r"step 1, exchange, cannot be said in JAX: .* of all ranks"),
+        (GRID, "x", "-", (0,), "has no elements to move"),
     ],
 )
 def test_what_jax_cannot_say_names_the_step(
-    mesh: DeviceMesh, source: str, target: str, steps: str, said: str
+    mesh: DeviceMesh, source: str, target: str, shape: tuple[int, ...], said: str
 ) -> None:
     with pytest.raises(NotationError, match=said):
-        jax_module(by_hand(mesh, source, target, steps))
+        jax_module(by_hand(mesh, source, target, "joint", shape))
 
 
-def test_pieces_of_different_shapes_are_refused() -> None:
-    # Halves of 6 against thirds: the middle third is half and half of both.
-    mesh = DeviceMesh.of(x=2, y=3)
-    sides = reshard.spec(mesh, "x, y"), reshard.spec(mesh, "y, x")
-    with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* --steps class"):
-        jax_module(find_program(*sides, (6, 6)))
+def test_uneven_shards_are_padded_and_cut() -> None:
+    """Ten over four devices are three each: two of twelve are padding."""
+    text = jax_module(by_hand(GRID, "-, y", "y, -", shape=(10, 6)))
+    assert "`reshard` takes an array\n# of shape (10, 8) and returns one of shape (12, 6)." in text
+    assert re.findall(r"    x = (.*)", text) == [
+        "jnp.pad(x, [(0, 2), (0, 0)])",
+        "lax.all_to_all(x, ('y',), split_axis=0, concat_axis=1, tiled=True)",
+        "lax.slice_in_dim(x, 0, 6, axis=1)",
+    ]
+    assert "padding" not in jax_module(by_hand(GRID, "-, y", "y, -"))
 
 
 def test_one_function_has_one_mesh() -> None:

@@ -110,14 +110,23 @@ class Program:
 
         return program_estimate(self, dtype, topology, library)
 
-    def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
+    def run(
+        self,
+        shards: Mapping[int, Any],
+        out: Mapping[int, Any] | None = None,
+        threads: int | None = None,
+        stepwise: bool = False,
+    ) -> dict[int, Any]:
         """Carry the program out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        See `reshard.execution.programs`.
+        Writes to the arrays in `out` where they are given, by at most so many threads; one for
+        each processor when None. Where no contributions are combined, that is one direct copy,
+        unless each step is to be carried out by itself: `stepwise`. See
+        `reshard.execution.programs.run_program`.
         """
         from reshard.execution.programs import run_program
 
-        return run_program(self, shards)
+        return run_program(self, shards, out, threads, stepwise)
 
     def __str__(self) -> str:
         from reshard.collectives.program_table import program_table

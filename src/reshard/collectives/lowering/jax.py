@@ -8,31 +8,42 @@
     joint all-to-all  the pieces for every device of the group, by tables of where they begin,
                       one lax.all_to_all, and each piece to its place
     permute           lax.ppermute over all axes
-    reduce-scatter    lax.psum_scatter(..., tiled=True)
-    all-reduce        lax.psum, pmax, pmin, pmean
+    reduce-scatter    lax.psum_scatter(..., tiled=True); of other reductions than the sum
+                      lax.all_to_all, and what arrives is combined
+    all-reduce        lax.psum, pmax, pmin, pmean; of a product lax.all_gather, and multiplied
 
 JAX names whole mesh axes, so an axis of which a step takes a part is split in the mesh that is
-written. It has shards of one size only: every cut on the way must divide its dimension.
-Contributions have a dimension of their own in front, cut over the partial axes. JAX's all-to-all
-is dense: in a joint step each device sends a piece to every other one of its group, also to those
-that need none, so more travels than the program counts.
+written. Its arrays have shards of one size: a dimension that its axes do not divide is padded at
+its end until they do, before the function and after it, as XLA pads. Contributions have a
+dimension of their own in front, cut over the partial axes. JAX's all-to-all is dense: in a joint
+step each device sends a piece as large as the largest to every other one of its group, also to
+those that need none, so more travels than the program counts.
 
 Source: JAX, `jax.lax` and `jax.shard_map`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from reshard.collectives.lowering.ceil_shards import (
+    ceil_shape,
+    check_ceil,
+    lines_up,
+    part_length,
+    parts_of,
+)
 from reshard.collectives.lowering.shardings import axes_dropped, plain_shardings
+from reshard.collectives.lowering.whole_axes import WholeAxes
 from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    JointAllToAll,
+    Exchange,
     Permute,
     ReduceScatter,
     Slice,
@@ -40,10 +51,12 @@ from reshard.collectives.steps import (
 )
 from reshard.dtypes import DType
 from reshard.errors import NotationError
-from reshard.mesh import Axis, DeviceMesh
+from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
 
+_SYSTEM = "JAX"
 _REDUCTIONS = {"sum": "psum", "max": "pmax", "min": "pmin", "mean": "pmean"}
+_COMBINE = {"max": "jnp.max", "min": "jnp.min", "mean": "jnp.mean", "product": "jnp.prod"}
 
 
 def jax_module(program: Program, dtype: DType | str = "float32") -> str:
@@ -75,6 +88,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         return x
     """
     specs = plain_shardings(program)
+    shape = program.shape
     for number, spec in enumerate(specs):
         where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
         if spec.mesh is not specs[0].mesh:
@@ -82,29 +96,40 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
                 f"{where} cannot be said in JAX: it leads to `{spec}` over devices in another "
                 "order or grid; a shard_map has one mesh, describe both sides over it"
             )
-        _check_even(where, spec, program.shape)
-    mesh = specs[0].mesh
-    names = _Names(mesh, specs)
-    lines = ["    x = x[0]"] if specs[0].partial_axes else []
+        check_ceil(where, _SYSTEM, spec, shape)
+    whole = WholeAxes(specs[0].mesh, specs, _SYSTEM)
+    specs = tuple(map(whole.spec, specs))
+    lines = ["x = x[0]"] if specs[0].partial_axes else []
     tables: list[str] = []
     for number, step in enumerate(program.steps):
-        pair = specs[number], specs[number + 1]
-        lines.append(f"    # {step}: to `{pair[1]}`")
-        if isinstance(step, JointAllToAll) or _changes_order(step, *pair):
-            tables += _tables(number + 1, step, mesh)
-            lines += _joint(number + 1, step, names)
-        else:
-            try:
-                lines += [f"    x = {text}" for text in _texts(step, *pair, names)]
-            except NotationError as error:
+        before, after = specs[number], specs[number + 1]
+        if isinstance(step, Exchange):
+            raise NotationError(
+                f"step {number + 1}, {step}, cannot be said in JAX: it sends messages of any size "
+                "between any of all ranks; JAX has collectives of groups alone"
+            )
+        lines.append(f"# {step}: to `{step.target}`")
+        try:
+            texts = _texts(step, before, after)
+        except NotationError as error:
+            if isinstance(step, ReduceScatter):
                 raise NotationError(
                     f"step {number + 1}, {step}, cannot be said in JAX: {error}"
                 ) from error
+            texts = None
+        if texts is None:
+            axes = whole.names(step.axes)
+            if isinstance(step, Permute):
+                axes = whole.names(specs[0].mesh.remaining_axes(before.partial_axes))
+            tables += _tables(number + 1, step, before)
+            texts = _joint(number + 1, step, before, after, axes)
+        lines += texts
     if specs[-1].partial_axes:
-        lines.append("    x = x[None]")
-    sizes = [mesh.axis_size(axis) for axis in names.axes]
+        lines.append("x = x[None]")
+    mesh = whole.mesh
     return "\n".join(
         [
+            *_about_padding(specs, shape),
             "import functools",
             "",
             "import jax",
@@ -116,8 +141,8 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             f"devices = {list(mesh.devices)}",
             "by_id = {device.id: device for device in jax.devices()}",
             "grid = np.array([by_id[rank] for rank in devices], dtype=object)",
-            f"axis_names = {names.tuple(names.axes)}",
-            f"mesh = jax.sharding.Mesh(grid.reshape({tuple(sizes)}), axis_names)",
+            f"axis_names = {mesh.axis_names}",
+            f"mesh = jax.sharding.Mesh(grid.reshape({mesh.shape}), axis_names)",
             *tables,
             "",
             "",
@@ -125,177 +150,202 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             "@functools.partial(",
             "    jax.shard_map,",
             "    mesh=mesh,",
-            f"    in_specs={names.entries(specs[0])},",
-            f"    out_specs={names.entries(specs[-1])},",
+            f"    in_specs={_entries(specs[0])},",
+            f"    out_specs={_entries(specs[-1])},",
             "    check_vma=False,",
             ")",
             "def reshard(x):",
-            *lines,
+            *(f"    {line}" for line in lines),
             "    return x",
         ]
     )
 
 
-class _Names:
-    """The axes of the mesh that is written: those of the program, split where a part is used."""
+def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the array that JAX has for a tensor: as long as its shards together.
 
-    def __init__(self, mesh: DeviceMesh, specs: Iterable[ShardingSpec]) -> None:
-        self.mesh = mesh
-        cuts = {name: {1, size} for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
-        for spec in specs:
-            used = [axis for dim in spec.dim_specs for axis in dim.axes]
-            for axis in (*used, *spec.partial_axes):
-                cuts[axis.name] |= {axis.pre, axis.pre * mesh.axis_size(axis)}
-        self.axes: list[Axis] = []
-        self._names: dict[tuple[str, int], str] = {}
-        for name, found in cuts.items():
-            ends = sorted(found)
-            parts = list(itertools.pairwise(ends)) or [(1, 1)]
-            if any(high % low for low, high in parts):
-                raise NotationError(
-                    f"the program cannot be said in JAX: it uses parts of axis {name} that begin "
-                    f"at {ends[:-1]}, which do not divide one another; JAX has whole axes"
-                )
-            for low, high in parts:
-                self.axes.append(Axis(name, low, high // low))
-                word = name if len(parts) == 1 else f"{name}_{low}_{high}"
-                while len(parts) > 1 and word in cuts:
-                    word += "_"
-                self._names[name, low] = word
-
-    def of(self, axes: Iterable[Axis]) -> list[str]:
-        """The names of what axes are made of, major to minor."""
-        found = []
-        for axis in axes:
-            end = axis.pre * self.mesh.axis_size(axis)
-            found += [
-                self._names[part.name, part.pre]
-                for part in self.axes
-                if part.name == axis.name
-                and axis.pre <= part.pre
-                and (part.pre < end or self.mesh.axis_size(axis) == 1 == part.size)
-            ]
-        return found
-
-    def tuple(self, axes: Iterable[Axis]) -> str:
-        return repr(tuple(self.of(axes)))
-
-    def entries(self, spec: ShardingSpec) -> str:
-        """The `PartitionSpec` of a sharding, contributions in front."""
-        dims = [dim.axes for dim in spec.dim_specs]
-        if spec.partial_axes:
-            dims = [spec.partial_axes, *dims]
-        return f"P({', '.join(self.tuple(axes) if axes else 'None' for axes in dims)})"
+    >>> from reshard import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> padded_shape(spec(DeviceMesh.of(x=4), "x, -"), (10, 3))
+    (12, 3)
+    """
+    return tuple(part_length(spec, shape, dim) * parts_of(spec, dim) for dim in range(len(shape)))
 
 
-def _check_even(where: str, spec: ShardingSpec, shape: tuple[int, ...]) -> None:
-    for size, dim in zip(shape, spec.dim_specs, strict=True):
-        parts = math.prod(spec.mesh.axis_size(axis) for axis in dim.axes)
-        if any(not level.rule.is_default for level in dim.levels) or spec.only or size % parts:
-            raise NotationError(
-                f"{where} cannot be said in JAX: `{spec}` has other shards of shape {list(shape)} "
-                "than equal blocks in order; JAX has those alone"
-            )
+def _about_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> list[str]:
+    given, made = padded_shape(specs[0], shape), padded_shape(specs[-1], shape)
+    if given == made == shape:
+        return []
+    return [
+        f"# A tensor of shape {shape}, whose shards are not of one size: `reshard` takes an array",
+        f"# of shape {given} and returns one of shape {made}. What is behind the tensor's own",
+        "# elements along a dimension is padding, of any value.",
+    ]
 
 
-def _texts(step: Step, before: ShardingSpec, after: ShardingSpec, names: _Names) -> list[str]:
-    """The expressions of `x`, one behind the other. Raises NotationError where there are none."""
-    mesh, dims = before.mesh, range(len(step.shape))
-    reduction = before.reduction or "sum"
+def _names(axes: Iterable[Axis]) -> str:
+    return repr(tuple(axis.name for axis in axes))
+
+
+def _entries(spec: ShardingSpec) -> str:
+    """The `PartitionSpec` of a sharding, contributions in front."""
+    dims = [dim.axes for dim in spec.dim_specs]
+    if spec.partial_axes:
+        dims = [spec.partial_axes, *dims]
+    return f"P({', '.join(_names(axes) if axes else 'None' for axes in dims)})"
+
+
+def _texts(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
+    """The lines of a step that is one of JAX's collectives; None where it takes tables."""
     if isinstance(step, AllReduce):
-        if reduction not in _REDUCTIONS:
-            raise NotationError(f"it has no collective for the {reduction}")
-        return [f"lax.{_REDUCTIONS[reduction]}(x, {names.tuple(step.axes)})"]
+        return [_all_reduced(before, after)]
     if isinstance(step, Permute):
-        place = {rank: number for number, rank in enumerate(mesh.devices)}
+        if ceil_shape(before, step.shape) != ceil_shape(after, step.shape):
+            return None
+        place = {rank: number for number, rank in enumerate(before.mesh.devices)}
         pairs = [(place[a], place[b]) for a, b in step.pairs]
-        return [f"lax.ppermute(x, {names.tuple(names.axes)}, {pairs})"]
+        return [f"x = lax.ppermute(x, {before.mesh.axis_names}, {pairs})"]
     if isinstance(step, AllToAll):
-        giver, taker = step.dims
-        axes = axes_dropped(after, before, giver)
-        return [
-            f"lax.all_to_all(x, {names.tuple(axes)}, split_axis={taker}, concat_axis={giver}, "
-            "tiled=True)"
-        ]
-    found = []
-    for dim in dims:
-        short, long = (after, before) if isinstance(step, AllGather) else (before, after)
+        return _all_to_all(step, before, after)
+    if not isinstance(step, AllGather | Slice | ReduceScatter):
+        return None
+    found: list[str] = []
+    short, long = (after, before) if isinstance(step, AllGather) else (before, after)
+    for dim in range(len(step.shape)):
         axes = axes_dropped(short, long, dim)
-        if not axes:
-            continue
-        text = names.tuple(axes)
-        parts = math.prod(mesh.axis_size(axis) for axis in after.dim_specs[dim].axes)
-        size = step.shape[dim] // parts
-        if isinstance(step, AllGather):
-            found.append(f"lax.all_gather(x, {text}, axis={dim}, tiled=True)")
-        elif isinstance(step, Slice):
-            start = f"lax.axis_index({text}) * {size}"
-            found.append(f"lax.dynamic_slice_in_dim(x, {start}, {size}, axis={dim})")
-        elif isinstance(step, ReduceScatter) and reduction == "sum":
-            found.append(f"lax.psum_scatter(x, {text}, scatter_dimension={dim}, tiled=True)")
-        else:
-            raise NotationError(f"it has no collective for the {step.name} of the {reduction}")
+        if axes and not lines_up(short, long, step.shape, dim):
+            return None
+        if axes and isinstance(step, AllGather):
+            found.append(f"x = lax.all_gather(x, {_names(axes)}, axis={dim}, tiled=True)")
+            found += _cut(short, long, step.shape, dim)
+        elif axes:
+            found += _padded(short, long, step.shape, dim)
+            length = part_length(long, step.shape, dim)
+            if isinstance(step, Slice):
+                start = f"lax.axis_index({_names(axes)}) * {length}"
+                found.append(f"x = lax.dynamic_slice_in_dim(x, {start}, {length}, axis={dim})")
+            else:
+                found += _scattered(axes, before, dim)
     return found
 
 
-def _changes_order(step: Step, before: ShardingSpec, after: ShardingSpec) -> bool:
-    """Whether an all-to-all takes axes in one order and puts them in another."""
-    if not isinstance(step, AllToAll):
-        return False
+def _excess(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
+    """How much longer the parts of `long` are together than the one of `short` that they make."""
+    count = parts_of(long, dim) // parts_of(short, dim)
+    return count * part_length(long, shape, dim) - part_length(short, shape, dim)
+
+
+def _padded(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> list[str]:
+    excess = _excess(short, long, shape, dim)
+    widths = [(0, excess if d == dim else 0) for d in range(len(shape))]
+    return [f"x = jnp.pad(x, {widths})"] if excess else []
+
+
+def _cut(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> list[str]:
+    length = part_length(short, shape, dim)
+    is_longer = _excess(short, long, shape, dim) > 0
+    return [f"x = lax.slice_in_dim(x, 0, {length}, axis={dim})"] if is_longer else []
+
+
+def _all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
     giver, taker = step.dims
-    return axes_dropped(after, before, giver) != axes_dropped(before, after, taker)
+    axes = axes_dropped(after, before, giver)
+    # Tables where the axes change their order on the way.
+    if axes != axes_dropped(before, after, taker):
+        return None
+    ends = ((after, before, giver), (before, after, taker))
+    if not all(lines_up(short, long, step.shape, dim) for short, long, dim in ends):
+        return None
+    return [
+        *_padded(before, after, step.shape, taker),
+        f"x = lax.all_to_all(x, {_names(axes)}, split_axis={taker}, concat_axis={giver}, "
+        "tiled=True)",
+        *_cut(after, before, step.shape, giver),
+    ]
 
 
-def _tables(number: int, step: Step, mesh: DeviceMesh) -> list[str]:
-    """Where the pieces begin, in the sender's shard and in the receiver's: -1 for no piece."""
-    ndim = len(step.shape)
+def _all_reduced(before: ShardingSpec, after: ShardingSpec) -> str:
+    axes = _names(axis for axis in before.partial_axes if axis not in after.partial_axes)
+    reduction = before.reduction or "sum"
+    if reduction == "product":
+        return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
+    return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"
+
+
+def _scattered(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> list[str]:
+    reduction = before.reduction or "sum"
+    if reduction == "sum":
+        return [f"x = lax.psum_scatter(x, {_names(axes)}, scatter_dimension={dim}, tiled=True)"]
+    count = math.prod(map(before.mesh.axis_size, axes))
+    return [
+        f"pieces = jnp.stack(jnp.split(x, {count}, axis={dim}))",
+        f"pieces = lax.all_to_all(pieces, {_names(axes)}, 0, 0, tiled=True)",
+        f"x = {_COMBINE[reduction]}(pieces, axis=0).astype(x.dtype)",
+    ]
+
+
+def _tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
+    """Where each piece begins in the sender's shard and in the receiver's, and its sizes.
+
+    Of shape `(devices, group, dims)`; sizes of 0 for no piece.
+    """
+    mesh, ndim = before.mesh, len(step.shape)
     place = {rank: position for position, rank in enumerate(mesh.devices)}
-    none = [-1] * ndim
-    width = len(step.groups[0])
-    send = [[none] * width for _ in mesh.devices]
-    receive = [[none] * width for _ in mesh.devices]
-    shapes = set()
+    send, receive, sizes = (
+        np.zeros((mesh.size, len(step.groups[0]), ndim), dtype=int) for _ in range(3)
+    )
     for group in step.groups:
-        held = {rank: step.source_layout.boxes(rank)[0] for rank in group}
-        wanted = {rank: step.target_layout.boxes(rank)[0] for rank in group}
+        held, wanted = (
+            {rank: box for rank in group for box in layout.boxes(rank)}
+            for layout in (step.source_layout, step.target_layout)
+        )
         for to, receiver in enumerate(group):
             taken = set()
             # A rank takes from itself what it can, and from one of several that hold the same.
             for sender in sorted(group, key=receiver.__ne__):
+                if sender not in held or receiver not in wanted or held[sender] in taken:
+                    continue
                 box, goal = held[sender], wanted[receiver]
-                low = [max(a, b) for a, b in zip(box.start, goal.start, strict=True)]
-                high = [min(a, b) for a, b in zip(box.stop, goal.stop, strict=True)]
-                if box in taken or any(a >= b for a, b in zip(low, high, strict=True)):
+                low = np.maximum(box.start, goal.start)
+                high = np.minimum(box.stop, goal.stop)
+                if (low >= high).any():
                     continue
                 taken.add(box)
-                shapes.add(tuple(b - a for a, b in zip(low, high, strict=True)))
-                away = [a - b for a, b in zip(low, box.start, strict=True)]
-                back = [a - b for a, b in zip(low, goal.start, strict=True)]
-                send[place[sender]][to] = away
-                receive[place[receiver]][group.index(sender)] = back
-    if len(shapes) != 1:
-        raise NotationError(
-            f"step {number}, {step}, cannot be said in JAX: its pieces have the different shapes "
-            f"{sorted(shapes)}; JAX's all-to-all has equal ones. Take --steps classical, or "
-            "steps='classical' in find_program"
-        )
+                send[place[sender], to] = low - box.start
+                receive[place[receiver], group.index(sender)] = low - goal.start
+                sizes[place[receiver], group.index(sender)] = high - low
+    piece = tuple(sizes.max(axis=(0, 1)).tolist())
     return [
-        f"piece_{number} = {shapes.pop()}",
-        f"send_{number} = np.array({send})",
-        f"receive_{number} = np.array({receive})",
+        f"piece_{number} = {piece}",
+        f"send_{number} = np.array({send.tolist()})",
+        f"receive_{number} = np.array({receive.tolist()})",
+        f"sizes_{number} = np.array({sizes.tolist()})",
     ]
 
 
-def _joint(number: int, step: Step, names: _Names) -> list[str]:
-    local = step.target_layout.local_shape(step.target_layout.holders[0])
+def _joint(
+    number: int, step: Step, before: ShardingSpec, after: ShardingSpec, axes: Sequence[str]
+) -> list[str]:
+    """Every device sends windows as large as the largest piece; what is behind a piece is left.
+
+    Shards are padded by a window, for a window that reached over the end would be moved back.
+    """
+    local = ceil_shape(after, step.shape)
+    within = " & ".join(
+        f"(lax.broadcasted_iota(int, piece_{number}, {dim}) < size[{dim}])"
+        for dim in range(len(local))
+    )
+    end = ", ".join(f":{size}" for size in local)
     return [
-        f"    here = lax.axis_index({names.tuple(names.axes)})",
-        f"    starts = jnp.asarray(send_{number})[here]",
-        f"    cut = functools.partial(lax.dynamic_slice, slice_sizes=piece_{number})",
-        "    pieces = jnp.stack([cut(x, list(start)) for start in starts])",
-        f"    pieces = lax.all_to_all(pieces, {names.tuple(step.axes)}, 0, 0, tiled=True)",
-        f"    x = jnp.zeros({local}, x.dtype)",
-        f"    for piece, start in zip(pieces, jnp.asarray(receive_{number})[here]):",
-        "        placed = lax.dynamic_update_slice(x, piece, list(start))",
-        "        x = jnp.where(start[0] >= 0, placed, x)",
+        f"here = lax.axis_index({before.mesh.axis_names})",
+        f"x = jnp.pad(x, [(0, size) for size in piece_{number}])",
+        f"cut = functools.partial(lax.dynamic_slice, slice_sizes=piece_{number})",
+        f"pieces = jnp.stack([cut(x, list(start)) for start in jnp.asarray(send_{number})[here]])",
+        f"pieces = lax.all_to_all(pieces, {tuple(axes)}, 0, 0, tiled=True)",
+        f"x = jnp.zeros([a + b for a, b in zip({local}, piece_{number})], x.dtype)",
+        f"places = jnp.asarray(receive_{number})[here], jnp.asarray(sizes_{number})[here]",
+        "for piece, start, size in zip(pieces, *places):",
+        f"    piece = jnp.where({within}, piece, cut(x, list(start)))",
+        "    x = lax.dynamic_update_slice(x, piece, list(start))",
+        f"x = x[{end}]",
     ]
