@@ -10,6 +10,7 @@ import pytest
 
 from reshard.errors import RecipeError
 from reshard.recipes import recipe_file
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
 from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe
@@ -209,6 +210,43 @@ def test_the_documented_file_can_be_read(tmp_path: Path) -> None:
     assert recipe.numbers == {"layer": Numbering("pp", "num_hidden_layers", "balanced", True)}
     assert recipe.cuts == {"vocabulary": "ceil", "feed_forward": "ceil"}
     assert (recipe.axes, recipe.stand_ins) == (("tp", "fsdp", "etp", "pp"), {"etp": "tp"})
+    assert list(recipe.names) == ["megatron", "vllm"]
+    head, gated, *inherited = recipe.names["megatron"].items()
+    assert head == ("output_layer.weight", "lm_head.weight")
+    members = tuple(f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    assert gated == ("decoder.layers.*.mlp.linear_fc1.weight", Fusion(members))
+    assert dict(inherited).items() <= load_recipe("llama").names["megatron"].items()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1", r"`names.other.a` is 1, text"),
+        ("{}", r"`names.other.a.members` is missing"),
+        ('{members = ["b"]}', r"fused from \['b'\]; give two members or more"),
+        ('{members = ["b", "b"]}', "each once"),
+        ('{members = ["b", "c"], shares = [1]}', "1 shares for the 2 members"),
+        ('{members = ["b", "c"], shares = 1}', "`names.other.a.shares` is 1, a list"),
+        ('{members = ["b", "c"], shares = [1, 0]}', "a share of 0; it is at least 1"),
+        ('{members = ["b", "c"], groups = true}', "`names.other.a.groups` is True"),
+        ('{members = ["b", "c"], dimension = "0"}', "`names.other.a.dimension` is '0'"),
+        ('{members = ["b", "c"], dimension = -1}', "dimension of -1; it is at least 0"),
+        ('{members = ["b", "c"], other = 1}', "unknown key `names.other.a.other`"),
+    ],
+)
+def test_wrong_names_are_named(tmp_path: Path, value: str, message: str) -> None:
+    text = f'name = "mine"\nextends = "llama"\n[names.other]\na = {value}\n'
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe(_written(tmp_path, text))
+    assert "mine.toml" in str(caught.value)
+
+
+def test_names_of_another_convention() -> None:
+    recipe = load_recipe("qwen3_moe")
+    with pytest.raises(RecipeError, match="no names of 'jax'; it has those of: megatron, vllm"):
+        recipe.naming("jax")
+    with pytest.raises(RecipeError, match="`num_attention_heads` is not in the model's config"):
+        recipe.naming("megatron", {"num_key_value_heads": 2})
 
 
 def test_the_documented_keys_are_those_of_the_shipped_files() -> None:

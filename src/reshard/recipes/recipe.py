@@ -10,6 +10,9 @@ A recipe is a list of rules under a name. It is data, kept in a TOML file (see
 4. by none: the axis then falls out of the rules, and what it would have cut is not cut.
 
 So one recipe serves every mesh, and an axis it knows nothing of holds copies.
+
+A recipe may also say what its tensors are called elsewhere (`Recipe.naming`), as a table of names
+and of fused parameters for each convention.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.numbering import Numbering, check_cut
 from reshard.recipes.rules import Rule
 
@@ -38,6 +42,8 @@ class Recipe:
         numbers: what the numbers in its patterns count, by their names.
         stand_ins: for an axis, the one that plays it where the mesh lacks it.
         roles: for an axis, the axes of the mesh that play it, separated by spaces.
+        names: by convention, what each name or pattern of it is in the recipe's names: a name, or
+            a `Fusion` of names.
 
     Raises:
         RecipeError: no name, no rules, axes that cannot be, or a name in a rule, a numbering, a
@@ -56,6 +62,7 @@ class Recipe:
     numbers: Mapping[str, Numbering] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -117,6 +124,37 @@ class Recipe:
                     f"recipe {self.name!r} has no option {name!r}; its options are {known}"
                 )
         return dataclasses.replace(self, cuts=cuts, numbers=numbers, roles=roles)
+
+    def naming(
+        self, convention: str, config: Mapping[str, object] | None = None
+    ) -> dict[str, str | Fusion]:
+        """What names of a convention, such as `megatron`, are in the recipe's names.
+
+        A table for `refit(source_names=...)` and `refit(target_names=...)`.
+
+        Args:
+            convention: whose names.
+            config: the model's config.json, for the numbers of fused parameters.
+
+        Raises:
+            RecipeError: a convention that the recipe has no names of, or a number that the
+                config has not.
+
+        >>> names = {"theirs": {"*.fc": Fusion(("*.gate", "*.up"))}}
+        >>> recipe = Recipe("r", "", (), ("tp",), (Rule("*", "..."),), names=names)
+        >>> recipe.naming("theirs")["*.fc"].members
+        ('*.gate', '*.up')
+        """
+        if convention not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise RecipeError(
+                f"recipe {self.name!r} has no names of {convention!r}; it has those of: {known}. "
+                f"Add a table [names.{convention}], or give a table of your own"
+            )
+        return {
+            theirs: own.filled_in(config) if isinstance(own, Fusion) else own
+            for theirs, own in self.names[convention].items()
+        }
 
     def players(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:
         """The axes of a mesh that play each axis of the recipe, major to minor.

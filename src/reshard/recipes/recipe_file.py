@@ -27,25 +27,36 @@
     when = "tie_word_embeddings"        # optional: a key of config.json that must be true
     note = "tied with the output layer" # optional: what users should know
 
-A recipe that extends another has its own rules first and then the other's; its cuts, stand-ins
-and numbers come over those of the same name, and its axes, if it has any, replace the other's.
+    [names.megatron]                    # optional: what names elsewhere are here
+    "output_layer.weight" = "lm_head.weight"
+    "decoder.layers.*.mlp.linear_fc1.weight" = { members = [
+        "model.layers.*.mlp.gate_proj.weight", "model.layers.*.mlp.up_proj.weight"] }
+
+A recipe that extends another has its own rules first and then the other's, and so its names; its
+cuts, stand-ins and numbers come over those of the same name, and its axes, if it has any, replace
+the other's.
+
+A table of fused members may have `shares`, `groups` and `dimension` (`reshard.recipes.fusion`);
+shares and groups are numbers, or keys of config.json.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from reshard.errors import RecipeError
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
-_OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers")
+_OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers", "names")
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last"))
+_FUSION_KEYS = (("members",), ("shares", "groups", "dimension"))
 
 
 class _ReadableFile(Protocol):
@@ -100,6 +111,7 @@ class _Reader:
                 dict(base.cuts if base else {}) | self._text_table(table, "cuts"),
                 dict(base.numbers if base else {}) | self._numbers(table),
                 dict(base.stand_ins if base else {}) | self._text_table(table, "stand_ins"),
+                names=self._names(table, base.names if base else {}),
             )
         except RecipeError as error:
             if self._where in str(error):
@@ -144,6 +156,42 @@ class _Reader:
                 beyond,
             )
         return numbers
+
+    def _names(
+        self, table: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
+    ) -> dict[str, Mapping[str, str | Fusion]]:
+        """The names of every convention; own ones before those of the recipe that is extended."""
+        found = dict(base)
+        for convention, given in self._table(table.get("names", {}), "names").items():
+            key = f"names.{convention}"
+            own = {
+                theirs: self._fusion(value, f"{key}.{theirs}")
+                if isinstance(value, dict)
+                else self._text(value, f"{key}.{theirs}")
+                for theirs, value in self._table(given, key).items()
+            }
+            found[convention] = own | {
+                n: v for n, v in found.get(convention, {}).items() if n not in own
+            }
+        return found
+
+    def _fusion(self, table: dict[str, Any], key: str) -> Fusion:
+        self._check_keys(table, *_FUSION_KEYS, f"{key}.")
+        shares, groups = table.get("shares", []), table.get("groups", 1)
+        dimension = table.get("dimension", 0)
+        if not isinstance(shares, list):
+            raise self._wrong(f"{key}.shares", shares, "a list of numbers or keys of config.json")
+        for what, value, kinds in (
+            *(("shares", share, int | str) for share in shares),
+            ("groups", groups, int | str),
+            ("dimension", dimension, int),
+        ):
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise self._wrong(f"{key}.{what}", value, "a number or a key of config.json")
+        try:
+            return Fusion(self._texts(table["members"], key), tuple(shares), groups, dimension)
+        except RecipeError as error:
+            raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 
     def _check_keys(
         self,

@@ -113,6 +113,21 @@ class Rule:
         match = _expression(self.pattern).match(name)
         return None if match is None else {key: int(n) for key, n in match.groupdict().items()}
 
+    def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
+        """The name of a tensor that the pattern matches, with other numbers in it.
+
+        >>> rule = Rule("*layers.{layer}.up", "tp")
+        >>> rule.with_numbers("model.layers.12.up", {"layer": 0})
+        'model.layers.0.up'
+        """
+        match = _expression(self.pattern).match(name)
+        if match is None:
+            return name
+        spans = {match.span(what): number for what, number in numbers.items()}
+        for (begin, end), number in sorted(spans.items(), reverse=True):
+            name = f"{name[:begin]}{number}{name[end:]}"
+        return name
+
     def counts(self, config: Mapping[str, object] | None) -> bool:
         """Whether the rule counts for a model, by its `when`."""
         return self.when is None or bool((config or {}).get(self.when))

@@ -5,8 +5,9 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.torch.distributed_tensor import layout_of, rank_of, sharding_of
 from reshard.torch.loading import LoadReport, load
-from reshard.torch.parameters import MegatronModel, by_recipe
+from reshard.torch.parameters import MegatronModel
 from reshard.torch.partitioned_tensor import PartitionedTensor
+from reshard.torch.recipe_models import by_recipe
 from reshard.torch.redistribution import Redistribution, redistribute
 from reshard.torch.refitting import Refit, refit
 from reshard.torch.transforms import BlockQuantized, Cast, Transform

@@ -6,7 +6,7 @@ a module, a state dict         DTensors as they say; other tensors are whole on 
                                has them. Parameters and persistent buffers count
 `{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
 `MegatronModel`                as Megatron's attributes of all ranks together say
-`by_recipe(...)`               as the rules of a recipe cut the whole tensors
+`by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
 `None`                         the rank has nothing
 =============================  ==================================================================
 
@@ -26,13 +26,9 @@ from torch.distributed.tensor import DTensor
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
-from reshard.mesh import DeviceMesh
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_rosters import LocalParameter
-from reshard.recipes.assignment import assign
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.naming import Naming, meaning, member_pattern, tied_root
 from reshard.torch.rosters import Entry, Roster, moved_by
@@ -59,31 +55,6 @@ class MegatronModel:
 _EXTRA_STATE = "_extra_state"
 
 Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
-
-
-def by_recipe(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
-    mesh: DeviceMesh,
-    shapes: Mapping[str, Sequence[int]],
-    recipe: Recipe | None = None,
-    rules: Sequence[Rule] = (),
-    config: Mapping[str, object] | None = None,
-) -> dict[str, tuple[torch.Tensor | None, Layout]]:
-    """The tensors of a model that carry no word of how they are cut, with the layouts of a recipe.
-
-    Args:
-        model: on this rank; it has the parts that the mesh gives this rank.
-        mesh: the ranks of the model.
-        shapes: of the whole tensors, by name. A module on the meta device that is not cut has
-            them.
-        recipe, rules, config: see `reshard.recipes.assignment.assign`.
-
-    Raises RecipeError for rules that do not fit.
-    """
-    whole = {name: tuple(shape) for name, shape in shapes.items()}
-    layouts = assign(whole, mesh, rules, recipe, config).layouts
-    tensors = dict(_tensors(model))
-    return {name: (tensors.get(name), layout) for name, layout in layouts.items()}
 
 
 @dataclass(slots=True)
@@ -127,7 +98,7 @@ def list_tensors(
         if isinstance(model, MegatronModel):
             found.add_megatron(model)
         elif model is not None:
-            for name, value in _tensors(model):
+            for name, value in tensors_of(model):
                 found.add(name, value)
     except ReshardError as error:
         found.problems.append(str(error))
@@ -188,7 +159,7 @@ class _Lister:
         chunks = [model.chunks] if one else list(model.chunks)
         rank = torch.distributed.get_rank() - self._first_rank
         for number, chunk in enumerate(chunks):
-            for own_name, value in _tensors(chunk):
+            for own_name, value in tensors_of(chunk):
                 says = model.parameters.get(own_name, {})
                 parameter = _said(own_name, LocalParameter.of(value), says)
                 whole = model.names.global_name(own_name, rank, number)
@@ -264,7 +235,7 @@ class _Lister:
         return found if isinstance(found, Fusion) else None
 
 
-def _tensors(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a module or a state dict has by name; what is no tensor of a module is left out."""
     if isinstance(model, torch.nn.Module):
         state = model.state_dict(keep_vars=True)
