@@ -10,12 +10,14 @@ from hypothesis import given, settings
 import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import find_program
-from reshard.collectives.constructive_search import path_cost
+from reshard.collectives.constructive_search import path_cost, step_cost
 from reshard.collectives.exact_search import budgeted_search
 from reshard.collectives.joining import joined
 from reshard.collectives.naming import name_step
 from reshard.collectives.problems import problem_of
+from reshard.collectives.states import State
 from reshard.collectives.steps import JointAllToAll
+from reshard.mesh import Axis
 
 MESH = reshard.DeviceMesh.of(x=2, y=4)
 
@@ -56,3 +58,21 @@ def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
             assert basis == "joint" or named[0] is not JointAllToAll
         # Nothing is left to take at once.
         assert joined(problem, shorter) == shorter
+
+
+def test_what_would_move_more_is_not_taken_at_once() -> None:
+    """A sum of four, where two ranks hold each contribution: they share the work."""
+    mesh = reshard.DeviceMesh.of(x=4, y=2, z=2)
+    sides = reshard.spec(mesh, "z | sum(x)"), reshard.spec(mesh, "-")
+    problem = problem_of(*sides, (16,), 16)
+    assert problem is not None
+    frame = problem.space.frames[0]
+    over_y = State(0, ((frame.atoms_of([Axis("y")]),),), problem.source.pending)
+    gathered = over_y._replace(cuts=((),))
+    summed = over_y._replace(pending=frozenset())
+    path = (problem.source, gathered, over_y, summed, problem.target)
+    steps = [step_cost(problem, before, after) for before, after in itertools.pairwise(path)]
+    at_once = step_cost(problem, gathered, problem.target)
+    assert steps == [128, 0, 192, 128] and at_once == 384
+    # The first two are an exchange of shards of half the tensor, and no more than the gather.
+    assert joined(problem, path) == (problem.source, over_y, summed, problem.target)

@@ -164,6 +164,15 @@ def test_what_is_wrong_is_told_by_line_and_reason(line: str, said: str) -> None:
     ("text", "said"),
     [
         (module_of(OWN + "return %x : tensor<4xi64>"), "line 6: a tensor<4xi64> is returned by"),
+        (
+            module_of(
+                OWN
+                + "%b = builtin.unrealized_conversion_cast %x : tensor<4xi64> to tensor<8xi64>\n"
+                "%t = shard.sharding @g split_axes = [[0, 1]] : !shard.sharding\n"
+                "%out = shard.shard %b to %t : tensor<8xi64>\nreturn %out : tensor<8xi64>"
+            ),
+            r"line 8: a process has a tensor<2xi64> of a tensor<8xi64> that is sharded \[\[0, 1",
+        ),
         (module_of(OWN + "return %in : tensor<8xi64>"), "line 6: %in is returned without a shardi"),
         (module_of(OWN + "return %all : tensor<8xi64>") + "\nend", "expected nothing more"),
         (module_of(OWN + "return %all : tensor<8xi64>", "?"), "line 1: .* each of them known"),
