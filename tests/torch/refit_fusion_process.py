@@ -225,12 +225,10 @@ def stacked_experts() -> None:
 
 
 def quantised() -> None:
-    """A fused source of blocks of float8: made of what arrives, all pieces together."""
-    apart = {
-        n: v for n, v in separate().items() if n.endswith("q.weight") or "k.w" in n or "v.w" in n
-    }
+    """A fused source of blocks of float8, made by the ranks of each piece where blocks are whole."""
+    apart = {f"l.{name}.weight": separate()[f"l.{name}.weight"] for name in "qkv"}
     together = {"l.qkv.weight": fused(separate())["l.qkv.weight"]}
-    block = BlockQuantized((4, 3))
+    block = BlockQuantized((4, 4))
     expected: dict[str, torch.Tensor] = {}
     for name, value in apart.items():
         made = {
@@ -238,32 +236,36 @@ def quantised() -> None:
             f"{name}_scale_inv": torch.zeros(len(value) // 4, 2),
         }
         block.finish_receive(name, value, made)
-        expected |= made
+        expected |= {one: values.float() for one, values in made.items()}
     mesh = reshard.DeviceMesh.of(tp=4)
-    there = layouts(together, "tp", mesh)
     here = layouts(expected, "tp", reshard.DeviceMesh.of(tp=2))
-    target = {
-        name: (None if local is None else torch.zeros_like(local), layout)
-        for name, (local, layout) in laid_out(
-            {n: v.float() for n, v in expected.items()}, here
-        ).items()
-    }
-    target = {
-        name: (local if local is None or "scale" in name else local.to(torch.float8_e4m3fn), layout)
-        for name, (local, layout) in target.items()
-    }
-    done = refit(
-        laid_out(together, there), target, source_names=TABLE, transforms={"*.weight": block}
-    )
-    expect_same(
-        {n: (None if local is None else local.float(), of) for n, (local, of) in target.items()},
-        laid_out({n: v.float() for n, v in expected.items()}, here),
-        "quantised of pieces",
-    )
-    why = dict.fromkeys(apart, "l.qkv.weight is fused")
-    # Ranks 2 and 3 have none of the target, and tell what they send.
-    is_told = done.report.made_at_target
-    expect(is_told == why if dist.get_rank() < 2 else is_told.items() <= why.items(), f"{is_told}")
+    inside = {"l.q.weight": "dimension 0 is cut inside a block of 4, at 0:13"}
+    sent = []
+    for cut, at_target in (("tp", {}), ("tp@sizes[13,11,12,12]", inside)):
+        there = layouts(together, cut, mesh)
+        target = {
+            name: (local if local is None or "scale" in name else local.to(torch.float8_e4m3fn), of)
+            for name, (local, of) in laid_out(zeros(expected), here).items()
+        }
+        source = laid_out(together, there)
+        done = refit(source, target, source_names=TABLE, transforms={"*.weight": block})
+        found = {n: (None if one is None else one.float(), of) for n, (one, of) in target.items()}
+        expect_same(found, laid_out(expected, here), f"quantised of pieces, {cut}")
+        told = done.report.made_at_target, set(done.report.made_at_source)
+        wanted = at_target, apart.keys() - at_target.keys()
+        # Ranks 2 and 3 have none of the target, and tell what they send.
+        is_told = told == wanted
+        if dist.get_rank() > 1:
+            is_told = told[0].items() <= wanted[0].items() and told[1] <= wanted[1]
+        expect(is_told, f"{told}")
+        sent.append(moved_bytes(done))
+    # Rows 12:24 and 24:48 go to ranks 0 and 1, but for what these have: q 12:16, k, v of group 0,
+    # and all of group 1 but nothing of it is on rank 1. A block of 4 rows has two scales.
+    rows = 4 + 4 + 4 + 24
+    expect(sent[0] == rows * HIDDEN + rows // 4 * 2 * 4, f"{sent} bytes")
+    # The wide ones: q 13:16, and all of group 1's.
+    wide, narrow = 3 + 16, 4 + 4 + 4 + 4
+    expect(sent[1] == 4 * wide * HIDDEN + narrow * HIDDEN + narrow // 4 * 2 * 4, f"{sent} bytes")
 
 
 def refusals() -> None:

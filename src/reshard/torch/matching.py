@@ -15,7 +15,7 @@ All that does not fit is collected, so that people see it at once and before any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import dtype as as_dtype
@@ -23,7 +23,7 @@ from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.notation.megatron_refit import reconcile
 from reshard.planning.plan import Plan
-from reshard.torch.members import Member, fused_members, members_of, pieces_of
+from reshard.torch.members import Member, Piece, fused_members, members_of, pieces_of
 from reshard.torch.naming import serving_name, tied_root
 from reshard.torch.rosters import Held, moved_by
 from reshard.torch.spans import Span
@@ -147,7 +147,7 @@ class _Matching:
         elif source.shape != target.shape:
             raise _Misfit(f"{name}: {_other_shapes(source.shape, target.shape)}")
         if transform is not None:
-            return self._transformed(name, served_by, held, wanted, transform)
+            return self._transformed(name, Member(served_by, held), Member(name, wanted), transform)
         travels = self._travels(name, held, wanted)
         return [Match(name, served_by, name, source, target, travels)]
 
@@ -174,72 +174,97 @@ class _Matching:
 
     def _pieces_of(
         self, member_name: str, name: str, wanted: Held, member: Member, part: Member
-    ) -> Iterator[Match]:
-        held, transform = member.held, self.transforms.get(name)
-        made: dict[str, Where | str] = {}
-        if transform is None:
-            travels = self._travels(name, held, wanted)
-        else:
-            travels = transform.sent_dtype(held.dtype)
-            made = {"made_at": "target", "made_of": name, "why": f"{member.name} is fused"}
-        for piece in pieces_of(member, part):
-            yield Match(
+    ) -> list[Match]:
+        """The moves of all pieces of one member."""
+        transform = self.transforms.get(name)
+        if transform is not None:
+            return self._transformed(name, member, part, transform)
+        travels = self._travels(name, member.held, wanted)
+        return [
+            Match(
                 f"{member_name}[{piece.start}:{piece.stop}]",
                 member.name,
                 name,
-                held.layout if piece.source is None else piece.source.layout,
-                wanted.layout if piece.target is None else piece.target.layout,
+                _layout_of(member.held, piece.source),
+                _layout_of(wanted, piece.target),
                 travels,
                 piece.source,
                 piece.target,
-                **made,  # type: ignore[arg-type]
             )
+            for piece in pieces_of(member, part)
+        ]
 
     def _transformed(
-        self, name: str, served_by: str, held: Held, wanted: Held, transform: Transform
+        self, name: str, member: Member, part: Member, transform: Transform
     ) -> list[Match]:
         """The moves of what a transform makes at the source, or makes a target of."""
-        source, travels = held.layout, transform.sent_dtype(held.dtype)
-        outputs = {
-            made: self.target[made] for made in transform.outputs(name) if made in self.target
-        }
-        at_source = transform.at_source(
-            name, source, {made: (of.dtype, of.layout) for made, of in outputs.items()}
-        )
-        why = at_source if isinstance(at_source, str) else ""
-        if not isinstance(at_source, str):
-            matches = [
-                Match(
-                    made,
-                    served_by,
-                    made,
-                    layout,
-                    outputs[made].layout,
-                    outputs[made].dtype,
-                    made_at="source",
-                    made_of=name,
-                    why="fewer bytes travel",
-                )
-                for made, layout in at_source.items()
-            ]
-            wide_bytes = _moved_bytes(source, wanted.layout, travels)
-            made_bytes = sum(_moved_bytes(one.source, one.target, one.dtype) for one in matches)
-            if made_bytes < wide_bytes:
-                return matches
-            why = f"{made_bytes} bytes would travel, {wide_bytes} otherwise"
-        return [
+        pieces = list(pieces_of(member, part))
+        travels = transform.sent_dtype(member.held.dtype)
+        wide = [
             Match(
+                name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]",
+                member.name,
                 name,
-                served_by,
-                name,
-                source,
-                wanted.layout,
+                _layout_of(member.held, piece.source),
+                _layout_of(part.held, piece.target),
                 travels,
-                made_at="target",
-                made_of=name,
-                why=why,
+                piece.source,
+                piece.target,
+                "target",
+                name,
             )
+            for piece in pieces
         ]
+        made = self._made_at_source(name, member, part, transform, pieces)
+        if not isinstance(made, str):
+            bytes_made, bytes_wide = (sum(map(_moved_bytes, of)) for of in (made, wide))
+            if bytes_made < bytes_wide:
+                return made
+            made = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
+        return [replace(one, why=made) for one in wide]
+
+    def _made_at_source(
+        self, name: str, member: Member, part: Member, transform: Transform, pieces: list[Piece]
+    ) -> list[Match] | str:
+        """The moves of what ranks make of each piece that they have; or why they cannot."""
+        if part.dimension is not None:
+            return f"the target {part.name} is fused"
+        found = []
+        outputs = [made for made in transform.outputs(name) if made in self.target]
+        for piece in pieces:
+            spans: dict[str, Span | None] = dict.fromkeys(outputs)
+            for made in outputs:
+                if piece.target is None:
+                    continue
+                dimension, layout = piece.target.dimension, self.target[made].layout
+                ends = transform.stretch(name, made, part.shape, dimension, piece.start, piece.stop)
+                if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
+                    return f"a rank of {member.name} has a part of what is made together"
+                spans[made] = Span(layout, dimension, *ends)
+            layouts = {made: _layout_of(self.target[made], spans[made]) for made in outputs}
+            source = _layout_of(member.held, piece.source)
+            at_source = transform.at_source(
+                name, source, {made: (self.target[made].dtype, of) for made, of in layouts.items()}
+            )
+            if isinstance(at_source, str):
+                return at_source
+            found += [
+                Match(
+                    made if piece.is_whole else f"{made}[of {piece.start}:{piece.stop}]",
+                    member.name,
+                    made,
+                    of,
+                    layouts[made],
+                    self.target[made].dtype,
+                    piece.source,
+                    spans[made],
+                    "source",
+                    name,
+                    "fewer bytes travel",
+                )
+                for made, of in at_source.items()
+            ]
+        return found
 
     def _travels(self, name: str, held: Held, wanted: Held) -> str:
         """The type of the elements that travel. Raises where the types may not differ."""
@@ -291,8 +316,13 @@ def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:
     )
 
 
-def _moved_bytes(source: Layout, target: Layout, dtype: str) -> int:
-    return Plan(source, target).moved_elements * as_dtype(dtype).itemsize_bytes
+def _layout_of(held: Held, span: Span | None) -> Layout:
+    return held.layout if span is None else span.layout
+
+
+def _moved_bytes(match: Match) -> int:
+    elements = Plan(match.source, match.target).moved_elements
+    return elements * as_dtype(match.dtype).itemsize_bytes
 
 
 def _other_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:

@@ -107,13 +107,22 @@ class Piece(NamedTuple):
     source: Span | None
     target: Span | None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole tensor on both sides."""
+        return self.source is None and self.target is None
+
 
 def pieces_of(source: Member, target: Member) -> Iterator[Piece]:
     """The pieces that two members of one shape have in common, in order.
 
-    Raises ShardError for members that are fused along different dimensions.
+    Where neither is fused there is one, whole. Raises ShardError for members that are fused along
+    different dimensions.
     """
     dimensions = {one.dimension for one in (source, target)} - {None}
+    if not dimensions:
+        yield Piece(0, 0, None, None)
+        return
     if len(dimensions) != 1:
         raise ShardError(
             f"fused along dimensions {source.dimension} and {target.dimension}; both sides must "

@@ -25,6 +25,7 @@ from reshard.torch.exchange import Exchange, complete_contributions
 from reshard.torch.matching import Match
 from reshard.torch.messages import Movement, aligned
 from reshard.torch.refit_parts import PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.spans import Span
 from reshard.torch.transforms import Transform
 
 
@@ -122,7 +123,7 @@ class Stages:
         target = self._target.get(match.target_name)
         if match.made_at:
             source, target = self._staged(match, source, target, dtype, found)
-        if match.source_span is not None and match.made_at != "target":
+        elif match.source_span is not None:
             source = match.source_span.of(source, rank)
         if match.target_span is not None:
             target = match.target_span.of(target, rank)
@@ -138,22 +139,20 @@ class Stages:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where a transform has what travels of a piece, and where its whole tensor arrives."""
         name, rank = match.made_of, dist.get_rank()
-        transform = self._transforms[name]
+        transform, span = self._transforms[name], match.source_span
+        part = source if span is None else span.of(source, rank)
         sent = None
-        if source is not None and match.made_at == "source":
-            shape = match.source.local_shape(rank)
-            sent = None if shape is None else self._arena.tensor(shape, dtype)
-            if sent is not None:
-                made = found.made.setdefault(name, {})
+        if part is not None:
+            sent = self._arena.tensor(match.source.local_shape(rank) or (), dtype)
+        if match.made_at == "source":
+            made = found.made.setdefault((name, span), {})
+            if part is not None and sent is not None:
                 if not made:
-                    found.before.append(partial(transform.finish_receive, name, source, made))
-                made[match.name] = sent
+                    found.before.append(partial(transform.finish_receive, name, part, made))
+                made[match.target_name] = sent
             return sent, target
-        if source is not None:
-            part = source if match.source_span is None else match.source_span.of(source, rank)
-            if part is not None:
-                sent = self._arena.tensor(part.shape, dtype)
-                found.before.append(partial(transform.prepare_send, name, part, sent))
+        if part is not None and sent is not None:
+            found.before.append(partial(transform.prepare_send, name, part, sent))
         if target is not None and name not in found.received:
             received = self._arena.tensor(target.shape, dtype)
             outputs = {
@@ -176,5 +175,5 @@ class _Listed:
     movements: list[Movement] = field(default_factory=list)
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
-    made: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    made: dict[tuple[str, Span | None], dict[str, torch.Tensor]] = field(default_factory=dict)
     received: dict[str, torch.Tensor] = field(default_factory=dict)

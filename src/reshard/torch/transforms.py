@@ -26,6 +26,8 @@ from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.runs import PAD, RunTable
 
+Shape = tuple[int, ...]
+
 
 class Transform:
     """The base of transforms: what is sent is the source, what arrives is copied.
@@ -59,6 +61,22 @@ class Transform:
             A layout for each of `outputs`, of the target's shape; or why it cannot be.
         """
         return f"{self!r} is applied to what has arrived"
+
+    def stretch(
+        self, name: str, output: str, shape: Shape, dimension: int, start: int, stop: int
+    ) -> tuple[int, int] | None:
+        """The indices of an output's dimension that are made of `start:stop` of the tensor's.
+
+        None where they are made of others too. For tensors whose source is fused of several.
+
+        Args:
+            name: of the tensor.
+            output: one of its `outputs`.
+            shape: of the tensor.
+            dimension: the same of both.
+            start, stop: of the tensor.
+        """
+        return start, stop
 
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
@@ -138,6 +156,23 @@ class BlockQuantized(Transform):
         if blocks.shape != in_scales.shape:
             return f"scales of shape {list(in_scales.shape)}, not {list(blocks.shape)}"
         return dict(zip(self.outputs(name), (source, blocks), strict=True))
+
+    def stretch(
+        self, name: str, output: str, shape: Shape, dimension: int, start: int, stop: int
+    ) -> tuple[int, int] | None:
+        """Whole blocks, for the scales.
+
+        >>> quantised, shape = BlockQuantized(), (300, 256)
+        >>> quantised.stretch("w", "w_scale_inv", shape, 0, 128, 300)
+        (1, 3)
+        >>> quantised.stretch("w", "w_scale_inv", shape, 0, 64, 128)
+        """
+        if output == name:
+            return start, stop
+        size = (*[1] * (len(shape) - 2), *self.block)[dimension]
+        if start % size or (stop % size and stop != shape[dimension]):
+            return None
+        return start // size, -(-stop // size)
 
     def check(
         self, name: str, layout: Layout, rank: int, target: Mapping[str, torch.Tensor]
