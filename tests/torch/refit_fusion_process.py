@@ -225,7 +225,7 @@ def stacked_experts() -> None:
 
 
 def quantised() -> None:
-    """A fused source of blocks of float8, made by the ranks of each piece where blocks are whole."""
+    """A fused source: float8 is made by the ranks of each piece where blocks are whole."""
     apart = {f"l.{name}.weight": separate()[f"l.{name}.weight"] for name in "qkv"}
     together = {"l.qkv.weight": fused(separate())["l.qkv.weight"]}
     block = BlockQuantized((4, 4))
