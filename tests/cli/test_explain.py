@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 
 import reshard
 from cli.command_runs import entries, run_alone, run_here
+from reshard.collectives import find_program
+from reshard.collectives.lowering.shard_module import Collective
+from reshard.collectives.lowering.shard_text import parse_shard_module
+from reshard.cost import load_preset
 from reshard.testing.strategies import meshes, shapes, specs
 from show.page_parts import parsed
 
@@ -355,6 +359,48 @@ def test_a_program_for_jax() -> None:
     assert (run.code, run.errors) == (0, "")
     compile(run.output, "lowered", "exec")
     assert "x = lax.all_to_all(x, ('y',), split_axis=1, concat_axis=0, tiled=True)" in run.output
+
+
+def test_a_program_for_mlir() -> None:
+    arguments = ("x, y", "y, x", *SIX, "--steps", "mlir", "--lower", "mlir", "--dtype", "int8")
+    run = run_here("explain", *arguments)
+    assert (run.code, run.errors) == (0, "")
+    module = parse_shard_module(run.output)
+    assert str(module) == run.output.rstrip()
+    kinds = [operation.kind for operation in module.operations if isinstance(operation, Collective)]
+    assert kinds == ["all_gather", "all_to_all", "all_slice"]
+
+
+GATHER = ("x y, -", "x, -", "--mesh", "x=2,y=8", "--shape", "4096x4096")
+
+
+def test_times_on_a_machine() -> None:
+    found = explained(*GATHER, "--dtype", "bfloat16", "--topology", "h100-8")
+    mesh = reshard.DeviceMesh.of(x=2, y=8)
+    sides = [reshard.spec(mesh, text) for text in ("x y, -", "x, -")]
+    # Sixteen ranks are two hosts of eight.
+    topology = load_preset("h100-8").topology(hosts=2)
+    program = find_program(*sides, (4096, 4096)).estimate("bfloat16", topology)
+    plan = reshard.plan(*(side.layout((4096, 4096)) for side in sides), "bfloat16")
+    assert found["seconds_s"] == plan.estimate(topology).seconds_s
+    shown = found["program"]
+    assert isinstance(shown, dict) and shown["seconds_s"] == program.seconds_s
+    times = [step["seconds_s"] for step in shown["steps"]]
+    assert times == [part.seconds_s for part in program.parts]
+    assert "seconds_s" not in explained(*GATHER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--topology", "h100-8"), "give one, such as --dtype bfloat16"),
+        (("--topology", "abacus", "--dtype", "int8"), "unknown preset 'abacus'"),
+        (("--topology", "gloo-host", "--dtype", "int8"), "is of one host"),
+    ],
+)
+def test_machines_that_do_not_fit(arguments: tuple[str, ...], said: str) -> None:
+    run = run_here("explain", *GATHER, *arguments)
+    assert run.code == 2 and said in run.errors
 
 
 @pytest.mark.parametrize(

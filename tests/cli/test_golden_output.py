@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, ...]] = {
         *("explain", "dp tp, -", "-, dp tp", "--mesh", "dp=16,tp=16"),
         *("--shape", "30522x384", "--dtype", "float32"),
     ),
+    "explain_topology": (
+        *("explain", "x y, -", "-, x", "--mesh", "x=4,y=4", "--shape", "4096x4096"),
+        *("--dtype", "bfloat16", "--topology", "h100-8"),
+    ),
     "explain_nothing": ("explain", "-, x", "-, x", "--mesh", "x=2", "--shape", "4x4"),
     "verify_same": ("verify", "model", "sharded"),
     "verify_same_json": ("verify", "model", "sharded", "--json"),

@@ -21,8 +21,10 @@ from reshard.collectives import (
     Step,
     find_program,
 )
+from reshard.cost import load_preset
 from reshard.errors import PlanError, ShardError
 from reshard.mesh import Axis
+from reshard.show.quantities import duration_text
 
 MESH = reshard.DeviceMesh.of(x=2, y=2)
 LINE = reshard.DeviceMesh.of(x=4)
@@ -181,3 +183,18 @@ def test_a_program_is_a_table() -> None:
         assert str(step) in line and str(step.target) in line
         assert line.split()[-2] == str(step.moved_elements)
     assert lines[-1].startswith(f"{program.moved_elements} elements move, at least ")
+
+
+def test_a_table_on_a_topology_has_times() -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=2, z=2)
+    sides = reshard.spec(mesh, "-, - | sum(x)"), reshard.spec(mesh, "y, -")
+    program = find_program(*sides, (8, 4))
+    topology = load_preset("h100-8").topology()
+    lines = program.table(topology, "float32").splitlines()
+    estimate = program.estimate("float32", topology)
+    plain = str(program).splitlines()
+    assert lines[0].split()[-1] == "time" and lines[1].split()[-1] == "-"
+    for line, without, part in zip(lines[2:-2], plain[2:-1], estimate.parts, strict=True):
+        assert line.startswith(without)
+        assert line.removeprefix(without).strip() == duration_text(part.seconds_s)
+    assert lines[-2:] == [plain[-1], f"All steps take {duration_text(estimate.seconds_s)}."]

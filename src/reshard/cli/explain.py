@@ -14,6 +14,7 @@ from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.problems import JOINT
 from reshard.collectives.search import STEPS
+from reshard.cost.preset_file import load_preset, shipped_presets
 from reshard.errors import UsageError
 from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding
@@ -57,6 +58,12 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
     "the steps of MLIR's notes.",
 )
 @click.option(
+    "--topology",
+    metavar="NAME",
+    help="Times on a machine: one that comes with reshard, or the path of a .toml file. Needs "
+    "--dtype. The machines: " + ", ".join(shipped_presets()) + ".",
+)
+@click.option(
     "--lower",
     type=click.Choice(list(LOWERINGS)),
     help="Write nothing but the program, for another system.",
@@ -75,6 +82,7 @@ def explain(
     dtype: str | None,
     contents: bool,
     steps: str,
+    topology: str | None,
     lower: str | None,
     as_json: bool,
     report_path: str | None,
@@ -101,6 +109,7 @@ def explain(
       program (null where there is none) {moved_elements, peak_shard_elements,
         steps [{step, axes, dims, after, moved_elements, live_shard_elements}]}
       why_no_program (null where there is one)
+      (with --topology seconds_s, of messages; of the program and its steps too)
 
     A box is [[start, stop], ...], one pair a dimension: `box` in the tensor, the others in the
     local array of each rank (of a rank that holds several boxes: in the one it is of).
@@ -112,6 +121,7 @@ def explain(
         option = "--json" if as_json else "--contents"
         raise UsageError(f"--lower writes a program and {option} other text; leave one of them out")
     shape = None if shape_text is None else shape_of(shape_text)
+    machine = None if topology is None else load_preset(topology)
     mesh = _mesh(mesh_text, rank_text)
     if target_mesh_text is None and target_rank_text is None:
         target_mesh = mesh
@@ -121,7 +131,7 @@ def explain(
         Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
         for text, devices in ((source, mesh), (target, target_mesh))
     )
-    explanation = explanation_of(before, after, shape, dtype, steps)
+    explanation = explanation_of(before, after, shape, dtype, steps, machine)
     if report_path is not None:
         write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)
     if lower is not None:

@@ -18,8 +18,11 @@ from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.problems import JOINT
 from reshard.collectives.program import Program
+from reshard.collectives.program_table import program_table
 from reshard.collectives.search import find_program
 from reshard.collectives.steps import Exchange
+from reshard.cost.estimate import Estimate
+from reshard.cost.preset import Preset
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
@@ -33,10 +36,11 @@ from reshard.show.html_report import DrawnChange, Report, movement_figures
 from reshard.show.mesh_pictures import element_texts, mesh_picture
 from reshard.show.movement_table import movement_table
 from reshard.show.pictures import LEAST_WIDTH, change_picture
-from reshard.show.quantities import bytes_text, count_text
+from reshard.show.quantities import bytes_text, count_text, duration_text
 from reshard.show.rank_text import ranks_text
 from reshard.show.text_width import shortened
 from reshard.show.traffic import Traffic, busiest
+from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096
 _NAME = "tensor"
@@ -85,15 +89,21 @@ def explanation_of(
     shape: tuple[int, ...] | None,
     dtype: str | None,
     steps: str = JOINT,
+    machine: Preset | None = None,
 ) -> Explanation:
     """The explanation of a change. `shape` may be None where one side has one.
 
-    `steps` says what a program may be made of: a key of `reshard.collectives.STEPS`.
+    `steps` says what a program may be made of: a key of `reshard.collectives.STEPS`. On a
+    `machine` everything has its time.
 
     Raises:
-        UsageError: no shape, two shapes, an unknown dtype.
-        LayoutError: a sharding that does not fit the shape.
+        UsageError: no shape, two shapes, an unknown dtype; a machine and no dtype.
+        LayoutError: a sharding that does not fit the shape; more ranks than the machine has.
     """
+    if machine is not None and dtype is None:
+        raise UsageError(
+            f"times on {machine.name} of elements of no size; give one, such as --dtype bfloat16"
+        )
     if shape is None:
         found = [s.reading.sharding for s in (before, after)]
         shapes = [sharding.shape for sharding in found if isinstance(sharding, Layout)]
@@ -103,7 +113,7 @@ def explanation_of(
             )
         shape = shapes[0]
     direct = plan(before.layout(shape), after.layout(shape), dtype)
-    return Explanation(before, after, direct, steps)
+    return Explanation(before, after, direct, steps, machine)
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ class Explanation:
     after: Side
     plan: Plan
     steps: str = JOINT
+    machine: Preset | None = None
 
     @property
     def _dtype(self) -> DType:
@@ -161,6 +172,24 @@ class Explanation:
         """What keeps collectives from leading from one side to the other."""
         return self._found_program if isinstance(self._found_program, str) else None
 
+    @cached_property
+    def _topology(self) -> Topology | None:
+        """As many hosts of the machine as the ranks need."""
+        if self.machine is None:
+            return None
+        ranks = max(self.plan.source.slots, self.plan.target.slots)
+        return self.machine.topology(-(-ranks // self.machine.ranks_per_host))
+
+    @cached_property
+    def _exchange_seconds_s(self) -> float:
+        return self.plan.estimate(self._topology).seconds_s if self._topology else 0.0
+
+    @cached_property
+    def _program_estimate(self) -> Estimate | None:
+        if self.program is None or self.machine is None or self._topology is None:
+            return None
+        return self.program.estimate(self._dtype, self._topology, self.machine.library)
+
     def as_text(self) -> list[str]:
         """Both layouts as pictures, figures, who sends what to whom, and as collectives."""
         width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
@@ -185,7 +214,8 @@ class Explanation:
 
     def _program_lines(self) -> list[str]:
         if self.program is not None:
-            return ["", "as collectives:", str(self.program)] if self.program.steps else []
+            table = program_table(self.program, self._program_estimate)
+            return ["", "as collectives:", table] if self.program.steps else []
         devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
         is_shared = len(devices) == 2 and devices[0] == devices[1]
         return ["", f"as collectives: {self.why_no_program}"] if is_shared else []
@@ -200,6 +230,9 @@ class Explanation:
             for word, amounts in both:
                 most, ranks = busiest(amounts)
                 lines.append(f"busiest {word}: {ranks_text(ranks)}, {self._size(most)}")
+            if self._topology is not None and self.machine is not None:
+                time = duration_text(self._exchange_seconds_s)
+                lines.append(f"as messages on {self.machine.name}: {time}")
             lines += ["", movement_table(self.moving, self.traffic)]
         return lines
 
@@ -271,7 +304,7 @@ class Explanation:
         )
         ends = (moving.source_slot.tolist(), moving.target_slot.tolist())
         keys = ("source_rank", "target_rank", "box", "source_box", "target_box")
-        return {
+        content: dict[str, Any] = {
             "moved_elements": self.traffic.total,
             "lower_bound_elements": self.plan.lower_bound_elements,
             "max_send_elements": busiest(self.traffic.sent)[0],
@@ -282,6 +315,14 @@ class Explanation:
             "program": None if self.program is None else _program_content(self.program),
             "why_no_program": self.why_no_program,
         }
+        if self._topology is not None:
+            content["seconds_s"] = self._exchange_seconds_s
+        if self._program_estimate is not None:
+            content["program"]["seconds_s"] = self._program_estimate.seconds_s
+            parts = self._program_estimate.parts
+            for step, part in zip(content["program"]["steps"], parts, strict=True):
+                step["seconds_s"] = part.seconds_s
+        return content
 
 
 def _program_content(program: Program) -> dict[str, Any]:

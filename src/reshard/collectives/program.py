@@ -110,6 +110,25 @@ class Program:
 
         return program_estimate(self, dtype, topology, library)
 
+    def table(self, topology: Topology, dtype: object, library: str = "nccl") -> str:
+        """The program as `str` has it, with the time of each step. Arguments as of `estimate`.
+
+        >>> from reshard import DeviceMesh, spec
+        >>> from reshard.collectives import find_program
+        >>> from reshard.cost import load_preset
+        >>> mesh = DeviceMesh.of(x=2, y=4)
+        >>> program = find_program(spec(mesh, "x y, -"), spec(mesh, "x, -"), (4096, 4096))
+        >>> print(program.table(load_preset("h100-8").topology(), "bfloat16"))
+        [4096, 4096]  step           after        moves  live shard     time
+                   0  -              x y, -           -   2,097,152        -
+                   1  all-gather(y)  x, -    50,331,648   8,388,608  38.2 µs
+        50,331,648 elements move, at least 50,331,648 must; the largest shard has 8,388,608.
+        All steps take 38.2 µs.
+        """
+        from reshard.collectives.program_table import program_table
+
+        return program_table(self, self.estimate(dtype, topology, library))
+
     def run(
         self,
         shards: Mapping[int, Any],

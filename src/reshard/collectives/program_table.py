@@ -9,6 +9,8 @@
        1  slice(y)               y, x         0           10
        2  joint all-to-all(x y)  x y, -      30           10
 30 elements move, at least 20 must; the largest shard has 20.
+
+On a topology each step has its time too, see `Program.table`.
 """
 
 from __future__ import annotations
@@ -17,27 +19,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from reshard.collectives.program import Program
+    from reshard.cost.estimate import Estimate
 
 
-def program_table(program: Program) -> str:
-    """The lines of the table, without a last line break."""
+def program_table(program: Program, estimate: Estimate | None = None) -> str:
+    """The lines of the table, without a last line break.
+
+    `estimate` is that of the program, for a column of times.
+    """
+    from reshard.show.quantities import duration_text
+
     shape = f"[{', '.join(map(str, program.shape))}]"
     first = program.source.layout(program.shape)
     largest = int(first.cell_shape.prod(axis=1).max(initial=0))
-    rows = [(shape, "step", "after", "moves", "live shard")]
-    rows.append(("0", "-", str(program.source), "-", f"{largest:,}"))
+    rows = [[shape, "step", "after", "moves", "live shard"]]
+    rows.append(["0", "-", str(program.source), "-", f"{largest:,}"])
     for number, step in enumerate(program.steps, 1):
         shard = int(step.target_layout.cell_shape.prod(axis=1).max(initial=0))
-        row = (str(number), str(step), str(step.target), f"{step.moved_elements:,}", f"{shard:,}")
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        f"{number:>{widths[0]}}  {step:<{widths[1]}}  {after:<{widths[2]}}  "
-        f"{moves:>{widths[3]}}  {shard:>{widths[4]}}"
-        for number, step, after, moves, shard in rows
-    ]
-    lines.append(
+        rows.append(
+            [str(number), str(step), str(step.target), f"{step.moved_elements:,}", f"{shard:,}"]
+        )
+    summary = (
         f"{program.moved_elements:,} elements move, at least {program.lower_bound_elements:,} "
         f"must; the largest shard has {program.live_shard:,}."
     )
-    return "\n".join(lines)
+    if estimate is not None:
+        times = ["time", "-", *(duration_text(part.seconds_s) for part in estimate.parts)]
+        rows = [[*row, time] for row, time in zip(rows, times, strict=True)]
+        summary += f"\nAll steps take {duration_text(estimate.seconds_s)}."
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Words stand at the left of their columns, numbers at the right.
+    aligned = [
+        [
+            text.ljust(width) if column in (1, 2) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return "\n".join([*("  ".join(row) for row in aligned), summary])

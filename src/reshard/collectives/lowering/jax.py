@@ -69,7 +69,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
     Raises:
         NotationError: a step that JAX cannot say, or shards of different sizes.
 
-    >>> from reshard import spec
+    >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> program = find_program(spec(mesh, "x y, -"), spec(mesh, "x, y"), (8, 4))
