@@ -47,9 +47,15 @@ def test_where_a_rank_fails_all_raise(fault: str, code: int) -> None:
     assert [one.code for one in ended] == [0, code, 0], told
 
 
-def test_the_example_runs_and_is_what_the_page_shows() -> None:
-    example = ROOT / "examples" / "refit.py"
+EXAMPLES = [ROOT / "examples" / name for name in ("refit.py", "engine.py")]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example: Path) -> None:
     expect_all_end_well(run_ranks(str(example), 4))
+
+
+def test_the_page_shows_what_the_examples_are() -> None:
     shown = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert shown
-    assert all(block in example.read_text() for block in shown)
+    for example in EXAMPLES:
+        assert any(block in example.read_text() for block in shown), example
