@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,16 +138,33 @@ def test_sub_axes_in_use_are_boundaries() -> None:
 
 
 @settings(deadline=None)
-@given(st.data(), meshes(12))
-def test_members_are_the_groups_of_the_mesh(data: st.DataObject, mesh: reshard.DeviceMesh) -> None:
-    spec = data.draw(shardings(mesh, 2))
+@given(st.data(), meshes(12), st.integers(1, 30))
+def test_what_groups_hold_below_an_index(
+    data: st.DataObject, mesh: reshard.DeviceMesh, length: int
+) -> None:
+    """Counted index by index, over the groups that the mesh itself has."""
+    spec = data.draw(shardings(mesh, 1))
     (frame,) = frames_of(spec, spec)
+    space = Space([frame], (length,))
+    (cut,) = space.state(0, spec).cuts
     chosen = frozenset(atom for atom in frame.atoms if data.draw(st.booleans()))
-    groups = {frozenset(group) for group in mesh.groups(frame.axes(sorted(chosen)))}
-    rows = frame.members(chosen)
-    for row, rank in zip(rows.tolist(), frame.ranks, strict=True):
-        group = frozenset(frame.ranks[place] for place in row)
-        assert rank in group and group in groups
+    held = space.held(0, length, cut, chosen)
+    layout = spec.layout((length,))
+    groups = mesh.groups(frame.axes(sorted(chosen)))
+    group_of = {rank: group for group in groups for rank in group}
+    low, high = (
+        np.array([data.draw(st.integers(0, length)) for _ in frame.ranks]) for _ in range(2)
+    )
+    found = held.below(np.maximum(low, high)) - held.below(np.minimum(low, high))
+    for place, rank in enumerate(frame.ranks):
+        indices = set(range(min(low[place], high[place]), max(low[place], high[place])))
+        own = {
+            index
+            for member in group_of[rank]
+            for box in layout.boxes(member)
+            for index in range(box.start[0], box.stop[0])
+        }
+        assert found[place] == len(indices & own)
 
 
 def in_one_frame(pair: Pair) -> Problem | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -137,26 +136,6 @@ class Frame:
         for atom in atoms:
             found.setdefault(unit_of[atom], []).append(atom)
         return [tuple(sorted(unit)) for unit in found.values()]
-
-    @cached_property
-    def _groups(self) -> dict[frozenset[int], IntArray]:
-        return {}
-
-    def members(self, atoms: frozenset[int]) -> IntArray:
-        """For each rank, the ranks that differ from it along `atoms` only: `(ranks, members)`.
-
-        Every rank of a group has the same row.
-        """
-        if atoms not in self._groups:
-            count = len(self.ranks)
-            rest = np.zeros(count, dtype=np.int64)
-            for atom in self.atoms:
-                if atom not in atoms:
-                    rest = rest * self.size(atom) + self.digit(atom)
-            order = np.argsort(rest, kind="stable")
-            groups = order.reshape(-1, count // (int(rest.max()) + 1))
-            self._groups[atoms] = groups[rest]
-        return self._groups[atoms]
 
 
 def _starts(mesh: DeviceMesh) -> dict[str, int]:

@@ -5,13 +5,14 @@ Names do not decide. Ten rows over x=2, y=2 by one flat cut are 3, 3, 3, 1; over
     x y     0 1 2 | 3 4 5 | 6 7 8 | 9          gathered along y, the upper half has 0 .. 5
     x       0 1 2 3 4     | 5 6 7 8 9          and the lower one 6 .. 9: row 5 is missing
 
-so that gather, and the slice back, are not legal. The boxes of one sharding are equal or
-disjoint, so what a group holds of a box is the sum over the different boxes of its members.
+so that gather, and the slice back, are not legal. The boxes of a group are every part that it has
+of one dimension with every part of the next, so what it holds is found for each dimension by
+itself: the parts are sorted, and what of them lies below an index is looked up.
 """
 
 from __future__ import annotations
 
-from reshard.collectives.states import Boxes, Space, State, flat_atoms, overlaps
+from reshard.collectives.states import Space, State, flat_atoms
 
 
 def is_inside(space: Space, after: State, before: State) -> bool:
@@ -33,16 +34,15 @@ def is_covered(space: Space, before: State, after: State, atoms: frozenset[int])
     >>> is_covered(space, nested, gathered, frozenset({1}))
     True
     """
-    frame = space.frames[before.frame]
-    # Ranks that differ along an atom that cuts nothing hold the same; one of them counts.
-    atoms = atoms & before.used
-    held, wanted = space.boxes(before), space.boxes(after)
-    members = frame.members(atoms)
-    found = overlaps(
-        Boxes(held.low[:, members], held.high[:, members]),
-        Boxes(wanted.low[:, :, None], wanted.high[:, :, None]),
-    )
-    return bool((found.sum(axis=-1) == wanted.elements).all())
+    wanted = space.boxes(after)
+    is_wanted = (wanted.high > wanted.low).all(axis=0)
+    for dim, cut in enumerate(before.cuts):
+        held = space.held(before.frame, space.shape[dim], cut, atoms)
+        low, high = wanted.low[dim], wanted.high[dim]
+        found = held.below(high) - held.below(low)
+        if ((found < high - low) & is_wanted).any():
+            return False
+    return True
 
 
 def smallest_group(space: Space, before: State, after: State) -> frozenset[int] | None:

@@ -68,6 +68,43 @@ def overlaps(one: Boxes, other: Boxes) -> IntArray:
     return count
 
 
+class Held:
+    """What groups of ranks hold of one dimension: parts that do not overlap.
+
+    Args:
+        group: the number of each rank's group.
+        low, high: each rank's part. Ranks of a group may have the same one.
+        length: of the dimension.
+
+    >>> ranks = np.array([0, 0, 1, 1]), np.array([0, 3, 6, 9]), np.array([3, 6, 9, 10])
+    >>> held = Held(*ranks, length=10)
+    >>> (held.below(np.array([10, 5, 10, 8])) - held.below(np.zeros(4, dtype=int))).tolist()
+    [6, 5, 4, 2]
+    """
+
+    def __init__(self, group: IntArray, low: IntArray, high: IntArray, length: int) -> None:
+        self._width = length + 1
+        self._begin = group * self._width
+        has_any = high > low
+        self._keys, first = np.unique((self._begin + low)[has_any], return_index=True)
+        self._ends = (self._begin + high)[has_any][first]
+        self._before = np.concatenate([[0], np.cumsum(self._ends - self._keys)])
+
+    def below(self, index: IntArray) -> IntArray:
+        """How much each rank's group holds below an index, of shape `(ranks,)`, and all groups
+        before it: to be subtracted from one another.
+        """
+        if not len(self._keys):
+            return np.zeros_like(index)
+        key = self._begin + index
+        count = np.searchsorted(self._keys, key, side="right")
+        last = np.maximum(count - 1, 0)
+        # The last part that begins below the index may reach over it; none of another group does.
+        over = np.where(count > 0, np.maximum(self._ends[last] - key, 0), 0)
+        found: IntArray = self._before[count] - over
+        return found
+
+
 class Space:
     """The shardings of one tensor over some frames, with their boxes."""
 
@@ -76,6 +113,7 @@ class Space:
         self.shape = tuple(shape)
         self.ranks = self.frames[0].ranks
         self._intervals: dict[tuple[int, int, Cut], tuple[IntArray, IntArray]] = {}
+        self._held: dict[tuple[int, int, Cut, frozenset[int]], Held] = {}
         self._sorted: dict[tuple[int, int, Cut], bytes] = {}
         self._boxes: dict[tuple[int, tuple[Cut, ...]], Boxes] = {}
         self._totals: dict[tuple[int, tuple[Cut, ...]], int] = {}
@@ -98,6 +136,19 @@ class Space:
                 high = np.minimum(low + chunk, high)
             self._intervals[key] = low, high
         return self._intervals[key]
+
+    def held(self, frame: int, length: int, cut: Cut, atoms: frozenset[int]) -> Held:
+        """What the groups of ranks that differ along `atoms` hold of a dimension."""
+        used = flat_atoms(cut)
+        key = (frame, length, cut, atoms.intersection(used))
+        if key not in self._held:
+            here = self.frames[frame]
+            group = np.zeros(len(self.ranks), dtype=np.int64)
+            for atom in used:
+                if atom not in atoms:
+                    group = group * here.size(atom) + here.digit(atom)
+            self._held[key] = Held(group, *self.intervals(frame, length, cut), length)
+        return self._held[key]
 
     def boxes(self, state: State) -> Boxes:
         """The box of every rank under a state."""
