@@ -44,6 +44,9 @@ class ArrayKind(Protocol):
     def storage(self, array: Any) -> Storage:
         """The array's elements, sharing its memory."""
 
+    def writable(self, array: Any, name: str) -> Storage:
+        """The same, to be written. Raises ShardError where it cannot be; `name` says whose."""
+
     def array(self, storage: Storage) -> Any:
         """An array of this kind over dense storage, sharing its memory."""
 
@@ -69,6 +72,11 @@ class NumpyArrays:
 
     def storage(self, array: Any) -> Storage:
         return np.asarray(array).view(self.dtype.storage)
+
+    def writable(self, array: Any, name: str) -> Storage:
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            raise ShardError(f"{name} is read-only; give one that can be written")
+        return self.storage(array)
 
     def array(self, storage: Storage) -> Any:
         return storage.view(self._numpy_dtype)
@@ -126,6 +134,14 @@ class TorchTensors:
         plain = array.detach().resolve_conj().resolve_neg()
         viewed: Storage = plain.view(self._carrier).numpy()
         return viewed.view(self.dtype.storage)
+
+    def writable(self, array: Any, name: str) -> Storage:
+        if array.is_conj() or array.is_neg():
+            raise ShardError(
+                f"{name} is a conjugate or negative that torch computes when it is read; give "
+                "the tensor itself"
+            )
+        return self.storage(array)
 
     def array(self, storage: Storage) -> Any:
         carrier = self._torch.empty((), dtype=self._carrier).numpy().dtype

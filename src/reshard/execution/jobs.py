@@ -2,21 +2,29 @@
 
 1. The arrays of all tensors are checked before anything is copied.
 2. Box by box, a target array gets what its sender has: the first contribution of an element is
-   copied, the rest are combined with it in order.
+   copied, the rest are combined with it in order. Threads share the boxes of all tensors.
 3. Means are scaled, and contributions that combine nothing are filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from reshard.errors import ShardError
-from reshard.execution.local import cell_arrays, check_shards, finish_contributions
+from reshard.execution.arrays import ArrayKind, Storage
+from reshard.execution.cells import cell_arrays, clear_pads
+from reshard.execution.copies import Copy, carry_out, checked_threads
+from reshard.execution.local import check_shards, finish_contributions
+from reshard.execution.outputs import (
+    NamedStorage,
+    check_apart,
+    given_storages,
+    new_storages,
+    output_name,
+)
+from reshard.execution.transfer_copies import transfer_copies
 from reshard.planning.transfers import Transfers
-from reshard.runs import IntArray
 
 if TYPE_CHECKING:
     from reshard.planning.job import Job
@@ -24,13 +32,27 @@ if TYPE_CHECKING:
 Array = TypeVar("Array")
 
 
-def run_job(job: Job, arrays: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
+def run_job(
+    job: Job,
+    arrays: Mapping[str, Mapping[int, Array]],
+    out: Mapping[str, Mapping[int, Array]] | None = None,
+    threads: int | None = None,
+) -> dict[str, dict[int, Array]]:
     """The target's arrays of every tensor, from the source's: `{name: {rank: array}}`.
 
-    Raises:
-        ShardError: a tensor or an array that is missing, or has another shape or dtype.
-        PlanError: a source that leaves out an element.
+    Args:
+        job: what to do.
+        arrays: for every tensor and source rank that holds something, its array.
+        out: arrays to write to, for every tensor and target rank, as in `Plan.run`.
+        threads: how many copy at most, all tensors together; one for each processor when None.
 
+    Raises:
+        ShardError: a tensor or an array that is missing, or has another shape or dtype; an
+            array of `out` that cannot be written, or shares memory with one of any tensor.
+        PlanError: a source that leaves out an element.
+        UsageError: fewer than one thread.
+
+    >>> import numpy as np
     >>> import reshard
     >>> from reshard.dtypes import dtype
     >>> whole, last = reshard.Layout.replicated((3,), 2), reshard.Layout.whole((3,), [2], 3)
@@ -39,35 +61,65 @@ def run_job(job: Job, arrays: Mapping[str, Mapping[int, Array]]) -> dict[str, di
     >>> run_job(job, {"a": {0: copy, 1: copy}})["a"][2].tolist()
     [1, 2, 3]
     """
+    workers = checked_threads(threads)
     kinds = {}
     for item in job.items:
         if item.name not in arrays:
             raise ShardError(f"no arrays for tensor {item.name!r}; got {sorted(arrays)}")
         kinds[item.name] = check_shards(item.plan, arrays[item.name])
-    results: dict[str, dict[int, Array]] = {}
+    held = {
+        item.name: {
+            slot: kinds[item.name].storage(arrays[item.name][slot])
+            for slot in item.plan.source.holders
+        }
+        for item in job.items
+    }
+    if out is None:
+        filled = {i.name: new_storages(i.plan.target, kinds[i.name]) for i in job.items}
+    else:
+        filled = _given(job, kinds, out)
+        check_apart(
+            _named(filled, lambda slot, tensor: output_name(slot, f" of {tensor!r}")),
+            _named(held, lambda slot, tensor: f"the source of {tensor!r} on slot {slot}"),
+        )
+    copies: list[Copy] = []
+    cells = {i.name: cell_arrays(i.plan.target, filled[i.name]) for i in job.items}
     for item in job.items:
         plan, kind = item.plan, kinds[item.name]
-        held = {slot: kind.storage(arrays[item.name][slot]) for slot in plan.source.holders}
-        filled = {
-            slot: np.zeros(plan.target.local_shape(slot) or (), dtype=kind.dtype.storage)
-            for slot in plan.target.holders
-        }
-        sources, targets = cell_arrays(plan.source, held), cell_arrays(plan.target, filled)
         transfers = job.transfers.get(item.name, Transfers.none(plan.target.ndim))
-        reduction = plan.source.reduction or "sum"
-        for row in np.argsort(transfers.order, kind="stable").tolist():
-            shape = transfers.shape[row]
-            data = sources[transfers.source_cell[row]][_window(transfers.source_start[row], shape)]
-            cell = targets[transfers.target_cell[row]]
-            place = _window(transfers.target_start[row], shape)
-            if transfers.order[row] > 0:
-                data = kind.combine(reduction, cell[place], data)
-            cell[place] = data
-        finish_contributions(plan, kind, dict(enumerate(targets)))
-        results[item.name] = {slot: kind.array(storage) for slot, storage in filled.items()}
+        sources = cell_arrays(plan.source, held[item.name])
+        copies += transfer_copies(transfers, sources, cells[item.name], kind, plan.source.reduction)
+    for item in job.items:
+        clear_pads(item.plan.target, cells[item.name])
+    carry_out(copies, workers)
+    results: dict[str, dict[int, Array]] = {}
+    for item in job.items:
+        kind, storages = kinds[item.name], filled[item.name]
+        finish_contributions(item.plan, kind, cells[item.name])
+        if out is None:
+            results[item.name] = {slot: kind.array(array) for slot, array in storages.items()}
+        else:
+            results[item.name] = {slot: out[item.name][slot] for slot in storages}
     return results
 
 
-def _window(start: IntArray, shape: IntArray) -> Any:
-    ends = zip(start.tolist(), shape.tolist(), strict=True)
-    return tuple(slice(a, a + n) for a, n in ends) or (...,)
+def _given(
+    job: Job, kinds: Mapping[str, ArrayKind], out: Mapping[str, Mapping[int, Any]]
+) -> dict[str, dict[int, Storage]]:
+    """The memory of all arrays in `out`. Raises ShardError for one that does not fit."""
+    found = {}
+    for item in job.items:
+        if item.name not in out:
+            raise ShardError(f"no arrays for tensor {item.name!r} in out; got {sorted(out)}")
+        tensor = f" of {item.name!r}"
+        layout = item.plan.target
+        found[item.name] = given_storages(layout, kinds[item.name], out[item.name], tensor)
+    return found
+
+
+def _named(
+    storages: Mapping[str, Mapping[int, Storage]], name: Callable[[int, str], str]
+) -> Iterator[NamedStorage]:
+    for tensor, of_slots in storages.items():
+        for slot, storage in of_slots.items():
+            yield NamedStorage(name(slot, tensor), storage)

@@ -1,10 +1,11 @@
 """A plan carried out on arrays in one process.
 
-1. The arrays are checked against the source layout before anything is copied.
-2. Every target slot gets new memory; positions that are padding are zero.
+1. The arrays are checked against both layouts before anything is copied.
+2. Every target slot gets new memory, unless the caller gives it; positions that are padding are
+   zero.
 3. Each route copies its product of pieces at once: with slices where a dimension has one
    piece, with index lists where it has several. The first contribution of an element is
-   copied, the rest are combined with it in order.
+   copied, the rest are combined with it in order. Threads share this (`copies`).
 4. Means are scaled. A target contribution that combines none is filled with the reduction's
    identity.
 
@@ -14,16 +15,19 @@ the result is of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, check_reduction, identity, kind_of
-from reshard.layout import Layout
+from reshard.execution.cells import cell_arrays, clear_pads, element_positions
+from reshard.execution.copies import Copy, carry_out, checked_threads
+from reshard.execution.outputs import storages_to_fill
 from reshard.planning.overlap import Pieces
-from reshard.runs import PAD, IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_arange
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -31,20 +35,32 @@ if TYPE_CHECKING:
 Array = TypeVar("Array")
 
 
-def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
+def run(
+    plan: Plan,
+    shards: Mapping[int, Array],
+    out: Mapping[int, Array] | None = None,
+    threads: int | None = None,
+) -> dict[int, Array]:
     """The target's shards, from the source's.
 
     Args:
         plan: what to do.
         shards: for every source slot that holds something, its array: of the slot's local
             shape (`plan.source.local_shape(slot)`), all of one dtype and kind.
+        out: arrays to write to, one for every target slot that holds something: of its local
+            shape, and of the sources' dtype and kind. New arrays are made when None, which
+            takes about twice as long: the system has to find the memory first.
+        threads: how many copy at most; one for each processor when None. The result is the
+            same for any number.
 
     Returns:
-        For every target slot that holds something, a new array of its local shape.
+        For every target slot that holds something its array: that of `out`, or a new one.
 
     Raises:
-        ShardError: an array that is missing, has another shape or dtype, or is on a device.
+        ShardError: an array that is missing, has another shape or dtype, or is on a device; an
+            array of `out` that cannot be written, or that shares memory with another.
         PlanError: a source that leaves out an element.
+        UsageError: fewer than one thread.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2)
@@ -52,28 +68,41 @@ def run(plan: Plan, shards: Mapping[int, Array]) -> dict[int, Array]:
     >>> shards = {0: np.array([[0, 1, 2, 3]]), 1: np.array([[4, 5, 6, 7]])}
     >>> run(reshard.plan(rows, columns), shards)[1].tolist()
     [[2, 3], [6, 7]]
+    >>> whole = np.zeros((2, 4), int)
+    >>> found = run(reshard.plan(rows, columns), shards, {0: whole[:, :2], 1: whole[:, 2:]})
+    >>> whole.tolist()
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
+    workers = checked_threads(threads)
     kind = check_shards(plan, shards)
     source = {slot: kind.storage(shards[slot]) for slot in plan.source.holders}
-    target = {
-        slot: np.zeros(plan.target.local_shape(slot) or (), dtype=kind.dtype.storage)
-        for slot in plan.target.holders
-    }
-    source_cells, target_cells = cell_arrays(plan.source, source), cell_arrays(plan.target, target)
-    routes = plan.routes
-    pieces = plan.pieces
-    reduction = plan.source.reduction or "sum"
-    for route in np.argsort(routes.order, kind="stable").tolist():
-        data = source_cells[routes.source_cell[route]][_index(pieces, route, "source_local")]
-        cell, place = (
-            target_cells[routes.target_cell[route]],
-            _index(pieces, route, "target_local"),
+    target = storages_to_fill(plan.target, kind, out, source)
+    cells = cell_arrays(plan.target, target)
+    copies = list(_route_copies(plan, kind, cell_arrays(plan.source, source), cells))
+    clear_pads(plan.target, cells)
+    carry_out(copies, workers)
+    finish_contributions(plan, kind, cells)
+    if out is None:
+        return {slot: kind.array(storage) for slot, storage in target.items()}
+    return {slot: out[slot] for slot in target}
+
+
+def _route_copies(
+    plan: Plan, kind: ArrayKind, source: Mapping[int, Storage], target: Mapping[int, Storage]
+) -> Iterator[Copy]:
+    """One copy for each route, between the arrays of cells."""
+    routes, pieces = plan.routes, plan.pieces
+    combine = partial(kind.combine, plan.source.reduction or "sum")
+    for route, order in enumerate(routes.order.tolist()):
+        into, out_of = target[routes.target_cell[route]], source[routes.source_cell[route]]
+        places, positions = (
+            _index(pieces, route, side) for side in ("target_local", "source_local")
         )
-        if routes.order[route] > 0:
-            data = kind.combine(reduction, cell[place], data)
-        cell[place] = data
-    finish_contributions(plan, kind, dict(enumerate(target_cells)))
-    return {slot: kind.array(storage) for slot, storage in target.items()}
+        reduction = combine if order else None
+        if all(isinstance(place, slice) for place in places):
+            yield Copy(into[places or ...], out_of[positions or ...], order, reduction)
+        else:
+            yield Copy(into, out_of, order, reduction, places, positions)
 
 
 def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
@@ -113,21 +142,6 @@ def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
     return kind
 
 
-def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> list[Storage]:
-    """The array of every cell: a slot's whole array, or its stretch of the slot's flat one."""
-    cells: list[Storage] = []
-    for slot in layout.holders:
-        numbers = layout.cells_of(slot)
-        if len(numbers) == 1:
-            cells.append(arrays[slot])
-            continue
-        for cell in numbers:
-            begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
-            stop = begin + int(shape.prod())
-            cells.append(arrays[slot][begin:stop].reshape(tuple(shape.tolist())))
-    return cells
-
-
 def _index(pieces: tuple[Pieces, ...], route: int, side: str) -> Any:
     """The positions of a route's elements in a cell: slices, or index lists for `np.ix_`."""
     slices: list[slice] = []
@@ -137,7 +151,7 @@ def _index(pieces: tuple[Pieces, ...], route: int, side: str) -> Any:
             return np.ix_(*(_positions(piece, route, side) for piece in pieces))
         begin = int(getattr(column, side)[low])
         slices.append(slice(begin, begin + int(column.length[low])))
-    return tuple(slices) or (...,)
+    return tuple(slices)
 
 
 def _positions(column: Pieces, route: int, side: str) -> IntArray:
@@ -160,11 +174,5 @@ def finish_contributions(plan: Plan, kind: ArrayKind, cells: Mapping[int, Storag
             continue
         if plan.target.reduction is None:
             continue
-        real = []
-        for d, table in enumerate(plan.target.tables):
-            part = int(plan.target.cell_part[cell, d])
-            mask = np.zeros(int(table.local_lengths[part]), dtype=bool)
-            for start, stop, local, role in table.runs_of(part):
-                mask[local : local + stop - start] = role != PAD
-            real.append(np.flatnonzero(mask))
-        storage[np.ix_(*real) if real else ...] = identity(plan.target.reduction, kind)[0]
+        positions = element_positions(plan.target, cell)
+        storage[positions] = identity(plan.target.reduction, kind)[0]

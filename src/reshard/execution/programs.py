@@ -1,7 +1,10 @@
-"""A program of collectives carried out on arrays in one process, step by step, group by group.
+"""A program of collectives carried out on arrays in one process.
 
-A group's arrays are all that its plan sees, so a step that reached outside its groups would
-fail here. Whole shards that change places are copied as they are.
+Between arrays of one process nothing has to be sent, and what a program says is only where each
+element ends up: unless contributions are combined, all steps are done as one direct copy from
+source to target, each element written once. On demand, and where contributions are combined,
+whose order the steps decide, it goes step by step and group by group. Then a group's arrays are
+all that its plan sees, so a step that reached outside its groups fails here.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reshard.collectives.steps import Permute
 from reshard.errors import ShardError
+from reshard.execution.copies import Copy, carry_out, checked_threads
 from reshard.execution.local import check_shards
+from reshard.execution.outputs import storages_to_fill
 from reshard.planning.plan import Plan
+from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:
     from reshard.collectives.program import Program
@@ -21,18 +27,30 @@ if TYPE_CHECKING:
 Array = TypeVar("Array")
 
 
-def run_program(program: Program, shards: Mapping[int, Array]) -> dict[int, Array]:
+def run_program(
+    program: Program,
+    shards: Mapping[int, Array],
+    out: Mapping[int, Array] | None = None,
+    threads: int | None = None,
+    stepwise: bool = False,
+) -> dict[int, Array]:
     """The target's shards, from the source's.
 
     Args:
         program: what to do.
         shards: for every rank of the source its array, all of one dtype and kind.
+        out: arrays to write to, one for every rank of the target, as in `Plan.run`.
+        threads: how many copy at most; one for each processor when None.
+        stepwise: carry out every step by itself, also where one direct copy does the same.
 
     Returns:
-        For every rank of the target a new array of its local shape.
+        For every rank of the target its array: that of `out`, or a new one.
 
     Raises:
-        ShardError: an array that is missing, has another shape or dtype, or is on a device.
+        ShardError: an array that is missing, has another shape or dtype, or is on a device; an
+            array of `out` that cannot be written, or that shares memory with another.
+        PlanError: stepwise, a group that has not what its ranks need.
+        UsageError: fewer than one thread.
 
     >>> import numpy as np
     >>> from reshard import DeviceMesh, spec
@@ -43,36 +61,68 @@ def run_program(program: Program, shards: Mapping[int, Array]) -> dict[int, Arra
     >>> run_program(program, shards)[1].tolist()
     [[2, 3], [6, 7]]
     """
-    if not program.steps:
-        layout = program.source.layout(program.shape)
-        return Plan(layout, layout).run(shards)
+    checked_threads(threads)
+    direct = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
+    _check_ranks(program.source, direct, shards)
+    layouts = [direct.source, *(step.target_layout for step in program.steps)]
+    if not program.steps or not (stepwise or any(layout.reduction for layout in layouts)):
+        return direct.run(shards, out, threads)
+    kind = check_shards(direct, shards)
+    if out is not None:
+        # The last step reads what the steps before made: what is wrong has to be found here.
+        sources = {slot: kind.storage(shards[slot]) for slot in direct.source.holders}
+        storages_to_fill(direct.target, kind, out, sources)
     found: Mapping[int, Array] = shards
     for step in program.steps:
-        found = run_step(step, found)
+        found = run_step(step, found, out if step is program.steps[-1] else None, threads)
     return dict(found)
 
 
-def run_step(step: Step, shards: Mapping[int, Array]) -> dict[int, Array]:
-    """One step's result, from what was before. Raises ShardError for arrays that do not fit."""
+def run_step(
+    step: Step,
+    shards: Mapping[int, Array],
+    out: Mapping[int, Array] | None = None,
+    threads: int | None = None,
+) -> dict[int, Array]:
+    """One step's result, from what was before. Raises as `run_program` does, stepwise."""
     if isinstance(step, Permute):
-        return _permuted(step, shards)
+        return _permuted(step, shards, out, threads)
     found: dict[int, Array] = {}
     for plan in step.plans:
-        missing = [rank for rank in plan.source.holders if rank not in shards]
-        if missing:
-            raise ShardError(
-                f"no array for rank {missing[0]}; `{step.source}` holds data on ranks "
-                f"{list(step.source_layout.holders)}, got {sorted(shards)}"
-            )
-        found |= plan.run({rank: shards[rank] for rank in plan.source.holders})
+        _check_ranks(step.source, plan, shards)
+        held = {rank: shards[rank] for rank in plan.source.holders}
+        found |= plan.run(held, out, threads)
     return found
 
 
-def _permuted(step: Permute, shards: Mapping[int, Array]) -> dict[int, Array]:
+def _check_ranks(source: ShardingSpec, plan: Plan, shards: Mapping[int, Array]) -> None:
+    missing = [rank for rank in plan.source.holders if rank not in shards]
+    if missing:
+        holders = source.layout(plan.source.shape).holders
+        raise ShardError(
+            f"no array for rank {missing[0]}; `{source}` holds data on ranks {list(holders)}, "
+            f"got {sorted(shards)}"
+        )
+
+
+def _permuted(
+    step: Permute,
+    shards: Mapping[int, Array],
+    out: Mapping[int, Array] | None,
+    threads: int | None,
+) -> dict[int, Array]:
+    """Whole shards that change places are copied as they are."""
     kind = check_shards(Plan(step.source_layout, step.source_layout), shards)
-    found: dict[int, Array] = {}
-    for sender, receiver in step.pairs:
-        copied = kind.storage(shards[sender]).copy()
+    held = {slot: kind.storage(shards[slot]) for slot in step.source_layout.holders}
+    target = storages_to_fill(step.target_layout, kind, out, held)
+    carry_out(
         # An empty shard may have another shape than the one it is taken from.
-        found[receiver] = kind.array(copied.reshape(step.target_layout.local_shape(receiver) or ()))
-    return found
+        (
+            Copy(target[receiver], held[sender].reshape(target[receiver].shape))
+            for sender, receiver in step.pairs
+        ),
+        checked_threads(threads),
+    )
+    if out is not None:
+        return {receiver: out[receiver] for _, receiver in step.pairs}
+    return {receiver: kind.array(target[receiver]) for _, receiver in step.pairs}

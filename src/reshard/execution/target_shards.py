@@ -12,15 +12,15 @@ the source are read that the rank gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from reshard.execution.arrays import Storage, kind_of
+from reshard.execution.arrays import kind_of
+from reshard.execution.cells import cell_arrays
 from reshard.execution.local import finish_contributions
-from reshard.layout import Layout
+from reshard.execution.transfer_copies import transfer_copies
 from reshard.planning.transfers import Transfers
-from reshard.runs import IntArray
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -53,38 +53,13 @@ def target_shard(
     """
     rows = transfers.take(transfers.target_slot == rank)
     kind = kind_of(next(iter(shards.values())), "the source's array")
-    sources: dict[int, Storage] = {}
-    for slot in np.unique(rows.source_slot).tolist():
-        sources |= _cells(plan.source, slot, kind.storage(shards[slot]))
+    senders = np.unique(rows.source_slot).tolist()
+    sources = cell_arrays(plan.source, {slot: kind.storage(shards[slot]) for slot in senders})
     filled = np.zeros(plan.target.local_shape(rank) or (), dtype=kind.dtype.storage)
-    targets = _cells(plan.target, rank, filled)
-    reduction = plan.source.reduction or "sum"
-    for row in np.argsort(rows.order, kind="stable").tolist():
+    targets = cell_arrays(plan.target, {rank: filled})
+    for copy in transfer_copies(rows, sources, targets, kind, plan.source.reduction):
         check()
-        data = sources[int(rows.source_cell[row])][_window(rows.source_start[row], rows.shape[row])]
-        whole = targets[int(rows.target_cell[row])]
-        place = _window(rows.target_start[row], rows.shape[row])
-        if rows.order[row] > 0:
-            data = kind.combine(reduction, whole[place], data)
-        whole[place] = data
+        copy.carry_out()
     finish_contributions(plan, kind, targets)
     array: Array = kind.array(filled)
     return array, int(rows.elements.sum())
-
-
-def _cells(layout: Layout, slot: int, array: Storage) -> dict[int, Storage]:
-    """The array of each of a slot's cells: the slot's whole one, or stretches of its flat one."""
-    numbers = layout.cells_of(slot)
-    if len(numbers) == 1:
-        return {numbers[0]: array}
-    cells = {}
-    for cell in numbers:
-        begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
-        stretch = array[begin : begin + int(shape.prod())]
-        cells[cell] = stretch.reshape(tuple(shape.tolist()))
-    return cells
-
-
-def _window(start: IntArray, shape: IntArray) -> Any:
-    ends = zip(start.tolist(), shape.tolist(), strict=True)
-    return tuple(slice(a, a + n) for a, n in ends) or (...,)

@@ -227,14 +227,20 @@ class Job:
 
         return job_estimate(self, topology)
 
-    def run(self, arrays: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
+    def run(
+        self,
+        arrays: Mapping[str, Mapping[int, Any]],
+        out: Mapping[str, Mapping[int, Any]] | None = None,
+        threads: int | None = None,
+    ) -> dict[str, dict[int, Any]]:
         """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
 
-        See `reshard.execution.jobs`.
+        Writes to the arrays in `out` where they are given, by at most so many threads; one for
+        each processor when None. See `reshard.execution.jobs.run_job`.
         """
         from reshard.execution.jobs import run_job
 
-        return run_job(self, arrays)
+        return run_job(self, arrays, out, threads)
 
     def to_json(self) -> str:
         """This job as a short JSON document, see `reshard.planning.job_serialization`."""

@@ -224,14 +224,20 @@ class Plan(Interned):
 
         return plan_estimate(self, topology)
 
-    def run(self, shards: Mapping[int, Array]) -> dict[int, Array]:
+    def run(
+        self,
+        shards: Mapping[int, Array],
+        out: Mapping[int, Array] | None = None,
+        threads: int | None = None,
+    ) -> dict[int, Array]:
         """Carry the plan out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        See `reshard.execution.local`.
+        Writes to the arrays in `out` where they are given, by at most so many threads; one for
+        each processor when None. See `reshard.execution.local.run`.
         """
         from reshard.execution.local import run
 
-        return run(self, shards)
+        return run(self, shards, out, threads)
 
     def to_json(self) -> str:
         """This plan as a short JSON document, see `reshard.planning.serialization`."""

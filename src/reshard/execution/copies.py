@@ -1,0 +1,217 @@
+"""How are many boxes copied between arrays as fast as memory allows?
+
+1. Boxes are cut into *pieces* of about a quarter of a MiB, along the dimension whose elements
+   lie farthest apart in the target.
+2. Pieces are sorted by where they lie on the side that is read or written in scattered runs::
+
+       source, by columns        targets         Neighbours in a row are copied one behind the
+       +----+----+----+          +----+          other, so lines of that side's memory are
+       | 1  | 2  | 3  |          | 1  |  ...     fetched once and in order; the other side's
+       | 4  | 5  | 6  |          | 4  |          runs are long anyway.
+       +----+----+----+          +----+
+
+3. Threads take pieces one by one; NumPy copies without holding Python's lock. When one fails, the
+   others stop behind the piece that they are at, and its failure is raised.
+
+Contributions are combined with what is there in a phase of their own, behind the copies, so that
+their order is the same for any number of threads. Pieces are, too, and with them every bit of
+the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.execution.arrays import Storage
+
+PIECE_BYTES = 1 << 18
+# A thread takes as long to start as some hundred KiB to copy.
+BYTES_FOR_A_THREAD = 1 << 20
+
+Combine = Callable[[Storage, Storage], Storage]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Elements of one array that go to another, of the same shape, and of the same dtype.
+
+    Args:
+        target, source: the arrays; the target is written in place.
+        order: copies of a lower order come before. Those of one order are disjoint.
+        combine: what becomes of what is there and what comes; None where it is replaced.
+        target_index, source_index: which elements, where it is not all of them: index lists
+            as `np.ix_` gives them.
+    """
+
+    target: Storage
+    source: Storage
+    order: int = 0
+    combine: Combine | None = None
+    target_index: Any = ...
+    source_index: Any = ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are written."""
+        if self.target_index is ...:
+            return self.target.nbytes
+        count = self.target.itemsize
+        for positions in self.target_index:
+            count *= positions.size
+        return count
+
+    def carry_out(self) -> None:
+        """Copy all elements, or combine them with what is there."""
+        data = self.source[self.source_index]
+        if self.combine is not None:
+            data = self.combine(self.target[self.target_index], data)
+        self.target[self.target_index] = data
+
+    def pieces(self) -> Iterator[Copy]:
+        """The same elements, in copies of about `PIECE_BYTES`."""
+        if self.size_bytes <= PIECE_BYTES:
+            yield self
+        elif self.target_index is ...:
+            strides = self.target.strides
+            axes = sorted(range(self.target.ndim), key=lambda axis: -abs(strides[axis]))
+            views = self.target.transpose(axes), self.source.transpose(axes)
+            for target, source in _pieces_of_views(*views):
+                yield Copy(target, source, self.order, self.combine)
+        else:
+            counts = [positions.size for positions in self.target_index]
+            axis = counts.index(max(counts))
+            rows = max(1, PIECE_BYTES * counts[axis] // self.size_bytes)
+            for low in range(0, counts[axis], rows):
+                part = (*[slice(None)] * axis, slice(low, low + rows))
+                indexes = [list(self.target_index), list(self.source_index)]
+                for index in indexes:
+                    index[axis] = index[axis][part]
+                into, out_of = map(tuple, indexes)
+                yield Copy(self.target, self.source, self.order, self.combine, into, out_of)
+
+
+def _pieces_of_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Storage]]:
+    """Parts along the first dimension, and of its rows where one is too large."""
+    if target.nbytes <= PIECE_BYTES:
+        yield target, source
+        return
+    rows = PIECE_BYTES * len(target) // target.nbytes
+    if rows == 0:
+        for row in range(len(target)):
+            yield from _pieces_of_views(target[row], source[row])
+        return
+    for low in range(0, len(target), rows):
+        yield target[low : low + rows], source[low : low + rows]
+
+
+def available_threads() -> int:
+    """The processors that this process may use: how many threads copy where none are asked for.
+
+    >>> available_threads() >= 1
+    True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def checked_threads(threads: int | None) -> int:
+    """A number of threads, the available ones for None. Raises UsageError for fewer than one.
+
+    >>> checked_threads(0)
+    Traceback (most recent call last):
+        ...
+    reshard.errors.UsageError: threads=0; at least one thread copies, or None for one on each
+    processor
+    """
+    if threads is None:
+        return available_threads()
+    if not isinstance(threads, int) or threads < 1:
+        raise UsageError(
+            f"threads={threads!r}; at least one thread copies, or None for one on each processor"
+        )
+    return threads
+
+
+def carry_out(copies: Iterable[Copy], threads: int) -> None:
+    """Carry out copies, order by order, by at most so many threads.
+
+    What fails in a thread is raised here when all threads have ended.
+
+    >>> import numpy as np
+    >>> source, target = np.arange(4), np.zeros(4, int)
+    >>> carry_out([Copy(target[2:], source[:2])], threads=1)
+    >>> target.tolist()
+    [0, 0, 0, 1]
+    """
+    phases: dict[int, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        phases[copy.order].append(copy)
+    for _, phase in sorted(phases.items()):
+        total_bytes = sum(copy.size_bytes for copy in phase)
+        # Of few bytes all lies in the processor's cache, wherever it is.
+        is_large = total_bytes >= BYTES_FOR_A_THREAD
+        pieces = [piece for copy in phase for piece in copy.pieces()]
+        if is_large:
+            pieces = _sorted_pieces(pieces)
+        workers = min(threads, len(pieces), max(1, total_bytes // BYTES_FOR_A_THREAD))
+        _share(pieces, workers)
+
+
+def _sorted_pieces(pieces: Sequence[Copy]) -> list[Copy]:
+    """Pieces by where they begin, on the side whose pieces are scattered more widely.
+
+    Where neither is, by what is read: then the copies of one piece follow one another.
+    """
+    read = sum(_extent_bytes(piece.source) for piece in pieces)
+    written = sum(_extent_bytes(piece.target) for piece in pieces)
+    if read >= written:
+        return sorted(pieces, key=lambda piece: _address(piece.source))
+    return sorted(pieces, key=lambda piece: _address(piece.target))
+
+
+def _extent_bytes(array: Storage) -> int:
+    """Bytes from the first of an array's elements to the last."""
+    extent = array.itemsize
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        extent += (size - 1) * abs(stride)
+    return extent
+
+
+def _address(array: Storage) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _share(pieces: Sequence[Copy], workers: int) -> None:
+    if workers <= 1:
+        for piece in pieces:
+            piece.carry_out()
+        return
+    waiting = deque(pieces)
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    piece = waiting.popleft()
+                except IndexError:
+                    return
+                piece.carry_out()
+        except BaseException:
+            waiting.clear()
+            raise
+
+    with ThreadPoolExecutor(workers, "reshard copy") as pool:
+        try:
+            for worker in [pool.submit(work) for _ in range(workers)]:
+                worker.result()
+        finally:
+            # Whoever interrupts this thread ends the others, too.
+            waiting.clear()
