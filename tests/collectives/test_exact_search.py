@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
+from collectives.sharding_pairs import Pair, pairs
+from reshard.collectives import JointAllToAll, find_program
+from reshard.collectives.axis_problems import AxisProblem
 from reshard.collectives.catalogue import Catalogue, catalogue_size
 from reshard.collectives.constructive_search import constructive_search, path_cost
 from reshard.collectives.exact_search import exact_outcome
@@ -192,3 +195,48 @@ def test_a_catalogue_has_every_sharding_once(atoms: int, shape: tuple[int, ...])
         assert catalogue.total[number] == here.sum()
         assert catalogue.kept[number] == (here & held).sum()
         assert problem.space.largest(state) == here.sum(axis=1).max()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target"),
+    [
+        ({"dp": 8, "tp": 8, "pp": 4}, "dp tp, -", "tp, dp"),
+        ({"x": 16, "y": 16, "z": 16}, "x y, z", "z, y x"),
+    ],
+)
+def test_a_large_mesh_has_a_classical_program(
+    mesh: dict[str, int], source: str, target: str
+) -> None:
+    """Over the parts of its axes there are too many shardings; over the axes there are few."""
+    devices = reshard.DeviceMesh.of(**mesh)
+    sides = reshard.spec(devices, source), reshard.spec(devices, target)
+    program = find_program(*sides, (4096, 4096), steps="classical")
+    assert not any(isinstance(step, JointAllToAll) for step in program.steps)
+    ends = [int(side.layout((4096, 4096)).cell_shape.prod(axis=1).max()) for side in sides]
+    assert program.live_shard <= max(ends)
+    assert program.moved_elements >= program.lower_bound_elements
+    if devices.size < 1000:
+        program.verify()
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(max_devices=12))
+def test_a_problem_of_axes_is_one_of_their_parts(pair: Pair) -> None:
+    problem = problem_of(*pair, None, "classical")
+    if problem is None:
+        return
+    whole = AxisProblem(problem)
+    small, space = whole.problem, problem.space
+    for given_, own in ((small.source, problem.source), (small.target, problem.target)):
+        assert whole.parts(given_) == own
+        assert np.array_equal(small.space.boxes(given_).low, space.boxes(own).low)
+        assert np.array_equal(small.space.boxes(given_).high, space.boxes(own).high)
+    assert small.distance(small.source) == problem.distance(problem.source)
+    over_axes, best = (exact_outcome(one, None).path for one in (small, problem))
+    if over_axes is not None:
+        path = tuple(map(whole.parts, over_axes))
+        assert all(problem.fits(state) for state in path)
+        assert path_cost(problem, path) == path_cost(small, over_axes)
+        for before, after in itertools.pairwise(path):
+            assert name_step(space, before, after) is not None
+        assert best is not None and path_cost(problem, best) <= path_cost(problem, path)

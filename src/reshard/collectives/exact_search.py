@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.collectives.axis_problems import AxisProblem
 from reshard.collectives.catalogue import Catalogue, catalogue_size
 from reshard.collectives.constructive_search import Path, constructive_search, path_cost, step_cost
 from reshard.collectives.legality import is_covered, is_inside, is_permutation
@@ -36,8 +37,9 @@ from reshard.collectives.states import Cut, State, flat_atoms
 DEFAULT_BUDGET = 3_000_000
 # What looking at a state costs beside its boxes.
 LOOKED_AT = 1_000
-# Without joint steps there is no constructive search to fall back on.
-CLASSICAL_BUDGET = 60_000_000
+# Without joint steps: over whole axes first, for a program to fall back on, then over their parts.
+AXES_BUDGET = 20_000_000
+CLASSICAL_BUDGET = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _with(state: State, dim: int, cut: Cut) -> State:
 
 def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
     """The cheapest path, or the best known when the work allowed is done; None for no limit."""
-    known = constructive_search(problem) if problem.steps == JOINT else None
+    known = constructive_search(problem) if problem.steps == JOINT else _over_axes(problem)
     bar = math.inf if known is None else path_cost(problem, known)
     least = problem.distance(problem.source)
     if bar == least:
@@ -242,6 +244,20 @@ def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outc
     except _OverBudgetError:
         return Outcome(known, False, search.work)
     return Outcome(known if found is None else found, True, search.work)
+
+
+def _over_axes(problem: Problem) -> Path | None:
+    """The cheapest path that moves whole axes, or None where none is found in the work allowed."""
+    if all(len(unit) == 1 for frame in problem.space.frames for unit in frame.units):
+        # The axes are prime: the same search follows anyway.
+        return None
+    whole = AxisProblem(problem)
+    least = whole.problem.distance(whole.problem.source)
+    try:
+        found = _a_star(_Search(whole.problem, AXES_BUDGET), whole.problem.source, least, math.inf)
+    except _OverBudgetError:
+        return None
+    return None if found is None else tuple(map(whole.parts, found))
 
 
 def _a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:

@@ -47,6 +47,7 @@ class Frame:
         mesh: the devices; ranks are numbered here by their place in `ranks`.
         boundaries: rising, from 1 to the mesh's size, each a multiple of the one before.
         first: the number of the first atom, so that atoms of several frames differ.
+        is_whole: whether what lies between two boundaries stays one atom, of whatever size.
 
     >>> frame = Frame(DeviceMesh.of(x=4, y=3), [1, 4, 12])
     >>> frame.sizes, [str(frame.axis(atom)) for atom in frame.atoms]
@@ -55,18 +56,22 @@ class Frame:
     (2, 0, 1)
     """
 
-    def __init__(self, mesh: DeviceMesh, boundaries: Sequence[int], first: int = 0) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, boundaries: Sequence[int], first: int = 0, *, is_whole: bool = False
+    ) -> None:
         self.mesh = mesh
+        self.boundaries = tuple(boundaries)
         self.first = first
         begins: list[int] = []
         sizes: list[int] = []
         units: list[tuple[int, ...]] = []
         for low, high in itertools.pairwise(boundaries):
             begin = first + len(sizes)
-            for prime in prime_factors(high // low):
+            whole = [high // low] if high > low else []
+            for size in whole if is_whole else prime_factors(high // low):
                 begins.append(low)
-                sizes.append(prime)
-                low *= prime
+                sizes.append(size)
+                low *= size
             units.append(tuple(range(begin, first + len(sizes))))
         # The atoms between two boundaries: an axis, or the part of one that is in use.
         self.units = tuple(unit for unit in units if unit)
