@@ -267,9 +267,9 @@ class Exchange:
         for one in step.messages:
             if not one.message.is_sent:
                 for (view, part), piece in zip(one.staged, one.message.pieces, strict=False):
-                    _put(view, part, piece.reduction)
+                    put(view, part, piece.reduction)
         for kept in step.kept:
-            _put(kept.target, kept.source, kept.reduction)
+            put(kept.target, kept.source, kept.reduction)
         step.is_done = True
 
 
@@ -331,7 +331,8 @@ class _Slots:
             step.follows.append(self._users[turn - self._count])
 
 
-def _put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
+def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
+    """Copy what has arrived into its place, or combine it with what is there."""
     if reduction is None:
         target.copy_(source)
     else:

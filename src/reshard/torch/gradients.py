@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from reshard.errors import PlanError, ShardError
 from reshard.layout import Layout
 from reshard.planning.plan import Plan
+from reshard.sharding import ShardingSpec
 from reshard.torch.sides import Side
 
 
@@ -68,10 +69,18 @@ def way_back(plan: Plan, source: Side) -> tuple[Layout, Side]:
             f"the target leaves out elements, so there is no way back for gradients ({error}); "
             "detach the tensor"
         ) from error
+    spec = spec_without_contributions(source.spec)
     if source.mesh is None:
-        return after, Side(before)
+        return after, Side(before, spec=spec)
     placements = [Replicate() if one.is_partial() else one for one in source.placements]
-    return after, Side(before, source.mesh, tuple(placements))
+    return after, Side(before, source.mesh, tuple(placements), spec)
+
+
+def spec_without_contributions(spec: ShardingSpec | None) -> ShardingSpec | None:
+    """The same with every contribution taken for a copy of the whole; None where that is unsaid."""
+    if spec is None or spec.only:
+        return None
+    return ShardingSpec(spec.mesh, spec.dim_specs)
 
 
 def _without_contributions(layout: Layout) -> Layout:

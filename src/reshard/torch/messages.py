@@ -17,6 +17,7 @@ Both ends of a message list its pieces in the same way, so nothing but elements 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.dtypes import dtype as as_dtype
 from reshard.layout import Layout
+from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 
@@ -138,18 +141,19 @@ class RankMessages:
 
 
 @dataclass(slots=True, eq=False)
-class _Listing:
-    """Pieces by the order of their contributions and by peer."""
+class Listing:
+    """What a rank sends and receives, in pieces, by the order of contributions and by peer."""
 
     sent: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     kept: dict[int, list[Kept]] = field(default_factory=dict)
 
     def add(self, movement: Movement, rank: int) -> None:
+        """List the pieces of one tensor."""
         plan, rows = movement.plan, movement.received
         sources = cells_of(plan.source, rank, movement.source)
         targets = cells_of(plan.target, rank, movement.target)
-        for row in _in_order(rows):
+        for row in in_order(rows):
             order = int(rows.order[row])
             reduction = (plan.source.reduction or "sum") if order else None
             shape = rows.shape[row]
@@ -162,7 +166,7 @@ class _Listing:
                 travels = movement.dtype or view.dtype
                 self.received.setdefault(at, []).append(Piece(view, travels, reduction))
         rows = movement.sent
-        for row in _in_order(rows):
+        for row in in_order(rows):
             view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
             at = (int(rows.order[row]), int(rows.target_slot[row]))
             travels = movement.dtype or view.dtype
@@ -179,7 +183,7 @@ def messages_of(
         rank: this rank, among `ranks`.
         message_bytes: the most bytes of a message, the same on every rank; a multiple of 16.
     """
-    listing = _Listing()
+    listing = Listing()
     for movement in movements:
         listing.add(movement, rank)
     messages = []
@@ -275,7 +279,15 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     return cells
 
 
-def _in_order(rows: Transfers) -> list[int]:
+@functools.lru_cache(maxsize=256)
+def transfers_of(plan: Plan, rank: int) -> Transfers:
+    """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
+    dtype = plan.dtype or as_dtype("uint8")
+    job = Job([JobItem.between_ranks("tensor", dtype, plan.source, plan.target)])
+    return job.for_rank(rank).get("tensor", Transfers.none(plan.source.ndim))
+
+
+def in_order(rows: Transfers) -> list[int]:
     """The rows in the order both ends of a message list them."""
     columns = [rows.target_cell, rows.source_cell, rows.order, *rows.start.T[::-1]]
     order: list[int] = np.lexsort(columns).tolist()

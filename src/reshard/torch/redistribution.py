@@ -3,7 +3,8 @@
 1. Both sides become layouts over global ranks, whoever describes them (`sides`).
 2. Every rank checks its own arguments; all agree that they mean the same (`agreement`). Ranks
    that hold nothing of the source may leave its description to those that do.
-3. This rank's part of the plan is exchanged within a limit of memory (`exchange`).
+3. This rank's part of the plan is exchanged within a limit of memory (`exchange`); or a program of
+   collectives is run, where that is asked for, or is quicker (`methods`, `program_run`).
 4. All confirm that they are done: where one rank fails, all raise.
 
 Gradients flow: the way back of a redistribution is one from the target to the source.
@@ -11,7 +12,6 @@ Gradients flow: the way back of a redistribution is one from the target to the s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,21 +20,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
-from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
+from reshard.topology import Topology
 from reshard.torch.agreement import Intent, agree, answering, confirm
+from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange import (
     DEFAULT_EXTRA_BYTES,
     Exchange,
     complete_contributions,
     message_bytes_of,
 )
-from reshard.torch.gradients import flowing, way_back
-from reshard.torch.messages import Movement
+from reshard.torch.gradients import flowing, spec_without_contributions, way_back
+from reshard.torch.messages import Movement, transfers_of
+from reshard.torch.methods import Method, method_digest, program_back, program_for
+from reshard.torch.program_run import ProgramRun
 from reshard.torch.sides import (
     Description,
     Side,
@@ -48,19 +52,24 @@ class Redistribution:
     """A redistribution that has begun. `wait()` gives its result; every rank calls it.
 
     `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are this
-    rank's.
+    rank's. `program` is what runs, all of it in `wait`; None where messages are exchanged.
     """
 
     def __init__(self, prepared: _Prepared, group: dist.ProcessGroup | None) -> None:
         self._prepared = prepared
         self._group = group
-        self._exchange = exchange = prepared.exchange(group)
+        self._run = run = prepared.run(group)
         self._is_done = False
         self.plan = prepared.plan
-        self.received_bytes = exchange.received_bytes
-        self.sent_bytes = exchange.sent_bytes
-        self.extra_bytes = exchange.extra_bytes
-        exchange.start()
+        self.program = prepared.program
+        self.received_bytes = run.received_bytes
+        self.sent_bytes = run.sent_bytes
+        run.start()
+
+    @property
+    def extra_bytes(self) -> int:
+        """The memory that is used beyond source and target; of a program, until now."""
+        return self._run.extra_bytes
 
     def wait(self) -> Any:
         """The result, once it is there.
@@ -74,14 +83,15 @@ class Redistribution:
 
     def _finish(self) -> None:
         prepared = self._prepared
-        if self._exchange.has_failed:
+        if self._run.has_failed:
             raise RunError("this redistribution failed; its result is not usable")
         try:
-            self._exchange.finish()
-            complete_contributions(self.plan, dist.get_rank(), prepared.local)
+            self._run.finish()
+            if prepared.program is None:
+                complete_contributions(self.plan, dist.get_rank(), prepared.local)
             confirm(self._group)
         except BaseException as error:
-            self._exchange.has_failed = True
+            self._run.has_failed = True
             if isinstance(error, ReshardError):
                 told = "out is" if prepared.out is not None else "the result is"
                 raise RunError(f"{error}; {told} partly new and not usable") from error
@@ -102,10 +112,13 @@ def redistribute(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     extra_bytes: int = DEFAULT_EXTRA_BYTES,
+    method: Method = "auto",
+    topology: Topology | None = None,
 ) -> Any:
     """A tensor in another layout, on every rank of `group`, all of which call this.
 
-    Each rank receives exactly the elements that it lacks.
+    Each rank receives exactly the elements that it lacks; by a program of collectives it may
+    receive more, in less time.
 
     Args:
         tensor: a DTensor, or this rank's local tensor of `source`; None where it has none.
@@ -120,6 +133,10 @@ def redistribute(
         group: of all ranks of source and target; all ranks when None.
         async_op: whether to return a `Redistribution` at once, whose `wait()` gives the result.
         extra_bytes: the most memory beyond source and target, on each rank.
+        method: "exchange" for messages of what each rank lacks; "program" for the collectives
+            that `reshard.collectives.find_program` finds, or a `Program` to run; "auto" for the
+            quicker one of both on `topology`, and the exchange where none is given.
+        topology: the hosts of the ranks and the links between them; the same on all ranks.
 
     Returns:
         `out` where given; else a DTensor where the target is a torch mesh with torch's
@@ -136,7 +153,9 @@ def redistribute(
         raise UsageError(
             f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
         )
-    request = _Request(tensor, target, source, shape, dtype, out, extra_bytes, async_op)
+    request = _Request(
+        tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
+    )
     prepared = _agreed(request, group)
     if prepared.has_gradient:
         return _with_gradient(tensor, prepared, group)
@@ -148,18 +167,33 @@ def _with_gradient(
     tensor: torch.Tensor | None, prepared: _Prepared, group: dist.ProcessGroup | None
 ) -> Any:
     after, before = way_back(prepared.plan, prepared.source)
-    target = before.layout if before.mesh is None else (before.mesh, before.placements)
+    target: Description = before.layout
+    if before.mesh is not None:
+        target = (before.mesh, before.placements)
 
     def back(gradient: torch.Tensor) -> Any:
+        source: Description | None = after
+        options: dict[str, Any] = {"group": group, "extra_bytes": prepared.extra_bytes}
+        spec = spec_without_contributions(prepared.target.spec)
         if isinstance(gradient, DTensor):
-            return redistribute(gradient, target, group=group, extra_bytes=prepared.extra_bytes)
+            source, spec = None, sharding_of(gradient)
+        program = None
+        if prepared.program is not None:
+            ranks = dist.get_world_size(group)
+            ends = (spec, before.spec, before.layout.shape)
+            program = program_back(*ends, prepared.dtype, ranks, prepared.extra_bytes)
+        into = target
+        if program is not None:
+            into = target if before.spec is None or before.mesh is not None else before.spec
+            if source is not None:
+                source, options["shape"] = spec, before.layout.shape
         return redistribute(
-            None if prepared.local is None else gradient,
-            target,
-            source=after,
+            gradient if prepared.local is not None or source is None else None,
+            into,
+            source=source,
             dtype=prepared.dtype,
-            group=group,
-            extra_bytes=prepared.extra_bytes,
+            method=program or "exchange",
+            **options,
         )
 
     return flowing(tensor, lambda: Redistribution(prepared, group).wait(), back)
@@ -177,6 +211,8 @@ class _Request:
     out: torch.Tensor | None
     extra_bytes: int
     async_op: bool
+    method: Method
+    topology: Topology | None
 
     @property
     def is_open(self) -> bool:
@@ -215,11 +251,22 @@ class _Prepared:
     dtype: torch.dtype
     device: torch.device
     extra_bytes: int
+    program: Program | None
     has_gradient: bool = False
 
-    def exchange(self, group: dist.ProcessGroup | None) -> Exchange:
-        """The exchange of this rank's part."""
+    def run(self, group: dist.ProcessGroup | None) -> Exchange | ProgramRun:
+        """This rank's part, to start and finish."""
         rank = dist.get_rank()
+        if self.program is not None:
+            return ProgramRun(
+                self.program,
+                self.own,
+                self.local,
+                self.dtype,
+                group,
+                self.device,
+                self.extra_bytes,
+            )
         if self.local is not None and self.plan.target.is_padded:
             self.local.zero_()
         movement = Movement.of(self.plan, self.transfers, rank, self.own, self.local)
@@ -276,6 +323,7 @@ def _intent(prepared: _Prepared | None, problem: str | None, request: _Request) 
             "source": prepared.plan.source.fingerprint,
             "target": prepared.plan.target.fingerprint,
             "extra_bytes": str(prepared.extra_bytes).encode(),
+            "method": method_digest(prepared.program),
         }
     return Intent(parts, problem, prepared is None and problem is None, request.notes)
 
@@ -286,13 +334,14 @@ def _told(
     """The request with the source that one rank tells all others."""
     told: list[Any] = [None]
     if prepared is not None:
-        told = [(prepared.plan.source, prepared.dtype)]
+        before = prepared.source
+        told = [(before.spec or before.layout, before.layout.shape, prepared.dtype)]
     with answering("nothing was moved"):
         dist.broadcast_object_list(told, teller, group)
     if not request.is_open:
         return request
-    source, dtype = told[0]
-    return replace(request, source=source, dtype=dtype)
+    source, shape, dtype = told[0]
+    return replace(request, source=source, shape=shape, dtype=dtype)
 
 
 def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
@@ -327,19 +376,14 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else _device(group)
     local = _target_local(request.out, after, dtype, own, device)
-    transfers = _transfers(plan, rank)
-    out = request.out
-    return _Prepared(
-        plan, before, after, own, local, out, transfers, dtype, device, request.extra_bytes
+    transfers = transfers_of(plan, rank)
+    program = program_for(
+        request.method, request.topology, before, after, dtype, group, request.extra_bytes
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _transfers(plan: Plan, rank: int) -> Transfers:
-    """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
-    dtype = plan.dtype or as_dtype("uint8")
-    job = Job([JobItem.between_ranks("tensor", dtype, plan.source, plan.target)])
-    return job.for_rank(rank).get("tensor", Transfers.none(plan.source.ndim))
+    out, most_bytes = request.out, request.extra_bytes
+    return _Prepared(
+        plan, before, after, own, local, out, transfers, dtype, device, most_bytes, program
+    )
 
 
 def _target_local(

@@ -28,11 +28,15 @@ Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors."""
+    """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors.
+
+    `spec` is the sharding that it is of; None where it was given as a layout.
+    """
 
     layout: Layout
     mesh: Any = None
     placements: tuple[Any, ...] = ()
+    spec: ShardingSpec | None = None
 
     @classmethod
     def of(cls, described: Description, shape: Sequence[int] | None, what: str) -> Side:
@@ -45,15 +49,15 @@ class Side:
         if isinstance(described, Layout):
             return cls(described)
         if isinstance(described, ShardingSpec):
-            return cls(described.layout(_shape(shape, what)))
+            return cls(described.layout(_shape(shape, what)), spec=described)
         if isinstance(described, tuple) and len(described) == 2:
             mesh, placements = described
             if hasattr(mesh, "mesh_dim_names") and isinstance(placements, list | tuple):
                 spec = sharding_of_placements(mesh, placements, len(_shape(shape, what)))
                 layout = spec.layout(_shape(shape, what))
                 if all(isinstance(one, TorchPlacement) for one in placements):
-                    return cls(layout, mesh, tuple(placements))
-                return cls(layout)
+                    return cls(layout, mesh, tuple(placements), spec)
+                return cls(layout, spec=spec)
         raise UsageError(
             f"a {what} of type {type(described).__name__}; give (torch DeviceMesh, [placements]), "
             "a ShardingSpec or a Layout"
@@ -62,8 +66,9 @@ class Side:
     @classmethod
     def of_tensor(cls, tensor: DTensor) -> Side:
         """The side of a DTensor."""
-        layout = sharding_of(tensor).layout(tuple(tensor.shape))
-        return cls(layout, tensor.device_mesh, tuple(tensor.placements))
+        spec = sharding_of(tensor)
+        layout = spec.layout(tuple(tensor.shape))
+        return cls(layout, tensor.device_mesh, tuple(tensor.placements), spec)
 
     def shape_on(self, rank: int) -> tuple[int, ...] | None:
         """The local shape on a rank; None where it holds nothing."""
