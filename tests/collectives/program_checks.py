@@ -31,17 +31,24 @@ def check(program: Program, live_shard: int | None = 0) -> None:
     dense = contributions(program.source, program.shape)
     held = shards_of(contents_of_spec(program.source, program.shape), dense)
     before = {rank: array.copy() for rank, array in held.items()}
-    found, direct = program.run(held), reshard.plan(source, target).run(held)
-    assert found.keys() == direct.keys()
-    if program.target.partial_axes:
-        # Contributions may be combined in other places; what they combine to is the same.
-        found, direct = whole(program, found), whole(program, direct)
-    assert same(found, direct)
+    plan = reshard.plan(source, target)
+    wanted = plan.run(held)
+    for found in (program.run(held, stepwise=True), program.run(held)):
+        assert found.keys() == wanted.keys()
+        if program.target.partial_axes:
+            # Contributions may be combined in other places; what they combine to is the same.
+            assert same(whole(program, found), whole(program, wanted))
+        else:
+            assert same(found, wanted)
     assert same(held, before)
     if live_shard is not None:
         ends = max(int(side.cell_shape.prod(axis=1).max()) for side in (source, target))
         assert program.live_shard <= (live_shard or ends)
     assert is_exchange(program) or program.moved_elements >= program.lower_bound_elements
+    # Messages alone send every contribution to whoever wants it; programs combine on the way.
+    assert program.lower_bound_elements <= plan.lower_bound_elements
+    if plan.source.contributions <= plan.target.contributions:
+        assert program.lower_bound_elements == plan.lower_bound_elements
     for step in program.steps:
         assert step.sent_elements.sum() == step.received_elements.sum() == step.moved_elements
         assert not isinstance(step, Slice) or step.moved_elements == 0
