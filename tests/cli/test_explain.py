@@ -325,7 +325,7 @@ def test_the_document_shows_what_the_command_prints(folder: Path) -> None:
             run = run_alone(*shlex.split(command)[2:], cwd=folder, PYTHONIOENCODING="utf-8")
             assert run.output == output
             compared += 1
-    assert compared == 5
+    assert compared == 6
 
 
 def test_ascii_terminals_get_ascii(folder: Path) -> None:
