@@ -11,7 +11,8 @@ the smallest box that holds both::
          within a host      between hosts      between racks
 
 What is planned depends on who shares a host alone. Bandwidths and latencies are for telling
-how long a plan takes, and may be left out where nobody asks that.
+how long a plan takes, and may be left out where nobody asks that. `Overhead` is what takes time
+beside messages, and slows them, where somebody has measured it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,60 @@ class Link:
             object.__setattr__(self, name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What takes time beside messages that each have a link for themselves. None is not counted.
+
+    Copies are described by links, too: their latency is that of one run of bytes that lie side by
+    side, so that many short runs take longer than a long one.
+
+    Args:
+        call_s: seconds of any movement, however little it moves: ranks agree and prepare.
+        copies: packing, unpacking and moving in place, by one rank.
+        shared_messages: the messages between ranks of one host, of all of them together: they
+            share its processors and its memory.
+        shared_copies: the copies of all ranks of a host together.
+        collectives: pairs of a kind of collective and the link between ranks of one host as that
+            kind finds it, what it combines included; kept sorted.
+
+    Raises LayoutError for seconds that cannot be, or what is no link.
+
+    >>> Overhead(2e-3, collectives=(("all-reduce", Link(1e9)),)).collective("all-reduce")
+    Link(bandwidth_bytes_per_s=1000000000.0, latency_s=0.0)
+    """
+
+    call_s: float = 0.0
+    copies: Link | None = None
+    shared_messages: Link | None = None
+    shared_copies: Link | None = None
+    collectives: tuple[tuple[str, Link], ...] = ()
+
+    def __post_init__(self) -> None:
+        seconds_s = self.call_s
+        is_number = isinstance(seconds_s, int | float) and not isinstance(seconds_s, bool)
+        if not is_number or not math.isfinite(seconds_s) or seconds_s < 0:
+            raise LayoutError(f"call_s is {seconds_s!r}; a finite number, 0 or more, was expected")
+        object.__setattr__(self, "call_s", float(seconds_s))
+        pairs = tuple(sorted(dict(self.collectives).items()))
+        object.__setattr__(self, "collectives", pairs)
+        links = [self.copies, self.shared_messages, self.shared_copies]
+        for link in [*filter(None, links), *(link for _, link in pairs)]:
+            if not isinstance(link, Link):
+                raise LayoutError(f"{link!r} is no link; give Link(bandwidth_bytes_per_s, ...)")
+
+    @property
+    def counts_copies(self) -> bool:
+        """Whether copies take time."""
+        return self.copies is not None or self.shared_copies is not None
+
+    def collective(self, kind: str) -> Link | None:
+        """The link between ranks of one host as a kind of collective finds it, if known."""
+        return dict(self.collectives).get(kind)
+
+
+NO_OVERHEAD = Overhead()
+
+
 class Topology(Interned):
     """Ranks on hosts, hosts in racks, and the links between them. Interned.
 
@@ -65,6 +120,7 @@ class Topology(Interned):
             of them left out. For hosts that have names see `of_names`.
         racks: the rack of each host, shape `(hosts,)`, numbered alike; one rack when None.
         within_host, between_hosts, between_racks: links, None where not known.
+        overhead: what takes time beside; nothing by default.
 
     Raises:
         LayoutError: no ranks, numbers with gaps, a wrong number of racks.
@@ -83,6 +139,7 @@ class Topology(Interned):
         within_host: Link | None = None,
         between_hosts: Link | None = None,
         between_racks: Link | None = None,
+        overhead: Overhead = NO_OVERHEAD,
     ) -> None:
         self.rank_host = _numbers(hosts, "host", "rank")
         self.ranks = len(self.rank_host)
@@ -97,6 +154,7 @@ class Topology(Interned):
         self.within_host = within_host
         self.between_hosts = between_hosts
         self.between_racks = between_racks
+        self.overhead = overhead
 
     @classmethod
     def of(
@@ -108,6 +166,7 @@ class Topology(Interned):
         within_host: Link | None = None,
         between_hosts: Link | None = None,
         between_racks: Link | None = None,
+        overhead: Overhead = NO_OVERHEAD,
     ) -> Topology:
         """Hosts with equally many ranks each, numbered host by host.
 
@@ -133,10 +192,11 @@ class Topology(Interned):
             within_host,
             between_hosts,
             between_racks,
+            overhead,
         )
 
     @classmethod
-    def of_names(cls, names: Iterable[Hashable], **links: Link | None) -> Topology:
+    def of_names(cls, names: Iterable[Hashable], **links: Any) -> Topology:
         """A topology from the name of each rank's host, numbered as they first appear.
 
         >>> Topology.of_names(["node-b", "node-a", "node-b"]).rank_host.tolist()
@@ -146,11 +206,11 @@ class Topology(Interned):
         return cls([number.setdefault(name, len(number)) for name in names], None, **links)
 
     def interning_key(self) -> object:
-        links = (self.within_host, self.between_hosts, self.between_racks)
+        links = (self.within_host, self.between_hosts, self.between_racks, self.overhead)
         return (self.rank_host.tobytes(), self.host_rack.tobytes(), links)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        links = (self.within_host, self.between_hosts, self.between_racks)
+        links = (self.within_host, self.between_hosts, self.between_racks, self.overhead)
         return (Topology, (self.rank_host, self.host_rack, *links))
 
     def host_of(self, ranks: ArrayLike) -> IntArray:

@@ -143,6 +143,7 @@ def _decided(
     method, less, more = "program", by_program, by_exchange
     if by_exchange.seconds_s < by_program.seconds_s:
         method, less, more = "exchange", by_exchange, by_program
-    saves_latency = more.latency_s - less.latency_s >= more.transfer_s - less.transfer_s
+    saved_s, saved_latency_s = more.seconds_s - less.seconds_s, more.latency_s - less.latency_s
+    saves_latency = 2 * saved_latency_s >= saved_s
     saved = "messages cost less" if saves_latency else "bytes take less time"
     return method, f"the {method} is quicker: its {saved}"

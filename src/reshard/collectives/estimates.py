@@ -10,6 +10,10 @@ gathers, reduce-scatters, all-reduces  the formulas, on the slowest link of the 
 all-to-alls, permutes, exchanges       messages, each on the link between its two ranks
 slices                                 no time
 =====================================  =========================================================
+
+Where the topology's `Overhead` says how long copies take, they are counted with messages, and
+with a slice at the end. Where it has a link of a kind of collective within a host, that is taken,
+for all-to-alls too. With the library "gloo" gathers are messages: so `reshard.torch` runs them.
 """
 
 from __future__ import annotations
@@ -19,13 +23,23 @@ from fractions import Fraction
 import numpy as np
 
 from reshard.collectives.program import Program
-from reshard.collectives.steps import AllGather, AllReduce, Permute, ReduceScatter, Slice, Step
+from reshard.collectives.steps import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 from reshard.cost.collective import collective_cost
+from reshard.cost.copies import Copies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
 from reshard.dtypes import dtype as as_dtype
-from reshard.planning.estimates import exchange_part
+from reshard.planning.estimates import exchanges_part
+from reshard.planning.plan import Plan
 from reshard.topology import Topology
 
 _FORMULAS_OF = (AllGather, ReduceScatter, AllReduce)
@@ -48,42 +62,72 @@ def program_estimate(
     """
     check_library(library)
     itemsize_bytes = as_dtype(dtype).itemsize_bytes
-    return Estimate(
-        tuple(step_part(step, itemsize_bytes, topology, library) for step in program.steps)
-    )
+    steps = program.steps
+    parts = [
+        step_part(step, itemsize_bytes, topology, library, not number, number == len(steps) - 1)
+        for number, step in enumerate(steps)
+    ]
+    return Estimate(tuple(parts), topology.overhead.call_s)
 
 
-def step_part(step: Step, itemsize_bytes: int, topology: Topology, library: str) -> Part:
-    """The seconds of one step for elements of so many bytes.
+def step_part(
+    step: Step,
+    itemsize_bytes: int,
+    topology: Topology,
+    library: str,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Part:
+    """The seconds of one step of a program for elements of so many bytes.
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
+    name = str(step)
     if isinstance(step, Slice):
-        return Part.nothing(str(step))
+        # A slice between two steps is a view; the last one is copied into the target.
+        if not is_last or not topology.overhead.counts_copies:
+            return Part.nothing(name)
+        whole = Plan(step.source_layout, step.target_layout)
+        return exchanges_part([whole], itemsize_bytes, topology, name)
     if isinstance(step, Permute):
         sent = step.received_elements * itemsize_bytes
         sender, receiver = np.array(step.pairs, dtype=np.int64).reshape(-1, 2).T
-        return message_cost(sender, receiver, sent[receiver], topology, str(step))
+        stays = receiver[sender == receiver]
+        held = step.target_layout.cell_shape.prod(axis=1)[stays] * itemsize_bytes
+        copies = Copies(stays, held, np.ones(len(stays), dtype=np.int64))
+        return message_cost(sender, receiver, sent[receiver], topology, name, copies)
+    if isinstance(step, AllGather) and library == "gloo":
+        # On gloo gathers are run as messages. Behind another step, its result lies in theirs.
+        return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=is_first)
+    kind = "all-to-all"
     if not isinstance(step, _FORMULAS_OF):
-        # A group for itself is as quick as beside the others: they share no rank.
-        parts = [exchange_part(plan, itemsize_bytes, topology, str(step)) for plan in step.plans]
+        if topology.overhead.collective(kind) is None or isinstance(step, Exchange):
+            # Groups share no rank, but may share a host.
+            return exchanges_part(step.plans, itemsize_bytes, topology, name)
     else:
-        parts = [
-            _collective_part(step, group, itemsize_bytes, topology, library)
-            for group in step.groups
-        ]
+        kind = step.name
+    parts = [
+        _collective_part(step, kind, group, itemsize_bytes, topology, library)
+        for group in step.groups
+    ]
     return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(str(step)))
 
 
 def _collective_part(
-    step: Step, group: tuple[int, ...], itemsize_bytes: int, topology: Topology, library: str
+    step: Step,
+    kind: str,
+    group: tuple[int, ...],
+    itemsize_bytes: int,
+    topology: Topology,
+    library: str,
 ) -> Part:
     busiest = max(
         int(counted[list(group)].max()) for counted in (step.sent_elements, step.received_elements)
     )
     if not busiest:
         return Part.nothing(str(step))
-    # The whole of which a ring of this group sends as much: exact, so that equal bytes tie.
-    parts = Fraction(FORMULAS[step.name]["ring"].parts(len(group)))
+    # The whole of which the algorithm of fewest bytes sends as much: exact, so that equals tie.
+    fewest = next(iter(FORMULAS[kind].values()))
+    parts = Fraction(fewest.parts(len(group)))
     size_bytes = busiest * itemsize_bytes * len(group) / parts
-    return collective_cost(step.name, group, size_bytes, topology, library, str(step))
+    return collective_cost(kind, group, size_bytes, topology, library, str(step))

@@ -22,6 +22,8 @@ def collective_cost(
 ) -> Part:
     """The seconds of one collective, on the slowest link of its group.
 
+    Within a host where the topology's `Overhead` has a link of this kind, that one is taken.
+
     Args:
         kind: a key of `FORMULAS`.
         ranks: the group.
@@ -43,8 +45,7 @@ def collective_cost(
     if not group or len(set(ranks)) != group:
         raise UsageError(f"a group of ranks {list(ranks)}; one rank or more, each once, expected")
     topology.host_of(ranks)
-    # A rank by itself has no link, and sends nothing.
-    link = slowest_link(topology, ranks) if group > 1 else Link(1)
+    link = _link(kind, ranks, topology)
     formula = fastest_formula(kind, group, size_bytes, link, library)
     return Part(
         name or kind,
@@ -54,3 +55,13 @@ def collective_cost(
         formula.latency_s(group, link),
         formula.transfer_s(group, size_bytes, link),
     )
+
+
+def _link(kind: str, ranks: Sequence[int], topology: Topology) -> Link:
+    """The link of a kind where it was measured, else the slowest one."""
+    if len(ranks) < 2:
+        # A rank by itself has no link, and sends nothing.
+        return Link(1)
+    is_one_host = len(set(topology.host_of(ranks).tolist())) == 1
+    measured = topology.overhead.collective(kind) if is_one_host else None
+    return measured or slowest_link(topology, ranks)

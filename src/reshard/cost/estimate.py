@@ -16,6 +16,7 @@ class Part:
         busiest_bytes: that it sends, or receives.
         latency_s: seconds for the messages' latencies.
         transfer_s: seconds for the bytes.
+        copy_s: seconds for packing, unpacking and copying, where that is counted.
     """
 
     name: str
@@ -24,11 +25,12 @@ class Part:
     busiest_bytes: float
     latency_s: float
     transfer_s: float
+    copy_s: float = 0.0
 
     @property
     def seconds_s(self) -> float:
         """Seconds from the beginning to the end."""
-        return self.latency_s + self.transfer_s
+        return self.latency_s + self.transfer_s + self.copy_s
 
     @classmethod
     def nothing(cls, name: str) -> Part:
@@ -40,6 +42,10 @@ class Part:
 class Estimate:
     """The parts of something, one behind the other, and their seconds.
 
+    Args:
+        parts: in their order.
+        call_s: seconds before and after all of them, see `reshard.topology.Overhead`.
+
     >>> estimate = Estimate((Part("all-gather(x)", "ring", 7, 7e6, 7e-5, 7e-3),))
     >>> round(estimate.seconds_s, 6)
     0.00707
@@ -50,38 +56,57 @@ class Estimate:
     """
 
     parts: tuple[Part, ...]
+    call_s: float = 0.0
 
     @property
     def seconds_s(self) -> float:
         """Seconds from the beginning to the end."""
-        return sum((part.seconds_s for part in self.parts), 0.0)
+        return sum((part.seconds_s for part in self.parts), self.call_s)
 
     @property
     def latency_s(self) -> float:
         """Seconds that do not depend on the sizes."""
-        return sum((part.latency_s for part in self.parts), 0.0)
+        return sum((part.latency_s for part in self.parts), self.call_s)
 
     @property
     def transfer_s(self) -> float:
         """Seconds that bytes are under way."""
         return sum((part.transfer_s for part in self.parts), 0.0)
 
+    @property
+    def copy_s(self) -> float:
+        """Seconds that ranks pack, unpack and copy, where that is counted."""
+        return sum((part.copy_s for part in self.parts), 0.0)
+
     def __str__(self) -> str:
         from reshard.show.quantities import bytes_text, duration_text, table
 
-        parts = list(self.parts)
         rows = [
-            (
-                part.name,
-                part.algorithm,
-                f"{part.messages:,}",
-                bytes_text(part.busiest_bytes),
-                *map(duration_text, (part.latency_s, part.transfer_s, part.seconds_s)),
-            )
-            for part in parts
+            (part.name, part.algorithm, f"{part.messages:,}", bytes_text(part.busiest_bytes))
+            for part in self.parts
         ]
-        if len(parts) != 1:
-            times = map(duration_text, (self.latency_s, self.transfer_s, self.seconds_s))
-            rows.append(("together", "", "", "", *times))
-        headers = ("part", "algorithm", "messages", "bytes", "latency", "transfer", "time")
-        return table(rows, headers, "llrrrrr")
+        times = [
+            (part.latency_s, part.transfer_s, part.copy_s, part.seconds_s) for part in self.parts
+        ]
+        if self.call_s:
+            rows.insert(0, ("call", "", "", ""))
+            times.insert(0, (self.call_s, 0.0, 0.0, self.call_s))
+        if len(rows) != 1:
+            rows.append(("together", "", "", ""))
+            times.append((self.latency_s, self.transfer_s, self.copy_s, self.seconds_s))
+        headers = [
+            "part",
+            "algorithm",
+            "messages",
+            "bytes",
+            "latency",
+            "transfer",
+            "copies",
+            "time",
+        ]
+        shown = [[*row, *map(duration_text, time)] for row, time in zip(rows, times, strict=True)]
+        if not self.copy_s:
+            # Most topologies do not count copies.
+            for line in (headers, *shown):
+                del line[6]
+        return table(shown, headers, "ll" + "r" * (len(headers) - 2))

@@ -33,7 +33,8 @@ two in doubling either, and, run backwards, in halving (Träff 2023); Sanders, S
 "Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan", 2009 (tree, in many
 small messages); Chan et al., "Collective communication: theory, practice, and experience", 2007.
 
-Combining contributions and packing take no time here, and links do not slow one another down.
+Combining contributions and packing take no time here, and links do not slow one another down;
+where that was measured, a topology's `Overhead` has links of each kind that know of it.
 """
 
 from __future__ import annotations
@@ -151,6 +152,12 @@ def check_library(library: str) -> None:
         raise UsageError(f"unknown library {library!r}; it is one of {', '.join(LIBRARIES)}")
 
 
+def check_kind(kind: str) -> None:
+    """Raises UsageError for a kind of collective that is not a key of `FORMULAS`."""
+    if kind not in FORMULAS:
+        raise UsageError(f"unknown kind of collective {kind!r}; it is one of {', '.join(FORMULAS)}")
+
+
 def fastest_formula(
     kind: str, group: int, size_bytes: float | Fraction, link: Link, library: str = "any"
 ) -> Formula:
@@ -171,8 +178,7 @@ def fastest_formula(
     ['bruck', 'pairwise']
     """
     check_library(library)
-    if kind not in FORMULAS:
-        raise UsageError(f"unknown kind of collective {kind!r}; it is one of {', '.join(FORMULAS)}")
+    check_kind(kind)
     if group < 1:
         raise UsageError(f"a {kind} in a group of {group} ranks; 1 or more were expected")
     if not 0 <= size_bytes < float("inf"):

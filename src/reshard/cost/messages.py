@@ -7,15 +7,24 @@ than its busiest rank does::
     rank 1 sends:   | alpha | bytes to 0 (host) |
     seconds:        |<-- the longest of all ranks, and of both directions ---------->|
 
+Where the topology's `Overhead` says so, two things more are counted:
+
+- A rank packs and unpacks (`reshard.cost.copies`) while it neither sends nor receives.
+- The ranks of a host share it: no host takes less than its messages and copies take of all its
+  ranks together.
+
 Messages and bytes are summed as whole numbers, for each rank and each level of links, before
 they are multiplied. So the answer does not depend on the order, and is the same on all ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import ArrayLike
 
+from reshard.cost.copies import Copies, FloatArray, copy_s
 from reshard.cost.estimate import Part
 from reshard.cost.links import LEVELS, link_levels, link_of
 from reshard.errors import UsageError
@@ -29,14 +38,16 @@ def message_cost(
     size_bytes: ArrayLike,
     topology: Topology,
     name: str = "exchange",
+    copies: Copies | None = None,
 ) -> Part:
-    """The seconds until the last message has arrived.
+    """The seconds until the last message has arrived, and is where it belongs.
 
     Args:
         sender, receiver, size_bytes: of each piece, all of shape `(pieces,)`. The pieces from
             one rank to another are one message; those that stay on a rank take no time.
         topology: the hosts of the ranks, and the links.
         name: for people.
+        copies: what ranks copy beside; it takes time where the topology's overhead says so.
 
     Raises:
         UsageError: columns of different lengths, or a negative size.
@@ -65,36 +76,78 @@ def message_cost(
     np.add.at(total, of_piece.reshape(-1), size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
     of_pair[of_piece.reshape(-1)] = levels
+    work = _Work(name, topology, of_pair, total, copies or Copies.none())
     best = Part.nothing(name)
     for ranks in (pair // topology.ranks, pair % topology.ranks):
-        best = max(best, _busiest(ranks, of_pair, total, topology, name), key=_seconds)
-    return best
+        best = max(best, work.of_busiest_rank(ranks), key=_seconds)
+    return max(best, work.of_busiest_host(pair // topology.ranks), key=_seconds)
 
 
 def _seconds(part: Part) -> float:
     return part.seconds_s
 
 
-def _busiest(
-    ranks: IntArray, levels: IntArray, size_bytes: IntArray, topology: Topology, name: str
-) -> Part:
-    """What the rank that takes longest sends, or receives; the first of equals."""
-    count = np.zeros((len(LEVELS), topology.ranks), dtype=np.int64)
-    total = np.zeros_like(count)
-    np.add.at(count, (levels, ranks), 1)
-    np.add.at(total, (levels, ranks), size_bytes)
-    latency_s = np.zeros(topology.ranks)
-    transfer_s = np.zeros(topology.ranks)
-    for level in np.unique(levels).tolist():
-        link = link_of(topology, level)
-        latency_s += count[level] * link.latency_s
-        transfer_s += total[level] / link.bandwidth_bytes_per_s
-    rank = int((latency_s + transfer_s).argmax())
-    return Part(
-        name,
-        "direct",
-        int(count[:, rank].sum()),
-        float(total[:, rank].sum()),
-        float(latency_s[rank]),
-        float(transfer_s[rank]),
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Messages by their pair of ranks, with the level of the link and bytes, and copies."""
+
+    name: str
+    topology: Topology
+    levels: IntArray
+    size_bytes: IntArray
+    copies: Copies
+
+    def of_busiest_rank(self, ranks: IntArray) -> Part:
+        """What the rank that takes longest sends, or receives; the first of equals."""
+        topology = self.topology
+        count = np.zeros((len(LEVELS), topology.ranks), dtype=np.int64)
+        total = np.zeros_like(count)
+        np.add.at(count, (self.levels, ranks), 1)
+        np.add.at(total, (self.levels, ranks), self.size_bytes)
+        latency_s = np.zeros(topology.ranks)
+        transfer_s = np.zeros(topology.ranks)
+        for level in np.unique(self.levels).tolist():
+            link = link_of(topology, level)
+            latency_s += count[level] * link.latency_s
+            transfer_s += total[level] / link.bandwidth_bytes_per_s
+        copying_s = copy_s(*self.copies.by_rank(topology.ranks), topology.overhead.copies)
+        return self._longest(count.sum(axis=0), total.sum(axis=0), latency_s, transfer_s, copying_s)
+
+    def of_busiest_host(self, sender: IntArray) -> Part:
+        """What takes longest of what all ranks of a host do together, as far as they share it."""
+        topology, overhead = self.topology, self.topology.overhead
+        count = np.zeros(topology.hosts, dtype=np.int64)
+        total = np.zeros_like(count)
+        near = self.levels == 0
+        host = topology.host_of(sender[near])
+        np.add.at(count, host, 1)
+        np.add.at(total, host, self.size_bytes[near])
+        shared = overhead.shared_messages
+        latency_s = count * (shared.latency_s if shared else 0.0)
+        transfer_s = np.zeros(topology.hosts)
+        if shared is not None:
+            transfer_s += total / shared.bandwidth_bytes_per_s
+        of_host = Copies(
+            topology.host_of(self.copies.rank), self.copies.size_bytes, self.copies.runs
+        )
+        copying_s = copy_s(*of_host.by_rank(topology.hosts), overhead.shared_copies)
+        return self._longest(count, total, latency_s, transfer_s, copying_s)
+
+    def _longest(
+        self,
+        messages: IntArray,
+        size_bytes: IntArray,
+        latency_s: FloatArray,
+        transfer_s: FloatArray,
+        copying_s: FloatArray,
+    ) -> Part:
+        at = int((latency_s + transfer_s + copying_s).argmax())
+        return Part(
+            self.name,
+            "direct",
+            int(messages[at]),
+            float(size_bytes[at]),
+            float(latency_s[at]),
+            float(transfer_s[at]),
+            float(copying_s[at]),
+        )

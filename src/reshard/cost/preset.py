@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.cost.formulas import check_library
+from reshard.cost.formulas import check_kind, check_library
 from reshard.errors import LayoutError
-from reshard.topology import Link, Topology
+from reshard.topology import NO_OVERHEAD, Link, Overhead, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,11 @@ class Preset:
         between_hosts: the link between hosts; None for a machine of one host.
         hosts_per_rack: hosts that `between_hosts` joins; all of them when None.
         between_racks: the link beyond.
+        overhead: what takes time beside messages; nothing by default.
 
     Raises:
         LayoutError: a number of ranks or hosts below 1, or racks without a link between them.
-        UsageError: an unknown library.
+        UsageError: an unknown library, or an unknown kind of collective.
     """
 
     name: str
@@ -36,9 +37,12 @@ class Preset:
     between_hosts: Link | None = None
     hosts_per_rack: int | None = None
     between_racks: Link | None = None
+    overhead: Overhead = NO_OVERHEAD
 
     def __post_init__(self) -> None:
         check_library(self.library)
+        for kind, _ in self.overhead.collectives:
+            check_kind(kind)
         if (self.hosts_per_rack is None) != (self.between_racks is None):
             raise LayoutError(
                 f"preset {self.name!r} gives one of hosts_per_rack and between_racks; give both "
@@ -66,4 +70,5 @@ class Preset:
             within_host=self.within_host,
             between_hosts=self.between_hosts,
             between_racks=self.between_racks,
+            overhead=self.overhead,
         )

@@ -15,10 +15,30 @@
     [between_hosts]                     # optional
     bandwidth_bytes_per_s = 50e9
     latency_s = 14e-6
+
+    [overhead]                          # optional, as all below: see reshard.topology.Overhead
+    call_s = 2e-3
+
+    [overhead.copies]                   # of one rank; latency_s is that of a run of bytes
+    bandwidth_bytes_per_s = 4e9
+    latency_s = 1e-8
+
+    [overhead.shared_messages]          # of all ranks of a host together
+    bandwidth_bytes_per_s = 3e9
+    latency_s = 50e-6
+
+    [overhead.shared_copies]
+    bandwidth_bytes_per_s = 6e9
+    latency_s = 1e-8
+
+    [overhead.collectives.all-reduce]   # the link between ranks of a host for this kind
+    bandwidth_bytes_per_s = 5e8
+    latency_s = 200e-6
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from functools import cache
 from importlib import resources
@@ -28,7 +48,7 @@ from typing import Any
 from reshard.cost.links import LEVELS
 from reshard.cost.preset import Preset
 from reshard.errors import LayoutError, UsageError
-from reshard.topology import Link
+from reshard.topology import NO_OVERHEAD, Link, Overhead
 
 _REQUIRED = {"name": str, "library": str, "ranks_per_host": int, "within_host": dict}
 _OPTIONAL = {
@@ -36,7 +56,10 @@ _OPTIONAL = {
     "hosts_per_rack": int,
     "between_hosts": dict,
     "between_racks": dict,
+    "overhead": dict,
 }
+_OVERHEAD_LINKS = ("copies", "shared_messages", "shared_copies")
+_OVERHEAD = {"call_s", "collectives", *_OVERHEAD_LINKS}
 _LINK = {"bandwidth_bytes_per_s", "latency_s"}
 
 
@@ -109,18 +132,81 @@ def read_preset(content: bytes, where: str) -> Preset:
             raise LayoutError(f"{where} has no {key!r}; add it")
     links = {key: _link(table[key], where, key) for key in LEVELS if key in table}
     fields: dict[str, Any] = {"description": ""} | table | links
+    if "overhead" in table:
+        fields["overhead"] = _overhead(table["overhead"], where)
     try:
         return Preset(**fields)
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from error
 
 
-def _link(table: dict[str, object], where: str, key: str) -> Link:
+def preset_text(preset: Preset, comment: str = "") -> str:
+    """The TOML file of a preset, with lines of comment above; `load_preset` reads it back.
+
+    >>> preset = load_preset("gloo-host")
+    >>> print(preset_text(preset, "measured by hand"), end="")
+    # measured by hand
+    name = "gloo-host"
+    description = "4 processes of one host, gloo over loopback TCP; an order of magnitude"
+    library = "gloo"
+    ranks_per_host = 4
+    <BLANKLINE>
+    [within_host]
+    bandwidth_bytes_per_s = 2000000000.0
+    latency_s = 0.0001
+    >>> read_preset(preset_text(preset).encode(), "it") == preset
+    True
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    for key in ("name", "description", "library"):
+        # A string of JSON is one of TOML, but for DEL, which TOML wants escaped.
+        text = json.dumps(getattr(preset, key), ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{key} = {text}")
+    lines.append(f"ranks_per_host = {preset.ranks_per_host}")
+    if preset.hosts_per_rack is not None:
+        lines.append(f"hosts_per_rack = {preset.hosts_per_rack}")
+    tables: list[tuple[str, Link | None]] = [(key, getattr(preset, key)) for key in LEVELS]
+    overhead = preset.overhead
+    if overhead != NO_OVERHEAD:
+        lines += ["", "[overhead]", f"call_s = {overhead.call_s!r}"]
+    tables += [(f"overhead.{key}", getattr(overhead, key)) for key in _OVERHEAD_LINKS]
+    tables += [(f"overhead.collectives.{kind}", link) for kind, link in overhead.collectives]
+    for key, link in tables:
+        if link is not None:
+            lines += ["", f"[{key}]", f"bandwidth_bytes_per_s = {link.bandwidth_bytes_per_s!r}"]
+            lines.append(f"latency_s = {link.latency_s!r}")
+    return "\n".join([*lines, ""])
+
+
+def _overhead(table: dict[str, Any], where: str) -> Overhead:
+    unknown = sorted(set(table) - _OVERHEAD)
+    if unknown:
+        raise LayoutError(
+            f"{where}: [overhead] has the key {unknown[0]!r}; it is one of {sorted(_OVERHEAD)}"
+        )
+    links = {
+        key: _link(table[key], where, f"overhead.{key}") for key in _OVERHEAD_LINKS if key in table
+    }
+    kinds = table.get("collectives", {})
+    if type(kinds) is not dict:
+        raise LayoutError(f"{where}: [overhead] has collectives = {kinds!r}; tables were expected")
+    collectives = {
+        kind: _link(link, where, f"overhead.collectives.{kind}") for kind, link in kinds.items()
+    }
+    try:
+        return Overhead(table.get("call_s", 0.0), **links, collectives=tuple(collectives.items()))
+    except LayoutError as error:
+        raise LayoutError(f"{where}: [overhead]: {error}") from error
+
+
+def _link(table: object, where: str, key: str) -> Link:
+    if type(table) is not dict:
+        raise LayoutError(f"{where}: {key} is {table!r}; a table [{key}] was expected")
     if set(table) != _LINK:
         raise LayoutError(
             f"{where}: [{key}] has the keys {sorted(table)}; {sorted(_LINK)} were expected"
         )
     try:
-        return Link(**table)  # type: ignore[arg-type]
+        return Link(**table)
     except LayoutError as error:
         raise LayoutError(f"{where}: [{key}]: {error}") from error

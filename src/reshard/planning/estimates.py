@@ -2,7 +2,8 @@
 
 Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
 messages are sent at once (`reshard.cost.messages`). The fan-out of a staged job follows its
-exchange.
+exchange. Where the topology's `Overhead` counts copies, packing and unpacking are added, except for
+stages.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.binding import RankMemory
+from reshard.cost.copies import Copies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.messages import message_cost
 from reshard.errors import PlanError
+from reshard.planning.copying import copies_of
 from reshard.topology import Topology
 
 if TYPE_CHECKING:
@@ -32,13 +35,36 @@ def exchange_part(
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
-    routes = plan.routes
+    return exchanges_part([plan], itemsize_bytes, topology, name)
+
+
+def exchanges_part(
+    plans: Sequence[Plan],
+    itemsize_bytes: int,
+    topology: Topology,
+    name: str = "exchange",
+    *,
+    keeps: bool = True,
+) -> Part:
+    """The messages of several plans at once. Without `keeps`, what stays is in its place.
+
+    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    routes = [(plan, plan.routes) for plan in plans]
+    copies = None
+    if topology.overhead.counts_copies:
+        copies = Copies.joined(
+            copies_of(plan.transfers, plan.source, plan.target, itemsize_bytes, keeps=keeps)
+            for plan in plans
+        )
     return message_cost(
-        plan.source.cell_slot[routes.source_cell],
-        plan.target.cell_slot[routes.target_cell],
-        routes.elements * itemsize_bytes,
+        np.concatenate([nothing, *(p.source.cell_slot[r.source_cell] for p, r in routes)]),
+        np.concatenate([nothing, *(p.target.cell_slot[r.target_cell] for p, r in routes)]),
+        np.concatenate([nothing, *(found.elements * itemsize_bytes for _, found in routes)]),
         topology,
         name,
+        copies,
     )
 
 
@@ -58,7 +84,8 @@ def plan_estimate(plan: Plan, topology: Topology) -> Estimate:
             "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
             "dtype='bfloat16')"
         )
-    return Estimate((exchange_part(plan, plan.dtype.itemsize_bytes, topology),))
+    part = exchange_part(plan, plan.dtype.itemsize_bytes, topology)
+    return Estimate((part,), topology.overhead.call_s)
 
 
 def job_estimate(job: Job, topology: Topology) -> Estimate:
@@ -66,7 +93,19 @@ def job_estimate(job: Job, topology: Topology) -> Estimate:
     for item in job.items:
         _check_between_ranks(item)
     found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
-    return Estimate((_transfers_part(found, topology, "exchange"),))
+    copies = None
+    if topology.overhead.counts_copies:
+        copies = Copies.joined(
+            copies_of(
+                one.transfers,
+                one.bundle.plan.source,
+                one.bundle.plan.target,
+                one.bundle.dtype.itemsize_bytes,
+            )
+            for one in job.transfers.bundles
+        )
+    part = _transfers_part(found, topology, "exchange", copies)
+    return Estimate((part,), topology.overhead.call_s)
 
 
 def staged_estimate(staged: StagedJob) -> Estimate:
@@ -81,11 +120,17 @@ def staged_estimate(staged: StagedJob) -> Estimate:
                 name,
             )
             for stage, name in enumerate(("exchange", "fan-out"))
-        )
+        ),
+        staged.topology.overhead.call_s,
     )
 
 
-def _transfers_part(found: Sequence[tuple[Transfers, int]], topology: Topology, name: str) -> Part:
+def _transfers_part(
+    found: Sequence[tuple[Transfers, int]],
+    topology: Topology,
+    name: str,
+    copies: Copies | None = None,
+) -> Part:
     nothing = np.zeros(0, dtype=np.int64)
     return message_cost(
         np.concatenate([nothing, *(transfers.source_slot for transfers, _ in found)]),
@@ -93,6 +138,7 @@ def _transfers_part(found: Sequence[tuple[Transfers, int]], topology: Topology, 
         np.concatenate([nothing, *(transfers.elements * size for transfers, size in found)]),
         topology,
         name,
+        copies,
     )
 
 
