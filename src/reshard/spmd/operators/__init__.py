@@ -1,0 +1,1 @@
+"""The table of rules: what every operator does to cut operands."""

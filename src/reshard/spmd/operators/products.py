@@ -1,0 +1,196 @@
+"""The rules of products that sum over factors: matrix products, dot products, einsum."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reshard.errors import SpecError
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.shapes import axis_of, broadcast_factors, broadcast_shape, counted
+from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.templates import einsum_template
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _same(name: str, left: int, right: int, shapes: Sequence[Shape]) -> None:
+    if left != right:
+        raise SpecError(
+            f"{name} of shapes {', '.join(map(str, shapes))}: {left} and {right} are multiplied "
+            "along one factor; they must be equal"
+        )
+
+
+def matmul(shapes: Sequence[Shape]) -> Inferred:
+    """`[..., i, k] @ [..., k, j] -> [..., i, j]`; a vector has no `i`, or no `j`.
+
+    >>> print(matmul([(2, 4, 8), (8, 16)]).rule)
+    ([i, j, l], [l, k]) -> ([i, j, k]) {i=2, j=4, k=16, l=8} reduction={l}
+    """
+    counted("matmul", shapes, 2)
+    left, right = shapes
+    if not left or not right:
+        raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
+    inner = max(len(right) - 2, 0)
+    _same("matmul", left[-1], right[inner], shapes)
+    batch = broadcast_shape([left[:-2], right[:-2]])
+    rows = left[-2:-1]
+    columns = right[-1:] if len(right) > 1 else ()
+    builder = RuleBuilder(shapes, [batch + rows + columns])
+    broadcast_factors(builder, batch, operands=range(2), skip=2)
+    if rows:
+        builder.factor([len(left) - 2], [len(batch)])
+    if columns:
+        builder.factor([None, len(right) - 1], [len(batch) + len(rows)])
+    builder.factor([len(left) - 1, inner], kind="reduction")
+    return builder.build()
+
+
+def vecdot(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """Products summed over one axis, the others broadcast.
+
+    >>> print(vecdot([(4, 8), (8,)]).rule)
+    ([i, j], [j]) -> ([i]) {i=4, j=8} reduction={j}
+    """
+    counted("vecdot", shapes, 2)
+    back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
+    dims = [axis_of(len(shape), back) for shape in shapes]
+    _same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
+    full = broadcast_shape(shapes)
+    reduced = len(full) + back
+    builder = RuleBuilder(shapes, [full[:reduced] + full[reduced + 1 :]])
+    for dim, size in enumerate(full):
+        if dim == reduced:
+            continue
+        found: list[int | None] = [None, None]
+        for tensor, shape in enumerate(shapes):
+            own = dim - len(full) + len(shape)
+            if own >= 0 and shape[own] == size:
+                found[tensor] = own
+            elif own >= 0:
+                builder.factor([None] * tensor + [own], size=1)
+        builder.factor(found, [dim - (dim > reduced)], size=size)
+    builder.factor(dims, kind="reduction")
+    return builder.build()
+
+
+def tensordot(shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]] = 2) -> Inferred:
+    """Products summed over pairs of axes; the result has the other axes, the left's first.
+
+    >>> print(tensordot([(4, 8, 2), (2, 8, 5)], axes=[[1, 2], [1, 0]]).rule)
+    ([i, k, l], [l, k, j]) -> ([i, j]) {i=4, j=5, k=8, l=2} reduction={k, l}
+    """
+    counted("tensordot", shapes, 2)
+    left, right = shapes
+    if isinstance(axes, int):
+        if not 0 <= axes <= min(len(left), len(right)):
+            raise SpecError(f"tensordot over {axes} axes of {left} and {right}; they have fewer")
+        given: list[Sequence[int]] = [range(len(left) - axes, len(left)), range(axes)]
+    else:
+        given = [[side] if isinstance(side, int) else list(side) for side in axes]
+    pairs = [
+        [axis_of(len(shape), axis) for axis in side]
+        for shape, side in zip(shapes, given, strict=True)
+    ]
+    if len(pairs[0]) != len(pairs[1]) or any(len(set(side)) != len(side) for side in pairs):
+        raise SpecError(f"axes {axes} of a tensordot; name as many of each side, each once")
+    for one, other in zip(*pairs, strict=True):
+        _same("tensordot", left[one], right[other], shapes)
+    free = [
+        [dim for dim in range(len(shape)) if dim not in side]
+        for shape, side in zip(shapes, pairs, strict=True)
+    ]
+    result = tuple(left[dim] for dim in free[0]) + tuple(right[dim] for dim in free[1])
+    builder = RuleBuilder(shapes, [result])
+    for number, dim in enumerate(free[0]):
+        builder.factor([dim], [number])
+    for number, dim in enumerate(free[1]):
+        builder.factor([None, dim], [len(free[0]) + number])
+    for one, other in zip(*pairs, strict=True):
+        builder.factor([one, other], kind="reduction")
+    return builder.build()
+
+
+def outer(shapes: Sequence[Shape]) -> Inferred:
+    """`[i], [j] -> [i, j]`.
+
+    >>> print(outer([(4,), (8,)]).rule)
+    ([i], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    return einsum(shapes, "a,b->ab")
+
+
+def dot_general(
+    shapes: Sequence[Shape],
+    batching: Sequence[Sequence[int]] = ((), ()),
+    contracting: Sequence[Sequence[int]] = ((), ()),
+) -> Inferred:
+    """XLA's product: batch dimensions first, then the left's, then the right's.
+
+    >>> print(dot_general([(2, 4, 8), (2, 8, 5)], [[0], [0]], [[2], [1]]).rule)
+    ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
+    """
+    counted("dot_general", shapes, 2)
+    letters = iter(_LETTERS)
+    names: list[dict[int, str]] = [{}, {}]
+    for pairs in (batching, contracting):
+        for one, other in zip(*pairs, strict=True):
+            names[0][one] = names[1][other] = next(letters)
+    for side, shape in zip(names, shapes, strict=True):
+        for dim in range(len(shape)):
+            if dim not in side:
+                side[dim] = next(letters)
+    inputs = [
+        "".join(side[d] for d in range(len(s))) for side, s in zip(names, shapes, strict=True)
+    ]
+    batch = "".join(names[0][dim] for dim in batching[0])
+    summed = {names[0][dim] for dim in contracting[0]}
+    free = "".join(x for text in inputs for x in text if x not in summed and x not in batch)
+    return einsum(shapes, f"{inputs[0]},{inputs[1]}->{batch}{free}")
+
+
+def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
+    """What `numpy.einsum` computes; `...` stands for leading dimensions, and `->` may be left out.
+
+    >>> print(einsum([(2, 4, 8), (2, 8, 5)], "...ik,...kj").rule)
+    ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
+    """
+    text = re.sub(r"\s", "", subscripts)
+    inputs = text.partition("->")[0].split(",")
+    counted(f"einsum {subscripts!r}", shapes, len(inputs))
+    spare = [letter for letter in _LETTERS if letter not in text]
+    lengths = [
+        len(shape) - len(own.replace("...", "")) if "..." in own else 0
+        for own, shape in zip(inputs, shapes, strict=True)
+    ]
+    most = max(lengths)
+    ellipsis = spare[: max(most, 0)]
+    if "->" in text:
+        result = text.partition("->")[2]
+    else:
+        once = sorted(x for x in set("".join(inputs)) - {"."} if "".join(inputs).count(x) == 1)
+        result = ("..." if any("..." in own for own in inputs) else "") + "".join(once)
+    inputs = [
+        own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")
+        for own, length in zip(inputs, lengths, strict=True)
+    ]
+    result = result.replace("...", "".join(ellipsis))
+    rule = einsum_template(f"{','.join(inputs)}->{result}").rule(*shapes)
+    return Inferred(rule, rule.result_shapes)
+
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator("matmul", "products", matmul, "one"),
+    Operator("vecdot", "products", vecdot, "one", note="the left operand is conjugated"),
+    Operator("tensordot", "products", tensordot, "one"),
+    Operator("dot_general", "products", dot_general, "one", note="XLA's dot, with batch axes"),
+    Operator(
+        "einsum",
+        "products",
+        einsum,
+        "one",
+        note="letters not in the result are summed; a letter twice in an operand is not read",
+    ),
+    Operator("outer", "products", outer, "one"),
+)

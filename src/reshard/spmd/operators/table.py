@@ -1,0 +1,137 @@
+"""Which operators are there, and what are their rules?
+
+`operators` is the table: every operator the package knows, by name. `rule_of` asks it, and
+replicates the operands of an operator it does not know, with one warning that names it. `rule`
+adds a user's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from reshard.errors import SpecError
+from reshard.spmd.operators import (
+    elementwise,
+    movement,
+    products,
+    reductions,
+)
+from reshard.spmd.operators.operator import Linear, Operator
+from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
+
+_table: dict[str, Operator] = {}
+for _module in (elementwise, products, reductions, movement):
+    for _operator in _module.OPERATORS:
+        if _operator.name in _table:
+            raise SpecError(f"operator {_operator.name} is twice in the table; keep one")
+        _table[_operator.name] = _operator
+
+SHIPPED = frozenset(_table)
+"""The names of the operators that come with the package, without users' own."""
+
+operators: Mapping[str, Operator] = MappingProxyType(_table)
+"""Every operator with its rule, by name."""
+
+_warned: set[str] = set()
+
+
+def operator_of(name: str) -> Operator:
+    """The operator of a name; one that is not in the table is one without a rule.
+
+    Warns once for each operator without a rule: its operands are replicated.
+
+    >>> operator_of("matmul").linear
+    'one'
+    """
+    operator = _table.get(name) or Operator(name, "without a rule", None)
+    if not operator.has_rule and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"operator {name} has no sharding rule: its operands are replicated on every device; "
+            f'give it one with @reshard.spmd.rule("{name}")',
+            UserWarning,
+            stacklevel=3,
+        )
+    return operator
+
+
+def rule_of(
+    name: str,
+    shapes: Iterable[Sequence[int]],
+    *,
+    result_shapes: Iterable[Sequence[int]] = (),
+    **attributes: Any,
+) -> OpShardingRule:
+    """The rule of an operator for operands of these shapes.
+
+    Args:
+        name: of the operator.
+        shapes: of its operands.
+        result_shapes: for an operator without a rule: the shapes of its results.
+        attributes: of the operator, such as `axis`.
+
+    Raises:
+        SpecError: shapes or attributes that the operator cannot have.
+
+    >>> print(rule_of("matmul", [(4, 8), (8, 16)]))
+    ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
+    >>> print(rule_of("max", [(4, 8)], axis=1))
+    ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
+    """
+    operator = operator_of(name)
+    known = [tuple(shape) for shape in shapes]
+    if not operator.has_rule:
+        return replicated_rule(known, [tuple(shape) for shape in result_shapes])
+    return operator.rule(known, **attributes)
+
+
+RuleFunction = Callable[..., OpShardingRule | str]
+
+
+def rule(
+    name: str, *, linear: Linear = "none", note: str = ""
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Registers a rule of the user's own for the operator of a name.
+
+    The function is given the operands' shapes and the operator's attributes, and returns a rule
+    or its text. It replaces a rule of the user's own of that name, but none of the package's.
+
+    Args:
+        name: of the operator.
+        linear: which operands may be partial sums; see `Linear`.
+        note: one line about it.
+
+    Raises:
+        SpecError: a name of the package's own. At the first use: a rule whose operands are not
+            of the shapes given.
+
+    >>> @rule("outer_sum", linear="each")
+    ... def outer_sum(shapes):
+    ...     (i,), (j,) = shapes
+    ...     return f"([i], [j]) -> ([i, j]) {{i={i}, j={j}}}"
+    >>> print(rule_of("outer_sum", [(4,), (8,)]))
+    ([i], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    if name in SHIPPED and _table[name].has_rule:
+        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
+
+    def register(function: RuleFunction) -> RuleFunction:
+        def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
+            found = function(shapes, **attributes)
+            if isinstance(found, str):
+                found = OpShardingRule.parse(found)
+            if found.operand_shapes != tuple(shapes):
+                raise SpecError(
+                    f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "
+                    f"are {tuple(shapes)}; its factors' sizes must make up their shapes"
+                )
+            return Inferred(found, found.result_shapes)
+
+        _table[name] = Operator(name, "users' own", infer, linear, note=note)
+        return function
+
+    return register
