@@ -5,6 +5,7 @@ and all begin and end at a barrier; medians of seven:
 
     new       `reshard.torch.redistribute`, which allocates its result
     out       the same with `out=`: into memory that exists
+    program   the same with `out=` and `method="program"`, where there is a program
     raw       `all_to_all_single` of the same bytes between the same ranks, what stays on a rank
               included, dense on both sides: nothing is packed or unpacked
     dtensor   `DTensor.redistribute`
@@ -15,18 +16,23 @@ Expected before the first run: 1.3 of raw where one side is dense (packing is on
 memory, and overlaps sending), 1.6 where neither is; at most 32 MiB extra; DTensor 5 to 10 times
 raw, and half a GiB extra, as it goes through replicas on the CPU.
 
+Programs, expected before the first run: as long as out where a program's only step moves what the
+exchange moves, half as long for P-R, which is 1.5 tensors a rank instead of 3.
+
     python benchmarks/live.py [--size-mib 256] [--repeat 7] [--cases S0-S1 ...] [--extra-mib 64]
+                              [--ways out program ...] [--json FILE]
     torchrun --nproc-per-node 4 benchmarks/live.py
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +61,14 @@ CASES = {
     "R-S0": (Side(ALL, "R"), Side(ALL, "S0")),
     "1D-2D": (Side(ALL, "S0"), Side(SQUARE, "S0 S1")),
     "2-to-2-others": (Side([0, 1], "S0"), Side([2, 3], "S1")),
+    "S0S1-S0R": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S0 R")),
+    "S0R-S1S0": (Side(SQUARE, "S0 R"), Side(SQUARE, "S1 S0")),
+    "S0-S0-turned": (Side(ALL, "S0"), Side([3, 1, 2, 0], "S0")),
+    "P-R": (Side(ALL, "P"), Side(ALL, "R")),
+    "P-S0": (Side(ALL, "P"), Side(ALL, "S0")),
+    "PS0-S1S0": (Side(SQUARE, "P S0"), Side(SQUARE, "S1 S0")),
 }
+WAYS = ("new", "out", "program", "raw", "dtensor")
 
 
 @dataclass(frozen=True)
@@ -93,38 +106,51 @@ def measured(action: Callable[[], Any], result_bytes: int) -> Measured:
     return Measured(most[0].item(), int(most[1].item()))
 
 
-def ways_of(case: str, size_mib: int, extra_bytes: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    """The ways to move one case on this rank, each with the bytes of what it allocates anew."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    import reshard.torch
-    from reshard.torch.distributed_tensor import sharding_of_placements
-
-    rank = dist.get_rank()
+def shape_of(size_mib: int) -> tuple[int, int]:
+    """The shape of a tensor of so many MiB of float32, as square as it gets."""
     side = 1
     while 4 * side * side < size_mib * MIB:
         side *= 2
-    shape = (side, size_mib * MIB // 4 // side)
-    before, after = CASES[case]
-    meshes = [DeviceMesh("cpu", one.ranks) for one in (before, after)]
-    placements = [
-        [Replicate() if word == "R" else Shard(int(word[1:])) for word in one.words.split()]
-        for one in (before, after)
-    ]
-    source, target = (
-        sharding_of_placements(mesh, words, 2).layout(shape)
-        for mesh, words in zip(meshes, placements, strict=True)
-    )
+    return side, size_mib * MIB // 4 // side
+
+
+def sides_of(case: str) -> list[tuple[Any, list[Any], Any]]:
+    """Torch's mesh and placements, and the sharding that they are, before and after."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from reshard.torch.distributed_tensor import sharding_of_placements
+
+    words = {"R": Replicate(), "P": Partial("sum"), "S0": Shard(0), "S1": Shard(1)}
+    found = []
+    for one in CASES[case]:
+        mesh, placements = DeviceMesh("cpu", one.ranks), [words[w] for w in one.words.split()]
+        found.append((mesh, placements, sharding_of_placements(mesh, placements, 2)))
+    return found
+
+
+def ways_of(
+    case: str, size_mib: int, extra_bytes: int, chosen: Sequence[str] = WAYS
+) -> dict[str, tuple[Callable[[], Any], int]]:
+    """The ways to move one case on this rank, each with the bytes of what it allocates anew."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    import reshard.torch
+    from reshard.collectives import Exchange, find_program
+
+    rank = dist.get_rank()
+    shape = shape_of(size_mib)
+    (first, held, before), (second, wanted, after) = sides_of(case)
+    source, target = before.layout(shape), after.layout(shape)
     plan = reshard.plan(source, target, dtype="float32")
     own_shape = source.local_shape(rank) if rank < source.slots else None
     out_shape = target.local_shape(rank) if rank < target.slots else None
     own = torch.rand(own_shape or (0,))
     out = torch.zeros(out_shape or (0,))
     tensor = DTensor.from_local(
-        own, meshes[0], placements[0], shape=torch.Size(shape), stride=(shape[1], 1)
+        own, first, held, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
     )
     counts = [[0] * RANKS for _ in range(RANKS)]
     transfers = plan.transfers
@@ -138,20 +164,26 @@ def ways_of(case: str, size_mib: int, extra_bytes: int) -> dict[str, tuple[Calla
     sends, receives = counts[rank], [row[rank] for row in counts]
     packed, unpacked = torch.rand(sum(sends)), torch.zeros(sum(receives))
 
-    def by_reshard(into: Any) -> Any:
+    def by_reshard(into: Any, method: str) -> Any:
         return reshard.torch.redistribute(
-            tensor, (meshes[1], placements[1]), out=into, extra_bytes=extra_bytes
+            tensor, (second, wanted), out=into, extra_bytes=extra_bytes, method=method
         )
 
+    into = out if out_shape else None
     result_bytes = out.numel() * 4
     ways: dict[str, tuple[Callable[[], Any], int]] = {
-        "new": (lambda: by_reshard(None), result_bytes),
-        "out": (lambda: by_reshard(out if out_shape else None), 0),
+        "new": (lambda: by_reshard(None, "exchange"), result_bytes),
+        "out": (lambda: by_reshard(into, "exchange"), 0),
+        "program": (lambda: by_reshard(into, "program"), 0),
         "raw": (lambda: dist.all_to_all_single(unpacked, packed, receives, sends), 0),
+        "dtensor": (lambda: tensor.redistribute(second, wanted), result_bytes),
     }
-    if before.ranks == after.ranks:
-        ways["dtensor"] = (lambda: tensor.redistribute(meshes[1], placements[1]), result_bytes)
-    return ways
+    if CASES[case][0].ranks != CASES[case][1].ranks:
+        del ways["dtensor"]
+    steps = find_program(before, after, shape).steps
+    if any(isinstance(step, Exchange) for step in steps):
+        del ways["program"]
+    return {way: ways[way] for way in chosen if way in ways}
 
 
 def run_as_rank(options: argparse.Namespace) -> None:
@@ -165,8 +197,9 @@ def run_as_rank(options: argparse.Namespace) -> None:
     is_first = dist.get_rank() == 0
     if is_first:
         print(f"{'case':14} {'way':8} {'median':>8}  {'min-max':>13}  {'to raw':>6}  {'extra':>8}")
+    told: dict[str, dict[str, float]] = {}
     for case in options.cases:
-        ways = ways_of(case, options.size_mib, options.extra_mib * MIB)
+        ways = ways_of(case, options.size_mib, options.extra_mib * MIB, options.ways)
         taken: dict[str, list[Measured]] = {way: [] for way in ways}
         for turn in range(options.repeat + 1):
             for way, (action, result_bytes) in ways.items():
@@ -179,12 +212,17 @@ def run_as_rank(options: argparse.Namespace) -> None:
             seconds_s = [one.seconds_s for one in of_way]
             extra_mib = max(one.extra_bytes for one in of_way) / MIB
             if is_first:
+                to_raw = f"{medians[way] / medians['raw']:6.2f}" if "raw" in medians else "     -"
                 print(
                     f"{case:14} {way:8} {medians[way]:6.3f} s  "
                     f"{min(seconds_s):6.3f}-{max(seconds_s):6.3f}  "
-                    f"{medians[way] / medians['raw']:6.2f}  {extra_mib:4.0f} MiB",
+                    f"{to_raw}  {extra_mib:4.0f} MiB",
                     flush=True,
                 )
+        told[case] = medians
+    if is_first and options.json:
+        sizes = {"size_mib": options.size_mib, "shape": shape_of(options.size_mib)}
+        Path(options.json).write_text(json.dumps(sizes | {"median_s": told}, indent=1))
     dist.barrier()
     sys.stdout.flush()
     # Now and then torch 2.13 aborts while the interpreter takes its threads down.
@@ -197,6 +235,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7, help="turns of each way")
     parser.add_argument("--extra-mib", type=int, default=64, help="limit of extra memory")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--json", help="a file for the medians, by case and way")
     options = parser.parse_args()
     if is_rank():
         run_as_rank(options)

@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from reshard.collectives import Program, find_program
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
+from reshard.topology import Link, Topology
 from reshard.torch import redistribute
 from reshard.torch.exchange import Exchange
+from reshard.torch.group_rounds import GroupRounds
 
 TIMEOUT_S = 3
 SHAPE = (12, 12)
@@ -167,6 +170,75 @@ def disagreements() -> None:
     assert torch.equal(found, torch.ones(columns.local_shape(rank)))
 
 
+def methods() -> None:
+    """Methods that differ between ranks, or cannot be: all ranks say why, and can go on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = reshard.DeviceMesh.of(x=ranks)
+    rows, columns = (reshard.spec(mesh, text) for text in ("x, -", "-, x"))
+    described = {"source": rows, "shape": SHAPE}
+
+    def moved(**options: Any) -> Any:
+        return redistribute(own(), options.pop("target", columns), **(described | options))
+
+    expect(
+        PlanError,
+        "do not mean the same by 'method'",
+        lambda: moved(method="program" if rank == 1 else "exchange"),
+    )
+    shortest = find_program(rows, columns, SHAPE)
+    everywhere = reshard.spec(mesh, "-, -")
+    halves = find_program(rows, everywhere, SHAPE), find_program(everywhere, columns, SHAPE)
+    longer = Program(SHAPE, rows, columns, halves[0].steps + halves[1].steps)
+    expect(
+        PlanError,
+        "do not mean the same by 'method'",
+        lambda: moved(method=shortest if rank == 1 else longer),
+    )
+    fast, slow = (
+        Topology.of(hosts=1, ranks_per_host=ranks, within_host=Link(1e9, latency_s))
+        for latency_s in (0, 10)
+    )
+    whole, partial = reshard.spec(mesh, "-, -"), reshard.spec(mesh, "-, - | sum(x)")
+    expect(
+        PlanError,
+        "do not mean the same by 'method'",
+        lambda: redistribute(
+            torch.ones(SHAPE),
+            whole,
+            source=partial,
+            shape=SHAPE,
+            topology=slow if rank == 1 else fast,
+        ),
+    )
+    expect(RunError, "UsageError: method='best'; it is one of", lambda: moved(method="best"))
+    expect(RunError, "UsageError: topology is a str", lambda: moved(topology="gloo-host"))
+    expect(
+        RunError,
+        "UsageError: method='program' and a target that is a Layout",
+        lambda: moved(method="program", target=columns.layout(SHAPE)),
+    )
+    fewer = reshard.spec(reshard.DeviceMesh.of(x=ranks - 1), "-, x")
+    expect(
+        RunError,
+        "PlanError: no program of collectives leads from `x, -`",
+        lambda: moved(method="program", target=fewer),
+    )
+    expect(
+        RunError,
+        "which are not the source and target",
+        lambda: moved(method=find_program(columns, rows, SHAPE)),
+    )
+    expect(
+        RunError,
+        "too little for <Program of [12, 12]: all-gather, slice>; give at least",
+        lambda: moved(method=longer, extra_bytes=256),
+    )
+    few = Topology.of(hosts=1, ranks_per_host=1, within_host=Link(1e9, 0))
+    expect(RunError, "LayoutError: rank 1 of a topology", lambda: moved(topology=few))
+    assert torch.equal(moved(method=longer), torch.ones(12, 4))
+    assert torch.equal(moved(method="auto", topology=fast), torch.ones(12, 4))
+
+
 def outside() -> None:
     """A rank that is none of the group's is told at once."""
     group = dist.new_group([0, 1])
@@ -228,6 +300,42 @@ def raising() -> None:
         in_the_middle(out_of_memory)
 
 
+def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
+    """Rank 1 does something else in the second step of a program."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = reshard.DeviceMesh.of(x=ranks)
+    source, target = reshard.spec(mesh, "-, - | sum(x)"), reshard.spec(mesh, "-, -")
+    run = GroupRounds.run
+
+    def failing(self: GroupRounds) -> None:
+        run(self)
+        if rank == 1:
+            fail()
+
+    GroupRounds.run = failing  # type: ignore[method-assign]
+    begun = redistribute(
+        torch.ones(SHAPE),
+        target,
+        source=source,
+        shape=SHAPE,
+        method="program",
+        async_op=True,
+        out=torch.zeros(SHAPE),
+    )
+    expect(RunError, "not usable" if rank != 1 else "out of memory", begun.wait)
+    expect(RunError, "not usable", begun.wait)
+    if is_slow and rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+
+
+def raising_in_a_program() -> None:
+    in_a_program(out_of_memory, is_slow=True)
+
+
+def killed_in_a_program() -> None:
+    in_a_program(lambda: os.kill(os.getpid(), signal.SIGKILL), is_slow=False)
+
+
 def bystander() -> None:
     """A rank that receives all it needs still learns that another one failed."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -251,7 +359,17 @@ def bystander() -> None:
 
 def main(fault: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    faults = (disagreements, outside, absent, killed, raising, bystander)
+    faults = (
+        disagreements,
+        methods,
+        outside,
+        absent,
+        killed,
+        raising,
+        raising_in_a_program,
+        killed_in_a_program,
+        bystander,
+    )
     {one.__name__: one for one in faults}[fault]()
 
 

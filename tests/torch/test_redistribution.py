@@ -23,12 +23,14 @@ def test_layouts_of_every_kind_become_one_another(ranks: int) -> None:
     expect_all_end_well(run_ranks("random_redistribution_process.py", ranks))
 
 
-@pytest.mark.parametrize("fault", ["disagreements", "outside", "absent", "raising"])
+@pytest.mark.parametrize(
+    "fault", ["disagreements", "methods", "outside", "absent", "raising", "raising_in_a_program"]
+)
 def test_where_one_rank_fails_all_ranks_raise(fault: str) -> None:
     expect_all_end_well(run_ranks("faulty_redistribution_process.py", 3, fault))
 
 
-@pytest.mark.parametrize("fault", ["killed", "bystander"])
+@pytest.mark.parametrize("fault", ["killed", "killed_in_a_program", "bystander"])
 def test_where_one_rank_is_killed_all_others_raise(fault: str) -> None:
     ended = run_ranks("faulty_redistribution_process.py", 3, fault)
     assert ended.pop(1).code == -signal.SIGKILL

@@ -31,8 +31,6 @@ from reshard.planning.plan import Plan
 from reshard.torch.exchange import message_bytes_of, put
 from reshard.torch.messages import Kept, Listing, Message, Movement, Piece, in_order, packed
 
-# Most bytes from one rank to another in a round: packed pieces are in the cache when they travel.
-ROUND_BYTES = 1 << 20
 _ROUNDS_AHEAD = 2
 # Newer releases of torch have it by another name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -133,7 +131,7 @@ class GroupRounds:
         # In the order of the process group, which is not the mesh's.
         self._members = sorted(ranks)
         most_bytes = message_bytes_of(extra_bytes, len(self._members) - 1)
-        self._rounds = _rounds_of(movement, rank, dtype, min(most_bytes, ROUND_BYTES))
+        self._rounds = _rounds_of(movement, rank, dtype, most_bytes)
         sides = [[r.sent for r in self._rounds], [r.received for r in self._rounds]]
         self._side_bytes = [max(map(_bytes_of, side), default=0) for side in sides]
         at_once = min(len(self._rounds), _ROUNDS_AHEAD)
@@ -209,7 +207,7 @@ class GatherRounds:
         self._group = group
         self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
         # One part more than others, for what this rank sends.
-        most_bytes = min(message_bytes_of(extra_bytes, len(self._members)), ROUND_BYTES)
+        most_bytes = message_bytes_of(extra_bytes, len(self._members))
         listing = Listing()
         listing.add(movement, rank)
         self._kept = listing.kept.get(0, [])
