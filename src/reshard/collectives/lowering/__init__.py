@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from reshard.collectives.lowering.jax import jax_module
 from reshard.collectives.lowering.mlir import mlir_module
+from reshard.collectives.lowering.shard_run import run_shard_module
+from reshard.collectives.lowering.shard_text import parse_shard_module
 from reshard.collectives.lowering.shardy import shardy_module
 from reshard.collectives.program import Program
 from reshard.dtypes import DType
@@ -15,4 +17,11 @@ LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {
 }
 """A program and the dtype of its elements to text, by the name of the system that reads it."""
 
-__all__ = ["LOWERINGS", "jax_module", "mlir_module", "shardy_module"]
+__all__ = [
+    "LOWERINGS",
+    "jax_module",
+    "mlir_module",
+    "parse_shard_module",
+    "run_shard_module",
+    "shardy_module",
+]

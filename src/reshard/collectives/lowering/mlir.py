@@ -15,6 +15,9 @@ and what is gathered cut to its length (`tensor.extract_slice`). The dialect has
 so an axis of which a part is used is two axes of the grid. Its shardings have no partial axes:
 a contribution stands there as the shard it is, and the reductions alone say that it is one.
 
+In a permute every process sends before it receives, to itself too: a send must not wait for its
+receiver.
+
 It has no all-to-all of several dimensions at once, and no levels in a dimension: such a step is
 refused by its number. Nor can a grid have its devices in another order than row by row.
 
