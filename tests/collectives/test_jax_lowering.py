@@ -146,7 +146,8 @@ def answers(cases: list[dict[str, Any]]) -> list[str]:
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+            "--xla_backend_optimization_level=0",
         },
         capture_output=True,
         text=True,
