@@ -141,6 +141,7 @@ class Exchange:
         memory: torch.Tensor | None = None,
     ) -> None:
         self._group = group
+        self._device = device
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
         peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
         message_bytes = message_bytes_of(extra_bytes, peers)
@@ -173,6 +174,8 @@ class Exchange:
         self._open_order = 0
         self._is_running = False
         self.has_failed = False
+        # Of all its messages; exchanges that are under way at once have tags of their own.
+        self.tag = 0
 
     def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
         """Steps in the order of all messages; what stays and is combined comes before them."""
@@ -183,6 +186,11 @@ class Exchange:
             prepared = [_Prepared(message, nothing, []) for message in together]
             steps.append(_Step(key, prepared))
         return sorted(steps, key=lambda step: step.key)
+
+    @property
+    def can_leave_its_thread(self) -> bool:
+        """Whether another thread may run it: not where streams belong to threads."""
+        return not self._is_grouped and self._device.type == "cpu"
 
     def run(self) -> None:
         """`start` and `finish`."""
@@ -248,7 +256,7 @@ class Exchange:
             if self._is_grouped:
                 operations.append(dist.P2POp(kind, one.buffer, one.message.peer, self._group))
             else:
-                step.works.append(kind(one.buffer, one.message.peer, self._group))
+                step.works.append(kind(one.buffer, one.message.peer, self._group, self.tag))
         if operations:
             step.works = dist.batch_isend_irecv(operations)
 

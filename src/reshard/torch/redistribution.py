@@ -28,6 +28,7 @@ from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 from reshard.topology import Topology
 from reshard.torch.agreement import Intent, agree, answering, confirm
+from reshard.torch.background import BackgroundExchange, next_tag
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange import (
     DEFAULT_EXTRA_BYTES,
@@ -52,13 +53,22 @@ class Redistribution:
     """A redistribution that has begun. `wait()` gives its result; every rank calls it.
 
     `received_bytes`, `sent_bytes` and `extra_bytes` (memory beyond source and target) are this
-    rank's. `program` is what runs, all of it in `wait`; None where messages are exchanged.
+    rank's. `program` is what runs, all of it in `wait`; None where messages are exchanged. These
+    travel in a thread of their own, within the same memory, where they are gloo's (`background`);
+    on devices `wait` sends and receives what does not fit the memory at once.
     """
 
-    def __init__(self, prepared: _Prepared, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, prepared: _Prepared, group: dist.ProcessGroup | None, in_background: bool = False
+    ) -> None:
         self._prepared = prepared
         self._group = group
-        self._run = run = prepared.run(group)
+        # Before all that may fail here only: ranks count alike.
+        tag = next_tag(group) if in_background else 0
+        run: Exchange | BackgroundExchange | ProgramRun = prepared.run(group)
+        if in_background and isinstance(run, Exchange) and run.can_leave_its_thread:
+            run = BackgroundExchange(run, tag)
+        self._run = run
         self._is_done = False
         self.plan = prepared.plan
         self.program = prepared.program
@@ -70,6 +80,13 @@ class Redistribution:
     def extra_bytes(self) -> int:
         """The memory that is used beyond source and target; of a program, until now."""
         return self._run.extra_bytes
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether this rank has sent and received all, or failed; `wait` then takes no time."""
+        if isinstance(self._run, BackgroundExchange):
+            return self._run.is_done
+        return self._is_done
 
     def wait(self) -> Any:
         """The result, once it is there.
@@ -132,6 +149,7 @@ def redistribute(
             be a view, of any strides.
         group: of all ranks of source and target; all ranks when None.
         async_op: whether to return a `Redistribution` at once, whose `wait()` gives the result.
+            The source must not change before that.
         extra_bytes: the most memory beyond source and target, on each rank.
         method: "exchange" for messages of what each rank lacks; "program" for the collectives
             that `reshard.collectives.find_program` finds, or a `Program` to run; "auto" for the
@@ -159,7 +177,7 @@ def redistribute(
     prepared = _agreed(request, group)
     if prepared.has_gradient:
         return _with_gradient(tensor, prepared, group)
-    begun = Redistribution(prepared, group)
+    begun = Redistribution(prepared, group, async_op)
     return begun if async_op else begun.wait()
 
 

@@ -1,0 +1,119 @@
+"""One rank of a job of three: redistributions that go on while their ranks do something else."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from refit_models import expect, part, whole
+from reshard.errors import RunError
+from reshard.layout import Layout
+from reshard.torch import redistribute
+from reshard.torch.background import BackgroundExchange
+from reshard.torch.exchange import Exchange
+
+PATIENCE_S = 60
+SHAPE = (96, 300)
+
+
+def layouts() -> tuple[Layout, Layout]:
+    mesh = reshard.DeviceMesh.of(tp=3)
+    rows, columns = (reshard.spec(mesh, text).layout(SHAPE) for text in ("tp, -", "-, tp"))
+    return rows, columns
+
+
+def own(seed: int, layout: Layout) -> torch.Tensor:
+    found = part(whole(seed, *SHAPE), layout, dist.get_rank())
+    if found is None:
+        raise SystemExit("a rank without a part")
+    return found
+
+
+def goes_on_without_being_waited_for() -> None:
+    """All of it arrives in a fraction of its own memory, though nobody waits for it."""
+    rows, columns = layouts()
+    out = torch.zeros(columns.local_shape(dist.get_rank()) or ())
+    begun = redistribute(
+        own(0, rows), columns, source=rows, out=out, async_op=True, extra_bytes=1024
+    )
+    expect(begun.extra_bytes <= 1024 < begun.received_bytes // 20, "all of it fits")
+    end_s = time.monotonic() + PATIENCE_S
+    while not begun.has_arrived:
+        expect(time.monotonic() < end_s, "it stands still")
+        time.sleep(0.01)
+    expect(torch.equal(out, own(0, columns)), "what arrived is something else")
+    expect(begun.wait() is out and begun.wait() is out, "another result")
+
+
+def several_at_once() -> None:
+    """Two, and messages and collectives of the program's own on the same group, do not mix."""
+    rows, columns = layouts()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for turn in range(3):
+        with torch.inference_mode():
+            out = torch.zeros(rows.local_shape(rank) or ())
+        first = redistribute(own(turn, rows), columns, source=rows, async_op=True, extra_bytes=4096)
+        second = redistribute(
+            own(9 + turn, columns), rows, source=columns, out=out, async_op=True, extra_bytes=4096
+        )
+        mine, theirs = torch.full((1000,), float(rank)), torch.zeros(1000)
+        sent = dist.isend(mine, (rank + 1) % ranks)
+        dist.recv(theirs, (rank - 1) % ranks)
+        sent.wait()
+        expect(bool((theirs == (rank - 1) % ranks).all()), "a message of its own is another")
+        dist.all_reduce(mine)
+        expect(bool((mine == sum(range(ranks))).all()), "a sum of its own is another")
+        expect(torch.equal(second.wait(), own(9 + turn, rows)), "the second")
+        expect(torch.equal(first.wait(), own(turn, columns)), "the first")
+
+
+def errors_come_with_wait() -> None:
+    """What the thread raises is raised by `wait`, again and again; a thread runs once."""
+    rows, columns = layouts()
+    start = Exchange.start
+
+    def failing(self: Exchange) -> None:
+        start(self)
+        self.finish()
+        raise MemoryError("no memory left")
+
+    Exchange.start = failing  # type: ignore[method-assign]
+    begun = redistribute(own(0, rows), columns, source=rows, async_op=True)
+    for kind, told in ((MemoryError, "no memory left"), (RunError, "not usable")):
+        try:
+            begun.wait()
+        except kind as error:
+            expect(told in str(error), str(error))
+        else:
+            raise SystemExit("an error was lost")
+    Exchange.start = start  # type: ignore[method-assign]
+    run = BackgroundExchange(Exchange([], dist.get_rank(), None, torch.device("cpu")), 7)
+    expect(not run.is_done, "done before it began")
+    run.start()
+    run.finish()
+    expect(run.is_done and not run.has_failed, "not done")
+    try:
+        run.start()
+    except RunError as error:
+        expect("or did" in str(error), str(error))
+    else:
+        raise SystemExit("a thread ran twice")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    goes_on_without_being_waited_for()
+    several_at_once()
+    errors_come_with_wait()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
+    os._exit(0)
