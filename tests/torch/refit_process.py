@@ -491,6 +491,7 @@ def refusals() -> None:
     )
     _refused(lambda: refit({}, {"w": torch.zeros(1).expand(4)}), ShardError, "strides [0]")
     _refused(lambda: refit({}, {}, planning="none"), RunError, "planning='none'")
+    _refused(lambda: refit({}, {}, method="program"), RunError, "moves all tensors in one exchange")
     _refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
     mine = zeros(values())
     _refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")

@@ -70,6 +70,7 @@ class Refit:
         target_offset: int = 0,
         transforms: Mapping[str, Transform] | None = None,
         planning: Planning = "local",
+        method: str = "auto",
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
@@ -96,6 +97,8 @@ class Refit:
             transforms: what makes targets of other elements, by their common names or patterns;
                 the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
+            method: "exchange" moves all tensors in one exchange of messages; "auto" does so too.
+                Programs of collectives move one tensor on one mesh, so "program" is refused.
             extra_bytes: the most memory beyond both models, on each rank.
             group: of all ranks that have a part of either; all ranks when None.
 
@@ -108,6 +111,7 @@ class Refit:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; it does not call this")
         options = {
             "planning": planning,
+            "method": "exchange" if method == "auto" else method,
             "extra_bytes": extra_bytes,
             "ties": _in_order(ties),
             "stacks": stacks,
@@ -118,6 +122,12 @@ class Refit:
         problem = None
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
+        if method not in ("auto", "exchange"):
+            problem = (
+                f"method={method!r}; a refit moves all tensors in one exchange, so give 'exchange' "
+                "or leave it out. A program of collectives moves one tensor on one mesh: "
+                "redistribute(..., method='program')"
+            )
         agree(Intent({k: repr(v).encode() for k, v in options.items()}, problem), group)
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
