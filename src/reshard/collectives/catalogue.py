@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -96,12 +97,19 @@ class Catalogue:
 
     def alike(self, parts: tuple[int, ...]) -> IntArray:
         """The shardings that cut each dimension into so many parts."""
-        frame = self.problem.space.frames[self.frame]
         chosen = np.ones(len(self), dtype=bool)
-        for cuts, ids, count in zip(self.cuts, self.ids, parts, strict=True):
-            sizes = [math.prod(frame.size(atom) for atom in flat_atoms(cut)) for cut in cuts]
-            chosen &= np.array(sizes)[ids] == count
+        for counts, ids, count in zip(self._parts, self.ids, parts, strict=True):
+            chosen &= counts[ids] == count
         return np.flatnonzero(chosen)
+
+    @cached_property
+    def _parts(self) -> list[IntArray]:
+        """For each dimension, into how many parts each of its cuts cuts it."""
+        frame = self.problem.space.frames[self.frame]
+        return [
+            np.array([math.prod(map(frame.size, flat_atoms(cut))) for cut in cuts])
+            for cuts in self.cuts
+        ]
 
 
 def cuts_of(problem: Problem, dim: int, atoms: tuple[int, ...]) -> list[Cut]:
