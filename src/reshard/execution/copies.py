@@ -24,8 +24,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import UsageError
 from reshard.execution.arrays import Storage
@@ -37,8 +36,7 @@ BYTES_FOR_A_THREAD = 1 << 20
 Combine = Callable[[Storage, Storage], Storage]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class Copy(NamedTuple):
     """Elements of one array that go to another, of the same shape, and of the same dtype.
 
     Args:
@@ -157,23 +155,24 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
         total_bytes = sum(copy.size_bytes for copy in phase)
         # Of few bytes all lies in the processor's cache, wherever it is.
         is_large = total_bytes >= BYTES_FOR_A_THREAD
-        pieces = [piece for copy in phase for piece in copy.pieces()]
-        if is_large:
-            pieces = _sorted_pieces(pieces)
+        pieces = _sorted_pieces(phase) if is_large else phase
         workers = min(threads, len(pieces), max(1, total_bytes // BYTES_FOR_A_THREAD))
         _share(pieces, workers)
 
 
-def _sorted_pieces(pieces: Sequence[Copy]) -> list[Copy]:
-    """Pieces by where they begin, on the side whose pieces are scattered more widely.
+def _sorted_pieces(copies: Sequence[Copy]) -> list[Copy]:
+    """The pieces of copies by where they begin, on the side that is scattered more widely.
 
     Where neither is, by what is read: then the copies of one piece follow one another.
     """
-    read = sum(_extent_bytes(piece.source) for piece in pieces)
-    written = sum(_extent_bytes(piece.target) for piece in pieces)
+    read = sum(_extent_bytes(copy.source) for copy in copies)
+    written = sum(_extent_bytes(copy.target) for copy in copies)
+    pieces = [piece for copy in copies for piece in copy.pieces()]
     if read >= written:
-        return sorted(pieces, key=lambda piece: _address(piece.source))
-    return sorted(pieces, key=lambda piece: _address(piece.target))
+        pieces.sort(key=lambda piece: _address(piece.source))
+    else:
+        pieces.sort(key=lambda piece: _address(piece.target))
+    return pieces
 
 
 def _extent_bytes(array: Storage) -> int:

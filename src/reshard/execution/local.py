@@ -3,9 +3,8 @@
 1. The arrays are checked against both layouts before anything is copied.
 2. Every target slot gets new memory, unless the caller gives it; positions that are padding are
    zero.
-3. Each route copies its product of pieces at once: with slices where a dimension has one
-   piece, with index lists where it has several. The first contribution of an element is
-   copied, the rest are combined with it in order. Threads share this (`copies`).
+3. Each route copies its product of pieces (`route_copies`). The first contribution of an element
+   is copied, the rest are combined with it in order. Threads share this (`copies`).
 4. Means are scaled. A target contribution that combines none is filled with the reduction's
    identity.
 
@@ -15,19 +14,15 @@ the result is of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, check_reduction, identity, kind_of
 from reshard.execution.cells import cell_arrays, clear_pads, element_positions
-from reshard.execution.copies import Copy, carry_out, checked_threads
+from reshard.execution.copies import carry_out, checked_threads
 from reshard.execution.outputs import storages_to_fill
-from reshard.planning.overlap import Pieces
-from reshard.runs import IntArray, ragged_arange
+from reshard.execution.route_copies import route_copies
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -62,6 +57,7 @@ def run(
         PlanError: a source that leaves out an element.
         UsageError: fewer than one thread.
 
+    >>> import numpy as np
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
@@ -78,31 +74,13 @@ def run(
     source = {slot: kind.storage(shards[slot]) for slot in plan.source.holders}
     target = storages_to_fill(plan.target, kind, out, source)
     cells = cell_arrays(plan.target, target)
-    copies = list(_route_copies(plan, kind, cell_arrays(plan.source, source), cells))
+    copies = list(route_copies(plan, kind, cell_arrays(plan.source, source), cells))
     clear_pads(plan.target, cells)
     carry_out(copies, workers)
     finish_contributions(plan, kind, cells)
     if out is None:
         return {slot: kind.array(storage) for slot, storage in target.items()}
     return {slot: out[slot] for slot in target}
-
-
-def _route_copies(
-    plan: Plan, kind: ArrayKind, source: Mapping[int, Storage], target: Mapping[int, Storage]
-) -> Iterator[Copy]:
-    """One copy for each route, between the arrays of cells."""
-    routes, pieces = plan.routes, plan.pieces
-    combine = partial(kind.combine, plan.source.reduction or "sum")
-    for route, order in enumerate(routes.order.tolist()):
-        into, out_of = target[routes.target_cell[route]], source[routes.source_cell[route]]
-        places, positions = (
-            _index(pieces, route, side) for side in ("target_local", "source_local")
-        )
-        reduction = combine if order else None
-        if all(isinstance(place, slice) for place in places):
-            yield Copy(into[places or ...], out_of[positions or ...], order, reduction)
-        else:
-            yield Copy(into, out_of, order, reduction, places, positions)
 
 
 def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
@@ -140,25 +118,6 @@ def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
         if reduction != "mean" or plan.source.reduction == "mean":
             check_reduction(str(reduction), kind.dtype)
     return kind
-
-
-def _index(pieces: tuple[Pieces, ...], route: int, side: str) -> Any:
-    """The positions of a route's elements in a cell: slices, or index lists for `np.ix_`."""
-    slices: list[slice] = []
-    for column in pieces:
-        low, count = int(column.begin[route]), int(column.count[route])
-        if count != 1:
-            return np.ix_(*(_positions(piece, route, side) for piece in pieces))
-        begin = int(getattr(column, side)[low])
-        slices.append(slice(begin, begin + int(column.length[low])))
-    return tuple(slices)
-
-
-def _positions(column: Pieces, route: int, side: str) -> IntArray:
-    rows = column.rows(route)
-    length = column.length[rows]
-    begin: IntArray = getattr(column, side)[rows]
-    return np.repeat(begin, length) + ragged_arange(length)
 
 
 def finish_contributions(plan: Plan, kind: ArrayKind, cells: Mapping[int, Storage]) -> None:

@@ -1,0 +1,331 @@
+"""Arrays that the caller gives to be written: the same result, in place, or an error before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import reshard
+from execution.example_arrays import MESH, Shards, plan_of
+from reshard.collectives import JointAllToAll, Program, find_program
+from reshard.dtypes import dtype
+from reshard.errors import PlanError, ShardError, UsageError
+from reshard.execution import copies, route_copies
+from reshard.mesh import Axis
+from reshard.planning.stages import StagedJob
+from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
+from reshard.testing.strategies import movements
+from reshard.topology import Topology
+
+RUBBISH = 77.0
+
+
+@pytest.fixture
+def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads and pieces for a handful of elements, as there are for many MiB."""
+    monkeypatch.setattr(copies, "PIECE_BYTES", 24)
+    monkeypatch.setattr(copies, "BYTES_FOR_A_THREAD", 8)
+    monkeypatch.setattr(route_copies, "_ELEMENTS_FOR_A_WINDOW", 1)
+
+
+def memory_of(shape: tuple[int, ...], how: str) -> NDArray[np.float64]:
+    """An array of some strides, full of rubbish."""
+    if how == "by columns":
+        return np.full(shape[::-1], RUBBISH).T
+    if how == "every other":
+        wide = np.full([2 * size for size in shape], RUBBISH)
+        return wide[(..., *(slice(None, None, 2) for _ in shape))]
+    if how == "backwards":
+        return np.full(shape, RUBBISH)[(..., *(slice(None, None, -1) for _ in shape))]
+    return np.full(shape, RUBBISH)
+
+
+def check_padding(contents: Contents, found: Shards) -> None:
+    for slot, array in found.items():
+        assert not array[contents.elements[slot] == NO_ELEMENT].any()
+
+
+MEMORY = st.sampled_from(["by rows", "by columns", "every other", "backwards"])
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+@settings(max_examples=200)
+@given(movements(), MEMORY, MEMORY, st.sampled_from([1, 2, 5]))
+def test_given_arrays_and_threads_change_nothing(
+    case: Any, source_memory: str, target_memory: str, threads: int
+) -> None:
+    (source, before), (target, after) = case
+    random = np.random.default_rng(0)
+    count = before.contributions
+    dense = [random.integers(1, 5, source.shape).astype(float) for _ in range(count)]
+    shards = {}
+    for slot, array in shards_of(before, dense, rubbish=RUBBISH).items():
+        shards[slot] = memory_of(array.shape, source_memory)
+        shards[slot][...] = array
+    if not shards:
+        return
+    plan = reshard.plan(source, target)
+    expected = plan.run(shards, threads=1)
+    out = {s: memory_of(array.shape, target_memory) for s, array in expected.items()}
+    found = plan.run(shards, out, threads)
+    assert found.keys() == out.keys()
+    for slot, array in found.items():
+        assert array is out[slot]
+        assert array.tobytes() == expected[slot].tobytes()
+    check_padding(after, found)
+    np.testing.assert_allclose(dense_of(after, found), reduced(before.reduction, dense))
+
+
+ROWS_TO_COLUMNS = plan_of("x, -", "-, x", (4, 4))
+
+
+def rows() -> Shards:
+    return {rank: np.zeros((2, 4), np.float32) for rank in MESH.devices}
+
+
+def columns(**other: Any) -> Shards:
+    good: Shards = {rank: np.ones((4, 2), np.float32) for rank in MESH.devices}
+    return good | {int(rank[1:]): array for rank, array in other.items()}
+
+
+def read_only() -> NDArray[Any]:
+    array = np.zeros((4, 2), np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def once_for_each_row() -> NDArray[Any]:
+    return np.lib.stride_tricks.as_strided(np.zeros(5, np.float32), (4, 2), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (dict, r"no array for slot 0 in out; the target holds data on slots \[0, 1, 2, 3, 5, 7\]"),
+        (
+            lambda: columns(r3=np.zeros((2, 4), np.float32)),
+            r"slot 3 in out has shape \[2, 4\], but the target layout says \[4, 2\]",
+        ),
+        (
+            lambda: columns(r3=np.zeros((4, 2), np.float64)),
+            "slot 3 in out is NumpyArrays of float64, the sources are NumpyArrays of float32",
+        ),
+        (lambda: columns(r3=torch.zeros((4, 2))), "slot 3 in out is TorchTensors of float32"),
+        (lambda: columns(r3=[[0.0, 0.0]] * 4), "slot 3 in out is a list"),
+        (lambda: columns(r3=read_only()), "slot 3 in out is read-only"),
+        (lambda: columns(r3=once_for_each_row()), "slot 3 in out has several elements in one"),
+    ],
+)
+def test_arrays_that_cannot_be_written_to_are_refused(
+    out: Callable[[], Shards], message: str
+) -> None:
+    with pytest.raises(ShardError, match=message):
+        ROWS_TO_COLUMNS.run(rows(), out())
+
+
+def test_a_scalar_that_is_no_array_cannot_be_written() -> None:
+    plan = plan_of("", "", ())
+    with pytest.raises(ShardError, match="for slot 0 in out is read-only"):
+        plan.run(
+            dict.fromkeys(MESH.devices, np.float32(1)), dict.fromkeys(MESH.devices, np.float32(0))
+        )
+
+
+@pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag])
+def test_what_torch_computes_when_it_is_read_cannot_be_written(lazy: Callable[[Any], Any]) -> None:
+    layout = reshard.Layout.replicated((3,))
+    target = lazy(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ShardError, match="conjugate or negative"):
+        reshard.plan(layout, layout).run({0: torch.zeros(3, dtype=target.dtype)}, {0: target})
+
+
+def test_memory_that_two_arrays_share_is_refused_before_a_byte_is_written() -> None:
+    held = rows()
+    twice = columns(r3=held[5].reshape(4, 2))
+    with pytest.raises(ShardError, match=r"slot 3 in out shares memory with the source of slot 5"):
+        ROWS_TO_COLUMNS.run(held, twice)
+    one = np.zeros((4, 3), np.float32)
+    with pytest.raises(ShardError, match=r"slot (1|7) in out shares memory with .* slot (1|7) in"):
+        ROWS_TO_COLUMNS.run(rows(), columns(r1=one[:, :2], r7=one[:, 1:]))
+    same = dict.fromkeys(MESH.devices, one[:, :2])
+    with pytest.raises(ShardError, match="shares memory"):
+        ROWS_TO_COLUMNS.run(rows(), same)
+    assert all((array == 1).all() for rank, array in twice.items() if rank != 3)
+    assert not one.any()
+
+
+def test_columns_of_one_array_are_apart() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    plan = reshard.plan(*(reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x")))
+    whole, dense = np.zeros((4, 4), np.int64), np.arange(16).reshape(4, 4)
+    # The source is one array, too, and stands between the columns of the target.
+    both = np.zeros((4, 8), np.int64)
+    both[:, 1::2] = dense
+    source = {0: both[:2, 1::2], 1: both[2:, 1::2]}
+    plan.run(source, {0: whole[:, :2], 1: whole[:, 2:]})
+    assert np.array_equal(whole, dense)
+    plan.run(source, {0: both[:, 0:4:2], 1: both[:, 4:8:2]})
+    assert np.array_equal(both[:, ::2], dense)
+
+
+def test_two_arrays_too_entangled_to_tell_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reshard.execution.outputs._MOST_ATTEMPTS", 1)
+    memory = np.zeros(3000, np.int8)
+    view = np.lib.stride_tricks.as_strided
+    layout = reshard.Layout.replicated((7, 7, 7))
+    source = view(memory[1:], (7, 7, 7), (150, 21, 2))
+    target = view(memory, (7, 7, 7), (170, 23, 3))
+    with pytest.raises(ShardError, match=r"(shares memory with|takes too long to find out)"):
+        reshard.plan(layout, layout).run({0: source}, {0: target})
+
+
+def test_torch_tensors_are_written_in_place() -> None:
+    dense = torch.arange(16, dtype=torch.bfloat16).reshape(4, 4)
+    plan = reshard.plan(ROWS_TO_COLUMNS.source, ROWS_TO_COLUMNS.target, dtype("bfloat16"))
+    held, out = {}, {}
+    weight = torch.nn.Parameter(torch.zeros((2, 4), dtype=torch.bfloat16))
+    for rank in MESH.devices:
+        (box,) = plan.source.boxes(rank)
+        held[rank] = dense[box.start[0] : box.stop[0]]
+        # By columns, and one that is learned.
+        out[rank] = torch.zeros((2, 4), dtype=torch.bfloat16).T
+    out[3] = weight.T
+    found = plan.run(held, out)
+    for rank in MESH.devices:
+        (box,) = plan.target.boxes(rank)
+        assert found[rank] is out[rank]
+        assert torch.equal(found[rank], dense[:, box.start[1] : box.stop[1]])
+    assert torch.equal(weight.T, out[3])
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any) -> None:
+    out = columns()
+    with pytest.raises(UsageError, match="threads="):
+        ROWS_TO_COLUMNS.run(rows(), out, threads)
+    assert all((array == 1).all() for array in out.values())
+
+
+# Jobs and programs.
+
+
+def test_a_job_writes_to_given_arrays_of_all_its_tensors() -> None:
+    source, target = ROWS_TO_COLUMNS.source, ROWS_TO_COLUMNS.target
+    items = [
+        reshard.JobItem.between_ranks(n, dtype(k), source, target)
+        for n, k in (("a", "float32"), ("b", "int8"))
+    ]
+    job = reshard.Job(items)
+    dense = np.arange(16).reshape(4, 4)
+    arrays, out = {}, {}
+    for item in items:
+        whole = dense.astype(item.dtype.name)
+        start = reshard.plan(reshard.Layout.whole((4, 4), [0], 8), source)
+        arrays[item.name] = start.run({0: whole})
+        out[item.name] = {r: np.ones((4, 2), item.dtype.name) for r in target.holders}
+    expected = job.run(arrays, threads=1)
+    found = job.run(arrays, out, threads=2)
+    for name, of_ranks in found.items():
+        assert of_ranks.keys() == expected[name].keys()
+        for rank, array in of_ranks.items():
+            assert array is out[name][rank] and np.array_equal(array, expected[name][rank])
+    with pytest.raises(ShardError, match=r"no arrays for tensor 'b' in out; got \['a'\]"):
+        job.run(arrays, {"a": out["a"]})
+    with pytest.raises(ShardError, match=r"the array of 'b' for slot 0 in out is .* of float32"):
+        job.run(arrays, {"a": out["a"], "b": out["a"]})
+    # What is one tensor's source must not be another's target.
+    shared = arrays["a"][0].view(np.int8).reshape(-1)[:8].reshape(4, 2)
+    message = "'b' for slot 3 in out shares memory with the source of 'a' on slot 0"
+    with pytest.raises(ShardError, match=message):
+        job.run(arrays, {**out, "b": {**out["b"], 3: shared}})
+
+
+PROGRAMS = [
+    ("x, y", "y, x"),
+    ("x y, -", "-, y"),
+    ("x, -", "y, -"),
+    ("-, - | sum(y)", "x, -"),
+    ("x, - | sum(y)", "x, y"),
+    ("x, y", "x, y"),
+]
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+@pytest.mark.parametrize(("before", "after"), PROGRAMS)
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_a_program_writes_to_given_arrays(
+    before: str, after: str, stepwise: bool, module: str
+) -> None:
+    shape = (12, 18)
+    source, target = reshard.spec(MESH, before), reshard.spec(MESH, after)
+    program = find_program(source, target, shape)
+    whole = reshard.Layout.whole(shape, [0], 8)
+    start = reshard.plan(whole, source.layout(shape))
+    end = reshard.plan(whole, target.layout(shape))
+    dense = np.arange(216.0).reshape(shape)
+    held, expected = (plan.run({0: dense}) for plan in (start, end))
+    if module == "torch":
+        held = {rank: torch.from_numpy(array) for rank, array in held.items()}
+    out = {rank: np.full(array.shape, RUBBISH) for rank, array in expected.items()}
+    given = {r: torch.from_numpy(a) for r, a in out.items()} if module == "torch" else out
+    found = program.run(held, given, threads=2, stepwise=stepwise)
+    for rank, array in found.items():
+        assert array is given[rank]
+        assert np.array_equal(out[rank], expected[rank])
+    with pytest.raises(ShardError, match=r"for slot \d in out shares memory"):
+        program.run(held, {**given, 5: given[7].reshape(out[5].shape)}, stepwise=stepwise)
+    if held[0].shape == out[5].shape:
+        with pytest.raises(ShardError, match=r"for slot 5 in out .* the source of slot 0"):
+            program.run(held, {**given, 5: held[0]}, stepwise=stepwise)
+    with pytest.raises(ShardError, match="no array for slot 0 in out"):
+        program.run(held, {}, stepwise=stepwise)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_one_direct_copy_is_what_the_steps_are(data: st.DataObject) -> None:
+    texts = ["x, y", "y, x", "x y, -", "y x, -", "-, x y", "x, -", "-, y", "-, -", "-, y x"]
+    before, after = (data.draw(st.sampled_from(texts)) for _ in range(2))
+    shape = tuple(data.draw(st.tuples(*[st.integers(0, 13)] * 2)))
+    source, target = reshard.spec(MESH, before), reshard.spec(MESH, after)
+    program = find_program(source, target, shape)
+    dense = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    held = reshard.plan(reshard.Layout.whole(shape, [0], 8), source.layout(shape)).run({0: dense})
+    at_once, by_steps = program.run(held), program.run(held, stepwise=True)
+    assert at_once.keys() == by_steps.keys()
+    assert all(np.array_equal(at_once[rank], by_steps[rank]) for rank in at_once)
+
+
+def test_stepwise_a_step_outside_its_group_is_found_out() -> None:
+    shape, mesh = (4, 6), reshard.DeviceMesh.of(x=2, y=2)
+    source, target = reshard.spec(mesh, "x, y"), reshard.spec(mesh, "y, x")
+    # The group along y has the same rows everywhere.
+    program = Program(shape, source, target, (JointAllToAll(shape, source, target, (Axis("y"),)),))
+    held = {rank: np.zeros((2, 3)) for rank in range(4)}
+    with pytest.raises(PlanError, match="only 0 of the 6"):
+        program.run(held, stepwise=True)
+
+
+def test_stages_fill_arrays_with_padding() -> None:
+    """The relays' arrays are new memory, too, and what is padding there is zero."""
+    mesh = reshard.DeviceMesh.of(host=2, gpu=2)
+    source, target = (reshard.spec(mesh, t).layout((6,)) for t in ("host gpu", "gpu@pad4"))
+    job = reshard.Job([reshard.JobItem.between_ranks("a", dtype("int64"), source, target)])
+    staged = StagedJob(job, Topology.of(hosts=2, ranks_per_host=2))
+    held = {
+        "a": {0: np.array([1, 2]), 1: np.array([3, 4]), 2: np.array([5, 6]), 3: np.zeros(0, int)}
+    }
+    found = staged.run(held)["a"]
+    assert {rank: array.tolist() for rank, array in found.items()} == {
+        0: [1, 2, 3, 4], 1: [5, 6, 0, 0], 2: [1, 2, 3, 4], 3: [5, 6, 0, 0]
+    }  # fmt: skip
