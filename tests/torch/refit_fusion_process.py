@@ -268,6 +268,43 @@ def quantised() -> None:
     expect(sent[1] == 4 * wide * HIDDEN + narrow * HIDDEN + narrow // 4 * 2 * 4, f"{sent} bytes")
 
 
+def halves_of_bfloat16() -> None:
+    """Blocks of 128 by 128: a byte an element and four a block travel, not two an element."""
+    weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = {"w": torch.zeros(512, 256).to(torch.float8_e4m3fn), "w_scale_inv": torch.zeros(4, 2)}
+    BlockQuantized().finish_receive("w", weight, made)
+    expected = {name: value.float() for name, value in made.items()}
+    there = layouts({"w": weight}, "tp", reshard.DeviceMesh.of(tp=4))
+    here = layouts(expected, "tp", reshard.DeviceMesh.of(dp=2, tp=2))
+    target = laid_out(zeros(expected), here)
+    target["w"] = (target["w"][0].to(torch.float8_e4m3fn), here["w"])
+    source = laid_out({"w": weight}, there)
+    done = refit(source, target, transforms={"w": BlockQuantized()})
+    found = {name: (local.float(), of) for name, (local, of) in target.items()}
+    expect_same(found, laid_out(expected, here), "blocks of 128")
+    # Of eight halves, each of two quarters, two quarters are there.
+    quarters = 4 * 2 - 2
+    expect(moved_bytes(done) == quarters * (128 * 256 + 4 * 2), f"{moved_bytes(done)} bytes")
+    # Where nothing travels, nothing is gained by making it before.
+    source = laid_out({"w": weight}, {"w": here["w"]})
+    done = refit(source, target, transforms={"w": BlockQuantized()})
+    expect_same({n: (t.float(), of) for n, (t, of) in target.items()}, found, "in place")
+    why = {"w": "0 bytes would travel, 0 otherwise"}
+    expect(done.report.made_at_target == why, f"{done.report}")
+    # Two ranks send halves of one block, and one of them the only scale.
+    block = {"w": weight[:128, :128].contiguous()}
+    both = {"w": Layout.whole((128, 128), [0, 1], 2)}
+    there = {"w": Layout.whole((128, 128), [3], 4), "w_scale_inv": Layout.whole((1, 1), [3], 4)}
+    alone = {"w": torch.zeros(128, 128).to(torch.float8_e4m3fn), "w_scale_inv": torch.zeros(1, 1)}
+    is_last = dist.get_rank() == 3
+    target = {name: (value if is_last else None, there[name]) for name, value in alone.items()}
+    done = refit(laid_out(block, both), target, transforms={"w": BlockQuantized()})
+    expect((done.sent_bytes > 0) == (dist.get_rank() < 2), f"{done.sent_bytes} bytes")
+    if is_last:
+        expect(torch.equal(alone["w"].float(), expected["w"][:128, :128]), "one block")
+        expect(torch.equal(alone["w_scale_inv"], expected["w_scale_inv"][:1, :1]), "one scale")
+
+
 def refusals() -> None:
     """What does not fit is told by the names of members."""
     apart = separate()
@@ -313,6 +350,7 @@ CASES = [
     megatron,
     stacked_experts,
     quantised,
+    halves_of_bfloat16,
     refusals,
 ]
 
