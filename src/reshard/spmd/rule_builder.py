@@ -33,6 +33,10 @@ class Inferred(NamedTuple):
 
     rule: OpShardingRule
     result_shapes: tuple[Shape, ...]
+    adjusted: tuple[int, ...] = ()
+    """Factors along which a part has to know where it lies: rows of a table that a part does not
+    have give zero, the diagonal of a part is elsewhere. Without a function that minds this on each
+    part, they are whole as those of `need_replication` are."""
 
 
 class RuleBuilder:
@@ -54,6 +58,7 @@ class RuleBuilder:
         self._sizes: list[int] = []
         self._kinds: list[Kind] = []
         self._blocked: list[int] = []
+        self._adjusted: list[int] = []
 
     def factor(
         self,
@@ -63,6 +68,7 @@ class RuleBuilder:
         size: int | None = None,
         kind: Kind = "pass_through",
         blocked: bool = False,
+        adjusted: bool = False,
     ) -> None:
         """Adds a factor.
 
@@ -72,6 +78,7 @@ class RuleBuilder:
             size: that of the first dimension named when not given.
             kind: what a cut of it costs the operator.
             blocked: whether nothing propagates along it.
+            adjusted: whether a part has to know where it lies along it.
         """
         index = len(self._sizes)
         found: int | None = size
@@ -87,6 +94,8 @@ class RuleBuilder:
         self._kinds.append(kind)
         if blocked:
             self._blocked.append(index)
+        if adjusted:
+            self._adjusted.append(index)
 
     def build(self, reduction_operator: str = "sum") -> Inferred:
         """The rule, and the shapes of the results."""
@@ -117,7 +126,7 @@ class RuleBuilder:
             blocked=self._blocked,
             reduction_operator=reduction_operator,
         )
-        return Inferred(rule, self.results)
+        return Inferred(rule, self.results, tuple(self._adjusted))
 
 
 def replicated_rule(operands: Iterable[Shape], results: Iterable[Shape] = ()) -> OpShardingRule:

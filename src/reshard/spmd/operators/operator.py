@@ -41,9 +41,6 @@ class Operator:
         commutes: the other reductions whose contributions the operator may be applied to one by
             one, those of `linear` or else all operands together: `maximum` commutes with "max".
         linear_if: whether the attributes let the operator be so; always, when not given.
-        parts: "same" where each device runs the operator itself on its parts (with the shapes of
-            its part of the result where an attribute says them); "adjusted" where a part needs to
-            know where it lies, as the note says.
         note: one line for the table.
     """
 
@@ -53,7 +50,6 @@ class Operator:
     linear: Linear = "none"
     commutes: tuple[str, ...] = ()
     linear_if: Callable[..., bool] | None = None
-    parts: Literal["same", "adjusted"] = "same"
     note: str = ""
 
     @property
@@ -74,6 +70,15 @@ class Operator:
     ) -> tuple[Shape, ...]:
         """The shapes of the results for operands of these shapes."""
         return self.inferred(shapes, **attributes).result_shapes
+
+    def adjusted(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> tuple[int, ...]:
+        """Factors of the rule along which a device has to know where its part lies.
+
+        >>> from reshard.spmd.operators.table import operators
+        >>> operators["take"].adjusted([(100, 8), (4,)], axis=0)
+        (2,)
+        """
+        return self.inferred(shapes, **attributes).adjusted
 
     def partial_operands(
         self, count: int, reduction: str = "sum", **attributes: Any

@@ -10,7 +10,7 @@ from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.templates import reduce_template
 
 
-def _reduced(reduction: str) -> Infer:
+def _reduced(reduction: str, *, adjusted: bool = False) -> Infer:
     def infer(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
         shape = one_operand("a reduction", shapes)
         rule = reduce_template(
@@ -19,7 +19,7 @@ def _reduced(reduction: str) -> Infer:
             keepdims=keepdims,
             reduction_operator=reduction,
         ).rule(shape)
-        return Inferred(rule, rule.result_shapes)
+        return Inferred(rule, rule.result_shapes, rule.reduction if adjusted else ())
 
     return infer
 
@@ -68,14 +68,13 @@ def _row(name: str, infer: Infer, linear: bool, commutes: tuple[str, ...], note:
         infer,
         "each" if linear else "none",
         commutes,
-        parts="adjusted" if name == "mean" else "same",
         note=note,
     )
 
 
 OPERATORS: tuple[Operator, ...] = (
     _row("sum", _reduced("sum"), True, (), ""),
-    _row("mean", _reduced("sum"), True, (), _MEAN),
+    _row("mean", _reduced("sum", adjusted=True), True, (), _MEAN),
     _row("prod", _reduced("product"), False, ("product",), ""),
     _row("max", _reduced("max"), False, ("max",), ""),
     _row("min", _reduced("min"), False, ("min",), ""),

@@ -14,17 +14,36 @@ from typing import Any
 
 from reshard.errors import SpecError
 from reshard.spmd.operators import (
+    arrangement,
+    creation,
     elementwise,
+    indexing,
+    linear_algebra,
     movement,
+    networks,
+    ordering,
     products,
     reductions,
+    windows,
 )
 from reshard.spmd.operators.operator import Linear, Operator
 from reshard.spmd.rule import OpShardingRule
 from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
 
 _table: dict[str, Operator] = {}
-for _module in (elementwise, products, reductions, movement):
+for _module in (
+    elementwise,
+    products,
+    reductions,
+    movement,
+    arrangement,
+    indexing,
+    ordering,
+    windows,
+    networks,
+    linear_algebra,
+    creation,
+):
     for _operator in _module.OPERATORS:
         if _operator.name in _table:
             raise SpecError(f"operator {_operator.name} is twice in the table; keep one")

@@ -1,0 +1,103 @@
+"""The rules of operators that make arrays: constants, ranges, random bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.spmd.operators.elementwise import elementwise
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.shapes import counted
+from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+
+
+def made(
+    shapes: Sequence[Shape], shape: int | Sequence[int] = (), *, adjusted: bool = False
+) -> Inferred:
+    """A result of a shape, of which each device makes its part. Operands are scalars.
+
+    >>> print(made([], (4, 8)).rule)
+    () -> ([i, j]) {i=4, j=8}
+    """
+    result = (shape,) if isinstance(shape, int) else tuple(shape)
+    builder = RuleBuilder(shapes, [result])
+    for dim in range(len(result)):
+        builder.factor((), [dim], adjusted=adjusted)
+    return builder.build()
+
+
+def constant(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:
+    """An array of one value."""
+    return made(shapes, shape)
+
+
+def arange(
+    shapes: Sequence[Shape], start: float = 0, stop: float | None = None, step: float = 1, **_: Any
+) -> Inferred:
+    """Numbers at equal steps, `start` being the end if there is no `stop`.
+
+    >>> arange([], 2, 9, 3).result_shapes
+    ((3,),)
+    """
+    low, high = (0, start) if stop is None else (start, stop)
+    return made(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
+
+
+def linspace(
+    shapes: Sequence[Shape], start: complex = 0, stop: complex = 1, num: int = 50, **_: Any
+) -> Inferred:
+    """So many numbers between two."""
+    return made(shapes, num, adjusted=True)
+
+
+def eye(shapes: Sequence[Shape], n_rows: int, n_cols: int | None = None, k: int = 0) -> Inferred:
+    """Ones on a diagonal."""
+    return made(shapes, (n_rows, n_rows if n_cols is None else n_cols), adjusted=True)
+
+
+def iota(shapes: Sequence[Shape], shape: Sequence[int], axis: int = 0) -> Inferred:
+    """Each element's index along an axis."""
+    return made(shapes, shape, adjusted=True)
+
+
+def frequencies(halves: bool) -> Any:
+    """The frequencies of a Fourier transform of `n` elements."""
+
+    def infer(shapes: Sequence[Shape], n: int, d: float = 1.0, **_: Any) -> Inferred:
+        return made(shapes, n // 2 + 1 if halves else n, adjusted=True)
+
+    return infer
+
+
+def random_bits(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
+    """A generator's state, and bits of a shape drawn from it: the next state, and the bits.
+
+    >>> print(random_bits([(2,)], (4, 8)).rule)
+    ([i]) -> ([i], [j, k]) {i=2, j=4, k=8} need_replication={i} blocked={i}
+    """
+    counted("random_bits", shapes, 1)
+    builder = RuleBuilder(shapes, [shapes[0], tuple(shape)])
+    for dim in range(len(shapes[0])):
+        builder.factor([dim], [dim], kind="need_replication", blocked=True)
+    for dim in range(len(shape)):
+        builder.factor((), [None, dim], adjusted=True)
+    return builder.build()
+
+
+_PLACES = "a part has the numbers of its own places"
+
+OPERATORS: tuple[Operator, ...] = (
+    *(Operator(name, "creation", constant) for name in ("zeros", "ones", "empty", "full")),
+    *(
+        Operator(name, "creation", elementwise)
+        for name in ("zeros_like", "ones_like", "empty_like", "full_like")
+    ),
+    Operator("arange", "creation", arange, note=_PLACES),
+    Operator("linspace", "creation", linspace, note=_PLACES),
+    Operator("eye", "creation", eye, note=_PLACES),
+    Operator("iota", "creation", iota, note=_PLACES),
+    Operator("fftfreq", "creation", frequencies(False), note=_PLACES),
+    Operator("rfftfreq", "creation", frequencies(True), note=_PLACES),
+    Operator("random_bits", "creation", random_bits, note="a part draws the bits of its places"),
+)

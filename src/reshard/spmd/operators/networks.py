@@ -1,0 +1,139 @@
+"""The rules of what networks are made of: softmax, norms, losses, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import SpecError
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.shapes import axes_of, axis_of, counted, kept, one_operand
+from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+
+
+def softmax(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inferred:
+    """Exponentials over their sum along an axis.
+
+    >>> print(softmax([(4, 8)]).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
+    """
+    shape = one_operand("softmax", shapes)
+    return kept(shape, whole=axes_of(len(shape), axis))
+
+
+def norm(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
+    """An array over the size of its last dimensions, with optional weight and bias of their shape.
+
+    >>> print(norm([(4, 8), (8,)]).rule)
+    ([i, j], [j]) -> ([i, j]) {i=4, j=8} need_replication={j}
+    """
+    if not 1 <= len(shapes) <= 3:
+        counted("a norm", shapes, 1)
+    shape = shapes[0]
+    lead = len(shape) - dims
+    if lead < 0 or any(other != shape[lead:] for other in shapes[1:]):
+        raise SpecError(
+            f"a norm of {', '.join(map(str, shapes))} over {dims} dimensions; weight and bias "
+            "must have their sizes"
+        )
+    builder = RuleBuilder(shapes, [shape])
+    others = len(shapes) - 1
+    for dim in range(len(shape)):
+        if dim < lead:
+            builder.factor([dim], [dim])
+        else:
+            builder.factor([dim, *[dim - lead] * others], [dim], kind="need_replication")
+    return builder.build()
+
+
+def cross_entropy(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
+    """The loss of each element: logits with the classes along an axis, and labels without it.
+
+    >>> print(cross_entropy([(4, 10), (4,)]).rule)
+    ([i, j], [i]) -> ([i]) {i=4, j=10} need_replication={j}
+    """
+    counted("cross_entropy", shapes, 2)
+    logits, labels = shapes
+    place = axis_of(len(logits), axis)
+    if labels != logits[:place] + logits[place + 1 :]:
+        raise SpecError(f"labels {labels} of logits {logits}; one for each but axis {axis}")
+    builder = RuleBuilder(shapes, [labels])
+    for dim in range(len(labels)):
+        builder.factor([dim + (dim >= place), dim], [dim])
+    builder.factor([place], kind="need_replication")
+    return builder.build()
+
+
+def attention(shapes: Sequence[Shape], is_causal: bool = False) -> Inferred:
+    """Queries `[..., h, s, d]`, keys `[..., g, t, d]`, values `[..., g, t, e]`, maybe a mask.
+
+    The `h` heads of the queries are `g` groups, each with keys and values of its own. The mask
+    broadcasts to `[..., h, s, t]`. A causal query has to know its place.
+
+    >>> print(attention([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)]).rule)
+    ([i, jk, l, n], [i, j, o, n], [i, j, o, m]) -> ([i, jk, l, m])
+    {i=2, j=4, k=2, l=5, m=32, n=16, o=7} need_replication={n, o}
+    """
+    if len(shapes) != 4:
+        counted("attention", shapes, 3)
+    queries, keys, values = shapes[:3]
+    rank = len(queries)
+    lead = rank - 3
+    if (
+        lead < 0
+        or len(keys) != rank
+        or keys[:-1] != values[:-1]
+        or queries[:lead] != keys[:lead]
+        or queries[-1] != keys[-1]
+        or queries[lead] % max(keys[lead], 1)
+    ):
+        raise SpecError(
+            f"attention of {', '.join(map(str, shapes))}; [..., h, s, d], [..., g, t, d] and "
+            "[..., g, t, e] were expected, g dividing h"
+        )
+    heads, groups = queries[lead], keys[lead]
+    each = heads // max(groups, 1)
+    scores = (*queries[:-1], keys[-2])
+    mask = shapes[3] if len(shapes) == 4 else ()
+    missing = rank - len(mask)
+    if missing < 0 or any(b not in (1, a) for a, b in zip(scores[missing:], mask, strict=True)):
+        raise SpecError(f"mask {mask} of scores {scores}; it must broadcast to them")
+
+    def of_mask(dim: int) -> int | None:
+        own = dim - missing
+        is_there = len(shapes) == 4 and own >= 0 and mask[own] == scores[dim]
+        return own if is_there else None
+
+    builder = RuleBuilder(shapes, [(*queries[:-1], values[-1])])
+
+    def factor(dims: Sequence[int | None], result: int | None, **kind: object) -> None:
+        given = list(dims) if len(shapes) == 4 else list(dims)[:3]
+        builder.factor(given, [result], **kind)  # type: ignore[arg-type]
+
+    for dim in range(lead):
+        factor([dim, dim, dim, of_mask(dim)], dim)
+    factor([lead, lead, lead, of_mask(lead)], lead, size=groups)
+    if each != 1:
+        factor([lead, None, None, of_mask(lead)], lead, size=each)
+    factor([rank - 2, None, None, of_mask(rank - 2)], rank - 2, adjusted=is_causal)
+    factor([None, None, rank - 1, None], rank - 1)
+    factor([rank - 1, rank - 1, None, None], None, kind="need_replication")
+    factor([None, rank - 2, rank - 2, of_mask(rank - 1)], None, kind="need_replication")
+    return builder.build()
+
+
+_WHOLE = "the normalised axis is whole on each device"
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator("softmax", "networks", softmax, note=_WHOLE),
+    Operator("log_softmax", "networks", softmax, note=_WHOLE),
+    Operator("layer_norm", "networks", norm, note=_WHOLE),
+    Operator("rms_norm", "networks", norm, note=_WHOLE),
+    Operator("cross_entropy", "networks", cross_entropy, note="classes are whole on each device"),
+    Operator(
+        "attention",
+        "networks",
+        attention,
+        (2,),
+        note="heads are cut by groups of keys; keys are whole along their sequence",
+    ),
+)

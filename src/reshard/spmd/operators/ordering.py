@@ -1,0 +1,66 @@
+"""The rules of operators that order elements or tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import SpecError
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+
+
+def ordered(
+    shapes: Sequence[Shape], axis: int = -1, descending: bool = False, stable: bool = True
+) -> Inferred:
+    """Operands of one shape put in the order of the first along an axis; as many results.
+
+    >>> print(ordered([(4, 8)]).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} need_replication={j}
+    """
+    if not shapes or len(set(shapes)) > 1:
+        raise SpecError(f"a sort of {', '.join(map(str, shapes))}; one shape was expected")
+    shape = shapes[0]
+    place = axis_of(len(shape), axis)
+    builder = RuleBuilder(shapes, shapes)
+    for dim in range(len(shape)):
+        kind = "need_replication" if dim == place else "pass_through"
+        builder.factor([dim] * len(shapes), [dim] * len(shapes), kind=kind)  # type: ignore[arg-type]
+    return builder.build()
+
+
+def top_k(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
+    """The `k` largest along an axis, and where they were.
+
+    >>> print(top_k([(4, 8)], k=3).rule)
+    ([i, j]) -> ([i, j], [i, j]) {i=4, j=8} need_replication={j} blocked={j}
+    """
+    if len(shapes) != 1:
+        raise SpecError(f"{len(shapes)} operands for top_k; 1 was expected")
+    shape = shapes[0]
+    place = axis_of(len(shape), axis)
+    if not 0 <= k <= shape[place]:
+        raise SpecError(f"top {k} of {shape[place]}; 0 to {shape[place]} were expected")
+    builder = RuleBuilder([shape], [(*shape[:place], k, *shape[place + 1 :])] * 2)
+    for dim in range(len(shape)):
+        here = dim == place
+        builder.factor(
+            [dim],
+            [dim, dim],
+            kind="need_replication" if here else "pass_through",
+            blocked=here,
+        )
+    return builder.build()
+
+
+_VALUES = "how many there are depends on the values"
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator("sort", "ordering", ordered, note="further operands are put in the first's order"),
+    Operator("argsort", "ordering", ordered),
+    Operator("top_k", "ordering", top_k, note="results are the values and their indices"),
+    Operator("unique_all", "ordering", None, note=_VALUES),
+    Operator("unique_counts", "ordering", None, note=_VALUES),
+    Operator("unique_inverse", "ordering", None, note=_VALUES),
+    Operator("unique_values", "ordering", None, note=_VALUES),
+)

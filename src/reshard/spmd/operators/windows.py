@@ -1,0 +1,170 @@
+"""The rules of convolution, pooling and cumulative operators: results that see neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import SpecError
+from reshard.spmd.operators.operator import Infer, Operator
+from reshard.spmd.operators.shapes import axis_of, counted, kept, one_operand
+from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+
+Pairs = Sequence[Sequence[int]]
+
+
+def window_sizes(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: int | Sequence[int] = 1,
+    padding: int | Pairs = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Shape:
+    """How many windows fit in each dimension.
+
+    >>> window_sizes((8, 8), (3, 3), strides=2, padding=1)
+    (4, 4)
+    """
+    count = len(sizes)
+    steps = (strides,) * count if isinstance(strides, int) else tuple(strides)
+    gaps = (dilation,) * count if isinstance(dilation, int) else tuple(dilation)
+    ends = (
+        ((padding, padding),) * count
+        if isinstance(padding, int)
+        else tuple((before, after) for before, after in padding)
+    )
+    if not len(window) == len(steps) == len(gaps) == len(ends) == count:
+        raise SpecError(
+            f"window {tuple(window)}, strides {steps}, padding {ends}, dilation {gaps} over "
+            f"{tuple(sizes)}; give one of each per dimension"
+        )
+    found = []
+    for size, wide, step, gap, (before, after) in zip(
+        sizes, window, steps, gaps, ends, strict=True
+    ):
+        reach = gap * (wide - 1) + 1
+        padded = size + before + after
+        found.append((padded - reach) // step + 1 if padded >= reach else 0)
+    return tuple(found)
+
+
+def convolution(
+    shapes: Sequence[Shape],
+    strides: int | Sequence[int] = 1,
+    padding: int | Pairs = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    batch_groups: int = 1,
+) -> Inferred:
+    """`[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`, with optional bias `[g o]`.
+
+    With `batch_groups` the batch is `[b n]` and the output channels `[b o]`.
+
+    >>> print(convolution([(2, 6, 8), (10, 6, 3)]).rule)
+    ([i, k, j], [l, k, m]) -> ([i, l, j]) {i=2, j=6, k=6, l=10, m=3}
+    reduction={k} need_replication={m} permutation={j}
+    """
+    if len(shapes) != 3:
+        counted("convolution", shapes, 2)
+    image, kernel = shapes[:2]
+    space = len(image) - 2
+    if space < 0 or len(kernel) != len(image):
+        raise SpecError(f"convolution of {image} by {kernel}; ranks must be equal, and 2 or more")
+    channels, outputs = image[1], kernel[0]
+    fits = groups > 0 and batch_groups > 0 and 1 in (groups, batch_groups)
+    if (
+        not fits
+        or kernel[1] * groups != channels
+        or outputs % (groups * batch_groups)
+        or image[0] % batch_groups
+        or (len(shapes) == 3 and shapes[2] != (outputs,))
+    ):
+        raise SpecError(
+            f"convolution of {', '.join(map(str, shapes))} in {groups} groups of channels and "
+            f"{batch_groups} of the batch; channels and outputs must divide into them"
+        )
+    places = window_sizes(image[2:], kernel[2:], strides, padding, dilation)
+    builder = RuleBuilder(shapes, [(image[0] // batch_groups, outputs, *places)])
+    bias = [0] if len(shapes) == 3 else []
+    if batch_groups > 1:
+        builder.factor([0, 0, *bias], [1], size=batch_groups)
+    is_shared = image[0] != batch_groups or batch_groups == 1
+    builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
+    for dim in range(space):
+        builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
+    if groups > 1:
+        builder.factor([1, 0, *bias], [1], size=groups)
+        inner = [None if kernel[1] == 1 else 1, 1]
+        builder.factor(inner, size=kernel[1], kind="reduction")
+    else:
+        builder.factor([1, 1], size=channels, kind="reduction")
+    own = outputs // (groups * batch_groups)
+    if own != 1 or groups * batch_groups == 1:
+        builder.factor([None, 0, *bias], [1], size=own)
+    return builder.build()
+
+
+def pooling(
+    shapes: Sequence[Shape],
+    window: Sequence[int],
+    strides: int | Sequence[int] | None = None,
+    padding: int | Pairs = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Inferred:
+    """A window over the last dimensions, moved by its own size when no strides are given.
+
+    >>> print(pooling([(2, 3, 8, 8)], window=(2, 2)).rule)
+    ([i, j, k, l]) -> ([i, j, k, l]) {i=2, j=3, k=4, l=4} permutation={k, l}
+    """
+    shape = one_operand("pooling", shapes)
+    lead = len(shape) - len(window)
+    if lead < 0:
+        raise SpecError(f"window {tuple(window)} over {shape}; it has more dimensions")
+    steps = tuple(window) if strides is None else strides
+    places = window_sizes(shape[lead:], window, steps, padding, dilation)
+    builder = RuleBuilder([shape], [shape[:lead] + places])
+    for dim in range(len(shape)):
+        still = dim < lead or (window[dim - lead] == 1 and places[dim - lead] == shape[dim])
+        builder.factor(
+            [dim],
+            [dim],
+            size=shape[dim] if dim < lead else places[dim - lead],
+            kind="pass_through" if still else "permutation",
+        )
+    return builder.build()
+
+
+def cumulative(
+    shapes: Sequence[Shape], axis: int | None = None, include_initial: bool = False
+) -> Inferred:
+    """Running totals along an axis; one more element with the initial value.
+
+    >>> print(cumulative([(4, 8)], axis=1).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
+    """
+    shape = one_operand("a cumulative operator", shapes)
+    if axis is None and len(shape) != 1:
+        raise SpecError(f"running totals of {shape} without an axis; say along which")
+    place = axis_of(len(shape), axis or 0)
+    result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
+    return kept(shape, result, moved=[place])
+
+
+def _row(
+    name: str, infer: Infer, linear: bool = False, commutes: tuple[str, ...] = (), note: str = ""
+) -> Operator:
+    return Operator(name, "windows", infer, "each" if linear else "none", commutes, note=note)
+
+
+_SPACE = "space is whole on each device: windows reach into other parts"
+_TOTALS = "totals of other parts are needed"
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator("convolution", "windows", convolution, "one", note=_SPACE),
+    _row("max_pool", pooling, commutes=("max",), note=_SPACE),
+    _row("avg_pool", pooling, linear=True, note=_SPACE),
+    _row("sum_pool", pooling, linear=True, note=_SPACE),
+    _row("cumulative_sum", cumulative, linear=True, note=_TOTALS),
+    _row("cumulative_prod", cumulative, commutes=("product",), note=_TOTALS),
+    _row("cumulative_max", cumulative, commutes=("max",), note=_TOTALS),
+    _row("cumulative_min", cumulative, commutes=("min",), note=_TOTALS),
+)
