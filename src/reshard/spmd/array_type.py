@@ -1,0 +1,78 @@
+"""What an array is, without its elements: shape, element type and sharding, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.errors import SpecError
+from reshard.interning import Interned
+from reshard.layout import Layout
+from reshard.sharding import ShardingSpec
+
+
+class ArrayType(Interned):
+    """Shape, element type and sharding of an array, interned.
+
+    Operations look up what they have to do by the types of their operands, so equal types are
+    one object.
+
+    Args:
+        shape: of the whole array.
+        dtype: of its elements.
+        spec: its sharding; None for an array that lies whole wherever it is asked for.
+
+    Raises:
+        SpecError: a sharding for another number of dimensions.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.dtypes import dtype
+    >>> rows = ArrayType((4, 8), dtype("float32"), spec(DeviceMesh.of(x=2), "x, -"))
+    >>> rows
+    ArrayType(float32[4, 8], 'x, -')
+    >>> rows.layout.local_shape(1)
+    (2, 8)
+    """
+
+    def __init__(
+        self, shape: Iterable[int], dtype: DType, spec: ShardingSpec | None = None
+    ) -> None:
+        self.shape = tuple(int(size) for size in shape)
+        self.dtype = dtype
+        self.spec = spec
+        if spec is not None and spec.ndim != len(self.shape):
+            raise SpecError(
+                f"`{spec}` is for arrays of {spec.ndim} dimensions, not for shape "
+                f"{list(self.shape)}; give one DimSpec a dimension"
+            )
+
+    def interning_key(self) -> object:
+        return (self.shape, self.dtype, self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ArrayType, (self.shape, self.dtype, self.spec))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where its elements are; whole on slot 0 where it is not sharded."""
+        if self.spec is None:
+            return Layout.replicated(self.shape)
+        return self.spec.layout(self.shape)
+
+    def with_spec(self, spec: ShardingSpec | None) -> ArrayType:
+        """The same array sharded another way."""
+        return ArrayType(self.shape, self.dtype, spec)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.dtype.name}[{sizes}]"
+
+    def __repr__(self) -> str:
+        return f"ArrayType({self}{'' if self.spec is None else f', {str(self.spec)!r}'})"

@@ -1,0 +1,229 @@
+"""The array API's functions that make arrays.
+
+Each takes `spec=`: the array is then made in shards, where that is possible without making all of
+it first. Numbers have NumPy's types in both libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd import elementwise
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.manipulation import broadcast_to, reshape
+from reshard.spmd.runner import runner_for
+from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
+
+
+def _own(dtype: object) -> Any:
+    return None if dtype is None else as_dtype(dtype).numpy
+
+
+def asarray(
+    obj: Any,
+    /,
+    *,
+    dtype: object = None,
+    device: object = None,
+    copy: bool | None = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """Data as an array in shards: see `array`. Raises UsageError where it cannot share memory."""
+    if copy is False and not isinstance(obj, ArrayValue) and not hasattr(obj, "shape"):
+        raise UsageError(f"{type(obj).__name__} without a copy; leave out copy=False")
+    if copy and hasattr(obj, "__array__") and not isinstance(obj, ArrayValue):
+        obj = np.array(obj)
+    if isinstance(obj, list | tuple):
+        obj = _nested(obj)
+    return array(obj, spec, dtype=dtype)
+
+
+def _nested(data: Any) -> Any:
+    """Lists of numbers, with arrays of no dimensions as numbers."""
+    if isinstance(data, list | tuple):
+        return [_nested(one) for one in data]
+    if isinstance(data, ArrayValue):
+        return data.runner.dense(data.type, data._shards)
+    return data
+
+
+def from_dlpack(x: Any, /, *, device: object = None, copy: bool | None = None) -> ShardedArray:
+    """Another library's array, by the DLPack protocol."""
+    return array(np.from_dlpack(x))
+
+
+def full(
+    shape: int | Sequence[int],
+    fill_value: Any,
+    *,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """An array of one number."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    value = np.full((), fill_value, dtype=_own(dtype))
+    runner = runner_for()
+    if spec is None:
+        return array(np.full(sizes, value), runner=runner)
+    plain = plain_spec(spec)
+    kind = ArrayType(sizes, as_dtype(value.dtype), plain)
+    shards = tuple(
+        runner.library.array(np.full(kind.layout.local_shape(rank) or (), value))
+        for rank in runner.ranks(plain.mesh)
+    )
+    made: ShardedArray = ShardedArray.of_shards(kind, shards, runner)
+    return made
+
+
+def zeros(
+    shape: int | Sequence[int],
+    *,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """An array of zeros, of `float64` when no type is given.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> zeros((3, 2), spec=spec(DeviceMesh.of(x=2), "x, -")).shards[1].tolist()
+    [[0.0, 0.0]]
+    """
+    return full(shape, 0, dtype="float64" if dtype is None else dtype, spec=spec)
+
+
+def ones(
+    shape: int | Sequence[int],
+    *,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """An array of ones, of `float64` when no type is given."""
+    return full(shape, 1, dtype="float64" if dtype is None else dtype, spec=spec)
+
+
+def empty(
+    shape: int | Sequence[int],
+    *,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """An array whose elements mean nothing: they are zeros, for it never changes."""
+    return zeros(shape, dtype=dtype, spec=spec)
+
+
+def full_like(
+    x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None
+) -> ShardedArray:
+    """An array of one number, with the shape and the sharding of another."""
+    wanted = x.dtype if dtype is None else as_dtype(dtype)
+    value = array(np.full((), fill_value, dtype=wanted.numpy), runner=x.runner)
+    spec = x.type.spec
+    made: ShardedArray = broadcast_to(value, x.shape)
+    return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
+
+
+def zeros_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
+    """Zeros with the shape and the sharding of another array."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
+    """Ones with the shape and the sharding of another array."""
+    return full_like(x, 1, dtype=dtype)
+
+
+def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
+    """Elements that mean nothing, with the shape and the sharding of another array."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def arange(
+    start: float,
+    /,
+    stop: float | None = None,
+    step: float = 1,
+    *,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """Numbers from `start` up to `stop`, that one left out; from 0 up to `start` without it."""
+    low, high = (0, start) if stop is None else (start, stop)
+    return array(np.arange(low, high, step, dtype=_own(dtype)), spec, runner=runner_for())
+
+
+def linspace(
+    start: complex,
+    stop: complex,
+    /,
+    num: int,
+    *,
+    dtype: object = None,
+    device: object = None,
+    endpoint: bool = True,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """`num` numbers at equal distances."""
+    made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_own(dtype))
+    return array(made, spec, runner=runner_for())
+
+
+def eye(
+    n_rows: int,
+    n_cols: int | None = None,
+    /,
+    *,
+    k: int = 0,
+    dtype: object = None,
+    device: object = None,
+    spec: ShardingSpec | None = None,
+) -> ShardedArray:
+    """Ones on a diagonal, zeros elsewhere."""
+    own = np.float64 if dtype is None else _own(dtype)
+    return array(np.eye(n_rows, n_cols, k=k, dtype=own), spec, runner=runner_for())
+
+
+def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
+    """Coordinates of a grid from those of its sides."""
+    if indexing not in ("xy", "ij"):
+        raise UsageError(f"indexing {indexing!r}; it is 'xy' or 'ij'")
+    count = len(arrays)
+    dims = list(range(count))
+    if indexing == "xy" and count > 1:
+        dims[:2] = [1, 0]
+    shape = [0] * count
+    for one, dim in zip(arrays, dims, strict=True):
+        shape[dim] = one.shape[0]
+    return [
+        broadcast_to(reshape(one, [-1 if d == dim else 1 for d in range(count)]), shape)
+        if one.shape[0]
+        else broadcast_to(reshape(one, [0 if d == dim else 1 for d in range(count)]), shape)
+        for one, dim in zip(arrays, dims, strict=True)
+    ]
+
+
+def _triangle(x: Any, lower: bool, k: int) -> Any:
+    rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
+    kept = columns - rows <= k if lower else columns - rows >= k
+    zero = array(np.zeros((), dtype=x.dtype.numpy), runner=x.runner)
+    return elementwise.where(array(kept, runner=x.runner), x, zero)
+
+
+def tril(x: Any, /, *, k: int = 0) -> Any:
+    """The lower triangle of matrices, zeros above the diagonal `k`."""
+    return _triangle(x, True, k)
+
+
+def triu(x: Any, /, *, k: int = 0) -> Any:
+    """The upper triangle of matrices, zeros below the diagonal `k`."""
+    return _triangle(x, False, k)

@@ -1,0 +1,111 @@
+"""Fourier transforms: the array API's `fft` extension.
+
+Each axis that is transformed is needed whole; the others stay in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.spmd.manipulation import roll
+from reshard.spmd.operation_call import call
+
+__all__ = [
+    "fft",
+    "fftfreq",
+    "fftn",
+    "fftshift",
+    "hfft",
+    "ifft",
+    "ifftn",
+    "ifftshift",
+    "ihfft",
+    "irfft",
+    "irfftn",
+    "rfft",
+    "rfftfreq",
+    "rfftn",
+]
+
+Axes = Sequence[int] | None
+
+
+def _along_one(name: str, text: str) -> Callable[..., Any]:
+    def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
+        _check_norm(norm)
+        return call(name, (x,), {"axis": axis % x.ndim, "n": n}, {"norm": norm})
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function
+
+
+def _along_many(name: str, text: str) -> Callable[..., Any]:
+    def function(
+        x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
+    ) -> Any:
+        _check_norm(norm)
+        if axes is None:
+            axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
+        places = tuple(one % x.ndim for one in axes)
+        sizes = None if s is None else tuple(s)
+        return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function
+
+
+def _check_norm(norm: str) -> None:
+    if norm not in ("backward", "ortho", "forward"):
+        raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
+
+
+fft = _along_one("fft", "The Fourier transform along an axis.")
+ifft = _along_one("ifft", "The Fourier transform back, along an axis.")
+rfft = _along_one("rfft", "The Fourier transform of real numbers along an axis.")
+irfft = _along_one("irfft", "What `rfft` transformed, back.")
+hfft = _along_one("hfft", "The Fourier transform of what is equal to its own mirrored conjugate.")
+ihfft = _along_one("ihfft", "What `hfft` transformed, back.")
+fftn = _along_many("fftn", "The Fourier transform along several axes; along all when None.")
+ifftn = _along_many("ifftn", "The Fourier transform back, along several axes.")
+rfftn = _along_many("rfftn", "The Fourier transform of real numbers along several axes.")
+irfftn = _along_many("irfftn", "What `rfftn` transformed, back.")
+
+
+def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
+    """The frequencies of `fft`."""
+    return _frequencies(np.fft.fftfreq(n, d), dtype)
+
+
+def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
+    """The frequencies of `rfft`."""
+    return _frequencies(np.fft.rfftfreq(n, d), dtype)
+
+
+def _frequencies(found: Any, dtype: object) -> Any:
+    from reshard.spmd.runner import runner_for
+    from reshard.spmd.sharded_array import array
+
+    return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
+
+
+def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
+    """The frequency 0 moved to the middle."""
+    return _shifted(x, axes, 1)
+
+
+def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
+    """What `fftshift` moved, back."""
+    return _shifted(x, axes, -1)
+
+
+def _shifted(x: Any, axes: int | Axes, sign: int) -> Any:
+    given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
+    places = tuple(one % x.ndim for one in given)
+    return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

@@ -1,0 +1,192 @@
+"""Parts of arrays by index: `x[...]`, `take`, `take_along_axis`.
+
+Slices, whole numbers, `...` and `None` are read as the array API reads them; so are whole numbers
+in arrays, on the leading dimensions. What a mask chooses has a shape that only the elements tell,
+so it is chosen from the whole array and is not sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import ShardError, SpecError
+from reshard.spmd import elementwise
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.elementwise import operands
+from reshard.spmd.library import library_of
+from reshard.spmd.manipulation import (
+    broadcast_shapes,
+    broadcast_to,
+    expand_dims,
+    flip,
+    reshape,
+    squeeze,
+)
+from reshard.spmd.operation_call import call
+
+Cut = tuple[int, int, int]
+
+
+def whole(x: ArrayValue, array: Any) -> Any:
+    """A library's array as one beside `x`, not sharded."""
+    shard = x.runner.library.array(array)
+    kind = ArrayType(shard.shape, x.runner.library.dtype_of(shard))
+    return type(x).of_shards(kind, (shard,), x.runner)
+
+
+def cut(x: Any, cuts: Mapping[int, Cut]) -> Any:
+    """The indices `start, start + step, ...` below `stop` of some dimensions, all of the others.
+
+    Steps are 1 or more.
+    """
+    items = [cuts.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
+    if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
+        return x
+    starts, stops, steps = zip(*items, strict=True)
+    return call("slice", (x,), {"starts": starts, "limits": stops, "strides": steps})
+
+
+def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
+    """Elements of an axis, by their indices."""
+    if axis is None:
+        if x.ndim != 1:
+            raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
+        axis = 0
+    chosen = _counted_from_start(operands(x, indices)[1], x.shape[axis])
+    return call("take", (x, chosen), {"axis": axis % x.ndim})
+
+
+def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
+    """Elements along an axis, by indices for each place of the other axes."""
+    place = axis % x.ndim
+    x, chosen = operands(x, indices)
+    chosen = _counted_from_start(chosen, x.shape[place])
+    shape = broadcast_shapes(
+        *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
+    )
+    x, chosen = (
+        broadcast_to(one, (*shape[:place], one.shape[place], *shape[place:])) for one in (x, chosen)
+    )
+    return call("take_along_axis", (x, chosen), {"axis": place})
+
+
+def _counted_from_start(indices: Any, size: int) -> Any:
+    if indices.dtype.name.startswith("uint"):
+        return indices
+    return elementwise.where(elementwise.less(indices, 0), elementwise.add(indices, size), indices)
+
+
+def repeated_places(x: ArrayValue, repeats: Any, size: int) -> Any:
+    """The index of each element when each place is repeated so often."""
+    times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
+    times = np.broadcast_to(np.asarray(times), (size,))
+    return whole(x, np.repeat(np.arange(size), times))
+
+
+def getitem(x: Any, key: Any) -> Any:
+    """What `x[key]` is.
+
+    Raises:
+        IndexError: an index that is out of range, or too many of them.
+        ShardError: a key of a kind that arrays in shards do not take.
+    """
+    items = list(key) if isinstance(key, tuple) else [key]
+    if len(items) == 1 and _is_mask(items[0]):
+        return _masked(x, items[0])
+    if any(_is_array(item) for item in items):
+        return _gathered(x, items)
+    return _basic(x, items)
+
+
+def _is_array(item: Any) -> bool:
+    if isinstance(item, ArrayValue):
+        return True
+    return library_of(item) is not None and len(item.shape) > 0
+
+
+def _is_mask(item: Any) -> bool:
+    return _is_array(item) and str(item.dtype).removeprefix("torch.") == "bool"
+
+
+def _masked(x: Any, mask: Any) -> Any:
+    dense = x.to_dense()
+    chosen = mask.to_dense() if isinstance(mask, ArrayValue) else x.runner.library.array(mask)
+    return whole(x, dense[chosen])
+
+
+def _gathered(x: Any, items: list[Any]) -> Any:
+    """Whole numbers in arrays, for the leading dimensions."""
+    while items and items[-1] is Ellipsis:
+        items.pop()
+    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        items.pop()
+    if any(item is None or item is Ellipsis or isinstance(item, slice) for item in items):
+        raise ShardError(
+            "an index with arrays beside slices, None or ...; give arrays and whole numbers for "
+            "the leading dimensions alone, or use take along an axis"
+        )
+    if len(items) > x.ndim:
+        raise IndexError(f"{len(items)} indices for shape {list(x.shape)}")
+    places = operands(x, *items)[1:]
+    flat: Any = None
+    for place, size in zip(places, x.shape, strict=False):
+        if isinstance(place, ArrayValue):
+            index = _counted_from_start(place, size)
+        else:
+            index = _index(place, size)
+        flat = index if flat is None else elementwise.add(elementwise.multiply(flat, size), index)
+    merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
+    found = take(merged, reshape(flat, (-1,)), axis=0)
+    return reshape(found, (*flat.shape, *x.shape[len(items) :]))
+
+
+def _index(item: Any, size: int) -> int:
+    index = int(item.__index__())
+    if not -size <= index < size:
+        raise IndexError(f"index {index} of a dimension of size {size}")
+    return index % size
+
+
+def _basic(x: Any, items: list[Any]) -> Any:
+    used = len(items) - items.count(None) - items.count(Ellipsis)
+    if used > x.ndim or items.count(Ellipsis) > 1:
+        raise IndexError(f"{used} indices for shape {list(x.shape)}")
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (x.ndim - used)
+    cuts: dict[int, Cut] = {}
+    gone: list[int] = []
+    turned: list[int] = []
+    added: list[int] = []
+    dim = 0
+    for place, item in enumerate(items):
+        if item is None:
+            added.append(place - len(gone))
+            continue
+        if isinstance(item, slice):
+            start, stop, step = item.indices(x.shape[dim])
+            if step < 0:
+                turned.append(dim)
+                count = len(range(start, stop, step))
+                start, stop, step = start + (count - 1) * step, start + 1, -step
+                start = max(start, 0)
+            cuts[dim] = (start, max(start, stop), step)
+        else:
+            index = _index(item, x.shape[dim])
+            cuts[dim] = (index, index + 1, 1)
+            gone.append(dim)
+        dim += 1
+    found = cut(x, cuts)
+    if turned:
+        found = flip(found, axis=tuple(turned))
+    if gone:
+        found = squeeze(found, tuple(gone))
+    for place in added:
+        found = expand_dims(found, axis=place)
+    return found

@@ -1,0 +1,121 @@
+"""Who computes with the shards: NumPy or PyTorch, by the names of the array API standard.
+
+Both libraries are used through one namespace each, with the standard's names. NumPy has them
+itself; PyTorch's differ, and the package `array_api_compat` gives it the standard's.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import MissingExtraError, UsageError
+
+
+class Library:
+    """A library that computes with dense arrays. Get one with `library_of` or `library`.
+
+    `namespace` has the functions of the array API standard.
+    """
+
+    def __init__(self, name: str, namespace: Any) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.add = namespace.add
+        self.reductions = {
+            "sum": namespace.add,
+            "mean": namespace.add,
+            "max": namespace.maximum,
+            "min": namespace.minimum,
+            "product": namespace.multiply,
+        }
+        self._dtypes: dict[Any, DType] = {}
+
+    def dtype_of(self, array: Any) -> DType:
+        """The element type of one of its arrays."""
+        own = array.dtype
+        found = self._dtypes.get(own)
+        if found is None:
+            found = self._dtypes[own] = as_dtype(own)
+        return found
+
+    def own_dtype(self, dtype: DType) -> Any:
+        """What the library itself calls an element type. Raises UsageError where it has none."""
+        if self.name == "numpy":
+            return dtype.numpy
+        found = getattr(import_module("torch"), dtype.name, None)
+        if found is None:
+            raise UsageError(f"dtype {dtype.name}: PyTorch has none such; choose another")
+        return found
+
+    def is_array(self, value: object) -> bool:
+        """Whether a value is one of its arrays."""
+        if self.name == "numpy":
+            return isinstance(value, np.ndarray | np.generic)
+        return isinstance(value, sys.modules["torch"].Tensor)
+
+    def array(self, data: Any, dtype: DType | None = None) -> Any:
+        """Data as one of its arrays; an array of its own is not copied."""
+        own = None if dtype is None else self.own_dtype(dtype)
+        if self.name == "numpy":
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(data, torch.Tensor):
+                data = data.detach().cpu().numpy()
+            return np.asarray(data, dtype=own)
+        torch = import_module("torch")
+        if isinstance(data, torch.Tensor):
+            return data if own is None else data.to(own)
+        # By way of NumPy, so that numbers get the same types in both libraries.
+        return torch.from_numpy(np.array(data, order="C")).to(own)
+
+    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """One of its arrays as a NumPy array."""
+        if self.name == "numpy":
+            return np.asarray(array)
+        found: np.ndarray[Any, Any] = array.detach().cpu().resolve_conj().numpy()
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Library {self.name}>"
+
+
+@lru_cache(maxsize=2)
+def library(name: str) -> Library:
+    """The library `numpy` or `torch`.
+
+    Raises:
+        UsageError: another name.
+        MissingExtraError: a library that is not installed, or `array_api_compat` where it is
+            needed.
+    """
+    if name == "numpy":
+        if hasattr(np, "__array_api_version__"):
+            return Library(name, np)
+        return Library(name, _compatible("array_api_compat.numpy", name))
+    if name == "torch":
+        return Library(name, _compatible("array_api_compat.torch", name))
+    raise UsageError(f"unknown library {name!r}; shards are arrays of 'numpy' or 'torch'")
+
+
+def _compatible(module: str, name: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"computing on shards of {name} needs {name} and array_api_compat; install them with: "
+            f"pip install {name} array-api-compat"
+        ) from error
+
+
+def library_of(value: object) -> Library | None:
+    """The library that a value is an array of; None for one that is no array."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return library("torch")
+    return library("numpy") if isinstance(value, np.ndarray | np.generic) else None

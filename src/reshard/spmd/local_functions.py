@@ -1,0 +1,235 @@
+"""What does one rank compute of an operation?
+
+Most operators are run on each rank's parts as they are: the library's function of that name, with
+the operator's attributes. The others are here: those that are told a shape (each rank its own),
+those whose part may be empty, and those with other names or arguments in the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.library import Library
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """An operation for which every rank here needs its function.
+
+    Args:
+        name: of the operator.
+        attributes: of the operator, its options among them.
+        operands: types with the shardings that the operator runs with; None for a number.
+        result_specs, result_shapes: of the results; empty where only the outcome tells.
+        ranks: that are here.
+        library: that computes.
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    operands: tuple[ArrayType | None, ...]
+    result_specs: tuple[ShardingSpec, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    library: Library
+
+    @cached_property
+    def result_layouts(self) -> tuple[Layout, ...]:
+        """Where the results' elements are."""
+        return tuple(
+            spec.layout(shape)
+            for spec, shape in zip(self.result_specs, self.result_shapes, strict=True)
+        )
+
+    def result_shapes_here(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first result's shape on each rank; `shape` where it is not sharded."""
+        if not self.result_specs:
+            return [tuple(shape)] * len(self.ranks)
+        layout = self.result_layouts[0]
+        return [layout.local_shape(rank) or () for rank in self.ranks]
+
+    def operand_shapes_here(self, number: int = 0) -> list[tuple[int, ...]]:
+        """An operand's shape on each rank."""
+        one = self.operands[number]
+        if one is None:
+            return [()] * len(self.ranks)
+        if one.spec is None:
+            return [one.shape] * len(self.ranks)
+        return [one.layout.local_shape(rank) or () for rank in self.ranks]
+
+
+def local_functions(work: LocalWork) -> list[Function]:
+    """The function that each rank here applies to its parts.
+
+    Raises UsageError for an operator that the library has not.
+    """
+    made = _MAKERS.get(work.name, _as_it_is)(work)
+    return made if isinstance(made, list) else [made] * len(work.ranks)
+
+
+def _found(work: LocalWork, place: Any, name: str) -> Function:
+    function: Function | None = getattr(place, name, None)
+    if function is None:
+        raise UsageError(f"operator {work.name!r} is none of {work.library.name}'s")
+    return function
+
+
+def _own(work: LocalWork) -> dict[str, Any]:
+    """The attributes, with element types as the library calls them."""
+    return {
+        name: work.library.own_dtype(value) if isinstance(value, DType) else value
+        for name, value in work.attributes.items()
+    }
+
+
+def _as_it_is(work: LocalWork) -> Function:
+    function = _found(work, work.library.namespace, work.name)
+    attributes = _own(work)
+    return partial(function, **attributes) if attributes else function
+
+
+def _of_linalg(work: LocalWork) -> Function:
+    function = _found(work, work.library.namespace.linalg, work.name)
+    return partial(function, **_own(work)) if work.attributes else function
+
+
+def _of_fft(work: LocalWork) -> Function:
+    names = {"axis": "axes", "n": "s"} if work.name.endswith("fftn") else {}
+    options = {names.get(name, name): value for name, value in work.attributes.items()}
+    return partial(_found(work, work.library.namespace.fft, work.name), **options)
+
+
+def _told_shape(work: LocalWork) -> list[Function]:
+    function = _found(work, work.library.namespace, work.name)
+    return [
+        lambda x, shape=shape: function(x, shape)
+        for shape in work.result_shapes_here(work.attributes["shape"])
+    ]
+
+
+def _joined(work: LocalWork) -> Function:
+    function = _found(work, work.library.namespace, work.name)
+    axis = work.attributes["axis"]
+    return lambda *parts: function(parts, axis=axis)
+
+
+def _greatest(work: LocalWork) -> list[Function]:
+    """A part without elements gives what any number replaces."""
+    function = partial(_found(work, work.library.namespace, work.name), **_own(work))
+    functions: list[Function] = []
+    for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
+        is_empty = 0 in shape and 0 not in result
+        functions.append(partial(_identity, work, result) if is_empty else function)
+    return functions
+
+
+def _identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
+    """Least for `max`, greatest for `min`."""
+    numbers = work.library.dtype_of(x).numpy
+    sign = -1.0 if work.name == "max" else 1.0
+    if numbers.kind == "b":
+        value: Any = work.name == "min"
+    elif numbers.kind in "iu":
+        value = np.iinfo(numbers).min if work.name == "max" else np.iinfo(numbers).max
+    else:
+        value = sign * np.inf
+    return work.library.array(np.full(shape, value, dtype=numbers))
+
+
+def _cast(work: LocalWork) -> Function:
+    own = work.library.own_dtype(work.attributes["dtype"])
+    if work.library.name == "numpy":
+        return lambda x: x.astype(own)
+    return lambda x: x.to(own)
+
+
+def _clipped(work: LocalWork) -> Function:
+    clip = work.library.namespace.clip
+    if work.attributes["bounds"] == ("max",):
+        return lambda x, most: clip(x, None, most)
+    if work.attributes["bounds"] == ("min",):
+        return lambda x, least: clip(x, least, None)
+    return lambda x, least, most: clip(x, least, most)
+
+
+def _sliced(work: LocalWork) -> Function:
+    attributes = work.attributes
+    (operand,) = work.operands
+    shape = () if operand is None else operand.shape
+    # A dimension that is taken whole may be cut: each rank takes all of its own part.
+    windows = tuple(
+        slice(None) if (start, stop, step) == (0, size, 1) else slice(start, stop, step)
+        for start, stop, step, size in zip(
+            attributes["starts"], attributes["limits"], attributes["strides"], shape, strict=True
+        )
+    )
+    return lambda x: x[windows]
+
+
+def _sorted(work: LocalWork) -> Function:
+    space, axis = work.library.namespace, work.attributes["axis"]
+    if work.name == "sort":
+        if not work.attributes["descending"]:
+            return lambda x: space.sort(x, axis=axis)
+        return lambda x: space.flip(space.sort(x, axis=axis), axis=axis)
+    if not work.attributes["descending"]:
+        return lambda x: space.argsort(x, axis=axis, stable=True)
+
+    def falling(x: Any) -> Any:
+        # Equal elements keep their order: turned round, sorted, and turned round again.
+        places = space.argsort(space.flip(x, axis=axis), axis=axis, stable=True)
+        return x.shape[axis] - 1 - space.flip(places, axis=axis)
+
+    return falling
+
+
+def _taken(work: LocalWork) -> Function:
+    take, axis = work.library.namespace.take, work.attributes["axis"]
+    if work.library.name == "numpy":
+        return lambda x, indices: take(x, indices, axis=axis)
+
+    def by_flat(x: Any, indices: Any) -> Any:
+        found = take(x, indices.reshape(-1), axis=axis)
+        return found.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
+
+    return by_flat
+
+
+def _diagonal(work: LocalWork) -> Function:
+    return partial(work.library.namespace.linalg.diagonal, offset=work.attributes["offset"])
+
+
+KNOW_WHERE_THEY_LIE = frozenset[str]()
+"""Operators whose functions mind where a rank's part lies, along every factor that asks for it."""
+
+_LINALG = "cholesky det eigh eigvalsh inv qr slogdet solve svd svdvals"
+_FFT = "fft ifft rfft irfft hfft ihfft fftn ifftn rfftn irfftn"
+
+_MAKERS: dict[str, Callable[[LocalWork], Function | list[Function]]] = {
+    **dict.fromkeys(_LINALG.split(), _of_linalg),
+    **dict.fromkeys(_FFT.split(), _of_fft),
+    "argsort": _sorted,
+    "astype": _cast,
+    "broadcast_to": _told_shape,
+    "clip": _clipped,
+    "concat": _joined,
+    "diagonal": _diagonal,
+    "max": _greatest,
+    "min": _greatest,
+    "reshape": _told_shape,
+    "slice": _sliced,
+    "sort": _sorted,
+    "take": _taken,
+}

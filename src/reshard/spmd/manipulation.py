@@ -1,0 +1,167 @@
+"""The array API's functions that only move elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.errors import SpecError
+from reshard.spmd import data_types
+from reshard.spmd.elementwise import operands
+from reshard.spmd.operation_call import call
+
+Axis = int | Sequence[int]
+
+
+def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    if any(not -ndim <= one < ndim for one in given):
+        raise SpecError(f"axes {given} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
+    return tuple(one % ndim for one in given)
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that arrays of these shapes have together. Raises SpecError where none."""
+    from reshard.spmd.operators.shapes import broadcast_shape
+
+    return broadcast_shape([tuple(shape) for shape in shapes])
+
+
+def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
+    """The array repeated to a shape."""
+    wanted = tuple(shape)
+    return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
+
+
+def broadcast_arrays(*arrays: Any) -> list[Any]:
+    """Arrays repeated to the shape that they have together."""
+    shape = broadcast_shapes(*(one.shape for one in arrays))
+    return [broadcast_to(one, shape) for one in arrays]
+
+
+def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
+    """A new dimension of size 1, at that place of the result."""
+    return call("expand_dims", (x,), {"axis": _axes(axis, x.ndim + 1)[0]})
+
+
+def squeeze(x: Any, /, axis: Axis) -> Any:
+    """Without dimensions of size 1. Raises SpecError for one of another size."""
+    axes = _axes(axis, x.ndim)
+    if any(x.shape[one] != 1 for one in axes):
+        raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
+    return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
+
+
+def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
+    """Dimensions in another order: dimension `d` of the result is `axes[d]`."""
+    return call("permute_dims", (x,), {"axes": tuple(axes)})
+
+
+def matrix_transpose(x: Any, /) -> Any:
+    """The last two dimensions swapped."""
+    if x.ndim < 2:
+        raise SpecError(f"shape {list(x.shape)} is no matrix; 2 or more dimensions were expected")
+    return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
+    """Dimensions put elsewhere, the others kept in order."""
+    come, go = _axes(source, x.ndim), _axes(destination, x.ndim)
+    if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
+        raise SpecError(f"axes {come} to {go}; give as many places, each once")
+    order = [dim for dim in range(x.ndim) if dim not in come]
+    for place, dim in sorted(zip(go, come, strict=True)):
+        order.insert(place, dim)
+    return permute_dims(x, order)
+
+
+def reshape(x: Any, /, shape: Sequence[int], *, copy: bool | None = None) -> Any:
+    """The same elements in row-major order; one size may be -1.
+
+    Raises SpecError for another number of elements.
+    """
+    wanted = [int(size) for size in shape]
+    if wanted.count(-1) == 1:
+        rest = math.prod(size for size in wanted if size != -1)
+        wanted[wanted.index(-1)] = math.prod(x.shape) // rest if rest else 0
+    if math.prod(wanted) != math.prod(x.shape) or min(wanted, default=0) < 0:
+        raise SpecError(
+            f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {list(shape)}; "
+            "give sizes of that product"
+        )
+    return x if tuple(wanted) == x.shape else call("reshape", (x,), {"shape": tuple(wanted)})
+
+
+def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
+    """Axes the other way round; all when None."""
+    return call("flip", (x,), {"axis": _axes(range(x.ndim) if axis is None else axis, x.ndim)})
+
+
+def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
+    """Elements moved along axes, those that leave at the end coming in at the start."""
+    if axis is None:
+        return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
+    axes = _axes(axis, x.ndim)
+    shifts = (shift,) * len(axes) if isinstance(shift, int) else tuple(shift)
+    return call("roll", (x,), {"shift": shifts, "axis": axes})
+
+
+def _one_type(arrays: Sequence[Any]) -> list[Any]:
+    made = operands(*arrays)
+    wanted = data_types.result_type(*made)
+    return [data_types.astype(one, wanted) for one in made]
+
+
+def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
+    """Arrays one behind the other along an axis; flattened first when it is None."""
+    made = _one_type(arrays)
+    if axis is None:
+        made, axis = [reshape(one, (-1,)) for one in made], 0
+    return call("concat", made, {"axis": _axes(axis, made[0].ndim)[0]})
+
+
+def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
+    """Arrays of one shape along a new axis."""
+    made = _one_type(arrays)
+    if len({one.shape for one in made}) != 1:
+        raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
+    place = _axes(axis, made[0].ndim + 1)[0]
+    return concat([expand_dims(one, axis=place) for one in made], axis=place)
+
+
+def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
+    """The arrays along an axis, without it."""
+    from reshard.spmd.indexing import cut
+
+    place = _axes(axis, x.ndim)[0]
+    return tuple(
+        squeeze(cut(x, {place: (index, index + 1, 1)}), place) for index in range(x.shape[place])
+    )
+
+
+def tile(x: Any, repetitions: Sequence[int], /) -> Any:
+    """The array repeated along each dimension, as a whole."""
+    times = tuple(repetitions)
+    times = (1,) * (x.ndim - len(times)) + times
+    shape = (1,) * (len(times) - x.ndim) + x.shape
+    pairs = [size for pair in zip(times, shape, strict=True) for size in pair]
+    apart = reshape(x, [size if n % 2 else 1 for n, size in enumerate(pairs)])
+    return reshape(broadcast_to(apart, pairs), [a * b for a, b in zip(times, shape, strict=True)])
+
+
+def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
+    """Each element repeated along an axis; of the flattened array when None.
+
+    `repeats` is one number, or one for each place of the axis.
+    """
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    place = _axes(axis, x.ndim)[0]
+    if isinstance(repeats, int):
+        shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
+        wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
+        return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
+    from reshard.spmd.indexing import repeated_places, take
+
+    return take(x, repeated_places(x, repeats, x.shape[place]), axis=place)

@@ -1,0 +1,76 @@
+"""One shard per process, over `torch.distributed`: each process has the shard of its own rank.
+
+Every process runs the same program: operations that move elements are called by all of them, in
+one order. What lies in the own shard already is taken from it, without a message.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import MeshError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.planning.plan import Plan
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.library import library
+from reshard.spmd.runner import Runner
+from reshard.spmd.shard_copies import Movement, Shards, copies
+from reshard.torch.redistribution import redistribute
+
+
+class OverProcesses(Runner):
+    """This process's shard only. Get one with `over_processes`."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(library("torch"))
+        self.group = group
+        self.rank = dist.get_rank()
+
+    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        if self.rank not in mesh.devices:
+            raise MeshError(
+                f"rank {self.rank} is not in {mesh!r}; every process that computes needs a place "
+                "in the mesh"
+            )
+        return (self.rank,)
+
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+        if not plan.moved_elements and plan.target.reduction is None:
+            ranks = self.ranks(spec.mesh)
+            return copies(plan, ranks, ranks, self.library)
+        return self._exchanged(source, spec.layout(source.shape))
+
+    def _exchanged(self, source: ArrayType, target: Layout) -> Movement:
+        def moved(shards: Shards) -> Shards:
+            own = torch.as_tensor(shards[0]).contiguous()
+            found = redistribute(own, target, source=source.layout, group=self.group)
+            return (found,)
+
+        return moved
+
+    def dense(self, source: ArrayType, shards: Shards) -> Any:
+        if source.spec is None:
+            return shards[0]
+        everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
+        if source.layout is whole:
+            return shards[0]
+        return self._exchanged(source, whole)(shards)[0]
+
+    def __repr__(self) -> str:
+        return f"over_processes() of rank {self.rank}"
+
+
+@lru_cache(maxsize=8)
+def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
+    """The runner that has one shard in each process of a group; of all processes when None.
+
+    Raises MissingExtraError where `array_api_compat` is not installed.
+    """
+    return OverProcesses(group)

@@ -1,0 +1,151 @@
+"""The array API's functions that search, sort and make sets.
+
+How many elements are not zero, or differ, only the elements tell: such results are found on the
+whole array, and are not sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from reshard.spmd import elementwise
+from reshard.spmd.elementwise import operands
+from reshard.spmd.indexing import cut, whole
+from reshard.spmd.manipulation import broadcast_to, concat, reshape
+from reshard.spmd.operation_call import call
+
+
+def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Where the greatest number is along an axis; in the flattened array when None."""
+    return _place("argmax", x, axis, keepdims)
+
+
+def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Where the least number is along an axis; in the flattened array when None."""
+    return _place("argmin", x, axis, keepdims)
+
+
+def _place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
+    if axis is not None:
+        return call(name, (x,), {"axis": axis % x.ndim, "keepdims": bool(keepdims)})
+    found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
+    return reshape(found, (1,) * x.ndim) if keepdims else found
+
+
+def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """Elements in rising order along an axis."""
+    return call("sort", (x,), {"axis": axis % x.ndim}, {"descending": bool(descending)})
+
+
+def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """The indices that sort an axis; equal elements keep their order."""
+    return call("argsort", (x,), {"axis": axis % x.ndim}, {"descending": bool(descending)})
+
+
+def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
+    """Where each of `x2` belongs in `x1`, which is in rising order, or is by `sorter`."""
+    x1, x2 = operands(x1, x2)
+    if sorter is not None:
+        from reshard.spmd.indexing import take
+
+        x1 = take(x1, sorter, axis=0)
+    return call("searchsorted", (x1, x2), None, {"side": side})
+
+
+def nonzero(x: Any, /) -> tuple[Any, ...]:
+    """The indices of what is not zero, by dimension; not sharded."""
+    return tuple(whole(x, one) for one in x.runner.library.namespace.nonzero(x.to_dense()))
+
+
+class UniqueAll(NamedTuple):
+    """What `unique_all` gives."""
+
+    values: Any
+    indices: Any
+    inverse_indices: Any
+    counts: Any
+
+
+class UniqueCounts(NamedTuple):
+    """What `unique_counts` gives."""
+
+    values: Any
+    counts: Any
+
+
+class UniqueInverse(NamedTuple):
+    """What `unique_inverse` gives."""
+
+    values: Any
+    inverse_indices: Any
+
+
+def _unique(x: Any) -> UniqueAll:
+    """By NumPy in both libraries: PyTorch lacks the first places."""
+    import numpy as np
+
+    library = x.runner.library
+    values, indices, inverse, counts = np.unique(
+        library.numpy(x.to_dense()),
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
+        equal_nan=False,
+    )
+    return UniqueAll(*(whole(x, one) for one in (values, indices, inverse, counts)))
+
+
+def unique_all(x: Any, /) -> UniqueAll:
+    """The different elements, their first places, which one each is, how often; not sharded."""
+    found = _unique(x)
+    return found._replace(inverse_indices=reshape(found.inverse_indices, x.shape))
+
+
+def unique_counts(x: Any, /) -> UniqueCounts:
+    """The different elements, and how often each is there; not sharded."""
+    found = _unique(x)
+    return UniqueCounts(found.values, found.counts)
+
+
+def unique_inverse(x: Any, /) -> UniqueInverse:
+    """The different elements, and which one each is; not sharded."""
+    found = unique_all(x)
+    return UniqueInverse(found.values, found.inverse_indices)
+
+
+def unique_values(x: Any, /) -> Any:
+    """The different elements; not sharded."""
+    return _unique(x).values
+
+
+def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
+    """The differences of neighbours along an axis, taken `n` times."""
+    place = axis % x.ndim
+    parts = []
+    for one in (prepend, x, append):
+        if one is None:
+            continue
+        (one,) = operands(x, one)[1:]
+        if one.ndim == 0:
+            one = broadcast_to(one, (*x.shape[:place], 1, *x.shape[place + 1 :]))
+        parts.append(one)
+    found = concat(parts, axis=place) if len(parts) > 1 else x
+    for _ in range(n):
+        size = found.shape[place]
+        later = cut(found, {place: (min(1, size), size, 1)})
+        earlier = cut(found, {place: (0, max(size - 1, 0), 1)})
+        if found.dtype.name == "bool":
+            found = elementwise.not_equal(later, earlier)
+        else:
+            found = elementwise.subtract(later, earlier)
+    return found
+
+
+def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
+    """Whether each of `x1` is one of `x2`."""
+    from reshard.spmd.statistics import any as any_of
+
+    x1, x2 = operands(x1, x2)
+    flat = reshape(x2, (1,) * x1.ndim + (-1,))
+    found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
+    return elementwise.logical_not(found) if invert else found

@@ -1,0 +1,147 @@
+"""Reductions, and running sums: the array API's statistical and utility functions.
+
+Over an axis that is cut, each rank reduces its part: the result holds contributions, combined
+when they are needed. A mean is a sum divided by the whole count, so that uneven parts weigh what
+they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.spmd import data_types, elementwise
+from reshard.spmd.operation_call import call
+
+Axis = int | Sequence[int] | None
+
+
+def _attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
+    return {"axis": tuple(axis) if isinstance(axis, list) else axis, "keepdims": bool(keepdims)}
+
+
+def _counted(shape: Sequence[int], axis: Axis) -> int:
+    """How many elements are reduced to one."""
+    if axis is None:
+        return math.prod(shape)
+    axes = (axis,) if isinstance(axis, int) else axis
+    return math.prod(shape[one] for one in axes)
+
+
+def _summed_type(x: Any, dtype: object) -> DType:
+    """The type of a sum: whole numbers at least as wide as the default one."""
+    if dtype is not None:
+        return as_dtype(dtype)
+    kind = data_types.kind_of(x.dtype)
+    if kind in ("bool", "signed integer"):
+        return data_types.int64
+    return data_types.uint64 if kind == "unsigned integer" else x.dtype
+
+
+def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
+    """The sum over axes, over all when None."""
+    wide = _summed_type(x, dtype)
+    # Contributions that overflow in their own type would not in a wider one.
+    x = data_types.astype(x, wide) if x.dtype.name != "bool" else x
+    return call("sum", (x,), _attributes(axis, keepdims), {"dtype": wide})
+
+
+def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
+    """The product over axes, over all when None."""
+    wide = _summed_type(x, dtype)
+    x = data_types.astype(x, wide) if x.dtype.name != "bool" else x
+    return call("prod", (x,), _attributes(axis, keepdims), {"dtype": wide})
+
+
+def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The greatest number over axes, over all when None."""
+    _check_some(x, axis, "max")
+    return call("max", (x,), _attributes(axis, keepdims))
+
+
+def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The least number over axes, over all when None."""
+    _check_some(x, axis, "min")
+    return call("min", (x,), _attributes(axis, keepdims))
+
+
+def _check_some(x: Any, axis: Axis, name: str) -> None:
+    if not _counted(x.shape, axis):
+        raise UsageError(
+            f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
+            "one was expected"
+        )
+
+
+def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether all are true over axes, over all when None."""
+    return call("all", (_truth(x),), _attributes(axis, keepdims))
+
+
+def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether one is true over axes, over all when None."""
+    return call("any", (_truth(x),), _attributes(axis, keepdims))
+
+
+def _truth(x: Any) -> Any:
+    return x if x.dtype.name == "bool" else data_types.astype(x, data_types.bool)
+
+
+def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """How many are not zero over axes, over all when None."""
+    return sum(_truth(x), axis=axis, keepdims=keepdims)
+
+
+def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The mean over axes, over all when None, of floating numbers."""
+    count = _counted(x.shape, axis)
+    return elementwise.divide(sum(x, axis=axis, keepdims=keepdims), _divisor(count))
+
+
+def _divisor(count: float) -> float:
+    # Without elements there is no mean: 0 / nan is no number, without a warning.
+    return count if count > 0 else math.nan
+
+
+def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+    """The variance over axes, over all when None: squares are divided by `count - correction`."""
+    apart = elementwise.subtract(x, mean(x, axis=axis, keepdims=True))
+    squares = elementwise.square(elementwise.abs(apart))
+    count = _counted(x.shape, axis) - correction
+    return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _divisor(count))
+
+
+def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+    """The standard deviation: the root of `var`."""
+    return elementwise.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+
+
+def cumulative_sum(
+    x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
+) -> Any:
+    """Sums of everything up to each place of an axis."""
+    return _running("cumulative_sum", x, axis, dtype, include_initial)
+
+
+def cumulative_prod(
+    x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
+) -> Any:
+    """Products of everything up to each place of an axis."""
+    return _running("cumulative_prod", x, axis, dtype, include_initial)
+
+
+def _running(name: str, x: Any, axis: int | None, dtype: object, include_initial: bool) -> Any:
+    if axis is None:
+        if x.ndim != 1:
+            raise UsageError(f"{name} of shape {list(x.shape)} needs an axis; give axis=")
+        axis = 0
+    wide = _summed_type(x, dtype)
+    x = data_types.astype(x, wide)
+    attributes: dict[str, Any] = {"axis": axis % x.ndim}
+    if include_initial:
+        attributes["include_initial"] = True
+    return call(name, (x,), attributes)
