@@ -303,11 +303,39 @@ def check_choice() -> None:
     )
     assert found.program is None
     found.wait()
-    # A program that needs a shard between source and target is left where that does not fit.
     found = redistribute(own, rows, source=partial, shape=shape, method="program", async_op=True)
-    assert found.extra_bytes == 0
+    assert found.program is not None and found.extra_bytes == 0
     found.wait()
-    assert found.program is not None and found.extra_bytes > 0
+    assert found.extra_bytes > 0
+
+
+def check_memory() -> None:
+    """A shard between source and target counts; what lies in either does not."""
+    mesh = reshard.DeviceMesh.of(x=2, y=2)
+    source, target = reshard.spec(mesh, "y, - | sum(x)"), reshard.spec(mesh, "x, y")
+    shape = (64, 64)
+    program = find_program(source, target, shape)
+    between_bytes = 16 * 64 * 4
+    least = least_extra_bytes(program, 4, 4)
+    assert between_bytes < least < between_bytes + 1024, (program, least)
+    own = shards(source, shape, "float32")[dist.get_rank()]
+    for limit in (least, least - 1):
+        found = redistribute(
+            own,
+            target,
+            source=source,
+            shape=shape,
+            topology=topology(0),
+            extra_bytes=limit,
+            async_op=True,
+        )
+        found.wait()
+        assert (found.program is not None) == (limit == least), (program, limit)
+    sliced = reshard.spec(mesh, "x, -"), reshard.spec(mesh, "-, x y"), shape
+    for ends in (sliced, (reshard.spec(mesh, "y, x"), reshard.spec(mesh, "x, -"), shape)):
+        program = find_program(*ends)
+        assert len(program.steps) > 1
+        assert least_extra_bytes(program, 4, 4) < 1024, program
 
 
 def check_part_of_the_job() -> None:
@@ -361,6 +389,7 @@ def main() -> None:
         check_reductions()
         check_dtensors()
         check_choice()
+        check_memory()
         check_part_of_the_job()
     check_programs()
     dist.barrier()
