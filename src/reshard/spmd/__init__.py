@@ -16,7 +16,19 @@ from typing import Any
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.operators.table import rule
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.table import operator_of, operators, rule, rule_of
 from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.templates import (
+    Template,
+    broadcast_with_shapes_template,
+    einsum_template,
+    elementwise_template,
+    matmul_template,
+    reduce_template,
+    reshape_template,
+    transpose_template,
+)
 
 __array_api_version__ = "2024.12"
 
@@ -77,10 +89,23 @@ __all__ = [
     "DeviceMesh",
     "DimSpec",
     "OpShardingRule",
+    "Operator",
     "ShardingSpec",
+    "Template",
     "Tensor",
+    "broadcast_with_shapes_template",
+    "einsum_template",
+    "elementwise_template",
     "fft",
     "linalg",
+    "matmul_template",
+    "operator_of",
+    "operators",
+    "reduce_template",
+    "reshape_template",
+    "rule",
+    "rule_of",
+    "transpose_template",
     "rule",
     *_CONSTANTS,
     *_MODULE_OF,
