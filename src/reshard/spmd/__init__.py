@@ -15,7 +15,6 @@ from typing import Any
 
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.operators.table import rule
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of, operators, rule, rule_of
 from reshard.spmd.rule import OpShardingRule
@@ -106,7 +105,6 @@ __all__ = [
     "rule",
     "rule_of",
     "transpose_template",
-    "rule",
     *_CONSTANTS,
     *_MODULE_OF,
 ]
