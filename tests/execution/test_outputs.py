@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 import reshard
 from execution.example_arrays import MESH, Shards, plan_of
-from reshard.collectives import JointAllToAll, Program, find_program
+from reshard.collectives import AllReduce, JointAllToAll, Program, find_program
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, ShardError, UsageError
 from reshard.execution import copies, route_copies
+from reshard.execution.outputs import NamedStorage, check_apart
 from reshard.mesh import Axis
 from reshard.planning.stages import StagedJob
 from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
@@ -175,6 +177,32 @@ def test_columns_of_one_array_are_apart() -> None:
     assert np.array_equal(both[:, ::2], dense)
 
 
+@st.composite
+def views_of(draw: st.DrawFn, memory: NDArray[np.int64]) -> NDArray[np.int64]:
+    begin, stop = sorted(draw(st.tuples(*[st.integers(0, len(memory))] * 2)))
+    row = memory[begin:stop]
+    if len(row) % 4 == 0 and draw(st.booleans()):
+        grid = row.reshape(-1, 4)[:, draw(st.integers(0, 2)) :]
+        return draw(st.sampled_from([grid, grid.T, grid[::-2], grid[:, ::-2]]))
+    return row[:: draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_arrays_that_share_an_element_are_found(data: st.DataObject) -> None:
+    memory = np.arange(16)
+    written, read = (data.draw(st.lists(views_of(memory), max_size=3)) for _ in range(2))
+    named = [[NamedStorage(f"{k}{i}", view) for i, view in enumerate(views)]
+             for k, views in (("written ", written), ("read ", read))]  # fmt: skip
+    elements = [set(view.reshape(-1).tolist()) for view in [*written, *read]]
+    pairs = itertools.combinations(range(len(elements)), 2)
+    if any(a < len(written) and elements[a] & elements[b] for a, b in pairs):
+        with pytest.raises(ShardError, match=r"^written . shares memory with"):
+            check_apart(*named)
+    else:
+        check_apart(*named)
+
+
 def test_two_arrays_too_entangled_to_tell_apart_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -314,6 +342,23 @@ def test_stepwise_a_step_outside_its_group_is_found_out() -> None:
     held = {rank: np.zeros((2, 3)) for rank in range(4)}
     with pytest.raises(PlanError, match="only 0 of the 6"):
         program.run(held, stepwise=True)
+
+
+def test_contributions_are_combined_in_the_order_of_the_steps() -> None:
+    mesh, shape = reshard.DeviceMesh.of(x=2, y=2), (3,)
+    specs = [reshard.spec(mesh, text) for text in ("- | sum(x y)", "- | sum(x)", "-")]
+    steps = [
+        AllReduce(shape, before, after, (Axis(axis),))
+        for before, after, axis in zip(specs, specs[1:], "yx", strict=False)
+    ]
+    program = Program(shape, specs[0], specs[2], tuple(steps))
+    held = {rank: np.full(3, [1e20, 1.0, -1e20, 1.0][rank]) for rank in range(4)}
+    direct = reshard.plan(*(specs[i].layout(shape) for i in (0, 2))).run(held)
+    assert direct[0].tolist() == [1] * 3
+    for found in (program.run(held), program.run(held, stepwise=True)):
+        assert {rank: array.tolist() for rank, array in found.items()} == {
+            rank: [0] * 3 for rank in range(4)
+        }
 
 
 def test_stages_fill_arrays_with_padding() -> None:
