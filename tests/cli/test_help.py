@@ -17,6 +17,8 @@ from reshard.cli.program import program
 
 COMMANDS = ("inspect", "plan", "convert", "verify", "explain")
 GROUPS = ("recipe",)
+# Its examples start a job, and are those of tests/cli/test_calibrate.py.
+OF_JOBS = ("calibrate",)
 
 
 def examples(*command: str) -> list[list[str]]:
@@ -80,7 +82,7 @@ def test_bare_command_is_help() -> None:
 def test_help_has_the_commands_and_exit_codes() -> None:
     text = run_here("--help").output
     listed = text.partition("Commands:\n")[2]
-    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [*COMMANDS, *GROUPS]
+    assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [*COMMANDS, *GROUPS, *OF_JOBS]
     assert "..." not in listed
     codes = text.partition("Exit codes:\n")[2]
     assert re.findall(r"^    (\d)  ", codes, re.MULTILINE) == ["0", "1", "2", "3"]

@@ -8,6 +8,7 @@ from typing import cast
 import click
 
 from reshard import __version__
+from reshard.cli.calibrate import calibrate
 from reshard.cli.command_group import Commands
 from reshard.cli.convert import convert
 from reshard.cli.explain import explain
@@ -46,7 +47,7 @@ def program() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, explain, recipe):
+for _command in (inspect, plan, convert, verify, explain, recipe, calibrate):
     program.add_command(_command)
 
 

@@ -123,9 +123,10 @@ class _Work:
         np.add.at(count, host, 1)
         np.add.at(total, host, self.size_bytes[near])
         shared = overhead.shared_messages
-        latency_s = count * (shared.latency_s if shared else 0.0)
+        latency_s = np.zeros(topology.hosts)
         transfer_s = np.zeros(topology.hosts)
         if shared is not None:
+            latency_s += count * shared.latency_s
             transfer_s += total / shared.bandwidth_bytes_per_s
         of_host = Copies(
             topology.host_of(self.copies.rank), self.copies.size_bytes, self.copies.runs

@@ -1,0 +1,66 @@
+"""A file of text: there whole or not at all, and never over another without being told to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from reshard.checkpoint.durability import refusals_explained
+from reshard.errors import UsageError
+
+
+def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
+    """Refuse a place that cannot be written to, before any work is done.
+
+    `what` is what to call the file, `example` a name for one.
+
+    Raises:
+        UsageError: a folder, a file that is there already, or whose folder is not.
+        RunError: what the system refuses.
+    """
+    with refusals_explained(f"look at the {what}", path):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; give a file for the {what}: {path}/{example}")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is no folder; make it first, or write elsewhere")
+        if not overwrite and os.path.lexists(path):
+            raise _there_already(path)
+
+
+def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
+    """Write a file at a place that `check_place` has looked at.
+
+    Raises:
+        UsageError: a file that has come to be there, without `overwrite`.
+        RunError: what the system refuses.
+    """
+    draft = path.with_name(f".reshard-{what}.{os.getpid()}")
+    with refusals_explained(f"write the {what}", path):
+        try:
+            with open(draft, "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            _put_in_place(draft, path, overwrite)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _put_in_place(draft: Path, path: Path, overwrite: bool) -> None:
+    if not overwrite:
+        # A link is made only where there is nothing; a rename would replace it.
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise _there_already(path) from None
+        except OSError:
+            # Some file systems have no links: look, then rename.
+            if os.path.lexists(path):
+                raise _there_already(path) from None
+        else:
+            return
+    os.replace(draft, path)
+
+
+def _there_already(path: Path) -> UsageError:
+    return UsageError(f"{path} exists; give --overwrite to replace it, or another name")

@@ -1,0 +1,208 @@
+"""Which links and overheads explain what was measured?
+
+A measurement is how often each thing happened that takes time, and the seconds that all of it
+took::
+
+    seconds = call + messages * latency + bytes / bandwidth      a link
+                   + runs * latency + copied bytes / bandwidth   copies
+
+1. The call alone is measured by movements of nothing: their median.
+2. Everything else is a sum with unknown costs, none of them below 0: least squares of the
+   relative errors, so that small sizes count as much as large ones. Measurements far from the
+   rest are given less weight, again and again (iteratively reweighted least squares with Huber's
+   weights: Huber 1964; Holland and Welsch 1977).
+3. There are at most four unknown costs, so costs of 0 are found by trying: every subset of the
+   costs is solved for by itself, and of those solutions without a negative cost the one of the
+   least error is taken.
+
+Nothing here reads a clock: the same measurements give the same links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.cost.formulas import FORMULAS
+from reshard.errors import UsageError
+from reshard.topology import Link, Overhead
+
+FloatArray = NDArray[np.float64]
+
+CALL = "call"
+COPIES = "copies"
+WITHIN_HOST = "within_host"
+BETWEEN_HOSTS = "between_hosts"
+SHARED = "shared"
+# What can be measured; kinds of collectives are keys of `FORMULAS`.
+SUBJECTS = (CALL, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
+
+# Relative errors beyond this one count less and less.
+_USUAL_ERROR = 0.1
+_REWEIGHTINGS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How long something took, and what it was.
+
+    Args:
+        subject: what it tells about: one of `SUBJECTS`, or a kind of collective.
+        name: for people.
+        seconds_s: the median of several times.
+        messages, size_bytes: what the busiest rank sends or receives; of all ranks of a host
+            together where the subject is what they share.
+        runs, copied_bytes: its copies, likewise.
+
+    Raises UsageError for an unknown subject, seconds that are not above 0, or a count below 0.
+    """
+
+    subject: str
+    name: str
+    seconds_s: float
+    messages: int = 0
+    size_bytes: float = 0
+    runs: int = 0
+    copied_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.subject not in SUBJECTS and self.subject not in FORMULAS:
+            known = ", ".join([*SUBJECTS, *FORMULAS])
+            raise UsageError(f"unknown subject {self.subject!r}; it is one of {known}")
+        if not 0 < self.seconds_s < float("inf"):
+            raise UsageError(f"{self.name!r} took {self.seconds_s!r} seconds; more than 0 expected")
+        if min(self.counts) < 0:
+            raise UsageError(f"{self.name!r} has a count below 0: {self.counts}")
+
+    @property
+    def counts(self) -> tuple[float, float, float, float]:
+        """Messages, their bytes, runs, and copied bytes."""
+        return self.messages, self.size_bytes, self.runs, self.copied_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Links and overheads that explain measurements. Make one with `fit`.
+
+    Args:
+        within_host, between_hosts: links, None where nothing was measured.
+        overhead: what takes time beside.
+        ratios: by measurement, the estimate over the measured seconds.
+    """
+
+    within_host: Link | None
+    between_hosts: Link | None
+    overhead: Overhead
+    ratios: tuple[float, ...]
+
+    @property
+    def typical_error(self) -> float:
+        """Half of all measurements are explained at least as well: a share of the seconds."""
+        return median([abs(ratio - 1) for ratio in self.ratios] or [0.0])
+
+
+def fit(measurements: Iterable[Measurement]) -> Fitted:
+    """The links and overheads that explain measurements best.
+
+    What no measurement is about stays None. A bandwidth that the measurements cannot tell, since
+    messages of all sizes took as long, is the largest that one of them proves.
+
+    >>> link = Link(1e9, 1e-4)
+    >>> found = fit(
+    ...     Measurement("within_host", "pair", 1e-4 + n / 1e9, messages=1, size_bytes=n)
+    ...     for n in (1_000, 100_000, 10_000_000)
+    ... )
+    >>> round(found.within_host.bandwidth_bytes_per_s / 1e9, 6)
+    1.0
+    >>> round(found.within_host.latency_s * 1e4, 6)
+    1.0
+    """
+    every = tuple(measurements)
+    of = {subject: [one for one in every if one.subject == subject] for subject in SUBJECTS}
+    call_s = median([one.seconds_s for one in of[CALL]] or [0.0])
+    kinds = [kind for kind in FORMULAS if any(one.subject == kind for one in every)]
+    links: dict[str, tuple[Link | None, Link | None]] = {CALL: (None, None)}
+    for subject in [*SUBJECTS[1:], *kinds]:
+        links[subject] = _links([one for one in every if one.subject == subject], call_s)
+    overhead = Overhead(
+        call_s,
+        links[COPIES][1],
+        links[SHARED][0],
+        links[SHARED][1],
+        tuple((kind, link) for kind in kinds if (link := links[kind][0]) is not None),
+    )
+    ratios = tuple((call_s + _seconds_s(one, *links[one.subject])) / one.seconds_s for one in every)
+    return Fitted(links[WITHIN_HOST][0], links[BETWEEN_HOSTS][0], overhead, ratios)
+
+
+def _links(measurements: Sequence[Measurement], call_s: float) -> tuple[Link | None, Link | None]:
+    """The link of messages and that of copies."""
+    if not measurements:
+        return None, None
+    counts = np.array([one.counts for one in measurements], dtype=np.float64)
+    seconds_s = np.array([one.seconds_s for one in measurements])
+    costs = _robust(counts / seconds_s[:, None], 1 - call_s / seconds_s)
+    return (
+        _link(costs[:2], counts[:, 1], seconds_s),
+        _link(costs[2:], counts[:, 3], seconds_s),
+    )
+
+
+def _link(costs: FloatArray, size_bytes: FloatArray, seconds_s: FloatArray) -> Link | None:
+    if not size_bytes.any():
+        return None
+    latency_s, byte_s = costs.tolist()
+    proven = float((size_bytes / seconds_s).max())
+    return Link(1 / byte_s if byte_s > 0 else proven, latency_s)
+
+
+def _seconds_s(one: Measurement, messages: Link | None, copies: Link | None) -> float:
+    """Without the call."""
+    return sum(
+        count * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+        for link, count, size_bytes in (
+            (messages, one.messages, one.size_bytes),
+            (copies, one.runs, one.copied_bytes),
+        )
+        if link is not None
+    )
+
+
+def _robust(rows: FloatArray, wanted: FloatArray) -> FloatArray:
+    """Costs of 0 or more with `rows @ costs` near `wanted`, errors measured as they are."""
+    # Bytes cost far less than messages: columns of one size are solved for more exactly.
+    size = np.abs(rows).max(axis=0, initial=0)
+    scale = np.where(size > 0, size, 1)
+    weights = np.ones(len(wanted))
+    costs = np.zeros(rows.shape[1])
+    for _ in range(_REWEIGHTINGS):
+        root = np.sqrt(weights)
+        costs = _not_negative(rows / scale * root[:, None], wanted * root)
+        errors = np.abs(rows / scale @ costs - wanted)
+        weights = _USUAL_ERROR / np.maximum(errors, _USUAL_ERROR)
+    found: FloatArray = costs / scale
+    return found
+
+
+def _not_negative(rows: FloatArray, wanted: FloatArray) -> FloatArray:
+    """Least squares with no unknown below 0: of all subsets the best, and the first of equals."""
+    things = [int(column) for column in np.flatnonzero(rows.any(axis=0))]
+    best, least = np.zeros(rows.shape[1]), float(wanted @ wanted)
+    for count in range(1, len(things) + 1):
+        for chosen in combinations(things, count):
+            columns = list(chosen)
+            solved = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0]
+            if (solved < 0).any():
+                continue
+            left = rows[:, columns] @ solved - wanted
+            error = float(left @ left)
+            # More unknowns have to explain more.
+            if error < least * (1 - 1e-9):
+                least, best = error, np.zeros(rows.shape[1])
+                best[columns] = solved
+    return best
