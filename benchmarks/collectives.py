@@ -3,10 +3,12 @@
 search   the 43 reshards of tests/conformance/same_mesh_reshards.json, and larger meshes: the
          default search, and the constructive one alone. Each is found anew; nothing is
          cached. Beside them the program's elements, over the lower bound.
-run      a float32 tensor over 8 devices: rows to columns and the like, the program's steps on
-         arrays in this process. The peers, in the same turns: JAX on 8 virtual CPU devices,
-         `jax.device_put` and `jit(identity, out_shardings)`, and a plain copy of the target's
-         bytes by one thread. Medians; the first turn of each is left out.
+run      a float32 tensor over 8 devices: rows to columns and the like, programs on arrays in
+         this process, into arrays that are there (by all threads, and by one) and into new ones.
+         The peers, turn by turn: JAX on 8 virtual CPU devices, `jax.device_put` and
+         `jit(identity, out_shardings)`, which make new arrays, and a plain copy by one thread of
+         as many bytes, those of all targets, into arrays that are there. Medians of the times,
+         and of the ratios of each turn; the first turn is left out.
 
 python benchmarks/collectives.py [--repeat 5] [--size-mib 256] [--cases search run]
 """
@@ -40,6 +42,7 @@ LARGE = [
 RUNS = [
     ("x=2,y=4", "x, y", "x=2,y=4", "y, x"),
     ("x=8", "x, -", "x=8", "-, x"),
+    ("x=8", "-, x", "x=8", "x, -"),
     ("x=2,y=4", "x y, -", "x=2,y=4", "y x, -"),
     ("x=4", "x, -", "x=8", "x, -"),
     ("x=8", "x, -", "x=8", "-, -"),
@@ -108,8 +111,11 @@ def run_times(size_mib: int, repeat: int) -> None:
         dims = [tuple(str(axis) for axis in dim.axes) or None for dim in spec.dim_specs]
         return NamedSharding(mesh, PartitionSpec(*dims))
 
-    print(f"\n{f'{size_mib} MiB over 8 devices, ms':<36} {'program':>8} {'device_put':>11} "
-          f"{'jit':>8} {'plain copy':>11} {'over copy':>10}")  # fmt: skip
+    print(
+        f"\n{f'{size_mib} MiB over 8 devices, ms':<36} {'in place':>9} {'1 thread':>9} "
+        f"{'new':>7} {'device_put':>11} {'jit':>7} {'plain copy':>11} {'in place / copy':>16} "
+        f"{'new / JAX':>10}"
+    )
     for axes, before, other_axes, after in RUNS:
         source = reshard.spec(reshard.DeviceMesh.parse(axes), before)
         target = reshard.spec(reshard.DeviceMesh.parse(other_axes), after)
@@ -117,29 +123,59 @@ def run_times(size_mib: int, repeat: int) -> None:
         whole = reshard.Layout.whole(shape, [0], 1)
         held = reshard.plan(whole, source.layout(shape)).run({0: dense})
         expected = reshard.plan(whole, target.layout(shape)).run({0: dense})
-        found = program.run(held)
-        assert all(np.array_equal(found[rank], expected[rank]) for rank in expected)
-        del found
-        ours = 1e3 * seconds(lambda p=program, h=held: p.run(h), repeat)
-        copies = {rank: np.empty_like(array) for rank, array in expected.items()}
+        there = {rank: np.zeros_like(array) for rank, array in expected.items()}
+        copies = {rank: np.zeros_like(array) for rank, array in expected.items()}
+        theirs, out = jax.device_put(dense, sharding(source)), sharding(target)
+        compiled = jax.jit(lambda array: array, out_shardings=out)
 
         def copy(copies: Any = copies, expected: Any = expected) -> None:
             for rank, array in expected.items():
                 np.copyto(copies[rank], array)
 
-        plain = 1e3 * seconds(copy, repeat)
-        del copies, expected
-        theirs = jax.device_put(dense, sharding(source))
-        out = sharding(target)
-        put = 1e3 * seconds(
-            lambda a=theirs, o=out: jax.device_put(a, o).block_until_ready(), repeat
-        )
-        compiled = jax.jit(lambda array: array, out_shardings=out)
-        jit = math.nan
-        if source.mesh.devices == target.mesh.devices:
-            jit = 1e3 * seconds(lambda a=theirs, f=compiled: f(a).block_until_ready(), repeat)
+        runs = {
+            "in place": lambda p=program, h=held, o=there: p.run(h, o),
+            "1 thread": lambda p=program, h=held, o=there: p.run(h, o, threads=1),
+            "new": lambda p=program, h=held: p.run(h),
+            "device_put": lambda a=theirs, o=out: jax.device_put(a, o).block_until_ready(),
+            "jit": lambda a=theirs, f=compiled: f(a).block_until_ready(),
+            "plain copy": copy,
+        }
+        if source.mesh.devices != target.mesh.devices:
+            del runs["jit"]
+        times = by_turns(runs, repeat)
+        assert all(np.array_equal(there[rank], expected[rank]) for rank in expected)
+        median = {name: 1e3 * statistics.median(column) for name, column in times.items()}
+        jit = f"{median['jit']:7.0f}" if "jit" in median else f"{'-':>7}"
+        over_copy = ratio(times["in place"], times["plain copy"])
+        jax_times = [min(pair) for pair in zip(times["device_put"],
+                     times.get("jit", times["device_put"]), strict=True)]  # fmt: skip
         what = f"{axes}: {before} to {other_axes}: {after}"
-        print(f"{what:<36} {ours:8.0f} {put:11.0f} {jit:8.0f} {plain:11.0f} {ours / plain:10.1f}")
+        print(
+            f"{what:<36} {median['in place']:9.0f} {median['1 thread']:9.0f} {median['new']:7.0f} "
+            f"{median['device_put']:11.0f} {jit} {median['plain copy']:11.0f} {over_copy:16.2f} "
+            f"{ratio(times['new'], jax_times):10.2f}",
+            flush=True,
+        )
+
+
+def by_turns(runs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
+    """The seconds of each run in each of `repeat` turns, after one that is left out."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeat + 1):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            made = run()
+            taken = time.perf_counter() - begin
+            # Memory is given back outside of the time.
+            del made
+            if turn:
+                times[name].append(taken)
+    return times
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the ratios of each turn."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
