@@ -292,7 +292,9 @@ def diff(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
         if dim != place:
             builder.factor([dim] * len(shapes), [dim])
         else:
-            builder.factor([dim], [dim], kind="permutation" if n else "pass_through")
+            builder.factor(
+                [dim], [dim], kind="permutation" if n or len(shapes) > 1 else "pass_through"
+            )
     return builder.build()
 
 

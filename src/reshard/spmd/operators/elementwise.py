@@ -43,11 +43,11 @@ _ONE, _TWO, _THREE, _UP_TO_THREE = (
 # The names of each kind: those of the array API, then a few of networks.
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_invert cos cosh exp expm1 isfinite isinf isnan "
-    "log log1p log2 log10 logical_not reciprocal signbit sin sinh square tan tanh angle cbrt "
+    "log log1p log2 log10 logical_not reciprocal signbit sin sinh sqrt square tan tanh angle cbrt "
     "degrees radians erf relu rsqrt sigmoid silu gelu softplus exp2 sinc i0 spacing"
 )
 _LINEAR_UNARY = "negative real imag conj positive copy"
-_MONOTONE_UNARY = "ceil floor round sign sqrt trunc"
+_MONOTONE_UNARY = "ceil floor round sign trunc"
 _BINARY = (
     "atan2 bitwise_left_shift bitwise_right_shift bitwise_xor copysign equal floor_divide greater "
     "greater_equal hypot less less_equal logaddexp logical_xor nextafter not_equal pow remainder "

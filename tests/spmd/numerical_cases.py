@@ -1,0 +1,468 @@
+"""Cases of windows, networks, linear algebra, Fourier transforms and creation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from spmd.operator_cases import (
+    SIZE,
+    Array,
+    Draw,
+    Part,
+    Trial,
+    _broadcast,
+    _called,
+    an_axis,
+    case,
+    drawn,
+    shapes,
+    some_axes,
+    values,
+)
+
+# Windows
+
+
+def _windows(x: Array, window: Any, strides: Any, padding: Any, fill: Any, dilation: Any) -> Array:
+    """The windows over the last dimensions: `[..., *places, *window]`."""
+    count = len(window)
+    lead = x.ndim - count
+    x = np.pad(x, [(0, 0)] * lead + list(padding), constant_values=fill)
+    reach = [g * (w - 1) + 1 for g, w in zip(dilation, window, strict=True)]
+    view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=tuple(range(lead, x.ndim)))
+    places = tuple(slice(None, None, step) for step in strides)
+    inside = tuple(slice(None, None, gap) for gap in dilation)
+    return view[(slice(None),) * lead + places + inside]
+
+
+def _window(draw: Draw, sizes: tuple[int, ...]) -> dict[str, Any]:
+    padding = [(draw(st.integers(0, 1)), draw(st.integers(0, 1))) for _ in sizes]
+    room = [s + a + b for s, (a, b) in zip(sizes, padding, strict=True)]
+    window = [draw(st.integers(1, most)) for most in room]
+    dilation = [
+        draw(st.integers(1, 2)) if 2 * (w - 1) + 1 <= most else 1
+        for w, most in zip(window, room, strict=True)
+    ]
+    strides = [draw(st.integers(1, 2)) for _ in sizes]
+    return {"window": window, "padding": padding, "dilation": dilation, "strides": strides}
+
+
+def _pooled(how: str) -> Any:
+    def compute(x: Array, window: Any, strides: Any, padding: Any, dilation: Any) -> Array:
+        # A maximum pads with what is below every value of the cases.
+        fill = -(10**6) if how == "max" else 0
+        found = _windows(x, window, strides, padding, fill, dilation)
+        return getattr(found, how)(axis=tuple(range(x.ndim, found.ndim)))
+
+    return compute
+
+
+def _pooling(draw: Draw) -> Trial:
+    shape = draw(shapes(1, 4))
+    count = draw(st.integers(1, min(2, len(shape))))
+    return Trial([values(draw, shape)], _window(draw, shape[len(shape) - count :]))
+
+
+drawn(
+    "max_pool avg_pool sum_pool",
+    _pooling,
+    max_pool=_pooled("max"),
+    avg_pool=_pooled("mean"),
+    sum_pool=_pooled("sum"),
+)
+
+
+def _convolved(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    strides: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    batch_groups: int,
+) -> Array:
+    windows = _windows(x, kernel.shape[2:], strides, padding, 0, dilation)
+    # Of a part of the groups there are as many as its channels make.
+    groups = min(groups, x.shape[1] // kernel.shape[1]) if groups > 1 else 1
+    per_group = kernel.shape[0] // (groups * batch_groups)
+    batch = x.shape[0] // batch_groups
+    rows = []
+    for b, g in itertools.product(range(batch_groups), range(groups)):
+        place = (b * groups + g) * per_group
+        weights = kernel[place : place + per_group]
+        width = kernel.shape[1]
+        patch = windows[b * batch : (b + 1) * batch, g * width : (g + 1) * width]
+        space = x.ndim - 2
+        summed = np.tensordot(
+            patch,
+            weights,
+            axes=([1, *range(2 + space, 2 + 2 * space)], list(range(1, 2 + space))),
+        )
+        rows.append(np.moveaxis(summed, -1, 1))
+    found = np.concatenate(rows, axis=1)
+    return found if bias is None else found + bias.reshape(-1, *(1,) * (x.ndim - 2))
+
+
+def _one_convolution(*operands: Array, part: Part | None, **attributes: Any) -> Array:
+    attributes = {"groups": 1, "batch_groups": 1, **attributes}
+    if part is not None and attributes["batch_groups"] > 1:
+        # As many groups of the batch as this part has: its results per group stay as they are.
+        attributes["batch_groups"] = operands[0].shape[0] // max(part.local_result_shapes[0][0], 1)
+    if len(operands) == 3:
+        return _convolved(operands[0], operands[1], operands[2], **attributes)
+    return _convolved(*operands, **attributes)
+
+
+@case("convolution", _one_convolution)
+def _convolution(draw: Draw) -> Trial:
+    space = draw(shapes(0, 2))
+    found = _window(draw, space)
+    window = found.pop("window")
+    groups = draw(st.integers(1, 3))
+    batch_groups = draw(st.integers(1, 3)) if groups == 1 else 1
+    channels, own, batch = (draw(st.integers(1, 3)) for _ in range(3))
+    outputs = own * groups * batch_groups
+    operands = [
+        values(draw, (batch * batch_groups, channels * groups, *space)),
+        values(draw, (outputs, channels, *window)),
+    ]
+    return Trial(operands, {**found, "groups": groups, "batch_groups": batch_groups})
+
+
+def _running(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    attributes = {"axis": an_axis(draw, len(shape)), "include_initial": draw(st.booleans())}
+    return Trial([values(draw, shape, -2, 3)], attributes)
+
+
+def _extreme(function: Any) -> Any:
+    def compute(x: Array, axis: int, include_initial: bool) -> Array:
+        if include_initial:
+            x = np.insert(x, 0, 0, axis=axis)
+        return function.accumulate(x, axis=axis)
+
+    return compute
+
+
+drawn(
+    "cumulative_sum cumulative_prod cumulative_max cumulative_min",
+    _running,
+    cumulative_max=_extreme(np.maximum),
+    cumulative_min=_extreme(np.minimum),
+)
+
+
+# Networks
+
+
+def _shares(x: Array, axis: Any) -> Array:
+    powers = np.exp(x - np.max(x, axis=axis, keepdims=True))
+    return powers / np.sum(powers, axis=axis, keepdims=True)
+
+
+def _softmax(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    return Trial([values(draw, shape)], {"axis": an_axis(draw, len(shape))})
+
+
+drawn(
+    "softmax log_softmax",
+    _softmax,
+    softmax=_shares,
+    log_softmax=lambda x, axis: np.log(_shares(x, axis)),
+)
+
+
+def _normed(centred: bool) -> Any:
+    def compute(x: Array, *others: Array, dims: int) -> Array:
+        axes = tuple(range(x.ndim - dims, x.ndim))
+        y = x - x.mean(axis=axes, keepdims=True) if centred else x
+        y = y / np.sqrt((y * y).mean(axis=axes, keepdims=True) + 1e-5)
+        y = y * others[0] if others else y
+        return y + others[1] if len(others) > 1 else y
+
+    return compute
+
+
+def _norm(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    dims = draw(st.integers(1, len(shape)))
+    others = [values(draw, shape[len(shape) - dims :]) for _ in range(draw(st.integers(0, 2)))]
+    return Trial([values(draw, shape), *others], {"dims": dims})
+
+
+drawn("layer_norm rms_norm", _norm, layer_norm=_normed(True), rms_norm=_normed(False))
+
+
+def _losses(logits: Array, labels: Array, axis: int) -> Array:
+    chosen = np.take_along_axis(np.log(_shares(logits, axis)), np.expand_dims(labels, axis), axis)
+    return -np.squeeze(chosen, axis)
+
+
+@case("cross_entropy", _losses)
+def _cross_entropy(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    axis = an_axis(draw, len(shape))
+    place = axis % len(shape)
+    labels = values(draw, shape[:place] + shape[place + 1 :], 0, shape[place])
+    return Trial([values(draw, shape), labels], {"axis": axis})
+
+
+def _attended(
+    queries: Array,
+    keys: Array,
+    vals: Array,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    part: Part | None = None,
+) -> Array:
+    each = queries.shape[-3] // keys.shape[-3]
+    keys, vals = (np.repeat(x, each, axis=-3) for x in (keys, vals))
+    scores = queries @ np.swapaxes(keys, -1, -2) / 8
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        start = 0 if part is None else part.operand_starts[0][-2]
+        rows = np.arange(start, start + queries.shape[-2])[:, None]
+        scores = np.where(np.arange(keys.shape[-2]) <= rows, scores, -np.inf)
+    return _shares(scores, -1) @ vals
+
+
+def _attend(*operands: Array, is_causal: bool, part: Part | None) -> Array:
+    mask = operands[3] if len(operands) == 4 else None
+    return _attended(operands[0], operands[1], operands[2], mask, is_causal, part)
+
+
+@case("attention", _attend)
+def _attention(draw: Draw) -> Trial:
+    lead = draw(shapes(0, 1))
+    groups, each, queries, keys, width, out = (draw(st.integers(1, 3)) for _ in range(6))
+    operands = [
+        values(draw, (*lead, groups * each, queries, width)),
+        values(draw, (*lead, groups, keys, width)),
+        values(draw, (*lead, groups, keys, out)),
+    ]
+    if draw(st.booleans()):
+        scores = (*lead, groups * each, queries, keys)
+        kept = scores[draw(st.integers(0, len(scores))) :]
+        mask = tuple(draw(st.sampled_from([size, 1])) for size in kept)
+        operands.append(values(draw, mask))
+    return Trial(operands, {"is_causal": draw(st.booleans())})
+
+
+# Linear algebra
+
+
+def _batch(draw: Draw) -> Trial:
+    return Trial([values(draw, draw(shapes(2))).astype(float)])
+
+
+def _square(draw: Draw) -> Trial:
+    lead, size = draw(shapes(0, 1)), draw(SIZE)
+    return Trial([values(draw, (*lead, size, size)) + 20 * np.eye(size)])
+
+
+def _positive(draw: Draw) -> Trial:
+    (x,) = _square(draw).operands
+    return Trial([x @ np.swapaxes(x, -1, -2)])
+
+
+def _in_linalg(names: str, draw_trial: Any) -> None:
+    drawn(names, draw_trial, **{n: _called(getattr(np.linalg, n)) for n in names.split()})
+
+
+_in_linalg("inv det slogdet eig eigvals", _square)
+_in_linalg("cholesky eigh eigvalsh", _positive)
+_in_linalg("svdvals matrix_norm matrix_rank pinv trace diagonal", _batch)
+
+
+@case("svd", lambda x, full_matrices: tuple(np.linalg.svd(x, full_matrices=full_matrices)))
+def _svd(draw: Draw) -> Trial:
+    return Trial(_batch(draw).operands, {"full_matrices": draw(st.booleans())})
+
+
+@case("qr", lambda x, mode: tuple(np.linalg.qr(x, mode=mode)))
+def _qr(draw: Draw) -> Trial:
+    return Trial(_batch(draw).operands, {"mode": draw(st.sampled_from(["reduced", "complete"]))})
+
+
+@case("matrix_power", lambda x, n: np.linalg.matrix_power(x, n))
+def _power(draw: Draw) -> Trial:
+    return Trial(_square(draw).operands, {"n": draw(st.integers(0, 3))})
+
+
+@case("solve", _called(np.linalg.solve))
+def _solve(draw: Draw) -> Trial:
+    left, right = _broadcast(draw, 2)
+    size = draw(SIZE)
+    matrices = values(draw, (*left, size, size)) + 40 * np.eye(size)
+    if draw(st.booleans()):
+        return Trial([matrices, values(draw, (size,))])
+    return Trial([matrices, values(draw, (*right, size, draw(SIZE)))])
+
+
+def _triangle_solved(a: Array, b: Array, left_side: bool) -> Array:
+    if left_side:
+        return np.linalg.solve(np.tril(a), b)
+    turned = np.linalg.solve(np.swapaxes(np.tril(a), -1, -2), np.swapaxes(b, -1, -2))
+    return np.swapaxes(turned, -1, -2)
+
+
+@case("triangular_solve", _triangle_solved)
+def _triangular_solve(draw: Draw) -> Trial:
+    lead, size, columns = draw(shapes(0, 1)), draw(SIZE), draw(SIZE)
+    left_side = draw(st.booleans())
+    right = (*lead, size, columns) if left_side else (*lead, columns, size)
+    matrices = values(draw, (*lead, size, size)) + 40 * np.eye(size)
+    return Trial([matrices, values(draw, right)], {"left_side": left_side})
+
+
+@case("cross", _called(np.linalg.cross))
+def _cross(draw: Draw) -> Trial:
+    left, right = ((*shape, 3) for shape in _broadcast(draw, 2))
+    return Trial([values(draw, left), values(draw, right)], {"axis": -1})
+
+
+# Fourier transforms
+
+
+def _in_fft(names: str, draw_trial: Any) -> None:
+    for name in names.split():
+        function = getattr(np.fft, name)
+        word = "axes" if name.endswith("n") else "axis"
+        length = "s" if name.endswith("n") else "n"
+        drawn(
+            name,
+            draw_trial,
+            **{name: lambda x, axis, n, f=function, w=word, k=length: f(x, **{w: axis, k: n})},
+        )
+
+
+def _wave(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    # One element of a result of real numbers has no waves.
+    shape = tuple(size + 1 for size in shape)
+    length = draw(st.one_of(st.none(), st.integers(2, 6)))
+    return Trial([values(draw, shape)], {"axis": an_axis(draw, len(shape)), "n": length})
+
+
+def _waves(draw: Draw) -> Trial:
+    shape = tuple(size + 1 for size in draw(shapes(1)))
+    axes = some_axes(draw, len(shape)) or None
+    axes = (axes,) if isinstance(axes, int) else axes
+    lengths = None
+    if axes is not None and draw(st.booleans()):
+        lengths = tuple(draw(st.integers(2, 5)) for _ in axes)
+    return Trial([values(draw, shape)], {"axis": axes, "n": lengths})
+
+
+_in_fft("fft ifft rfft irfft hfft ihfft", _wave)
+_in_fft("fftn ifftn rfftn irfftn", _waves)
+
+
+def _shift(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    return Trial([values(draw, shape)], {"axes": some_axes(draw, len(shape))})
+
+
+drawn(
+    "fftshift ifftshift",
+    _shift,
+    fftshift=_called(np.fft.fftshift),
+    ifftshift=_called(np.fft.ifftshift),
+)
+
+
+# Creation
+
+
+def _shaped(draw: Draw) -> Trial:
+    return Trial([], {"shape": draw(shapes())})
+
+
+def _constant(value: int) -> Any:
+    def compute(shape: Any, part: Part | None) -> Array:
+        return np.full(shape if part is None else part.local_result_shapes[0], value)
+
+    return compute
+
+
+drawn(
+    "zeros ones empty full",
+    _shaped,
+    **{name: _constant(value) for name, value in (("zeros", 0), ("ones", 1), ("empty", 0))},
+    full=_constant(3),
+)
+
+
+def _places(part: Part | None, shape: Any, result: int = 0) -> list[Array]:
+    """The indices of the elements of a part of a result, per dimension."""
+    starts = (0,) * len(shape) if part is None else part.result_starts[result]
+    sizes = shape if part is None else part.local_result_shapes[result]
+    return [i + start for i, start in zip(np.indices(tuple(sizes)), starts, strict=True)]
+
+
+def _range(start: float, stop: float, step: float, part: Part | None) -> Array:
+    shape = (max(math.ceil((stop - start) / step), 0),)
+    return start + step * _places(part, shape)[0]
+
+
+@case("arange", _range)
+def _arange(draw: Draw) -> Trial:
+    start, stop = draw(st.integers(-4, 4)), draw(st.integers(-4, 9))
+    return Trial([], {"start": start, "stop": stop, "step": draw(st.sampled_from([1, 2, -1]))})
+
+
+@case("linspace", lambda num, part: _places(part, (num,))[0] / max(num - 1, 1))
+def _linspace(draw: Draw) -> Trial:
+    return Trial([], {"num": draw(SIZE)})
+
+
+def _ones(n_rows: int, n_cols: int | None, k: int, part: Part | None) -> Array:
+    rows, columns = _places(part, (n_rows, n_rows if n_cols is None else n_cols))
+    return (columns == rows + k).astype(int)
+
+
+@case("eye", _ones)
+def _eye(draw: Draw) -> Trial:
+    columns = draw(st.one_of(st.none(), SIZE))
+    return Trial([], {"n_rows": draw(SIZE), "n_cols": columns, "k": draw(st.integers(-2, 2))})
+
+
+@case("iota", lambda shape, axis, part: _places(part, shape)[axis])
+def _iota(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    return Trial([], {"shape": shape, "axis": draw(st.integers(0, len(shape) - 1))})
+
+
+def _frequencies(halves: bool) -> Any:
+    def compute(n: int, part: Part | None) -> Array:
+        place = _places(part, (n // 2 + 1 if halves else n,))[0]
+        return place / n if halves else np.where(place < (n + 1) // 2, place, place - n) / n
+
+    return compute
+
+
+def _length(draw: Draw) -> Trial:
+    return Trial([], {"n": draw(SIZE)})
+
+
+drawn("fftfreq rfftfreq", _length, fftfreq=_frequencies(False), rfftfreq=_frequencies(True))
+
+
+def _bits(state: Array, shape: Any, part: Part | None) -> list[Array]:
+    place = sum((i * 31**d for d, i in enumerate(_places(part, shape, 1))), start=np.zeros((), int))
+    mixed = (place * 2654435761 + state[0]) % 2**16
+    return [state + 1, mixed ^ state[1]]
+
+
+@case("random_bits", _bits)
+def _random_bits(draw: Draw) -> Trial:
+    return Trial([values(draw, (2,), 0, 99)], {"shape": draw(shapes())})
