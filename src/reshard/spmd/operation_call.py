@@ -26,7 +26,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.alignment import aligned
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
-from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork, local_functions
+from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.pending_sums import kept_pending, with_pending, without_pending
@@ -133,9 +133,9 @@ def _runner(name: str, operands: Sequence[Any]) -> Runner:
     runner: Runner | None = None
     for operand in operands:
         if isinstance(operand, ArrayValue):
-            if runner is None:
+            if runner is None or operand.runner.is_abstract:
                 runner = operand.runner
-            elif operand.runner is not runner:
+            elif operand.runner is not runner and not runner.is_abstract:
                 raise UsageError(
                     f"{name} of arrays of {runner!r} and of {operand.runner!r}; make both with "
                     "one runner: sp.array(x.to_dense(), spec)"
@@ -245,7 +245,7 @@ def _first(
         ranks,
         runner.library,
     )
-    functions = local_functions(work)
+    functions = runner.functions(work)
     columns = [
         _column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)

@@ -24,6 +24,7 @@ from reshard.planning.plan import Plan
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.library import Library, library, library_of
+from reshard.spmd.local_functions import Function, LocalWork, local_functions
 from reshard.spmd.shard_copies import Movement, Shards, copies
 
 # Beyond any program's number of different operations; a bound all the same.
@@ -33,8 +34,11 @@ MOST_KEPT = 1 << 16
 class Runner:
     """What is the same for every runner: what was worked out is kept by types.
 
-    `calls` are the compiled operations, see `reshard.spmd.operation_call`.
+    `calls` are the compiled operations, see `reshard.spmd.operation_call`. An abstract runner has
+    arrays without elements, and takes other runners' arrays as operands beside them.
     """
+
+    is_abstract = False
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -53,6 +57,10 @@ class Runner:
         if found is None and mesh is not None:
             found = self._ranks[mesh] = self._ranks_here(mesh)
         return found or ()
+
+    def functions(self, work: LocalWork) -> list[Function]:
+        """What each rank that is here computes of an operation."""
+        return local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         """A function that makes the shards of `spec` from those of an array of type `source`."""

@@ -1,0 +1,113 @@
+"""Every sharding over a 2x3 mesh, of every operand, against NumPy on the whole arrays.
+
+Shapes do not divide. Floating results may differ by 1e-12 in parts and wholes of about 1, whole
+numbers and truth values not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+from reshard.sharding import ShardingSpec
+from reshard.spmd import ShardedArray
+
+MESH = DeviceMesh.of(x=2, y=3)
+TOLERANCE = 1e-12
+
+
+def dense(value: Any) -> list[np.ndarray]:
+    """Whole arrays of a result, of several too."""
+    if isinstance(value, tuple | list):
+        return [array for one in value for array in dense(one)]
+    return [np.asarray(value)]
+
+
+def expect_equal(found: Any, expected: Any, what: object) -> None:
+    for one, other in zip(dense(found), dense(expected), strict=True):
+        assert one.shape == other.shape, what
+        assert one.dtype == other.dtype, what
+        if other.dtype.kind in "fc":
+            np.testing.assert_allclose(one, other, TOLERANCE, TOLERANCE, err_msg=str(what))
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=str(what))
+
+
+def sharded(data: np.ndarray, spec: ShardingSpec) -> ShardedArray:
+    """Data in shards; contributions are different numbers that add up to it."""
+    if not spec.partial_axes:
+        return sp.array(data, spec)
+    layout = spec.layout(data.shape)
+    count = layout.contributions
+    random = np.random.default_rng(0)
+    if data.dtype.kind == "f":
+        parts = [random.normal(size=data.shape) for _ in range(count - 1)]
+    else:
+        parts = [random.integers(-9, 9, size=data.shape) for _ in range(count - 1)]
+    parts.append(data - sum(parts))
+    shards = {}
+    for rank in layout.holders:
+        cell = layout.cells_of(rank)[0]
+        (box,) = layout.boxes(rank) or (None,)
+        shape = layout.local_shape(rank)
+        window = () if box is None else tuple(map(slice, box.start, box.stop))
+        part = parts[int(layout.cell_contribution[cell])]
+        shards[rank] = np.zeros(shape, data.dtype) if box is None else part[window]
+    return sp.from_shards(shards, data.shape, spec)
+
+
+@pytest.mark.parametrize("case", ONE_OPERAND, ids=lambda case: case.name)
+def test_every_sharding_of_one_operand(case: Case) -> None:
+    (data,) = case.arrays()
+    expected = case.function(np, data)
+    for one in specs(MESH, data.ndim):
+        expect_equal(case.function(sp, sp.array(data, one)), expected, f"{case.name} of {one}")
+
+
+@pytest.mark.parametrize("case", TWO_OPERANDS, ids=lambda case: case.name)
+def test_every_pair_of_shardings(case: Case) -> None:
+    left, right = case.arrays()
+    expected = case.function(np, left, right)
+    lefts = [sp.array(left, one) for one in specs(MESH, left.ndim)]
+    rights = [sp.array(right, one) for one in specs(MESH, right.ndim)]
+    for a, b in itertools.product([*lefts, sp.array(left)], [*rights, sp.array(right)]):
+        found = case.function(sp, a, b)
+        expect_equal(found, expected, f"{case.name} of {a.spec} and {b.spec}")
+
+
+WITH_PENDING = (
+    "add,subtract,multiply,divide,matmul,exp,maximum,negative,where,stack,astype,roll,sum 0,max 0,"
+    "cumulative_sum 0,cumulative_prod 1,permute_dims,tril,flip 0,concat 1,rfft,broadcast add,"
+    "reshape merge,slices,scalars,sum of all,take 1,matmul of whole numbers"
+).split(",")
+LINEAR = [case for case in (*ONE_OPERAND, *TWO_OPERANDS) if case.name in WITH_PENDING]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_every_sharding_with_pending_sums(case: Case) -> None:
+    arrays = case.arrays()
+    expected = case.function(np, *arrays)
+    given = [
+        [sharded(data, one) for one in specs(MESH, data.ndim, partial=True)] for data in arrays
+    ]
+    for operands in itertools.product(*given):
+        if not any(x.spec is not None and x.spec.partial_axes for x in operands):
+            continue
+        found = case.function(sp, *operands)
+        what = f"{case.name} of {' and '.join(str(x.spec) for x in operands)}"
+        for one, other in zip(dense(found), dense(expected), strict=True):
+            assert one.dtype == other.dtype, what
+            np.testing.assert_allclose(one, other, 1e-9, 1e-9, err_msg=what)
+
+
+def test_the_shardings_are_all_there() -> None:
+    assert len(LINEAR) == len(WITH_PENDING)
+    assert len({str(one) for one in specs(MESH, 2)}) == 11
+    assert len({str(one) for one in specs(MESH, 2, partial=True)}) == 18
+    assert spec(MESH, "y x, -") in set(specs(MESH, 2))
