@@ -119,7 +119,27 @@ PRODUCTS = [
 
 ALONG = [
     Case(f"{name} {axis}", _op(name, axis=axis), (ROWS,))
-    for name in ["sum", "prod", "max", "min", "mean", "var", "std", "any", "all", "argmax", "argmin", "sort", "argsort", "flip", "cumulative_sum", "cumulative_prod", "diff", "unstack", "count_nonzero"]
+    for name in [
+        "sum",
+        "prod",
+        "max",
+        "min",
+        "mean",
+        "var",
+        "std",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "sort",
+        "argsort",
+        "flip",
+        "cumulative_sum",
+        "cumulative_prod",
+        "diff",
+        "unstack",
+        "count_nonzero",
+    ]
     for axis in (0, 1)
 ]
 

@@ -57,6 +57,10 @@ _NAMES_OF = {
         "broadcast_arrays broadcast_shapes broadcast_to concat expand_dims flip matrix_transpose "
         "moveaxis permute_dims repeat reshape roll squeeze stack tile unstack"
     ),
+    "networks": (
+        "attention cross_entropy einsum embedding gelu layer_norm log_softmax logsumexp one_hot "
+        "relu rms_norm sigmoid silu softmax top_k"
+    ),
     "operation_call": "Recorder recording",
     "operators.operator": "Operator",
     "operators.table": "operator_of rule_of",
@@ -73,6 +77,9 @@ _NAMES_OF = {
     "templates": (
         "Template broadcast_with_shapes_template einsum_template elementwise_template "
         "matmul_template reduce_template reshape_template transpose_template"
+    ),
+    "windows": (
+        "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
     ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
+from reshard.spmd import window_functions
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.library import Library
 
@@ -59,6 +61,19 @@ class LocalWork:
             return [tuple(shape)] * len(self.ranks)
         layout = self.result_layouts[0]
         return [layout.local_shape(rank) or () for rank in self.ranks]
+
+    def starts_here(self, operand: int, axis: int) -> list[int]:
+        """Where each rank's part of an operand begins along an axis, 0 for an empty part."""
+        one = self.operands[operand]
+        if one is None or one.spec is None:
+            return [0] * len(self.ranks)
+        boxes = [one.layout.boxes(rank) for rank in self.ranks]
+        return [box[0].start[axis] if box else 0 for box in boxes]
+
+    def is_cut(self, operand: int, axis: int) -> bool:
+        """Whether ranks have different parts of an operand's axis."""
+        one = self.operands[operand]
+        return one is not None and one.spec is not None and bool(one.spec.dim_specs[axis].levels)
 
     def operand_shapes_here(self, number: int = 0) -> list[tuple[int, ...]]:
         """An operand's shape on each rank."""
@@ -195,23 +210,92 @@ def _sorted(work: LocalWork) -> Function:
     return falling
 
 
-def _taken(work: LocalWork) -> Function:
+def _taken(work: LocalWork) -> Function | list[Function]:
     take, axis = work.library.namespace.take, work.attributes["axis"]
-    if work.library.name == "numpy":
-        return lambda x, indices: take(x, indices, axis=axis)
 
-    def by_flat(x: Any, indices: Any) -> Any:
+    def whole(x: Any, indices: Any) -> Any:
         found = take(x, indices.reshape(-1), axis=axis)
         return found.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
-    return by_flat
+    return _of_own_rows(work, whole, axis)
+
+
+def _taken_along(work: LocalWork) -> Function | list[Function]:
+    take, axis = work.library.namespace.take_along_axis, work.attributes["axis"]
+    return _of_own_rows(work, lambda x, indices: take(x, indices, axis=axis), axis, is_along=True)
+
+
+def _of_own_rows(
+    work: LocalWork, whole: Function, axis: int, is_along: bool = False
+) -> Function | list[Function]:
+    """Of indices of a table's axis that is cut, each rank finds its own; zero for the others."""
+    if not work.is_cut(0, axis):
+        return whole
+    space = work.library.namespace
+
+    def here(x: Any, indices: Any, start: int) -> Any:
+        size = x.shape[axis]
+        own = (indices >= start) & (indices < start + size)
+        if not size:
+            shape = indices.shape if is_along else None
+            rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
+            return space.zeros(rest if shape is None else shape, dtype=x.dtype)
+        found = whole(x, space.where(own, indices - start, 0 * indices))
+        if not is_along:
+            own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
+        return space.where(own, found, space.zeros((), dtype=x.dtype))
+
+    starts = work.starts_here(0, axis)
+    return [lambda x, indices, start=start: here(x, indices, start) for start in starts]
 
 
 def _diagonal(work: LocalWork) -> Function:
     return partial(work.library.namespace.linalg.diagonal, offset=work.attributes["offset"])
 
 
-KNOW_WHERE_THEY_LIE = frozenset[str]()
+def _windowed(work: LocalWork) -> Function:
+    given, library = work.attributes, work.library
+    if work.name == "convolution":
+        return window_functions.convolution(
+            library, given["strides"], given["padding"], given["dilation"]
+        )
+    return window_functions.pooling(
+        library, work.name, given["window"], given["strides"], given["padding"]
+    )
+
+
+def _shape(work: LocalWork, number: int) -> tuple[int, ...]:
+    one = work.operands[number]
+    return () if one is None else one.shape
+
+
+def _at_numbers(work: LocalWork) -> Function:
+    whole = _shape(work, 0)
+    if work.name == "dynamic_slice":
+        return window_functions.dynamic_slice(work.attributes["sizes"], whole)
+    return window_functions.dynamic_update_slice(work.library, _shape(work, 1), whole)
+
+
+def _scattered(work: LocalWork) -> Function:
+    return window_functions.scatter(work.library, work.attributes["axis"], work.attributes["mode"])
+
+
+def _largest(work: LocalWork) -> Function:
+    return window_functions.top_k(work.library, work.attributes["k"], work.attributes["axis"])
+
+
+def _padded(work: LocalWork) -> Function:
+    pairs, value = work.attributes["pad_width"], work.attributes["constant_values"]
+    return lambda x: window_functions.padded(work.library, x, pairs, value)
+
+
+def _einsum(work: LocalWork) -> Function:
+    name, text = work.library.name, work.attributes["subscripts"]
+    einsum = np.einsum if name == "numpy" else import_module("torch").einsum
+    return lambda *arrays: einsum(text, *arrays)
+
+
+KNOW_WHERE_THEY_LIE = frozenset({"take", "take_along_axis"})
 """Operators whose functions mind where a rank's part lies, along every factor that asks for it."""
 
 _LINALG = "cholesky det eigh eigvalsh inv qr slogdet solve svd svdvals"
@@ -225,11 +309,21 @@ _MAKERS: dict[str, Callable[[LocalWork], Function | list[Function]]] = {
     "broadcast_to": _told_shape,
     "clip": _clipped,
     "concat": _joined,
+    "avg_pool": _windowed,
+    "convolution": _windowed,
     "diagonal": _diagonal,
+    "dynamic_slice": _at_numbers,
+    "dynamic_update_slice": _at_numbers,
+    "einsum": _einsum,
     "max": _greatest,
+    "max_pool": _windowed,
     "min": _greatest,
+    "pad": _padded,
     "reshape": _told_shape,
+    "scatter": _scattered,
     "slice": _sliced,
     "sort": _sorted,
     "take": _taken,
+    "take_along_axis": _taken_along,
+    "top_k": _largest,
 }

@@ -168,6 +168,7 @@ class _Layout:
     runs_with: tuple[ShardingSpec | None, ...]
     result_specs: tuple[ShardingSpec, ...]
     result_shapes: tuple[tuple[int, ...], ...]
+    keeps_pending: bool
 
 
 def laid_out(
@@ -175,11 +176,15 @@ def laid_out(
     operands: Sequence[ArrayType | None],
     attributes: Attributes,
     mesh: DeviceMesh,
+    may_pend: bool = True,
 ) -> _Layout:
-    """The shardings of operands and results of an operation over a mesh."""
+    """The shardings of operands and results of an operation over a mesh.
+
+    Pending sums are reduced first where they may not be kept.
+    """
     shapes = [() if one is None else one.shape for one in operands]
     inferred = operator.inferred(shapes, **attributes)
-    axes, reduction = kept_pending(operator, operands, attributes)
+    axes, reduction = kept_pending(operator, operands, attributes) if may_pend else ((), None)
     specs = [
         replicated(mesh, len(shape))
         if one is None or one.spec is None
@@ -191,18 +196,25 @@ def laid_out(
         tuple(specs),
         tuple(shapes),
         tuple(inferred.result_shapes),
-        () if operator.name in KNOW_WHERE_THEY_LIE else inferred.adjusted,
+        () if operator.name in KNOW_WHERE_THEY_LIE and _is_plain(specs) else inferred.adjusted,
     )
     runs_with: list[ShardingSpec | None] = []
     for one, spec in zip(operands, placed, strict=True):
-        pends = one is not None and one.spec is not None and bool(one.spec.partial_axes)
-        runs_with.append(
-            None if one is None else with_pending(spec, axes if pends else (), reduction)
-        )
+        own = () if one is None or one.spec is None else one.spec.partial_axes
+        kept = tuple(axis for axis in own if axis in axes)
+        runs_with.append(None if one is None else with_pending(spec, kept, reduction))
     return _Layout(
         tuple(runs_with),
         tuple(with_pending(spec, axes, reduction) for spec in results),
         tuple(inferred.result_shapes),
+        bool(axes),
+    )
+
+
+def _is_plain(specs: Sequence[ShardingSpec]) -> bool:
+    """Whether every part of a dimension is one stretch of it."""
+    return all(
+        level.rule.is_default for spec in specs for dim in spec.dim_specs for level in dim.levels
     )
 
 
@@ -213,6 +225,7 @@ def _first(
     options: Attributes,
     runner: Runner,
     key: Any,
+    may_pend: bool = True,
 ) -> Any:
     """Compile an operation, carry it out for the first time, and keep it."""
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
@@ -221,7 +234,7 @@ def _first(
     if mesh is not None:
         operator = operator_of(name)
         if operator.has_rule:
-            layout = laid_out(operator, types, attributes, mesh)
+            layout = laid_out(operator, types, attributes, mesh, may_pend)
     if layout is None:
         runs_with = tuple(
             None if one is None or mesh is None else replicated(mesh, one.ndim) for one in types
@@ -254,6 +267,8 @@ def _first(
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _result_types(work, made, mesh, layout, runner)
+    if layout is not None and layout.keeps_pending and not _may_pend(types, results):
+        return _first(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = _run(functions, movements, types, results, is_single, runner, wrap)
     done = Call(name, attributes, options, types, runs_with, results, run)
@@ -266,6 +281,21 @@ def _first(
     if recorders:
         _tell(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
+
+
+def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
+    """Whether the element types allow an operation on contributions.
+
+    Whole numbers wrap around in their own type, and not in the floating or wider one of a result;
+    a truth value is none of a contribution.
+    """
+    pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
+    wraps = any(dtype.name.startswith(("int", "uint")) for dtype in pending)
+    made = {result.dtype for result in results}
+    from_numbers = any(dtype.name != "bool" for dtype in pending)
+    return not (wraps and made != pending) and not (
+        from_numbers and any(dtype.name == "bool" for dtype in made)
+    )
 
 
 def _column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
