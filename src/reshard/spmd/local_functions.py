@@ -37,6 +37,7 @@ class LocalWork:
         result_specs, result_shapes: of the results; empty where only the outcome tells.
         ranks: that are here.
         library: that computes.
+        options: names of attributes that the operator's rule does not ask for.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LocalWork:
     result_shapes: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
     library: Library
+    options: tuple[str, ...] = ()
 
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:
@@ -168,6 +170,14 @@ def _cast(work: LocalWork) -> Function:
     if work.library.name == "numpy":
         return lambda x: x.astype(own)
     return lambda x: x.to(own)
+
+
+def _imaginary(work: LocalWork) -> Function:
+    space, (operand,) = work.library.namespace, work.operands
+    is_complex = operand is not None and operand.dtype.name.startswith("complex")
+    # PyTorch has none for real numbers, whose imaginary part is 0.
+    function: Function = space.imag if is_complex else space.zeros_like
+    return function
 
 
 def _clipped(work: LocalWork) -> Function:
@@ -315,6 +325,7 @@ _MAKERS: dict[str, Callable[[LocalWork], Function | list[Function]]] = {
     "dynamic_slice": _at_numbers,
     "dynamic_update_slice": _at_numbers,
     "einsum": _einsum,
+    "imag": _imaginary,
     "max": _greatest,
     "max_pool": _windowed,
     "min": _greatest,

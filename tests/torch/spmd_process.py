@@ -1,0 +1,66 @@
+"""One rank of a job that computes on shards, one a process: every operator once at least."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+
+MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
+
+
+def dense(value: object) -> list[np.ndarray]:
+    if isinstance(value, tuple | list):
+        return [array for one in value for array in dense(one)]
+    return [np.asarray(value)]
+
+
+def check(case: Case, number: int) -> None:
+    """The case on a few shardings, other ones for each case; every rank has the same."""
+    arrays = case.arrays()
+    with np.errstate(all="ignore"):
+        expected = dense(case.function(np, *arrays))
+    choices = list(itertools.product(*(list(specs(MESH, one.ndim)) for one in arrays)))
+    for turn in range(2):
+        given = choices[(7 * number + 5 * turn + 1) % len(choices)]
+        operands = [sp.array(one, at) for one, at in zip(arrays, given, strict=True)]
+        found = dense(case.function(sp, *operands))
+        for one, other in zip(found, expected, strict=True):
+            what = f"{case.name} of {' and '.join(map(str, given))}"
+            assert one.shape == other.shape, what
+            np.testing.assert_allclose(one, other, 1e-9, 1e-9, err_msg=what)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    with sp.running(sp.over_processes()):
+        x = sp.array(np.arange(15.0).reshape(3, 5), spec(MESH, "x, -"))
+        assert list(x.shards) == [rank]
+        partial = sp.sum(x, axis=0)
+        assert partial.spec is not None and partial.spec.partial_axes
+        assert float(sp.sum(partial + partial)) == 210.0
+        for number, case in enumerate((*ONE_OPERAND, *TWO_OPERANDS)):
+            try:
+                check(case, number)
+            except BaseException as error:
+                raise RuntimeError(case.name) from error
+    dist.destroy_process_group()
+    print(f"rank {os.environ['RANK']} done")
+
+
+main()
