@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +13,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
-
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 
 MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
 
@@ -60,7 +58,6 @@ def main() -> None:
             except BaseException as error:
                 raise RuntimeError(case.name) from error
     dist.destroy_process_group()
-    print(f"rank {os.environ['RANK']} done")
 
 
 main()

@@ -5,20 +5,24 @@ A plan says which boxes go where. For arrays that are never changed most of it n
 1. ranks that want the same box share one array;
 2. a box that lies within one shard is a view of it;
 3. boxes that follow one another along one dimension are joined by one call;
-4. contributions to one whole shard are combined as they are;
-5. what is left is written box by box into a new array.
+4. where every rank wants pieces of all, and the source is cut along one dimension, that is joined
+   once, and each rank gets a view of the whole;
+5. contributions to one whole shard are combined as they are;
+6. what is left is written box by box into a new array.
 
 What has padding, means, or contributions on its target side goes through `Plan.run`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from reshard.layout import Box
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 from reshard.spmd.library import Library
@@ -56,12 +60,51 @@ def copies(
             rows = transfers.take(transfers.target_slot == rank)
             makers.append(_maker(plan, rows, rank, position, library))
         which.append(known[box])
+    if len(transfers) > 2 * len(targets) > 2 and plan.source.contributions == 1:
+        through = _through_the_whole(plan, sources, targets, library)
+        if through is not None:
+            return through
     if len(makers) == len(which):
         return lambda shards: tuple([make(shards) for make in makers])
 
     def moved(shards: Shards) -> Shards:
         made = [make(shards) for make in makers]
         return tuple([made[number] for number in which])
+
+    return moved
+
+
+def _through_the_whole(
+    plan: Plan, sources: Sequence[int], targets: Sequence[int], library: Library
+) -> Movement | None:
+    """Joins the source once; None where it is not cut into stretches of one dimension."""
+    boxes: dict[Box, int] = {}
+    for number, rank in enumerate(sources):
+        own = plan.source.boxes(rank)
+        if len(own) > 1:
+            return None
+        if own and all(low < high for low, high in zip(own[0].start, own[0].stop, strict=True)):
+            boxes.setdefault(own[0], number)
+    axes = {
+        axis
+        for box in boxes
+        for axis, size in enumerate(plan.source.shape)
+        if box.stop[axis] - box.start[axis] != size
+    }
+    wanted = [plan.target.boxes(rank) for rank in targets]
+    if len(axes) != 1 or any(len(own) != 1 for own in wanted):
+        return None
+    (axis,) = axes
+    parts = sorted(boxes, key=lambda box: box.start[axis])
+    if any(a.stop[axis] != b.start[axis] for a, b in itertools.pairwise(parts)):
+        return None
+    order = [boxes[box] for box in parts]
+    views = [tuple(map(slice, own[0].start, own[0].stop)) for own in wanted]
+    concat = library.namespace.concat
+
+    def moved(shards: Shards) -> Shards:
+        whole = concat([shards[number] for number in order], axis=axis)
+        return tuple([whole[view] for view in views])
 
     return moved
 
