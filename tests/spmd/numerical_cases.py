@@ -201,6 +201,20 @@ def _norm(draw: Draw) -> Trial:
 drawn("layer_norm rms_norm", _norm, layer_norm=_normed(True), rms_norm=_normed(False))
 
 
+def _batch_normed(x: Array, *vectors: Array, axis: int) -> Array:
+    shape = tuple(-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim))
+    scale, offset, mean, variance = (one.reshape(shape) for one in vectors)
+    return (x - mean) / np.sqrt(variance**2 + 1) * scale + offset
+
+
+@case("batch_norm", _batch_normed)
+def _batch_norm(draw: Draw) -> Trial:
+    shape = draw(shapes(1))
+    axis = an_axis(draw, len(shape))
+    vectors = [values(draw, (shape[axis],)) for _ in range(4)]
+    return Trial([values(draw, shape), *vectors], {"axis": axis})
+
+
 def _losses(logits: Array, labels: Array, axis: int) -> Array:
     chosen = np.take_along_axis(np.log(_shares(logits, axis)), np.expand_dims(labels, axis), axis)
     return -np.squeeze(chosen, axis)

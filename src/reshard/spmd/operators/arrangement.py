@@ -33,7 +33,7 @@ def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     total = sum(shape[place] for shape in shapes)
     builder = RuleBuilder(shapes, [(*shapes[0][:place], total, *shapes[0][place + 1 :])])
     for dim in range(rank):
-        whole = dim == place and len(shapes) > 1
+        whole = dim == place
         builder.factor(
             [dim] * len(shapes),
             [dim],

@@ -32,8 +32,16 @@ def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
         builder.factor([None, dim], [place + dim])
     for dim in range(place + 1, len(shape)):
         builder.factor([dim], [dim - 1 + len(indices)])
-    builder.factor([place], kind="reduction", adjusted=True)
+    _looked_up(builder, place)
     return builder.build()
+
+
+def _looked_up(builder: RuleBuilder, place: int) -> None:
+    """Adds the axis that indices are of. An axis of one element is the same for each index."""
+    if builder.operands[0][place] == 1:
+        builder.factor([place], kind="need_replication")
+    else:
+        builder.factor([place], kind="reduction", adjusted=True)
 
 
 def embedding(shapes: Sequence[Shape]) -> Inferred:
@@ -69,7 +77,7 @@ def take_along_axis(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
             else:
                 builder.factor([None] * tensor + [dim], size=1)
         builder.factor(found, [dim], size=size)
-    builder.factor([place], kind="reduction", adjusted=True)
+    _looked_up(builder, place)
     return builder.build()
 
 

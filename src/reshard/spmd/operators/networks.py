@@ -45,6 +45,23 @@ def norm(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
     return builder.build()
 
 
+def batch_norm(shapes: Sequence[Shape], axis: int = 1) -> Inferred:
+    """An array, and vectors along one axis: scale, offset, mean and variance that are known.
+
+    >>> print(batch_norm([(4, 8), (8,), (8,), (8,), (8,)]).rule)
+    ([i, j], [j], [j], [j], [j]) -> ([i, j]) {i=4, j=8}
+    """
+    counted("batch_norm", shapes, 5)
+    shape = shapes[0]
+    place = axis_of(len(shape), axis)
+    if any(other != (shape[place],) for other in shapes[1:]):
+        raise SpecError(f"batch_norm of {', '.join(map(str, shapes))}; vectors of axis {axis}")
+    builder = RuleBuilder(shapes, [shape])
+    for dim in range(len(shape)):
+        builder.factor([dim, *([0] * 4 if dim == place else [])], [dim])
+    return builder.build()
+
+
 def cross_entropy(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     """The loss of each element: logits with the classes along an axis, and labels without it.
 
@@ -128,6 +145,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("log_softmax", "networks", softmax, note=_WHOLE),
     Operator("layer_norm", "networks", norm, note=_WHOLE),
     Operator("rms_norm", "networks", norm, note=_WHOLE),
+    Operator("batch_norm", "networks", batch_norm, note="mean and variance are known"),
     Operator("cross_entropy", "networks", cross_entropy, note="classes are whole on each device"),
     Operator(
         "attention",

@@ -23,9 +23,15 @@ def ordered(
     shape = shapes[0]
     place = axis_of(len(shape), axis)
     builder = RuleBuilder(shapes, shapes)
+    alone = all(size == 1 for dim, size in enumerate(shape) if dim != place)
     for dim in range(len(shape)):
-        kind = "need_replication" if dim == place else "pass_through"
-        builder.factor([dim] * len(shapes), [dim] * len(shapes), kind=kind)  # type: ignore[arg-type]
+        builder.factor(
+            [dim] * len(shapes),
+            [dim] * len(shapes),
+            kind="need_replication" if dim == place else "pass_through",
+            # Without another dimension that could be cut instead, a cut has nowhere to go.
+            blocked=alone and dim == place,
+        )
     return builder.build()
 
 

@@ -132,22 +132,27 @@ def dot_general(
     ([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=5, l=8} reduction={l}
     """
     counted("dot_general", shapes, 2)
-    letters = iter(_LETTERS)
-    names: list[dict[int, str]] = [{}, {}]
-    for pairs in (batching, contracting):
-        for one, other in zip(*pairs, strict=True):
-            names[0][one] = names[1][other] = next(letters)
-    for side, shape in zip(names, shapes, strict=True):
-        for dim in range(len(shape)):
-            if dim not in side:
-                side[dim] = next(letters)
-    inputs = [
-        "".join(side[d] for d in range(len(s))) for side, s in zip(names, shapes, strict=True)
+    left, right = shapes
+    gone = [{*batching[side], *contracting[side]} for side in range(2)]
+    free = [
+        [dim for dim in range(len(shape)) if dim not in gone[side]]
+        for side, shape in enumerate(shapes)
     ]
-    batch = "".join(names[0][dim] for dim in batching[0])
-    summed = {names[0][dim] for dim in contracting[0]}
-    free = "".join(x for text in inputs for x in text if x not in summed and x not in batch)
-    return einsum(shapes, f"{inputs[0]},{inputs[1]}->{batch}{free}")
+    sizes = [left[dim] for dim in (*batching[0], *free[0])] + [right[dim] for dim in free[1]]
+    builder = RuleBuilder(shapes, [tuple(sizes)])
+    for place, (one, other) in enumerate(zip(*batching, strict=True)):
+        _same("dot_general", left[one], right[other], shapes)
+        builder.factor([one, other], [place])
+    lead = len(batching[0])
+    for number, dim in enumerate(free[0]):
+        builder.factor([dim], [lead + number])
+    lead += len(free[0])
+    for number, dim in enumerate(free[1]):
+        builder.factor([None, dim], [lead + number])
+    for one, other in zip(*contracting, strict=True):
+        _same("dot_general", left[one], right[other], shapes)
+        builder.factor([one, other], kind="reduction")
+    return builder.build()
 
 
 def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:

@@ -123,7 +123,7 @@ def pooling(
     places = window_sizes(shape[lead:], window, steps, padding, dilation)
     builder = RuleBuilder([shape], [shape[:lead] + places])
     for dim in range(len(shape)):
-        still = dim < lead or (window[dim - lead] == 1 and places[dim - lead] == shape[dim])
+        still = dim < lead or _is_still(dim - lead, window, steps, padding)
         builder.factor(
             [dim],
             [dim],
@@ -131,6 +131,15 @@ def pooling(
             kind="pass_through" if still else "permutation",
         )
     return builder.build()
+
+
+def _is_still(
+    dim: int, window: Sequence[int], strides: int | Sequence[int], padding: int | Pairs
+) -> bool:
+    """Whether windows of one element, each at its own place, leave a dimension as it is."""
+    step = strides if isinstance(strides, int) else strides[dim]
+    ends = (padding,) if isinstance(padding, int) else padding[dim]
+    return window[dim] == 1 and step == 1 and not any(ends)
 
 
 def cumulative(
@@ -146,7 +155,7 @@ def cumulative(
         raise SpecError(f"running totals of {shape} without an axis; say along which")
     place = axis_of(len(shape), axis or 0)
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
-    return kept(shape, result, moved=[place])
+    return kept(shape, result, moved=[] if result[place] == 1 else [place])
 
 
 def _row(
