@@ -125,7 +125,7 @@ def phases_of(program: Program, rank: int) -> Phases:
     >>> found = phases_of(program, rank=3)
     >>> [(phase.kind, phase.ranks, place.inside) for phase, place in zip(*[
     ...     found.phases, found.places[1:]])]
-    [('local', (3,), 0), ('all-to-all', (1, 3), 3), ('gather', (1, 3), 4), ('gather', (2, 3), 4)]
+    [('all-to-all', (1, 3), 2), ('gather', (1, 3), 2)]
     """
     phases: list[Phase] = []
     layouts = [program.source.layout(program.shape)]
