@@ -71,6 +71,9 @@ _NAMES_OF = {
         "unique_inverse unique_values"
     ),
     "sharded_array": "ShardedArray array from_shards",
+    "sharding_questions": (
+        "get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor slice_for_shard"
+    ),
     "statistics": (
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
     ),
