@@ -147,7 +147,7 @@ def _greatest(work: LocalWork) -> list[Function]:
     function = partial(_found(work, work.library.namespace, work.name), **_own(work))
     functions: list[Function] = []
     for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
-        is_empty = 0 in shape and 0 not in result
+        is_empty = bool(work.result_specs) and 0 in shape
         functions.append(partial(_identity, work, result) if is_empty else function)
     return functions
 
