@@ -257,6 +257,7 @@ def _first(
         () if layout is None else layout.result_shapes,
         ranks,
         runner.library,
+        tuple(options),
     )
     functions = runner.functions(work)
     columns = [

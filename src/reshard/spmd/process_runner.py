@@ -1,7 +1,8 @@
 """One shard per process, over `torch.distributed`: each process has the shard of its own rank.
 
 Every process runs the same program: operations that move elements are called by all of them, in
-one order. What lies in the own shard already is taken from it, without a message.
+one order. What lies in the own shard already is taken from it, without a message. What does not
+moves by the program that `chosen_program` finds, or by the direct exchange.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.collectives.program import Program
+from reshard.collectives.steps import Exchange
 from reshard.errors import MeshError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.chosen_program import chosen_program
 from reshard.spmd.library import library
 from reshard.spmd.runner import Runner
 from reshard.spmd.shard_copies import Movement, Shards, copies
+from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.program_run import least_extra_bytes
 from reshard.torch.redistribution import redistribute
 
 
@@ -44,7 +50,28 @@ class OverProcesses(Runner):
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             return copies(plan, ranks, ranks, self.library)
-        return self._exchanged(source, spec.layout(source.shape))
+        program = chosen_program(source, spec)
+        if any(isinstance(step, Exchange) for step in program.steps):
+            return self._exchanged(source, spec.layout(source.shape))
+        return self._by_collectives(program, source.dtype.itemsize_bytes)
+
+    def _by_collectives(self, program: Program, itemsize_bytes: int) -> Movement:
+        ranks = dist.get_world_size(self.group)
+        extra_bytes = max(DEFAULT_EXTRA_BYTES, least_extra_bytes(program, itemsize_bytes, ranks))
+
+        def moved(shards: Shards) -> Shards:
+            found = redistribute(
+                torch.as_tensor(shards[0]).contiguous(),
+                program.target,
+                source=program.source,
+                shape=program.shape,
+                group=self.group,
+                extra_bytes=extra_bytes,
+                method=program,
+            )
+            return (found,)
+
+        return moved
 
     def _exchanged(self, source: ArrayType, target: Layout) -> Movement:
         def moved(shards: Shards) -> Shards:

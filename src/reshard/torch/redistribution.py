@@ -375,7 +375,9 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
             "[placements]), a ShardingSpec or a Layout"
         )
     else:
-        shape = request.shape or shape_of(request.source, request.target)
+        shape = request.shape
+        if shape is None:
+            shape = shape_of(request.source, request.target)
         before = Side.of(request.source, shape, "source")
     after = Side.of(request.target, before.layout.shape, "target")
     if isinstance(tensor, torch.Tensor):
