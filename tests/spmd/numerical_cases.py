@@ -80,7 +80,6 @@ drawn(
 def _convolved(
     x: Array,
     kernel: Array,
-    bias: Array | None = None,
     *,
     strides: Any,
     padding: Any,
@@ -106,8 +105,7 @@ def _convolved(
             axes=([1, *range(2 + space, 2 + 2 * space)], list(range(1, 2 + space))),
         )
         rows.append(np.moveaxis(summed, -1, 1))
-    found = np.concatenate(rows, axis=1)
-    return found if bias is None else found + bias.reshape(-1, *(1,) * (x.ndim - 2))
+    return np.concatenate(rows, axis=1)
 
 
 def _one_convolution(*operands: Array, part: Part | None, **attributes: Any) -> Array:
@@ -115,8 +113,6 @@ def _one_convolution(*operands: Array, part: Part | None, **attributes: Any) -> 
     if part is not None and attributes["batch_groups"] > 1:
         # As many groups of the batch as this part has: its results per group stay as they are.
         attributes["batch_groups"] = operands[0].shape[0] // max(part.local_result_shapes[0][0], 1)
-    if len(operands) == 3:
-        return _convolved(operands[0], operands[1], operands[2], **attributes)
     return _convolved(*operands, **attributes)
 
 

@@ -55,7 +55,7 @@ def convolution(
     groups: int = 1,
     batch_groups: int = 1,
 ) -> Inferred:
-    """`[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`, with optional bias `[g o]`.
+    """`[n, g c, *space], [g o, c, *window] -> [n, g o, *space]`; a bias is added afterwards.
 
     With `batch_groups` the batch is `[b n]` and the output channels `[b o]`.
 
@@ -63,9 +63,8 @@ def convolution(
     ([i, k, j], [l, k, m]) -> ([i, l, j]) {i=2, j=6, k=6, l=10, m=3}
     reduction={k} need_replication={m} permutation={j}
     """
-    if len(shapes) != 3:
-        counted("convolution", shapes, 2)
-    image, kernel = shapes[:2]
+    counted("convolution", shapes, 2)
+    image, kernel = shapes
     space = len(image) - 2
     if space < 0 or len(kernel) != len(image):
         raise SpecError(f"convolution of {image} by {kernel}; ranks must be equal, and 2 or more")
@@ -76,7 +75,6 @@ def convolution(
         or kernel[1] * groups != channels
         or outputs % (groups * batch_groups)
         or image[0] % batch_groups
-        or (len(shapes) == 3 and shapes[2] != (outputs,))
     ):
         raise SpecError(
             f"convolution of {', '.join(map(str, shapes))} in {groups} groups of channels and "
@@ -84,22 +82,21 @@ def convolution(
         )
     places = window_sizes(image[2:], kernel[2:], strides, padding, dilation)
     builder = RuleBuilder(shapes, [(image[0] // batch_groups, outputs, *places)])
-    bias = [0] if len(shapes) == 3 else []
     if batch_groups > 1:
-        builder.factor([0, 0, *bias], [1], size=batch_groups)
+        builder.factor([0, 0], [1], size=batch_groups)
     is_shared = image[0] != batch_groups or batch_groups == 1
     builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
     for dim in range(space):
         builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
     if groups > 1:
-        builder.factor([1, 0, *bias], [1], size=groups)
+        builder.factor([1, 0], [1], size=groups)
         inner = [None if kernel[1] == 1 else 1, 1]
         builder.factor(inner, size=kernel[1], kind="reduction")
     else:
         builder.factor([1, 1], size=channels, kind="reduction")
     own = outputs // (groups * batch_groups)
     if own != 1 or groups * batch_groups == 1:
-        builder.factor([None, 0, *bias], [1], size=own)
+        builder.factor([None, 0], [1], size=own)
     return builder.build()
 
 
