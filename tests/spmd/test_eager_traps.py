@@ -1,0 +1,231 @@
+"""Where other systems are wrong, each against the dense result; and what stays in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
+from reshard.collectives import ReduceScatter, find_program
+from reshard.errors import UsageError
+from reshard.spmd.operation_call import Call
+
+MESH = DeviceMesh.of(x=2, y=3)
+RANDOM = np.random.default_rng(3)
+A, B = RANDOM.normal(size=(7, 5)), RANDOM.normal(size=(5, 4))
+
+
+def same(found: Any, expected: Any, text: str | None = None) -> None:
+    np.testing.assert_allclose(found.to_dense(), expected, 1e-12, 1e-12)
+    if text is not None:
+        assert str(found.spec) == text
+
+
+def test_adding_rows_over_x_to_rows_over_y() -> None:
+    x, y = sp.array(A, spec(MESH, "x, -")), sp.array(2 * A, spec(MESH, "y, -"))
+    same(x + y, 3 * A, "x, -")
+
+
+def test_a_maximum_over_a_cut_axis_is_no_sum() -> None:
+    found = sp.max(sp.array(A, spec(MESH, "x, y")), axis=0)
+    same(found, A.max(0), "y | max(x)")
+    same(sp.maximum(found, found), A.max(0), "y | max(x)")
+    same(found + 1, A.max(0) + 1, "y")
+
+
+def test_matrix_products_with_a_cut_inner_dimension() -> None:
+    left = sp.array(A, spec(MESH, "-, x"))
+    same(left @ sp.array(B), A @ B, "-, - | sum(x)")
+    same(left @ sp.array(B, spec(MESH, "-, x")), A @ B)
+    same(left @ sp.array(B, spec(MESH, "x, y")), A @ B, "-, y | sum(x)")
+
+
+def test_pending_sums_go_on_where_that_is_right() -> None:
+    partial = sp.array(A, spec(MESH, "-, x")) @ sp.array(B)
+    dense = A @ B
+    same(partial + partial, 2 * dense, "-, - | sum(x)")
+    same(partial * 3.0, 3 * dense, "-, - | sum(x)")
+    same(sp.array(np.array(3.0)) * partial, 3 * dense, "-, - | sum(x)")
+    same(-partial / 2, -dense / 2, "-, - | sum(x)")
+    same(sp.sum(partial, axis=0), dense.sum(0), "- | sum(x)")
+    same(sp.reshape(partial, (28,)), dense.reshape(28), "- | sum(x)")
+    same(partial @ sp.array(B.T, spec(MESH, "-, y")), dense @ B.T, "-, y | sum(x)")
+    same(partial @ sp.array(B.T, spec(MESH, "y, -")), dense @ B.T, "-, - | sum(x y)")
+
+
+def test_pending_sums_are_reduced_where_they_must_be() -> None:
+    partial = sp.array(A, spec(MESH, "-, x")) @ sp.array(B)
+    dense = A @ B
+    same(partial + 1.0, dense + 1, "-, -")
+    same(sp.exp(partial), np.exp(dense), "-, -")
+    same(sp.maximum(partial, 0.0), np.maximum(dense, 0), "-, -")
+    same(partial * partial, dense * dense)
+    narrow = sp.astype(partial, "float32")
+    assert str(narrow.spec) == "-, -"
+    np.testing.assert_array_equal(narrow.to_dense(), partial.to_dense().astype(np.float32))
+    single = sp.array(A.astype(np.float32), spec(MESH, "-, x")) @ sp.array(B.astype(np.float32))
+    assert str(sp.astype(single, "float64").spec) == "-, - | sum(x)"
+
+
+class Calls:
+    """A recorder that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.reshards: list[tuple[Any, Any]] = []
+
+    def record(self, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        self.calls.append(call)
+
+    def record_reshard(self, operand: Any, result: Any) -> None:
+        self.reshards.append((operand, result))
+
+
+def test_a_pending_sum_and_a_sharded_array_meet_by_a_reduce_scatter() -> None:
+    mesh = DeviceMesh.of(x=2)
+    left, right = RANDOM.normal(size=(8, 4)), RANDOM.normal(size=(4, 8))
+    partial = sp.array(left, spec(mesh, "-, x")) @ sp.array(right)
+    other = sp.array(np.ones((8, 8)), spec(mesh, "x, -"))
+    seen = Calls()
+    with sp.recording(seen):
+        found = partial + other
+        found.shard(spec(mesh, "-, x"))
+    same(found, left @ right + 1, "x, -")
+    (call,) = seen.calls
+    assert call.operands[0] is not None and call.operands[0].spec is not None
+    before, after = call.operands[0].spec, call.runs_with[0]
+    assert after is not None
+    steps = find_program(before, after, (8, 8)).steps
+    assert [type(step) for step in steps] == [ReduceScatter]
+    assert len(seen.reshards) == 1
+    found + found
+    assert len(seen.calls) == 1
+
+
+def test_whole_numbers_wrap_as_they_do_in_the_whole_array() -> None:
+    mesh = DeviceMesh.of(x=2)
+    left = np.full((1, 4), 2**30, np.int32)
+    right = np.full((4, 1), 3, np.int32)
+    partial = sp.array(left, spec(mesh, "-, x")) @ sp.array(right)
+    dense = left @ right
+    assert str((partial + partial).spec) == "-, - | sum(x)"
+    for function in (
+        lambda xp, n: n / 3,
+        lambda xp, n: xp.sum(n),
+        lambda xp, n: xp.astype(n, "int64"),
+        lambda xp, n: xp.astype(n, "float64"),
+        lambda xp, n: n + xp.astype(n, "int64"),
+        lambda xp, n: n == 0,
+    ):
+        np.testing.assert_array_equal(np.asarray(function(sp, partial)), function(np, dense))
+
+
+def test_truth_values_and_maxima_of_numbers() -> None:
+    mesh = DeviceMesh.of(x=2)
+    numbers = np.array([[-5, 0], [0, 0]])
+    most = sp.max(sp.array(numbers, spec(mesh, "x, -")), axis=0)
+    np.testing.assert_array_equal(
+        sp.logical_or(sp.astype(most, "bool"), sp.astype(most, "bool")).to_dense(), [False, False]
+    )
+    some = sp.any(sp.array(numbers != 0, spec(mesh, "x, -")), axis=0)
+    assert str(some.spec) == "- | max(x)"
+    np.testing.assert_array_equal(sp.logical_or(some, some).to_dense(), [True, False])
+
+
+@pytest.mark.parametrize("text", ["x y", "y x", "y / x", "y@balanced"])
+def test_reshapes_that_split_or_merge_uneven_parts(text: str) -> None:
+    data = RANDOM.normal(size=(6, 10))
+    for at in (f"{text}, -", f"-, {text}"):
+        x = sp.array(data, spec(MESH, at))
+        for shape in ((60,), (2, 3, 10), (3, 2, 10), (6, 5, 2), (6, 2, 5), (4, 15), (12, 5)):
+            same(sp.reshape(x, shape), data.reshape(shape))
+
+
+def test_a_reshape_whose_parts_divide_stays_in_shards() -> None:
+    mesh = DeviceMesh.of(a=4)
+    x = sp.array(np.arange(8.0), spec(mesh, "a"))
+    same(sp.reshape(x, (2, 4)), np.arange(8.0).reshape(2, 4), "a:(1)2, a:(2)2")
+    x = sp.array(np.arange(24.0).reshape(8, 3), spec(mesh, "a, -"))
+    same(sp.reshape(x, (24,)), np.arange(24.0), "a")
+
+
+@pytest.mark.parametrize(
+    "text", ["x / y", "y@stride2", "x@cyclic1", "y@balanced", "y@sizes[4,0,3]"]
+)
+def test_cuts_with_a_rule_of_their_own(text: str) -> None:
+    other = RANDOM.normal(size=(7, 5))
+    x, y = sp.array(A, spec(MESH, f"{text}, -")), sp.array(other, spec(MESH, "x, y"))
+    same(x + y, A + other)
+    same(x * x, A * A, f"{text}, -")
+    same(sp.sum(x, axis=0), A.sum(0))
+    same(x.T @ y, A.T @ other)
+    same(sp.cumulative_sum(x, axis=0), A.cumsum(0))
+    same(sp.take(x, np.array([6, 0, 3]), axis=0), A[[6, 0, 3]])
+    same(sp.sort(x, axis=1), np.sort(A, 1), f"{text}, -")
+    same(sp.tril(x), np.tril(A))
+
+
+def test_arrays_without_elements_and_without_dimensions() -> None:
+    nothing = sp.array(np.zeros((0, 5)), spec(MESH, "x, y"))
+    same(nothing + nothing, np.zeros((0, 5)))
+    same(sp.sum(nothing, axis=0), np.zeros(5))
+    same(nothing.T @ nothing, np.zeros((5, 5)))
+    assert sp.max(nothing, axis=1).shape == (0,)
+    with pytest.raises(UsageError, match="no elements"):
+        sp.max(nothing, axis=0)
+    scalar = sp.array(np.array(2.0), ShardingSpec(MESH, []))
+    same(scalar * scalar + 1, np.array(5.0))
+    same(scalar * sp.array(A, spec(MESH, "x, y")), 2 * A, "x, y")
+    few = sp.array(np.arange(2.0), spec(MESH, "x y"))
+    same(few @ few, np.array(1.0))
+    assert float(sp.max(few)) == 1.0
+
+
+def test_an_operator_without_a_rule_warns_once_and_is_replicated() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    with pytest.warns(UserWarning, match="operator fix has no sharding rule"):
+        found = sp.operation_call.call("fix", (x,))
+    same(found, np.trunc(A), "-, -")
+
+
+def test_numpys_functions_are_taken() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    same(np.exp(x), np.exp(A), "x, y")
+    same(np.add(A, x), 2 * A)
+    same(np.sum(x, axis=0), A.sum(0))
+    same(np.mean(x, 1), A.mean(1))
+    same(np.add.reduce(x, axis=1), A.sum(1))
+    same(np.transpose(x), A.T, "y, x")
+    same(np.concatenate([x, x], 1), np.concatenate([A, A], 1))
+    same(np.where(x > 0, x, 0.0), np.where(A > 0, A, 0))
+    same(np.linalg.svdvals(x), np.linalg.svdvals(A))
+    same(np.fft.fft(x, axis=1), np.fft.fft(A, axis=1))
+    np.testing.assert_array_equal(np.asarray(x), A)
+    with pytest.raises(UsageError, match=r"numpy\.kron"):
+        np.kron(x, x)
+    with pytest.raises(UsageError, match=r"numpy\.add\.accumulate"):
+        np.add.accumulate(x)
+
+
+def test_the_seeds_questions() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    assert sp.has_sharded_inputs([1, x]) and not sp.has_sharded_inputs([sp.array(A), 2])
+    assert sp.get_mesh_from_args([sp.array(A), x]) is MESH
+    assert str(sp.infer_output_sharding("matmul", [x, sp.array(B)], MESH)) == "x, - | sum(y)"
+    assert str(sp.infer_output_sharding("sum", [x], axis=0)) == "y | sum(x)"
+    assert x.spec is not None
+    for index, rank in enumerate(MESH.devices):
+        part = sp.slice_for_shard(A, A.shape, x.spec, index)
+        np.testing.assert_array_equal(part, x.shards[rank])
+    same(sp.reshard_tensor(x, x.spec, spec(MESH, "y, x"), MESH), A, "y, x")
+    same(sp.reshard_tensor(x, x.spec, None, MESH), A, "-, -")
+
+
+def test_what_propagation_is_told_is_nothing_to_an_array() -> None:
+    dims = [DimSpec(["x"], is_open=True, priority=1), DimSpec([], is_open=True)]
+    x = sp.array(A).shard(MESH, dims)
+    assert x.spec is spec(MESH, "x, -")
