@@ -16,7 +16,7 @@ from typing import Any
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operator_of, operators, rule, rule_of
+from reshard.spmd.operators.table import operator_of, rule, rule_of
 from reshard.spmd.rule import OpShardingRule
 from reshard.spmd.templates import (
     Template,
@@ -62,8 +62,6 @@ _NAMES_OF = {
         "relu rms_norm sigmoid silu softmax top_k"
     ),
     "operation_call": "Recorder recording",
-    "operators.operator": "Operator",
-    "operators.table": "operator_of rule_of",
     "process_runner": "over_processes",
     "runner": "in_process running",
     "searching": (
@@ -76,10 +74,6 @@ _NAMES_OF = {
     ),
     "statistics": (
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
-    ),
-    "templates": (
-        "Template broadcast_with_shapes_template einsum_template elementwise_template "
-        "matmul_template reduce_template reshape_template transpose_template"
     ),
     "windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
@@ -109,7 +103,6 @@ __all__ = [
     "linalg",
     "matmul_template",
     "operator_of",
-    "operators",
     "reduce_template",
     "reshape_template",
     "rule",

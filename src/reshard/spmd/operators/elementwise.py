@@ -77,7 +77,7 @@ OPERATORS: tuple[Operator, ...] = (
     _operator("add", _TWO, "each"),
     _operator("subtract", _TWO, "each"),
     _operator("multiply", _TWO, "one", ("product",)),
-    _operator("divide", _TWO, (0,), note="a partial dividend over a whole divisor stays partial"),
+    _operator("divide", _TWO, note="parts over a divisor of 0 would be inf - inf: reduced first"),
     _operator("maximum", _TWO, commutes=("max",)),
     _operator("minimum", _TWO, commutes=("min",)),
     _operator("fmax", _TWO),
