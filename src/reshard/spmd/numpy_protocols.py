@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard.errors import UsageError
 from reshard.spmd import elementwise, statistics
+from reshard.spmd.array_value import ArrayValue
 
 _OTHER_NAMES = {
     "absolute": "abs",
@@ -38,6 +39,8 @@ _OTHER_NAMES = {
     "transpose": "permute_dims",
     "true_divide": "divide",
 }
+# What answers yes or no about values is asked of the whole arrays.
+_QUESTIONS = ("allclose", "array_equal", "array_equiv")
 _REDUCED = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
 # Arguments that NumPy takes by place and the array API by name.
 _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
@@ -75,6 +78,9 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     """What a function of NumPy makes of arrays in shards. Raises UsageError for an unknown one."""
     import reshard.spmd
 
+    if function.__name__ in _QUESTIONS:
+        whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
+        return function(*whole, **options)
     module = str(getattr(function, "__module__", ""))
     name = _OTHER_NAMES.get(function.__name__, function.__name__)
     place: Any = reshard.spmd
