@@ -195,3 +195,15 @@ def test_the_page_is_the_table() -> None:
     assert page.read_text() == rules_document()
     for name in SHIPPED:
         assert f"`{name}`" in page.read_text()
+
+
+def test_windows_of_one_element_that_move_are_not_the_array_itself() -> None:
+    """The result is as long as the operand, but holds other elements."""
+    still = rule_of("max_pool", [(2,)], window=(1,), strides=1)
+    moved = rule_of("max_pool", [(2,)], window=(1,), strides=(2,), padding=[(0, 1)])
+    assert not still.permutation and moved.permutation == (0,)
+
+
+def test_a_partial_dividend_is_reduced_first() -> None:
+    """Over 0, 3 - 1 is inf, but inf - inf is not a number."""
+    assert operators["divide"].partial_operands(2) == ()
