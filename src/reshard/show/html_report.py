@@ -88,29 +88,19 @@ class Report:
         colours = rank_colours(ranks)
         body = [
             element("h1", escaped(self.title)),
-            _figures(self.figures),
+            figures_html(self.figures),
             *(element("p", escaped(remark), class_="note") for remark in self.remarks),
         ]
         layouts = self._layouts(colours)
         traffic = [*self._traffic(), *self._hosts()]
         # One change is the subject of the page; of many, the traffic is what they come to.
         body += [*layouts, *traffic] if len(self.changes) == 1 else [*traffic, *layouts]
-        head = [
-            element("meta", charset="utf-8"),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", name="color-scheme", content="light dark"),
-            element("title", escaped(self.title)),
-            element("style", STYLE),
-        ]
-        page = element(
-            "html", element("head", *head), element("body", element("main", *body)), lang="en"
-        )
-        return f"<!DOCTYPE html>\n{page}\n"
+        return page_html(self.title, body)
 
     def _layouts(self, colours: Mapping[int, str]) -> list[str]:
         if not self.changes:
             return []
-        drawn = [_change(change, i, colours) for i, change in enumerate(self.changes, start=1)]
+        drawn = [change_html(change, i, colours) for i, change in enumerate(self.changes, start=1)]
         return [element("h2", "Before and after"), rank_legend(colours), *drawn]
 
     def _traffic(self) -> list[str]:
@@ -149,6 +139,21 @@ class Report:
         ]
 
 
+def page_html(title: str, body: Sequence[str], style: str = "") -> str:
+    """A whole page of its own, whose `body` is escaped already, in the common style and `style`."""
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", escaped(title)),
+        element("style", STYLE + style),
+    ]
+    page = element(
+        "html", element("head", *head), element("body", element("main", *body)), lang="en"
+    )
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
 def movement_figures(
     traffic: Traffic, lower_bound: int, transfers: int, amount_text: Callable[[int], str]
 ) -> list[Figure]:
@@ -177,7 +182,8 @@ def movement_figures(
     return figures
 
 
-def _figures(figures: Sequence[Figure]) -> str:
+def figures_html(figures: Sequence[Figure]) -> str:
+    """Numbers with their names, side by side."""
     items = []
     for figure in figures:
         values = [element("dd", escaped(figure.value))]
@@ -187,7 +193,14 @@ def _figures(figures: Sequence[Figure]) -> str:
     return element("dl", *items, class_="figures")
 
 
-def _change(change: DrawnChange, number: int, colours: Mapping[int, str]) -> str:
+def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) -> str:
+    """A change of layout, drawn before and after, and as text.
+
+    Args:
+        change: what to draw.
+        number: another one for each change of a page.
+        colours: of the ranks.
+    """
     plan = change.plan
     dimensions = drawn_dimensions(plan.source, plan.target)
     sides = []

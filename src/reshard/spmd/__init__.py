@@ -51,6 +51,7 @@ _NAMES_OF = {
         "positive pow real reciprocal remainder round sign signbit sin sinh sqrt square subtract "
         "tan tanh trunc where"
     ),
+    "graph_recording": "abstract",
     "indexing": "take take_along_axis",
     "linalg": "tensordot vecdot",
     "manipulation": (
@@ -75,6 +76,7 @@ _NAMES_OF = {
     "statistics": (
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
     ),
+    "tracing": "Trace trace",
     "windows": (
         "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
     ),
