@@ -10,8 +10,8 @@ Expected before the first run: estimates within 30 % of medians, and the choice 
 choice counts as right where it takes at most 10 % longer, and how many are right to the letter is
 printed beside.
 
-    python benchmarks/calibration.py [--seconds 60] [--sizes-mib 256 16] [--repeat 5] [--passes 2]
-                                     [--preset FILE] [--json FILE]
+    python benchmarks/calibration.py [--seconds 60] [--largest-mib 64] [--sizes-mib 256 16]
+                                     [--repeat 5] [--passes 2] [--preset FILE] [--json FILE]
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ class Row:
         for seconds_s, estimate_s in pairs:
             if seconds_s is None or estimate_s is None:
                 cells.append(f"{'-':>27}")
-            else:
-                cells.append(
-                    f"{seconds_s * 1e3:8.1f} {estimate_s * 1e3:8.1f} ms {estimate_s / seconds_s:6.2f}"
-                )
+                continue
+            ratio = estimate_s / seconds_s
+            cells.append(f"{seconds_s * 1e3:8.1f} {estimate_s * 1e3:8.1f} ms {ratio:6.2f}")
         return "  ".join([*cells, f"{self.chosen:8} {self.loses:5.2f}"])
 
 
@@ -89,7 +88,7 @@ def run_as_rank(options: argparse.Namespace) -> None:
     torch._logging.set_logs(all=40)
     is_first = dist.get_rank() == 0
     if options.preset is None:
-        found = calibrate(seconds_s=options.seconds)
+        found = calibrate(seconds_s=options.seconds, largest_bytes=options.largest_mib * MIB)
         text = preset_text(found.preset)
         if is_first:
             print(text)
@@ -110,18 +109,13 @@ def run_as_rank(options: argparse.Namespace) -> None:
                         seconds_s = measured(action, result_bytes).seconds_s
                         if turn:
                             taken.setdefault((case, size_mib, way), []).append(seconds_s)
+    medians = {key: statistics.median(times) for key, times in taken.items()}
+    # All ranks together make the meshes of torch that a row needs.
+    rows = [row_of(case, size, medians, topology) for case, size, way in medians if way == "out"]
     if is_first:
-        medians = {key: statistics.median(times) for key, times in taken.items()}
-        report(
-            [row_of(case, size, medians, topology) for case, size, way in medians if way == "out"]
-        )
+        report(rows)
         if options.json:
-            rows = [
-                asdict(row_of(case, size, medians, topology))
-                for case, size, way in medians
-                if way == "out"
-            ]
-            Path(options.json).write_text(json.dumps(rows, indent=1))
+            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
     dist.barrier()
     sys.stdout.flush()
     # Now and then torch 2.13 aborts while the interpreter takes its threads down.
@@ -170,6 +164,7 @@ def report(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="of calibration")
+    parser.add_argument("--largest-mib", type=int, default=64, help="of a rank, in calibration")
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=[256, 16])
     parser.add_argument("--repeat", type=int, default=5, help="turns of each way in a pass")
     parser.add_argument("--passes", type=int, default=2, help="over all cases")

@@ -67,7 +67,11 @@ class Overhead:
 
     Args:
         call_s: seconds of any movement, however little it moves: ranks agree and prepare.
+        step_s: seconds of a step of a program, beside its messages; where `collectives` has its
+            kind, that link knows of it.
         copies: packing, unpacking and moving in place, by one rank.
+        combining: how many times as long as copying as many bytes it takes to combine them with
+            contributions that are there.
         shared_messages: the messages between ranks of one host, of all of them together: they
             share its processors and its memory.
         shared_copies: the copies of all ranks of a host together.
@@ -76,22 +80,25 @@ class Overhead:
 
     Raises LayoutError for seconds that cannot be, or what is no link.
 
-    >>> Overhead(2e-3, collectives=(("all-reduce", Link(1e9)),)).collective("all-reduce")
+    >>> Overhead(call_s=2e-3, collectives=(("all-reduce", Link(1e9)),)).collective("all-reduce")
     Link(bandwidth_bytes_per_s=1000000000.0, latency_s=0.0)
     """
 
     call_s: float = 0.0
+    step_s: float = 0.0
     copies: Link | None = None
+    combining: float = 1.0
     shared_messages: Link | None = None
     shared_copies: Link | None = None
     collectives: tuple[tuple[str, Link], ...] = ()
 
     def __post_init__(self) -> None:
-        seconds_s = self.call_s
-        is_number = isinstance(seconds_s, int | float) and not isinstance(seconds_s, bool)
-        if not is_number or not math.isfinite(seconds_s) or seconds_s < 0:
-            raise LayoutError(f"call_s is {seconds_s!r}; a finite number, 0 or more, was expected")
-        object.__setattr__(self, "call_s", float(seconds_s))
+        for name in ("call_s", "step_s", "combining"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < 0:
+                raise LayoutError(f"{name} is {value!r}; a finite number, 0 or more, was expected")
+            object.__setattr__(self, name, float(value))
         pairs = tuple(sorted(dict(self.collectives).items()))
         object.__setattr__(self, "collectives", pairs)
         links = [self.copies, self.shared_messages, self.shared_copies]

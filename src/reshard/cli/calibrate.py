@@ -73,11 +73,12 @@ def calibrate(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Measure the links of a job, for estimates and for the choice between methods.
+    """How fast the links of a running job are.
 
-    Started by torchrun, as many ranks on every host as the job will have. The preset says how
-    long messages, copies and collectives take there; reshard.cost.load_preset reads it. Give the
-    one file to all ranks of a job, so that they choose alike. The first rank writes it.
+    For estimates, and for the choice between methods. It is started by torchrun, with as many
+    ranks on every host as the job will have. The preset says how long messages, copies and
+    collectives take there; reshard.cost.load_preset reads it. All ranks of a job must be given
+    the same file, so that they choose alike. The first rank writes it.
 
     \b
     Examples:
@@ -89,8 +90,8 @@ def calibrate(
     Keys of --json:
       output (null without --output), preset (the text of the TOML file), rounds, seconds_s
       typical_error (half of all measurements are explained as well: a share of their seconds)
-      measurements [{subject, name, messages, size_bytes, runs, copied_bytes, seconds_s,
-                     estimate_s}]
+      measurements [{subject, name, messages, size_bytes, runs, copied_bytes,
+                     combined_bytes, seconds_s, estimate_s}]
     """
     _check_launched()
     is_first = os.environ["RANK"] == "0"
@@ -286,6 +287,7 @@ def _as_json(found: Calibration, text: str, output_path: str | None) -> dict[str
                 "size_bytes": one.size_bytes,
                 "runs": one.runs,
                 "copied_bytes": one.copied_bytes,
+                "combined_bytes": one.combined_bytes,
                 "seconds_s": one.seconds_s,
                 "estimate_s": ratio * one.seconds_s,
             }

@@ -18,6 +18,7 @@ for all-to-alls too. With the library "gloo" gathers are messages: so `reshard.t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -80,8 +81,35 @@ def step_part(
 ) -> Part:
     """The seconds of one step of a program for elements of so many bytes.
 
+    Args:
+        step: what is done.
+        itemsize_bytes: of an element.
+        topology, library: of `program_estimate`.
+        is_first, is_last: whether no step is before, or behind, it.
+
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
+    name = str(step)
+    kind = step.name if isinstance(step, _FORMULAS_OF) else "all-to-all"
+    by_formula = isinstance(step, _FORMULAS_OF) or topology.overhead.collective(kind) is not None
+    # On gloo gathers are run as messages.
+    if isinstance(step, AllGather) and library == "gloo":
+        by_formula = False
+    if by_formula and not isinstance(step, Exchange | Permute | Slice):
+        parts = [
+            _collective_part(step, kind, group, itemsize_bytes, topology, library)
+            for group in step.groups
+        ]
+        return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(name))
+    part = _messages_part(step, itemsize_bytes, topology, is_first, is_last)
+    if part.algorithm == "-" or not topology.overhead.step_s:
+        return part
+    return replace(part, latency_s=part.latency_s + topology.overhead.step_s)
+
+
+def _messages_part(
+    step: Step, itemsize_bytes: int, topology: Topology, is_first: bool, is_last: bool
+) -> Part:
     name = str(step)
     if isinstance(step, Slice):
         # A slice between two steps is a view; the last one is copied into the target.
@@ -96,21 +124,10 @@ def step_part(
         held = step.target_layout.cell_shape.prod(axis=1)[stays] * itemsize_bytes
         copies = Copies(stays, held, np.ones(len(stays), dtype=np.int64))
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
-    if isinstance(step, AllGather) and library == "gloo":
-        # On gloo gathers are run as messages. Behind another step, its result lies in theirs.
-        return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=is_first)
-    kind = "all-to-all"
-    if not isinstance(step, _FORMULAS_OF):
-        if topology.overhead.collective(kind) is None or isinstance(step, Exchange):
-            # Groups share no rank, but may share a host.
-            return exchanges_part(step.plans, itemsize_bytes, topology, name)
-    else:
-        kind = step.name
-    parts = [
-        _collective_part(step, kind, group, itemsize_bytes, topology, library)
-        for group in step.groups
-    ]
-    return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(str(step)))
+    # Groups share no rank, but may share a host. Behind another step, a gather's own part is in
+    # its place.
+    keeps = is_first or not isinstance(step, AllGather)
+    return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=keeps)
 
 
 def _collective_part(

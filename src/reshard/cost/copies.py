@@ -2,7 +2,8 @@
 
 A piece that lies in one run of memory is sent from there, and received there. Any other is packed
 before it is sent, or unpacked when it has arrived; what stays on a rank is copied from its source
-to its target. A copy of `n` bytes in `r` runs takes `r * latency + n / bandwidth`.
+to its target. A copy of `n` bytes in `r` runs takes `r * latency + n / bandwidth`. Contributions
+that are combined with what is there take some times as long for their bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,18 @@ from reshard.topology import Link
 FloatArray = NDArray[np.float64]
 
 
+_COLUMNS = ("rank", "size_bytes", "runs", "combined_bytes")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Copies as columns of shape `(copies,)`: the rank, its bytes, and in how many runs they lie.
+    """Copies as columns of shape `(copies,)`.
+
+    Args:
+        rank: who copies.
+        size_bytes: of each.
+        runs: in how many they lie.
+        combined_bytes: how many of the bytes are combined with what is there; none when None.
 
     Raises UsageError for columns of different lengths, or a number below 0.
 
@@ -33,16 +43,19 @@ class Copies:
     rank: IntArray
     size_bytes: IntArray
     runs: IntArray
+    combined_bytes: IntArray | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rank", "size_bytes", "runs"):
+        if self.combined_bytes is None:
+            object.__setattr__(self, "combined_bytes", np.zeros(len(self.rank), dtype=np.int64))
+        for name in _COLUMNS:
             column = np.array(getattr(self, name), dtype=np.int64)
             object.__setattr__(self, name, column)
-        columns = (self.rank, self.size_bytes, self.runs)
+        columns = [getattr(self, name) for name in _COLUMNS]
         if any(column.ndim != 1 or len(column) != len(self.rank) for column in columns):
             raise UsageError(
-                f"copies of shapes {[column.shape for column in columns]}; one rank, one size and "
-                "one number of runs for each were expected"
+                f"copies of shapes {[column.shape for column in columns]}; as many entries "
+                "in each were expected"
             )
         if len(self.rank) and min(int(column.min()) for column in columns) < 0:
             raise UsageError("copies with a number below 0; ranks, bytes and runs are 0 or more")
@@ -57,24 +70,24 @@ class Copies:
     def joined(cls, parts: Iterable[Copies]) -> Copies:
         """All of several."""
         every = [cls.none(), *parts]
-        return cls(
-            np.concatenate([part.rank for part in every]),
-            np.concatenate([part.size_bytes for part in every]),
-            np.concatenate([part.runs for part in every]),
-        )
+        return cls(*(np.concatenate([getattr(part, name) for part in every]) for name in _COLUMNS))
 
-    def by_rank(self, ranks: int) -> tuple[IntArray, IntArray]:
-        """Bytes and runs of each rank, of shapes `(ranks,)`."""
-        size_bytes = np.zeros(ranks, dtype=np.int64)
-        runs = np.zeros_like(size_bytes)
-        np.add.at(size_bytes, self.rank, self.size_bytes)
-        np.add.at(runs, self.rank, self.runs)
-        return size_bytes, runs
+    def by_rank(self, ranks: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Bytes, runs and combined bytes of each rank, of shapes `(ranks,)`."""
+        size_bytes, runs, combined_bytes = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
+        for name, total in zip(_COLUMNS[1:], (size_bytes, runs, combined_bytes), strict=True):
+            np.add.at(total, self.rank, getattr(self, name))
+        return size_bytes, runs, combined_bytes
 
 
-def copy_s(size_bytes: IntArray, runs: IntArray, link: Link | None) -> FloatArray:
-    """Seconds of copies, of the shape of `size_bytes`; 0 where no link says how fast they are."""
+def copy_s(copies: Copies, ranks: int, link: Link | None, combining: float) -> FloatArray:
+    """Seconds of each rank's copies, of shape `(ranks,)`; 0 where no link says how fast they are.
+
+    `combining` is how many times as long it takes to combine bytes as to copy them.
+    """
     if link is None:
-        return np.zeros(len(size_bytes))
-    seconds_s: FloatArray = runs * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+        return np.zeros(ranks)
+    size_bytes, runs, combined_bytes = copies.by_rank(ranks)
+    weighted = (size_bytes - combined_bytes) + combined_bytes * combining
+    seconds_s: FloatArray = runs * link.latency_s + weighted / link.bandwidth_bytes_per_s
     return seconds_s

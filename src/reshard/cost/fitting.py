@@ -5,13 +5,15 @@ took::
 
     seconds = call + messages * latency + bytes / bandwidth      a link
                    + runs * latency + copied bytes / bandwidth   copies
+                   + combined bytes * combining / bandwidth      contributions
 
-1. The call alone is measured by movements of nothing: their median.
+1. The call alone is measured by movements of next to nothing: their median. A step is what a
+   program of one adds to that.
 2. Everything else is a sum with unknown costs, none of them below 0: least squares of the
    relative errors, so that small sizes count as much as large ones. Measurements far from the
    rest are given less weight, again and again (iteratively reweighted least squares with Huber's
    weights: Huber 1964; Holland and Welsch 1977).
-3. There are at most four unknown costs, so costs of 0 are found by trying: every subset of the
+3. There are at most five unknown costs, so costs of 0 are found by trying: every subset of the
    costs is solved for by itself, and of those solutions without a negative cost the one of the
    least error is taken.
 
@@ -35,12 +37,13 @@ from reshard.topology import Link, Overhead
 FloatArray = NDArray[np.float64]
 
 CALL = "call"
+STEP = "step"
 COPIES = "copies"
 WITHIN_HOST = "within_host"
 BETWEEN_HOSTS = "between_hosts"
 SHARED = "shared"
 # What can be measured; kinds of collectives are keys of `FORMULAS`.
-SUBJECTS = (CALL, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
+SUBJECTS = (CALL, STEP, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
 
 # Relative errors beyond this one count less and less.
 _USUAL_ERROR = 0.1
@@ -58,6 +61,7 @@ class Measurement:
         messages, size_bytes: what the busiest rank sends or receives; of all ranks of a host
             together where the subject is what they share.
         runs, copied_bytes: its copies, likewise.
+        combined_bytes: what it combines with what is there, likewise, and not copies.
 
     Raises UsageError for an unknown subject, seconds that are not above 0, or a count below 0.
     """
@@ -69,6 +73,7 @@ class Measurement:
     size_bytes: float = 0
     runs: int = 0
     copied_bytes: int = 0
+    combined_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.subject not in SUBJECTS and self.subject not in FORMULAS:
@@ -80,9 +85,15 @@ class Measurement:
             raise UsageError(f"{self.name!r} has a count below 0: {self.counts}")
 
     @property
-    def counts(self) -> tuple[float, float, float, float]:
-        """Messages, their bytes, runs, and copied bytes."""
-        return self.messages, self.size_bytes, self.runs, self.copied_bytes
+    def counts(self) -> tuple[float, ...]:
+        """Messages, their bytes, runs, copied and combined bytes."""
+        return (
+            self.messages,
+            self.size_bytes,
+            self.runs,
+            self.copied_bytes,
+            self.combined_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,52 +136,77 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     every = tuple(measurements)
     of = {subject: [one for one in every if one.subject == subject] for subject in SUBJECTS}
     call_s = median([one.seconds_s for one in of[CALL]] or [0.0])
+    step_s = max(median([one.seconds_s for one in of[STEP]] or [0.0]) - call_s, 0.0)
     kinds = [kind for kind in FORMULAS if any(one.subject == kind for one in every)]
-    links: dict[str, tuple[Link | None, Link | None]] = {CALL: (None, None)}
-    for subject in [*SUBJECTS[1:], *kinds]:
-        links[subject] = _links([one for one in every if one.subject == subject], call_s)
+    costs = {
+        subject: _costs([one for one in every if one.subject == subject], call_s)
+        for subject in [*SUBJECTS[2:], *kinds]
+    }
+    within_host, between_hosts, shared_messages, *collectives = (
+        _link(costs[subject].messages) for subject in (WITHIN_HOST, BETWEEN_HOSTS, SHARED, *kinds)
+    )
+    copies, shared_copies = (_link(costs[subject].copies) for subject in (COPIES, SHARED))
+    combined_s = costs[SHARED].combined_s
     overhead = Overhead(
         call_s,
-        links[COPIES][1],
-        links[SHARED][0],
-        links[SHARED][1],
-        tuple((kind, link) for kind in kinds if (link := links[kind][0]) is not None),
+        step_s,
+        copies,
+        # Never less than copying: what is there is read as well.
+        max(combined_s * shared_copies.bandwidth_bytes_per_s, 1.0) if shared_copies else 1.0,
+        shared_messages,
+        shared_copies,
+        tuple((kind, link) for kind, link in zip(kinds, collectives, strict=True) if link),
     )
-    ratios = tuple((call_s + _seconds_s(one, *links[one.subject])) / one.seconds_s for one in every)
-    return Fitted(links[WITHIN_HOST][0], links[BETWEEN_HOSTS][0], overhead, ratios)
+    fixed_s = dict.fromkeys([*SUBJECTS, *kinds], call_s) | {STEP: call_s + step_s}
+    ratios = tuple(
+        (fixed_s[one.subject] + (costs[one.subject].of(one) if one.subject in costs else 0.0))
+        / one.seconds_s
+        for one in every
+    )
+    return Fitted(within_host, between_hosts, overhead, ratios)
 
 
-def _links(measurements: Sequence[Measurement], call_s: float) -> tuple[Link | None, Link | None]:
-    """The link of messages and that of copies."""
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What each thing of one subject costs: pairs of a latency, and seconds a byte.
+
+    A pair is None where nothing of it was measured.
+    """
+
+    messages: tuple[float, float] | None
+    copies: tuple[float, float] | None
+    combined_s: float
+
+    def of(self, one: Measurement) -> float:
+        """Seconds of a measurement, without the call."""
+        message_s, byte_s = self.messages or (0.0, 0.0)
+        run_s, copied_s = self.copies or (0.0, 0.0)
+        return (
+            one.messages * message_s
+            + one.size_bytes * byte_s
+            + one.runs * run_s
+            + one.copied_bytes * copied_s
+            + one.combined_bytes * self.combined_s
+        )
+
+
+def _costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     if not measurements:
-        return None, None
+        return _Costs(None, None, 0.0)
     counts = np.array([one.counts for one in measurements], dtype=np.float64)
     seconds_s = np.array([one.seconds_s for one in measurements])
-    costs = _robust(counts / seconds_s[:, None], 1 - call_s / seconds_s)
-    return (
-        _link(costs[:2], counts[:, 1], seconds_s),
-        _link(costs[2:], counts[:, 3], seconds_s),
-    )
+    found = _robust(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
+    pairs: list[tuple[float, float] | None] = []
+    for latency, size in ((0, 1), (2, 3)):
+        size_bytes = counts[:, size]
+        # Where time does not grow with bytes, they are as fast as one measurement proves.
+        least_s = 1 / float((size_bytes / seconds_s).max()) if size_bytes.any() else 0.0
+        pairs.append((found[latency], found[size] or least_s) if size_bytes.any() else None)
+    return _Costs(pairs[0], pairs[1], found[4])
 
 
-def _link(costs: FloatArray, size_bytes: FloatArray, seconds_s: FloatArray) -> Link | None:
-    if not size_bytes.any():
-        return None
-    latency_s, byte_s = costs.tolist()
-    proven = float((size_bytes / seconds_s).max())
-    return Link(1 / byte_s if byte_s > 0 else proven, latency_s)
-
-
-def _seconds_s(one: Measurement, messages: Link | None, copies: Link | None) -> float:
-    """Without the call."""
-    return sum(
-        count * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
-        for link, count, size_bytes in (
-            (messages, one.messages, one.size_bytes),
-            (copies, one.runs, one.copied_bytes),
-        )
-        if link is not None
-    )
+def _link(costs: tuple[float, float] | None) -> Link | None:
+    return None if costs is None else Link(1 / costs[1], costs[0])
 
 
 def _robust(rows: FloatArray, wanted: FloatArray) -> FloatArray:

@@ -19,7 +19,7 @@ they are multiplied. So the answer does not depend on the order, and is the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -110,7 +110,8 @@ class _Work:
             link = link_of(topology, level)
             latency_s += count[level] * link.latency_s
             transfer_s += total[level] / link.bandwidth_bytes_per_s
-        copying_s = copy_s(*self.copies.by_rank(topology.ranks), topology.overhead.copies)
+        overhead = topology.overhead
+        copying_s = copy_s(self.copies, topology.ranks, overhead.copies, overhead.combining)
         return self._longest(count.sum(axis=0), total.sum(axis=0), latency_s, transfer_s, copying_s)
 
     def of_busiest_host(self, sender: IntArray) -> Part:
@@ -128,10 +129,8 @@ class _Work:
         if shared is not None:
             latency_s += count * shared.latency_s
             transfer_s += total / shared.bandwidth_bytes_per_s
-        of_host = Copies(
-            topology.host_of(self.copies.rank), self.copies.size_bytes, self.copies.runs
-        )
-        copying_s = copy_s(*of_host.by_rank(topology.hosts), overhead.shared_copies)
+        of_host = replace(self.copies, rank=topology.host_of(self.copies.rank))
+        copying_s = copy_s(of_host, topology.hosts, overhead.shared_copies, overhead.combining)
         return self._longest(count, total, latency_s, transfer_s, copying_s)
 
     def _longest(

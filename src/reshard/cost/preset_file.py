@@ -18,6 +18,8 @@
 
     [overhead]                          # optional, as all below: see reshard.topology.Overhead
     call_s = 2e-3
+    step_s = 1e-4
+    combining = 2.0                     # times copying
 
     [overhead.copies]                   # of one rank; latency_s is that of a run of bytes
     bandwidth_bytes_per_s = 4e9
@@ -59,7 +61,8 @@ _OPTIONAL = {
     "overhead": dict,
 }
 _OVERHEAD_LINKS = ("copies", "shared_messages", "shared_copies")
-_OVERHEAD = {"call_s", "collectives", *_OVERHEAD_LINKS}
+_OVERHEAD_NUMBERS = ("call_s", "step_s", "combining")
+_OVERHEAD = {"collectives", *_OVERHEAD_NUMBERS, *_OVERHEAD_LINKS}
 _LINK = {"bandwidth_bytes_per_s", "latency_s"}
 
 
@@ -168,7 +171,8 @@ def preset_text(preset: Preset, comment: str = "") -> str:
     tables: list[tuple[str, Link | None]] = [(key, getattr(preset, key)) for key in LEVELS]
     overhead = preset.overhead
     if overhead != NO_OVERHEAD:
-        lines += ["", "[overhead]", f"call_s = {overhead.call_s!r}"]
+        lines += ["", "[overhead]"]
+        lines += [f"{key} = {getattr(overhead, key)!r}" for key in _OVERHEAD_NUMBERS]
     tables += [(f"overhead.{key}", getattr(overhead, key)) for key in _OVERHEAD_LINKS]
     tables += [(f"overhead.collectives.{kind}", link) for kind, link in overhead.collectives]
     for key, link in tables:
@@ -184,9 +188,10 @@ def _overhead(table: dict[str, Any], where: str) -> Overhead:
         raise LayoutError(
             f"{where}: [overhead] has the key {unknown[0]!r}; it is one of {sorted(_OVERHEAD)}"
         )
-    links = {
-        key: _link(table[key], where, f"overhead.{key}") for key in _OVERHEAD_LINKS if key in table
-    }
+    fields: dict[str, Any] = {key: table[key] for key in _OVERHEAD_NUMBERS if key in table}
+    for key in _OVERHEAD_LINKS:
+        if key in table:
+            fields[key] = _link(table[key], where, f"overhead.{key}")
     kinds = table.get("collectives", {})
     if type(kinds) is not dict:
         raise LayoutError(f"{where}: [overhead] has collectives = {kinds!r}; tables were expected")
@@ -194,7 +199,7 @@ def _overhead(table: dict[str, Any], where: str) -> Overhead:
         kind: _link(link, where, f"overhead.collectives.{kind}") for kind, link in kinds.items()
     }
     try:
-        return Overhead(table.get("call_s", 0.0), **links, collectives=tuple(collectives.items()))
+        return Overhead(**fields, collectives=tuple(collectives.items()))
     except LayoutError as error:
         raise LayoutError(f"{where}: [overhead]: {error}") from error
 

@@ -68,18 +68,21 @@ def copies_of(
     is_packed = _travels_with_others(transfers, elements * itemsize_bytes)
     packs = moves & (is_packed | (source_run < elements))
     unpacks = moves & (is_packed | (target_run < elements) | (transfers.order > 0))
+    is_combined = transfers.order > 0
+    never = np.zeros_like(is_combined)
     parts = [
-        (stays, transfers.target_slot, np.minimum(source_run, target_run)),
-        (packs, transfers.source_slot, source_run),
-        (unpacks, transfers.target_slot, target_run),
+        (stays, transfers.target_slot, np.minimum(source_run, target_run), is_combined),
+        (packs, transfers.source_slot, source_run, never),
+        (unpacks, transfers.target_slot, target_run, is_combined),
     ]
     return Copies.joined(
         Copies(
             rank[chosen],
             elements[chosen] * itemsize_bytes,
             elements[chosen] // np.maximum(run[chosen], 1),
+            elements[chosen] * combined[chosen] * itemsize_bytes,
         )
-        for chosen, rank, run in parts
+        for chosen, rank, run, combined in parts
     )
 
 

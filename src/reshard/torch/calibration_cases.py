@@ -4,12 +4,13 @@ Every case is a redistribution, and runs as any other does. What it tells about 
 
     subject        who moves what
     -------------  ----------------------------------------------------------------------------
-    call           nobody anything: what agreeing and preparing take
+    call           nobody anything, but a slice of one element: agreeing and preparing
+    step           the same, as a program of one step
     copies         rank 0 alone copies what stays, in one run and in runs of different lengths
     within_host    rank 0 sends to rank 1, alone
     between_hosts  every rank to the same one of the next host: a host's ranks share its network
     shared         all ranks of all hosts, each within its host: shifts, columns from rows and
-                   rows from columns, gathers, slices
+                   rows from columns, gathers, slices, sums
     a collective   the same, as a program of one step
 
 The sizes go down from the largest by factors of four. Pure: all ranks list the same cases.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from reshard.cost.fitting import BETWEEN_HOSTS, CALL, COPIES, SHARED, WITHIN_HOST, Measurement
+from reshard.cost.fitting import BETWEEN_HOSTS, CALL, COPIES, SHARED, STEP, WITHIN_HOST, Measurement
 from reshard.cost.formulas import FORMULAS
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
@@ -62,7 +63,7 @@ class Case:
     @property
     def method(self) -> str:
         """Of `reshard.torch.redistribute`."""
-        return "exchange" if self.kind is None else "program"
+        return "exchange" if self.kind is None and self.subject != STEP else "program"
 
     @property
     def plan(self) -> Plan:
@@ -88,6 +89,8 @@ class Case:
                 formula.rounds(self.group),
                 formula.busiest_bytes(self.group, int(size_bytes)),
             )
+        if self.subject in (CALL, STEP):
+            return Measurement(self.subject, self.name, seconds_s)
         plan = self.plan
         counted = set(ranks if self.subject == SHARED else ranks[:1])
         moves = plan.transfers.moving
@@ -95,16 +98,19 @@ class Case:
         sent = moves.take(mine)
         pairs = set(zip(sent.source_slot.tolist(), sent.target_slot.tolist(), strict=True))
         copies = copies_of(plan.transfers, plan.source, plan.target, _ITEM_BYTES)
-        copied, runs = copies.by_rank(max(plan.source.slots, plan.target.slots, max(ranks) + 1))
-        # A call copies, if anything, next to nothing.
+        ranks_in_all = max(plan.source.slots, plan.target.slots, max(ranks) + 1)
+        copied, runs, combined = (
+            int(sum(of_rank[rank] for rank in counted)) for of_rank in copies.by_rank(ranks_in_all)
+        )
         return Measurement(
             self.subject,
             self.name,
             seconds_s,
             len(pairs),
             int(sent.elements.sum()) * _ITEM_BYTES,
-            int(sum(runs[rank] for rank in counted)),
-            int(sum(copied[rank] for rank in counted)),
+            runs,
+            copied - combined,
+            combined,
         )
 
 
@@ -121,7 +127,7 @@ def cases_of(
     Raises UsageError for a single rank, or sizes of less than `SMALLEST_BYTES`.
 
     >>> sorted({case.subject for case in cases_of(1, 2, 1 << 16, ["all-reduce"])})
-    ['all-reduce', 'call', 'copies', 'shared', 'within_host']
+    ['all-reduce', 'call', 'copies', 'shared', 'step', 'within_host']
     """
     if hosts * ranks_per_host < 2:
         raise UsageError("a job of 1 rank; nothing is sent there. Run 2 or more ranks")
@@ -134,7 +140,7 @@ def cases_of(
     while size_bytes >= SMALLEST_BYTES:
         elements = size_bytes // _ITEM_BYTES
         # Once a size, so that it is measured as often as it is counted upon.
-        found += _call()
+        found += _call(hosts, ranks_per_host)
         found += _copies(elements)
         if ranks_per_host > 1:
             found += _pair(elements)
@@ -146,9 +152,11 @@ def cases_of(
     return tuple(found)
 
 
-def _call() -> Iterator[Case]:
-    one = _alone((1,), (1,))
-    yield Case(CALL, "call", (1,), one, one)
+def _call(hosts: int, ranks: int) -> Iterator[Case]:
+    mesh, shape = _mesh(hosts, ranks), (hosts * ranks,)
+    whole, part = spec(mesh, "-"), spec(mesh, "host rank")
+    yield Case(CALL, "call", shape, whole, part)
+    yield Case(STEP, "step", shape, whole, part)
 
 
 def _alone(shape: tuple[int, ...], part: tuple[int, ...], rank: int = 0) -> Layout:
@@ -208,6 +216,9 @@ def _shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     yield Case(SHARED, "slice of columns", small, whole, columns)
     narrow = (hosts, max(elements // (ranks * _SHORT), 1), ranks * _SHORT)
     yield Case(SHARED, "slice in short runs", narrow, whole, columns)
+    contributions = spec(mesh, "host, -, - | sum(rank)")
+    yield Case(SHARED, "sum into rows", small, contributions, rows)
+    yield Case(SHARED, "sum everywhere", small, contributions, whole)
 
 
 _SIDES = {
