@@ -126,7 +126,7 @@ def full_like(
 ) -> ShardedArray:
     """An array of one number, with the shape and the sharding of another."""
     wanted = x.dtype if dtype is None else as_dtype(dtype)
-    value = array(np.full((), fill_value, dtype=wanted.numpy), runner=x.runner)
+    value = elementwise.whole(x, np.full((), fill_value, dtype=wanted.numpy))
     spec = x.type.spec
     made: ShardedArray = broadcast_to(value, x.shape)
     return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
@@ -215,8 +215,8 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
 def _triangle(x: Any, lower: bool, k: int) -> Any:
     rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
     kept = columns - rows <= k if lower else columns - rows >= k
-    zero = array(np.zeros((), dtype=x.dtype.numpy), runner=x.runner)
-    return elementwise.where(array(kept, runner=x.runner), x, zero)
+    zero = np.zeros((), dtype=x.dtype.numpy)
+    return elementwise.where(elementwise.whole(x, kept), x, elementwise.whole(x, zero))
 
 
 def tril(x: Any, /, *, k: int = 0) -> Any:

@@ -9,22 +9,18 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.library import library_of
 from reshard.spmd.operation_call import call, recorders
-from reshard.spmd.runner import Runner
 
 Unary = Callable[[Any], Any]
 Binary = Callable[[Any, Any], Any]
 Number = bool | int | float | complex
 
 
-def operand(value: Any, runner: Runner, wrap: type[ArrayValue]) -> Any:
-    """A value as an operand: arrays of a library become arrays that are not sharded."""
-    if isinstance(value, ArrayValue):
-        return value
-    if library_of(value) is None:
-        return value
-    shard = runner.library.array(value)
-    kind = ArrayType(shard.shape, runner.library.dtype_of(shard))
-    return wrap.of_shards(kind, (shard,), runner)
+def whole(x: ArrayValue, array: Any) -> Any:
+    """A library's array as one beside `x`, not sharded."""
+    library = x.runner.library
+    shard = library.array(array, beside=x._shards[0])
+    kind = ArrayType(shard.shape, library.dtype_of(shard))
+    return type(x).of_shards(kind, (shard,), x.runner)
 
 
 def operands(*values: Any) -> list[Any]:
@@ -32,7 +28,10 @@ def operands(*values: Any) -> list[Any]:
     first = next((one for one in values if isinstance(one, ArrayValue)), None)
     if first is None:
         return list(values)
-    return [operand(one, first.runner, type(first)) for one in values]
+    return [
+        one if isinstance(one, ArrayValue) or library_of(one) is None else whole(first, one)
+        for one in values
+    ]
 
 
 def _unary(name: str, text: str) -> Unary:

@@ -15,9 +15,8 @@ import numpy as np
 
 from reshard.errors import ShardError, SpecError
 from reshard.spmd import elementwise
-from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
-from reshard.spmd.elementwise import operands
+from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.library import library_of
 from reshard.spmd.manipulation import (
     broadcast_shapes,
@@ -30,13 +29,6 @@ from reshard.spmd.manipulation import (
 from reshard.spmd.operation_call import call
 
 Cut = tuple[int, int, int]
-
-
-def whole(x: ArrayValue, array: Any) -> Any:
-    """A library's array as one beside `x`, not sharded."""
-    shard = x.runner.library.array(array)
-    kind = ArrayType(shard.shape, x.runner.library.dtype_of(shard))
-    return type(x).of_shards(kind, (shard,), x.runner)
 
 
 def cut(x: Any, cuts: Mapping[int, Cut]) -> Any:
@@ -115,7 +107,11 @@ def _is_mask(item: Any) -> bool:
 
 def _masked(x: Any, mask: Any) -> Any:
     dense = x.to_dense()
-    chosen = mask.to_dense() if isinstance(mask, ArrayValue) else x.runner.library.array(mask)
+    chosen = (
+        mask.to_dense()
+        if isinstance(mask, ArrayValue)
+        else x.runner.library.array(mask, beside=dense)
+    )
     return whole(x, dense[chosen])
 
 

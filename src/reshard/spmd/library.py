@@ -60,8 +60,8 @@ class Library:
             return isinstance(value, np.ndarray | np.generic)
         return isinstance(value, sys.modules["torch"].Tensor)
 
-    def array(self, data: Any, dtype: DType | None = None) -> Any:
-        """Data as one of its arrays; an array of its own is not copied."""
+    def array(self, data: Any, dtype: DType | None = None, beside: Any = None) -> Any:
+        """Data as one of its arrays, on the device of `beside`; its own arrays are not copied."""
         own = None if dtype is None else self.own_dtype(dtype)
         if self.name == "numpy":
             torch = sys.modules.get("torch")
@@ -69,10 +69,17 @@ class Library:
                 data = data.detach().cpu().numpy()
             return np.asarray(data, dtype=own)
         torch = import_module("torch")
+        device = getattr(beside, "device", None)
         if isinstance(data, torch.Tensor):
-            return data if own is None else data.to(own)
+            return data.to(dtype=own, device=device)
         # By way of NumPy, so that numbers get the same types in both libraries.
-        return torch.from_numpy(np.array(data, order="C")).to(own)
+        return torch.from_numpy(np.array(data, order="C")).to(dtype=own, device=device)
+
+    def filled(self, shape: tuple[int, ...], value: Any, beside: Any) -> Any:
+        """A new array of one number, of the element type and on the device of `beside`."""
+        if self.name == "numpy":
+            return np.full(shape, value, dtype=beside.dtype)
+        return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """One of its arrays as a NumPy array."""

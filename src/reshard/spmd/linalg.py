@@ -218,7 +218,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
     if n < 0:
         return matrix_power(inv(x), -n)
     if n == 0:
-        from reshard.spmd.indexing import whole
+        from reshard.spmd.elementwise import whole
         from reshard.spmd.manipulation import broadcast_to
 
         unit = eye(x.shape[-1], dtype=x.dtype).to_dense()

@@ -125,7 +125,18 @@ def _of_linalg(work: LocalWork) -> Function:
 def _of_fft(work: LocalWork) -> Function:
     names = {"axis": "axes", "n": "s"} if work.name.endswith("fftn") else {}
     options = {names.get(name, name): value for name, value in work.attributes.items()}
-    return partial(_found(work, work.library.namespace.fft, work.name), **options)
+    function = partial(_found(work, work.library.namespace.fft, work.name), **options)
+    if work.library.name == "numpy":
+        return function
+    by_numpy = partial(getattr(np.fft, work.name), **options)
+
+    def transformed(x: Any) -> Any:
+        # PyTorch refuses a part without elements.
+        if 0 in x.shape:
+            return work.library.array(by_numpy(work.library.numpy(x)), beside=x)
+        return function(x)
+
+    return transformed
 
 
 def _told_shape(work: LocalWork) -> list[Function]:
@@ -162,7 +173,7 @@ def _identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
         value = np.iinfo(numbers).min if work.name == "max" else np.iinfo(numbers).max
     else:
         value = sign * np.inf
-    return work.library.array(np.full(shape, value, dtype=numbers))
+    return work.library.filled(shape, value, x)
 
 
 def _cast(work: LocalWork) -> Function:
@@ -241,7 +252,8 @@ def _of_own_rows(
     """Of indices of a table's axis that is cut, each rank finds its own; zero for the others."""
     if not work.is_cut(0, axis):
         return whole
-    space = work.library.namespace
+    library = work.library
+    space = library.namespace
 
     def here(x: Any, indices: Any, start: int) -> Any:
         size = x.shape[axis]
@@ -249,11 +261,11 @@ def _of_own_rows(
         if not size:
             shape = indices.shape if is_along else None
             rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
-            return space.zeros(rest if shape is None else shape, dtype=x.dtype)
+            return library.filled(rest if shape is None else shape, 0, x)
         found = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
             own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
-        return space.where(own, found, space.zeros((), dtype=x.dtype))
+        return space.where(own, found, library.filled((), 0, x))
 
     starts = work.starts_here(0, axis)
     return [lambda x, indices, start=start: here(x, indices, start) for start in starts]

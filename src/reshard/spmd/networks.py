@@ -23,8 +23,9 @@ from reshard.spmd.elementwise import (
     operands,
     subtract,
     where,
+    whole,
 )
-from reshard.spmd.indexing import take, take_along_axis, whole
+from reshard.spmd.indexing import take, take_along_axis
 from reshard.spmd.manipulation import expand_dims, matrix_transpose, reshape, squeeze
 from reshard.spmd.operation_call import call
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from reshard.spmd import elementwise
-from reshard.spmd.elementwise import operands
-from reshard.spmd.indexing import cut, whole
+from reshard.spmd.elementwise import operands, whole
+from reshard.spmd.indexing import cut
 from reshard.spmd.manipulation import broadcast_to, concat, reshape
 from reshard.spmd.operation_call import call
 

@@ -198,10 +198,8 @@ def _written(
     combine: Callable[[Any, Any], Any],
     library: Library,
 ) -> Callable[[Shards], Any]:
-    zeros = library.namespace.zeros
-
     def made(shards: Shards) -> Any:
-        filled = zeros(shape, dtype=shards[0].dtype)
+        filled = library.filled(shape, 0, shards[0])
         with np.errstate(all="ignore"):
             for piece in pieces:
                 _, _, place, combines = piece

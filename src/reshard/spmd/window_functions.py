@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.spmd.library import Library
 
 Function = Callable[..., Any]
@@ -22,7 +24,7 @@ def padded(library: Library, x: Any, pairs: Pairs, value: float = 0) -> Any:
     if not any(before or after for before, after in pairs):
         return x
     shape = [size + sum(pair) for size, pair in zip(x.shape, pairs, strict=True)]
-    made = library.namespace.full(tuple(shape), value, dtype=x.dtype)
+    made = library.filled(tuple(shape), value, x)
     window = tuple(
         slice(before, before + size) for size, (before, _) in zip(x.shape, pairs, strict=True)
     )
@@ -65,7 +67,7 @@ def convolution(
         counts = _window_counts(x.shape[2:], window, strides, dilation)
         outputs, each = kernel.shape[:2]
         groups = x.shape[1] // each if each else 1
-        made = space.zeros((x.shape[0], outputs, *counts), dtype=x.dtype)
+        made = library.filled((x.shape[0], outputs, *counts), 0, x)
         if 0 in (*made.shape, groups, each):
             return made
         weights = kernel.reshape((groups, outputs // groups, each, *window))
@@ -88,7 +90,7 @@ def pooling(
 
     def function(x: Any) -> Any:
         lead = len(x.shape) - len(window)
-        outside = -math.inf if name == "max_pool" else 0
+        outside = _least(library, x) if name == "max_pool" else 0
         x = padded(library, x, [(0, 0)] * lead + list(padding), outside)
         gaps = (1,) * len(window)
         counts = _window_counts(x.shape[lead:], window, strides, gaps)
@@ -99,6 +101,12 @@ def pooling(
         return made if name == "max_pool" else made / math.prod(window)
 
     return function
+
+
+def _least(library: Library, x: Any) -> float:
+    """What no number is less than."""
+    numbers = library.dtype_of(x).numpy
+    return int(np.iinfo(numbers).min) if numbers.kind in "iu" else -math.inf
 
 
 def dynamic_slice(sizes: Sequence[int], shape: Sequence[int]) -> Function:

@@ -1,0 +1,40 @@
+"""Shards that are PyTorch's tensors, all in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
+from spmd.test_eager_exhaustively import dense
+
+MESH = DeviceMesh.of(x=2, y=2)
+
+
+@pytest.mark.parametrize("case", [*ONE_OPERAND, *TWO_OPERANDS], ids=lambda case: case.name)
+def test_operators_on_tensors(case: Case) -> None:
+    arrays = case.arrays()
+    expected = dense(case.function(np, *arrays))
+    choices = list(itertools.product(*(list(specs(MESH, one.ndim)) for one in arrays)))
+    with sp.running(sp.in_process("torch")):
+        for given in choices[:: max(1, len(choices) // 4)]:
+            operands = [sp.array(one, at) for one, at in zip(arrays, given, strict=True)]
+            found = dense(case.function(sp, *operands))
+            for one, other in zip(found, expected, strict=True):
+                assert one.shape == other.shape
+                assert one.dtype == other.dtype
+                np.testing.assert_allclose(one, other, 1e-9, 1e-9, err_msg=str(given))
+
+
+def test_tensors_keep_their_type() -> None:
+    x = sp.array(torch.ones(3, 4, dtype=torch.bfloat16), spec(MESH, "x, y"))
+    assert x.runner is sp.in_process("torch")
+    assert x.dtype.name == "bfloat16"
+    total = sp.sum(x @ x.T, axis=0)
+    assert torch.equal(total.to_dense(), torch.full((3,), 12.0, dtype=torch.bfloat16))
+    assert x.shards[0].dtype is torch.bfloat16
