@@ -67,6 +67,9 @@ def test_pending_sums_are_reduced_where_they_must_be() -> None:
     narrow = sp.astype(partial, "float32")
     assert str(narrow.spec) == "-, -"
     np.testing.assert_array_equal(narrow.to_dense(), partial.to_dense().astype(np.float32))
+    rounded = sp.sum(partial, axis=0, dtype="float32")
+    assert str(rounded.spec) == "-"
+    np.testing.assert_allclose(rounded.to_dense(), dense.sum(0), 1e-6)
     single = sp.array(A.astype(np.float32), spec(MESH, "-, x")) @ sp.array(B.astype(np.float32))
     assert str(sp.astype(single, "float64").spec) == "-, - | sum(x)"
 
@@ -120,6 +123,9 @@ def test_whole_numbers_wrap_as_they_do_in_the_whole_array() -> None:
         lambda xp, n: xp.astype(n, "float64"),
         lambda xp, n: n + xp.astype(n, "int64"),
         lambda xp, n: n == 0,
+        lambda xp, n: n * np.ones((1, 1), np.int64),
+        lambda xp, n: n @ np.ones((1, 1), np.float64),
+        lambda xp, n: xp.sum(n, dtype="float64"),
     ):
         np.testing.assert_array_equal(np.asarray(function(sp, partial)), function(np, dense))
 

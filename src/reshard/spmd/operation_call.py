@@ -288,15 +288,16 @@ def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]
     """Whether the element types allow an operation on contributions.
 
     Whole numbers wrap around in their own type, and not in the floating or wider one of a result;
-    a truth value is none of a contribution.
+    a narrower type rounds each contribution; a truth value is none of a contribution.
     """
     pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
-    wraps = any(dtype.name.startswith(("int", "uint")) for dtype in pending)
     made = {result.dtype for result in results}
-    from_numbers = any(dtype.name != "bool" for dtype in pending)
-    return not (wraps and made != pending) and not (
-        from_numbers and any(dtype.name == "bool" for dtype in made)
-    )
+    if made == pending:
+        return True
+    wraps = any(dtype.name.startswith(("int", "uint")) for dtype in pending)
+    widest = max(dtype.itemsize_bytes for dtype in pending)
+    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
+    return not wraps and not narrows
 
 
 def _column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:

@@ -45,15 +45,12 @@ def _summed_type(x: Any, dtype: object) -> DType:
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The sum over axes, over all when None."""
     wide = _summed_type(x, dtype)
-    # Contributions that overflow in their own type would not in a wider one.
-    x = data_types.astype(x, wide) if x.dtype.name != "bool" else x
     return call("sum", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The product over axes, over all when None."""
     wide = _summed_type(x, dtype)
-    x = data_types.astype(x, wide) if x.dtype.name != "bool" else x
     return call("prod", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
