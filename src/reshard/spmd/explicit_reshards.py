@@ -1,0 +1,287 @@
+"""Once every value has its sharding, what has to move?
+
+Operations run on tensors that are cut alike along each factor (`common_axes`). So each operand
+that is not is resharded before, each result after, contributions are combined where they are not
+wanted, and outputs become what was asked for::
+
+    x : [-, y]   w : [y, -]                    x moves to [x, y]
+    r = x @ w : [x, y] wanted                  the product is [x, -] and a sum over y
+                                               it is reduced over y, and moves to [x, y]
+
+Nothing here says how a movement is done: `reshard.plan` and `find_program` do.
+
+`reduction` of a `Movement` names axes whose contributions are combined; the other movements keep
+what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from reshard.mesh import Axis
+from reshard.sharding import ShardingSpec
+from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, joined
+from reshard.spmd.common_axes import common_axes
+from reshard.spmd.factor_shardings import collected, updated
+from reshard.spmd.graph import Operation
+from reshard.spmd.operators.table import operators
+from reshard.spmd.propagation import PropagatedGraph, carriers_of
+
+Side = Literal["operand", "result", "output"]
+Place = tuple[int | None, Side, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One value that changes its sharding, at one place.
+
+    Args:
+        value: its number.
+        operation: the number of the operation that reads or makes it; None for an output.
+        side: where it moves: before the operation, behind it, or behind the whole function.
+        position: of the operand, result or output.
+        source, target: shardings.
+        reduced: axes along which contributions are combined; none for a reshard.
+    """
+
+    value: int
+    operation: int | None
+    side: Side
+    position: int
+    source: ShardingSpec
+    target: ShardingSpec
+    reduced: tuple[Axis, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.side} {self.position}"
+        where += "" if self.operation is None else f" of operation {self.operation}"
+        verb = f"reduced over {' '.join(map(str, self.reduced))}" if self.reduced else "resharded"
+        return f"%{self.value}, {where}: {verb} from `{self.source}` to `{self.target}`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGraph:
+    """A propagated graph with what its operations run with, and what moves.
+
+    Args:
+        propagated: the graph and the shardings of its values.
+        operands: for each operation the shardings of its operands while it runs.
+        results: for each operation those its results have at once, partial axes included.
+        moved: all movements, in order.
+    """
+
+    propagated: PropagatedGraph
+    operands: tuple[tuple[ShardingSpec, ...], ...]
+    results: tuple[tuple[ShardingSpec, ...], ...]
+    moved: tuple[Movement, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.moved)) or "nothing moves"
+
+
+def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
+    """What moves in a graph whose values have their shardings.
+
+    Values without a sharding are whole on every device. On a mesh that nothing is over, nothing
+    moves. Axes that overflow a factor, and levels with a rule of their own where they are not
+    carried, are left by a reshard before the operation and restored behind it.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd.graph import Graph
+    >>> from reshard.spmd.propagation import propagate_graph
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> graph = Graph.of(
+    ...     [(8, 8), (8, 8)],
+    ...     [("matmul", [0, 1], "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")],
+    ...     [2],
+    ... )
+    >>> given = {0: spec(mesh, "-, y"), 1: spec(mesh, "y, -"), 2: spec(mesh, "x, -")}
+    >>> print(explicit_reshards(propagate_graph(graph, given)))
+    %0, operand 0 of operation 0: resharded from `-, y` to `x, y`
+    %2, result 0 of operation 0: reduced over y from `x, - | sum(y)` to `x, -`
+    """
+    if propagated.mesh is None:
+        count = len(propagated.graph.operations)
+        return PlacedGraph(propagated, ((),) * count, ((),) * count, ())
+    run = _Placing(propagated, AxisTable.of(propagated.mesh))
+    for number, operation in enumerate(propagated.graph.operations):
+        run.place(number, operation)
+    run.deliver()
+    return PlacedGraph(propagated, tuple(run.operands), tuple(run.results), tuple(run.moved))
+
+
+class _Placing:
+    """The walk over a graph's operations."""
+
+    def __init__(self, propagated: PropagatedGraph, table: AxisTable) -> None:
+        self.graph = propagated.graph
+        self.asked = propagated.outputs
+        self.table = table
+        self.state = [
+            _whole(len(value.shape))
+            if spec is None
+            else table.encoded(spec)._replace(replicated=())
+            for value, spec in zip(self.graph.values, propagated.values, strict=True)
+        ]
+        self.operands: list[tuple[ShardingSpec, ...]] = []
+        self.results: list[tuple[ShardingSpec, ...]] = []
+        self.moved: list[Movement] = []
+
+    def spec(self, sharding: Sharding) -> ShardingSpec:
+        """A sharding as people see it: closed, since nothing propagates any more."""
+        closed = (True,) * len(sharding.dims)
+        return self.table.decoded(sharding._replace(is_closed=closed))
+
+    def move(
+        self,
+        value: int,
+        place: Place,
+        source: Sharding,
+        target: Sharding,
+        reduced: Parts = (),
+    ) -> None:
+        """Write a movement down."""
+        axes = tuple(map(self.table.axis, reduced))
+        self.moved.append(Movement(value, *place, self.spec(source), self.spec(target), axes))
+
+    def place(self, number: int, operation: Operation) -> None:
+        """Decide what one operation runs with, and what moves for it."""
+        rule = operation.rule
+        places = (*operation.operands, *operation.results)
+        wanted = self.state[operation.results[0]].partial if operation.results else ()
+        shardings = [self.state[value] for value in places]
+        count = len(operation.operands)
+        kept = self._kept(operation, wanted)
+        for position, value in enumerate(operation.operands):
+            old = shardings[position]
+            reduced = difference(old.partial, kept)
+            if reduced:
+                new = _consistent(old._replace(partial=difference(old.partial, reduced)))
+                shardings[position] = new
+                self.move(value, (number, "operand", position), old, new, reduced)
+        carriers = carriers_of(rule)
+        factors = [
+            collected(mapping, rule.sizes, sharding, carriers, closed_if_missing=True)
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        for cuts in factors:
+            for cut in cuts.values():
+                cut.overflow = ()
+        sizes = [math.prod(self.graph.values[value].shape) for value in places]
+        chosen = common_axes(rule, factors, sizes, self.table.mesh)
+        reduced = tuple(part for factor in rule.reduction for part in chosen[factor])
+        contributed = ordered((*kept, *reduced))
+        for cuts in factors:
+            for factor, cut in cuts.items():
+                cut.axes = chosen[factor]
+        runs = [
+            updated(mapping, rule.sizes, cuts, sharding)
+            for mapping, cuts, sharding in zip(rule.tensors, factors, shardings, strict=True)
+        ]
+        for position, value in enumerate(operation.operands):
+            if runs[position].dims != shardings[position].dims:
+                at: Place = (number, "operand", position)
+                self.move(value, at, shardings[position], runs[position])
+        made = []
+        for position, value in enumerate(operation.results):
+            target = self.state[value]
+            found = runs[count + position]._replace(
+                partial=contributed,
+                reduction=(target.reduction or rule.reduction_operator) if contributed else None,
+            )
+            made.append(self.spec(found))
+            at = (number, "result", position)
+            pending = difference(contributed, target.partial)
+            if pending:
+                less = _consistent(found._replace(partial=difference(contributed, pending)))
+                self.move(value, at, found, less, pending)
+                found = less
+            if (found.dims, found.partial) != (target.dims, target.partial):
+                self.move(value, at, found, target)
+        self.operands.append(tuple(map(self.spec, runs[:count])))
+        self.results.append(tuple(made))
+
+    def _kept(self, operation: Operation, wanted: Parts) -> Parts:
+        """Partial axes that operands keep, since the operator passes contributions on.
+
+        The result asks for them, and the operands that have them are such a set as the operator
+        may be applied to contribution by contribution.
+        """
+        known = operators.get(operation.operator)
+        if not wanted or known is None:
+            return ()
+        partial = [self.state[value].partial for value in operation.operands]
+        having = tuple(position for position, axes in enumerate(partial) if axes)
+        reductions = {self.state[operation.operands[position]].reduction for position in having}
+        if not having or len({partial[position] for position in having}) > 1:
+            return ()
+        if len(reductions) > 1:
+            return ()
+        sets = known.partial_operands(
+            len(partial), reductions.pop() or "sum", **operation.attributes
+        )
+        both = difference(wanted, difference(wanted, partial[having[0]]))
+        return both if having in sets else ()
+
+    def deliver(self) -> None:
+        """Make outputs what they are asked to be."""
+        for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
+            source = self.state[value]
+            ndim = len(self.graph.values[value].shape)
+            target = _whole(ndim) if spec is None else self.table.encoded(spec)
+            target = target._replace(replicated=())
+            at: Place = (None, "output", position)
+            reduced = difference(source.partial, target.partial)
+            if reduced:
+                new = _consistent(source._replace(partial=difference(source.partial, reduced)))
+                self.move(value, at, source, new, reduced)
+                source = new
+            if source.dims != target.dims or source.partial != target.partial:
+                self.move(value, at, source, target)
+
+
+def _whole(ndim: int) -> Sharding:
+    return Sharding(((),) * ndim, (True,) * ndim)
+
+
+def _consistent(sharding: Sharding) -> Sharding:
+    return sharding if sharding.partial else sharding._replace(reduction=None)
+
+
+def ordered(parts: Sequence[Part]) -> Parts:
+    """Parts in the order of the mesh, those that follow one another joined.
+
+    >>> ordered([(1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 2, 0)])
+    ((0, 1, 4, 0), (1, 1, 2, 0))
+    """
+    found: Parts = ()
+    for part in sorted(parts):
+        found = joined(found, part)
+    return found
+
+
+def difference(parts: Parts, other: Parts) -> Parts:
+    """What of the first parts is not in the second ones, in the order of the mesh.
+
+    >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
+    ((0, 1, 2, 0), (0, 4, 2, 0))
+    """
+    if not other:
+        return ordered(parts)
+    left = list(parts)
+    for taken in other:
+        kept: list[Part] = []
+        for axis, pre, size, level in left:
+            low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
+            if axis != taken[0] or low >= high:
+                kept.append((axis, pre, size, level))
+                continue
+            if pre < low:
+                kept.append((axis, pre, low // pre, 0))
+            if high < pre * size:
+                kept.append((axis, high, pre * size // high, 0))
+        left = kept
+    return ordered(left)
