@@ -101,6 +101,10 @@ class Runner:
 class InProcess(Runner):
     """All shards in this process. Get one with `in_process`."""
 
+    def __init__(self, library: Library) -> None:
+        super().__init__(library)
+        self._gathers: dict[ArrayType, Movement] = {}
+
     def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices
 
@@ -111,12 +115,16 @@ class InProcess(Runner):
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:
             return shards[0]
-        mesh = source.spec.mesh
-        before = source.layout
-        # One place that wants all of it: the others need no copy.
-        whole = Layout.whole(source.shape, mesh.devices[:1], before.slots)
-        plan = Plan(before, whole, source.dtype)
-        return copies(plan, mesh.devices, mesh.devices[:1], self.library)(shards)[0]
+        gather = self._gathers.get(source)
+        if gather is None:
+            if len(self._gathers) >= MOST_KEPT:
+                self._gathers.clear()
+            devices, before = source.spec.mesh.devices, source.layout
+            # One place that wants all of it: the others need no copy.
+            whole = Layout.whole(source.shape, devices[:1], before.slots)
+            plan = Plan(before, whole, source.dtype)
+            gather = self._gathers[source] = copies(plan, devices, devices[:1], self.library)
+        return gather(shards)[0]
 
     def __repr__(self) -> str:
         return f"in_process({self.library.name!r})"
