@@ -48,6 +48,8 @@ SUBJECTS = (CALL, STEP, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
 # Relative errors beyond this one count less and less.
 _USUAL_ERROR = 0.1
 _REWEIGHTINGS = 30
+# What bytes are said to take of a measurement at most, where measurements cannot tell.
+_UNTOLD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class Fitted:
 def fit(measurements: Iterable[Measurement]) -> Fitted:
     """The links and overheads that explain measurements best.
 
-    What no measurement is about stays None. A bandwidth that the measurements cannot tell, since
-    messages of all sizes took as long, is the largest that one of them proves.
+    What no measurement is about stays None. Where all sizes took as long, the bandwidth is
+    so large that bytes take a hundredth of any measurement at most.
 
     >>> link = Link(1e9, 1e-4)
     >>> found = fit(
@@ -199,8 +201,8 @@ def _costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     pairs: list[tuple[float, float] | None] = []
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
-        # Where time does not grow with bytes, they are as fast as one measurement proves.
-        least_s = 1 / float((size_bytes / seconds_s).max()) if size_bytes.any() else 0.0
+        # Where time does not grow with bytes, they take next to nothing of any measurement.
+        least_s = _UNTOLD * float((seconds_s / np.maximum(size_bytes, 1)).min())
         pairs.append((found[latency], found[size] or least_s) if size_bytes.any() else None)
     return _Costs(pairs[0], pairs[1], found[4])
 
