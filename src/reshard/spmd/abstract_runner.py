@@ -44,6 +44,10 @@ class AbstractLibrary(Library):
         """The element type of an array or an abstract shard."""
         return array.dtype if isinstance(array, AbstractShard) else super().dtype_of(array)
 
+    def filled(self, shape: Sequence[int], value: Any, beside: Any) -> Any:
+        """An array of one number, of the element type of another array or abstract shard."""
+        return np.full(shape, value, dtype=self.dtype_of(beside).numpy)
+
 
 class AbstractRunner(Runner):
     """All shards of arrays without elements.
@@ -164,7 +168,11 @@ def _elements(kind: ArrayType) -> Any:
 
 
 def _is_numpys(dtype: DType) -> bool:
-    return dtype.name in np.sctypeDict
+    """Whether NumPy itself has the type: a package that adds some lets NumPy's own names be."""
+    try:
+        return np.dtype(dtype.name).isbuiltin == 1
+    except TypeError:
+        return False
 
 
 def _stand_in(dtype: DType) -> np.dtype[Any]:

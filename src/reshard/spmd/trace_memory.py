@@ -45,8 +45,7 @@ def with_memory(
         operations: one for each of the graph's.
         ranks: of the mesh, in its order.
     """
-    nothing = np.zeros(len(ranks), dtype=np.int64)
-    live = sum((_held(kind, ranks) for kind in inputs if kind is not None), nothing)
+    live = np.array(held_bytes(inputs, ranks))
     last = {value: place for place, one in enumerate(graph.operations) for value in one.operands}
     kept = {*graph.inputs, *graph.outputs}
     held: dict[int, IntArray] = {}
@@ -67,6 +66,13 @@ def with_memory(
             if value not in kept and last.get(value, place) <= place:
                 live = live - held.pop(value)
     return tuple(found)
+
+
+def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
+    """What arrays of these types take on each rank; None is a number, which takes nothing."""
+    nothing = np.zeros(len(ranks), dtype=np.int64)
+    held = sum((_held(kind, ranks) for kind in kinds if kind is not None), nothing)
+    return tuple(held.tolist())
 
 
 def _around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:

@@ -25,6 +25,7 @@ from reshard.spmd.abstract_runner import AbstractRunner
 from reshard.spmd.argument_tree import leaves
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph, Operation
 from reshard.spmd.graph_recording import (
     Recording,
@@ -36,7 +37,7 @@ from reshard.spmd.operation_call import Call, call, recording
 from reshard.spmd.propagation import propagate_graph
 from reshard.spmd.runner import Runner, replicated, runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.trace_memory import with_memory
+from reshard.spmd.trace_memory import held_bytes, with_memory
 from reshard.spmd.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 
@@ -108,7 +109,7 @@ class Trace:
     @cached_property
     def peak_bytes(self) -> Mapping[int, int]:
         """The most memory that each rank holds at any time, arguments included."""
-        rows = [one.live_bytes for one in self.operations] or [(0,) * len(self.ranks)]
+        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
         return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}
 
     def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
@@ -273,7 +274,7 @@ def _propagated(recorded: Recording, strategy: str, mesh: DeviceMesh | None) -> 
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(graph.values, found.values, strict=True)
     )
-    return Shardings(values, tuple((None,) * len(o.operands) for o in graph.operations))
+    return Shardings(values, explicit_reshards(found).operands)
 
 
 def _carried_out(
@@ -304,7 +305,7 @@ def _carried_out(
 
 
 def _resharded(x: Any, spec: Spec) -> Any:
-    return x if spec is None else x.shard(spec)
+    return x.shard(spec) if spec is not None and isinstance(x, ShardedArray) else x
 
 
 class _Watcher:
