@@ -161,8 +161,12 @@ def run_times(size_mib: int, repeat: int) -> None:
 def by_turns(runs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
     """The seconds of each run in each of `repeat` turns, after one that is left out."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for turn in range(repeat + 1):
-        for name, run in runs.items():
+        # Nobody always gets the memory that the same other one has given back.
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            run = runs[name]
             begin = time.perf_counter()
             made = run()
             taken = time.perf_counter() - begin
