@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
 
 STRATEGIES = ("eager", "basic", "aggressive")
-GOLDEN = Path(__file__).parent.parent / "golden" / "traces"
+ROOT = Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "traces"
 NEED_ELEMENTS = {"mask", "nonzero", "unique_counts"}
 
 every_function = pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
@@ -402,8 +405,46 @@ def test_the_golden_tables(strategy: str) -> None:
     golden(f"layer_{strategy}.txt", f"{layer_trace(strategy)}\n")
 
 
+def test_the_document_says_what_the_trace_says() -> None:
+    traced = layer_trace("eager")
+    found = json.loads(traced.to_json())
+    assert found["mesh"] == {"dp": 2, "tp": 4} and found["ranks"] == list(range(8))
+    assert found["moved_bytes"] == sum(
+        reshard["moved_bytes"]
+        for one in found["operations"]
+        for reshard in (*one["before"], *one["after"])
+    )
+    assert found["peak_bytes"] == [
+        max(sizes)
+        for sizes in zip(*(one["live_bytes"] for one in found["operations"]), strict=True)
+    ]
+    assert found["seconds_s"] == traced.seconds_s
+    assert [one["operator"] for one in found["operations"]] == [
+        one.operator for one in traced.graph.operations
+    ]
+    assert found["inputs"][0] == {
+        "value": 0,
+        "name": "x",
+        "dtype": "bfloat16",
+        "shape": [64, 32],
+        "sharding": "dp, -",
+    }
+
+
+def test_the_page_of_the_documents_is_what_the_example_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    monkeypatch.setattr("sys.argv", ["tracing.py", str(page)])
+    runpy.run_path(str(ROOT / "examples" / "tracing.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    document = (ROOT / "docs" / "tracing.md").read_text()
+    tables = re.findall(r"^```text\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
+    assert len(tables) == 2
+    for table in tables:
+        assert table in printed
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
 def test_the_golden_page() -> None:
-    page = layer_trace("eager").html("a layer")
-    golden("layer.html", page)
-    # What the page says stands in the trace.
-    assert re.search(r"<dt>moves</dt><dd>([^<]*)</dd>", page)
+    golden("layer.html", layer_trace("eager").html("a layer"))

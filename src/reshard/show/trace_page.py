@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 STYLE = """main { max-width: 1400px; }
 .wide { overflow-x: auto; }
 thead .left, .operations td { text-align: left; white-space: nowrap; }
+.operations td, .operations th { padding: 4px 8px; }
 .operations td.amount { text-align: right; font-size: inherit; }
 .operations th:first-child { color: var(--soft); text-align: right; }
 """

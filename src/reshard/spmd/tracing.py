@@ -37,6 +37,7 @@ from reshard.spmd.operation_call import Call, call, recording
 from reshard.spmd.propagation import propagate_graph
 from reshard.spmd.runner import Runner, replicated, runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.trace_document import trace_document
 from reshard.spmd.trace_memory import held_bytes, with_memory
 from reshard.spmd.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
@@ -159,6 +160,10 @@ class Trace:
         from reshard.show.trace_page import trace_page
 
         return trace_page(self, title)
+
+    def to_json(self) -> str:
+        """All of it as a JSON document, see `reshard.spmd.trace_document`."""
+        return trace_document(self)
 
     def __str__(self) -> str:
         from reshard.show.trace_table import trace_table
