@@ -129,6 +129,22 @@ def test_a_last_slice_is_copied() -> None:
     assert program.estimate("int8", topology(Overhead())).seconds_s == 0
 
 
+def test_what_lies_apart_in_a_view_is_packed() -> None:
+    # Slicing columns leaves a view; the permute behind it packs 4 x 4 bytes in 4 runs, or copies
+    # them so where they stay.
+    before, after = reshard.spec(MESH, "x, -"), reshard.spec(MESH, "y, x")
+    program = find_program(before, after, (8, 8))
+    assert [step.name for step in program.steps] == ["slice", "permute"]
+    sliced, permuted = program.estimate("int8", topology(ONE), "gloo").parts
+    assert (sliced.seconds_s, permuted.copy_s) == (0, 4 * 10 + 16 / 0.5)
+    whole = find_program(reshard.spec(MESH, "x, y"), after, (8, 8))
+    (alone,) = whole.estimate("int8", topology(ONE), "gloo").parts
+    # The busiest rank sends its shard from where it lies. All together copy two that stay.
+    assert alone.copy_s == 0
+    shared = whole.estimate("int8", topology(SHARED), "gloo").parts[0]
+    assert shared.copy_s == 2 * (20 + 16 / 0.125)
+
+
 def test_overheads_make_topologies_differ() -> None:
     assert topology(ONE) is topology(Overhead(copies=Link(0.5, 10.0)))
     assert topology(ONE) is not topology(SHARED)

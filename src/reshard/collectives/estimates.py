@@ -39,8 +39,11 @@ from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
 from reshard.dtypes import dtype as as_dtype
+from reshard.layout import Layout
+from reshard.planning.copying import run_elements
 from reshard.planning.estimates import exchanges_part
 from reshard.planning.plan import Plan
+from reshard.runs import IntArray
 from reshard.topology import Topology
 
 _FORMULAS_OF = (AllGather, ReduceScatter, AllReduce)
@@ -64,10 +67,13 @@ def program_estimate(
     check_library(library)
     itemsize_bytes = as_dtype(dtype).itemsize_bytes
     steps = program.steps
-    parts = [
-        step_part(step, itemsize_bytes, topology, library, not number, number == len(steps) - 1)
-        for number, step in enumerate(steps)
-    ]
+    parts: list[Part] = []
+    inside: Layout | None = None
+    for number, step in enumerate(steps):
+        is_first, is_last = not number, number == len(steps) - 1
+        parts.append(step_part(step, itemsize_bytes, topology, library, is_first, is_last, inside))
+        # A slice between two steps is a view of what was there before it.
+        inside = (inside or step.source_layout) if isinstance(step, Slice) else None
     return Estimate(tuple(parts), topology.overhead.call_s)
 
 
@@ -78,6 +84,7 @@ def step_part(
     library: str,
     is_first: bool = True,
     is_last: bool = True,
+    inside: Layout | None = None,
 ) -> Part:
     """The seconds of one step of a program for elements of so many bytes.
 
@@ -86,6 +93,7 @@ def step_part(
         itemsize_bytes: of an element.
         topology, library: of `program_estimate`.
         is_first, is_last: whether no step is before, or behind, it.
+        inside: whose shards its own are views of; None where of none.
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
@@ -101,14 +109,19 @@ def step_part(
             for group in step.groups
         ]
         return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(name))
-    part = _messages_part(step, itemsize_bytes, topology, is_first, is_last)
+    part = _messages_part(step, itemsize_bytes, topology, is_first, is_last, inside)
     if part.algorithm == "-" or not topology.overhead.step_s:
         return part
     return replace(part, latency_s=part.latency_s + topology.overhead.step_s)
 
 
 def _messages_part(
-    step: Step, itemsize_bytes: int, topology: Topology, is_first: bool, is_last: bool
+    step: Step,
+    itemsize_bytes: int,
+    topology: Topology,
+    is_first: bool,
+    is_last: bool,
+    inside: Layout | None,
 ) -> Part:
     name = str(step)
     if isinstance(step, Slice):
@@ -116,18 +129,33 @@ def _messages_part(
         if not is_last or not topology.overhead.counts_copies:
             return Part.nothing(name)
         whole = Plan(step.source_layout, step.target_layout)
-        return exchanges_part([whole], itemsize_bytes, topology, name)
+        return exchanges_part([whole], itemsize_bytes, topology, name, inside=inside)
     if isinstance(step, Permute):
         sent = step.received_elements * itemsize_bytes
         sender, receiver = np.array(step.pairs, dtype=np.int64).reshape(-1, 2).T
-        stays = receiver[sender == receiver]
-        held = step.target_layout.cell_shape.prod(axis=1)[stays] * itemsize_bytes
-        copies = Copies(stays, held, np.ones(len(stays), dtype=np.int64))
+        copies = _permuted(step, sender, receiver, itemsize_bytes, inside or step.source_layout)
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
     # Groups share no rank, but may share a host. Behind another step, a gather's own part is in
     # its place.
-    keeps = is_first or not isinstance(step, AllGather)
-    return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=keeps)
+    keeps = is_first or inside is not None or not isinstance(step, AllGather)
+    return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
+
+
+def _permuted(
+    step: Permute, sender: IntArray, receiver: IntArray, itemsize_bytes: int, around: Layout
+) -> Copies:
+    """Whole shards that stay, and that are packed since they lie apart in the arrays around."""
+    own = step.source_layout
+    shape, arrays = (
+        one.cell_shape[np.searchsorted(one.cell_slot, sender)] for one in (own, around)
+    )
+    elements, run = shape.prod(axis=1), run_elements(shape, arrays)
+    is_copied = (elements > 0) & ((sender == receiver) | (run < elements))
+    return Copies(
+        sender[is_copied],
+        elements[is_copied] * itemsize_bytes,
+        elements[is_copied] // run[is_copied],
+    )
 
 
 def _collective_part(

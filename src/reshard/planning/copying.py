@@ -44,6 +44,7 @@ def copies_of(
     itemsize_bytes: int,
     *,
     keeps: bool = True,
+    inside: Layout | None = None,
 ) -> Copies:
     """The copies of all ranks.
 
@@ -52,6 +53,7 @@ def copies_of(
         source, target: whose slots are ranks.
         itemsize_bytes: of an element.
         keeps: whether what stays is copied; False where it is in its place.
+        inside: whose arrays the source's are views of, one a rank; None where of none.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2)
@@ -62,7 +64,11 @@ def copies_of(
     [[0, 1, 0, 1], [6, 6, 6, 6], [3, 3, 3, 3]]
     """
     elements = transfers.elements
-    source_run = run_elements(transfers.shape, source.cell_shape[transfers.source_cell])
+    around = source.cell_shape[transfers.source_cell]
+    if inside is not None:
+        cells = np.searchsorted(inside.cell_slot, transfers.source_slot)
+        around = inside.cell_shape[cells]
+    source_run = run_elements(transfers.shape, around)
     target_run = run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
     stays, moves = transfers.stays & keeps, ~transfers.stays
     is_packed = _travels_with_others(transfers, elements * itemsize_bytes)

@@ -22,6 +22,7 @@ from reshard.planning.copying import copies_of
 from reshard.topology import Topology
 
 if TYPE_CHECKING:
+    from reshard.layout import Layout
     from reshard.planning.job import Job, JobItem
     from reshard.planning.plan import Plan
     from reshard.planning.stages import StagedJob
@@ -45,8 +46,9 @@ def exchanges_part(
     name: str = "exchange",
     *,
     keeps: bool = True,
+    inside: Layout | None = None,
 ) -> Part:
-    """The messages of several plans at once. Without `keeps`, what stays is in its place.
+    """The messages of several plans at once; for `keeps` and `inside` see `copies_of`.
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
@@ -55,7 +57,14 @@ def exchanges_part(
     copies = None
     if topology.overhead.counts_copies:
         copies = Copies.joined(
-            copies_of(plan.transfers, plan.source, plan.target, itemsize_bytes, keeps=keeps)
+            copies_of(
+                plan.transfers,
+                plan.source,
+                plan.target,
+                itemsize_bytes,
+                keeps=keeps,
+                inside=inside,
+            )
             for plan in plans
         )
     return message_cost(
