@@ -53,6 +53,8 @@ bench: venv
 		--cases rows4-columns2 rows4-rows8 dcp-rows4-columns2
 	$(VENV)/bin/python benchmarks/live.py
 	$(VENV)/bin/python benchmarks/refit.py
+	$(VENV)/bin/python benchmarks/collectives.py
+	$(VENV)/bin/python benchmarks/spmd.py
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
 soak: venv

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from spmd.operator_cases import (
     SIZE,
     Array,
+    Cases,
     Draw,
     Part,
     Trial,
     _broadcast,
     _called,
     an_axis,
-    case,
-    drawn,
     shapes,
     some_axes,
     values,
 )
+
+CASES = Cases()
+case, drawn = CASES.case, CASES.drawn
 
 # Windows
 

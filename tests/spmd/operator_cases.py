@@ -74,42 +74,53 @@ def some_axes(draw: Draw, rank: int) -> Any:
     return draw(st.one_of(st.none(), sets if rank else st.just(()), *single))
 
 
-CASES: dict[str, Case] = {}
+class Cases(dict[str, Case]):
+    """Cases by operator."""
 
+    def case(
+        self, names: str, compute: Callable[..., Any]
+    ) -> Callable[[Callable[..., Trial]], Any]:
+        """Registers a function that draws a trial for these operators.
 
-def case(names: str, compute: Callable[..., Any]) -> Callable[[Callable[..., Trial]], Any]:
-    """Registers a function that draws a trial for these operators.
+        `compute` is given the operands one by one and the attributes, and `part` when it asks
+        for it.
+        """
+        code = getattr(compute, "__code__", None)
+        wants_part = code is not None and "part" in code.co_varnames
 
-    `compute` is given the operands one by one and the attributes, and `part` when it asks for it.
-    """
-    wants_part = "part" in compute.__code__.co_varnames if hasattr(compute, "__code__") else False
+        def run(
+            operands: list[Array], attributes: dict[str, Any], part: Part | None
+        ) -> list[Array]:
+            extra = {"part": part} if wants_part else {}
+            with np.errstate(all="ignore"):
+                found = compute(*operands, **attributes, **extra)
+            return [np.asarray(x) for x in (found if isinstance(found, tuple | list) else [found])]
 
-    def run(operands: list[Array], attributes: dict[str, Any], part: Part | None) -> list[Array]:
-        extra = {"part": part} if wants_part else {}
-        with np.errstate(all="ignore"):
-            found = compute(*operands, **attributes, **extra)
-        return [np.asarray(x) for x in (found if isinstance(found, tuple | list) else [found])]
+        def register(draw_trial: Callable[..., Trial]) -> Any:
+            strategy = st.composite(draw_trial)()
+            for name in names.split():
+                assert name not in self, name
+                self[name] = Case(strategy, run)
+            return draw_trial
 
-    def register(draw_trial: Callable[..., Trial]) -> Any:
-        strategy = st.composite(draw_trial)()
+        return register
+
+    def drawn(
+        self, names: str, draw_trial: Callable[..., Trial], **computes: Callable[..., Any]
+    ) -> None:
+        """Registers operators with one way of drawing: NumPy's functions unless named otherwise."""
         for name in names.split():
-            assert name not in CASES, name
-            CASES[name] = Case(strategy, run)
-        return draw_trial
-
-    return register
-
-
-def drawn(names: str, draw_trial: Callable[..., Trial], **computes: Callable[..., Any]) -> None:
-    """Registers operators with one way of drawing: NumPy's functions unless named otherwise."""
-    for name in names.split():
-        compute = computes.get(name) or getattr(np, name)
-        case(name, compute if hasattr(compute, "__code__") else _called(compute))(draw_trial)
+            compute = computes.get(name) or getattr(np, name)
+            with_code = compute if hasattr(compute, "__code__") else _called(compute)
+            self.case(name, with_code)(draw_trial)
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands, **attributes: function(*operands, **attributes)
 
+
+CASES = Cases()
+case, drawn = CASES.case, CASES.drawn
 
 # Element by element
 

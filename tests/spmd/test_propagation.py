@@ -11,7 +11,7 @@ from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph
 from reshard.spmd.merging import Direction
 from reshard.spmd.propagation import PropagatedGraph, propagate, propagate_graph
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 ADD = "([i, j], [i, j]) -> ([i, j]) {i=8, j=8}"
 DOT = "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}"

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import spmd.movement_cases
-import spmd.numerical_cases  # noqa: F401
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
-from reshard.spmd.rule import Mapping, OpShardingRule
 from reshard.spmd.rule_builder import Inferred
-from spmd.operator_cases import CASES, Array, Case, Part, Trial
+from reshard.spmd.sharding_rule import Mapping, OpShardingRule
+from spmd import movement_cases, numerical_cases, operator_cases
+from spmd.operator_cases import Array, Case, Part, Trial
+
+CASES = operator_cases.CASES | movement_cases.CASES | numerical_cases.CASES
 
 COMBINE = {
     "sum": np.add,
@@ -35,6 +36,8 @@ COMBINE = {
 def test_every_rule_of_the_table_is_tried() -> None:
     assert {name for name in SHIPPED if operators[name].has_rule} == set(CASES)
     assert len(CASES) > 200
+    tables = (operator_cases.CASES, movement_cases.CASES, numerical_cases.CASES)
+    assert len(CASES) == sum(map(len, tables))
 
 
 def part_of(

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.collectives.steps import AllReduce, Permute, ReduceScatter, Step
+from reshard.collectives.steps import AllReduce, Exchange, Permute, ReduceScatter, Step
 from reshard.cost import load_preset
 from reshard.errors import MeshError, ShardError, SpecError, UsageError
 from reshard.layout import Box, Layout
@@ -59,8 +61,13 @@ def volume_of_both(one: Box | None, other: Box | None) -> int:
 
 
 def received(step: Step) -> int:
-    """Elements that must arrive in a step, counted box by box without any plan."""
+    """Elements that must arrive in a step, counted box by box without any plan.
+
+    An exchange that combines contributions is counted by the boxes that it copies.
+    """
     before, after = step.source_layout, step.target_layout
+    if isinstance(step, Exchange) and before.contributions * after.contributions > 1:
+        return int(Plan(before, after).transfers.moving.elements.sum())
     total = 0
     for group in step.groups:
         for place, rank in enumerate(group):
@@ -218,6 +225,53 @@ def test_memory_is_that_of_all_that_is_alive(case: Traced, strategy: str) -> Non
         expected = peaks(traced, rank)
         assert [one.live_bytes[place] for one in traced.operations] == expected
         assert traced.peak_bytes[rank] == max(expected, default=traced.peak_bytes[rank])
+
+
+STEPS = {
+    "tanh": lambda x, y: sp.tanh(x),
+    "twice": lambda x, y: x * 2.0,
+    "sum": lambda x, y: x + y.mT if x.shape != y.shape else x + y,
+    "product": lambda x, y: x @ (y.mT if x.shape == y.shape else y) @ x / 8.0,
+    "turn": lambda x, y: sp.flip(x, axis=0),
+    "total": lambda x, y: x - sp.sum(x, axis=1, keepdims=True),
+    "largest": lambda x, y: sp.max(x, axis=0) + x,
+    "softmax": lambda x, y: sp.softmax(x, axis=1),
+    "joined": lambda x, y: sp.concat([x, x], axis=0)[: x.shape[0], :],
+    "reshaped": lambda x, y: sp.reshape(sp.reshape(x, (-1,)), x.shape) + 1.0,
+}
+MATRICES = list(specs(MESH, 2, partial=True))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*STEPS, "reshard"]), st.integers(0, 99)), max_size=5),
+    st.lists(st.sampled_from([None, *MATRICES]), min_size=2, max_size=2),
+    st.sampled_from(STRATEGIES),
+)
+def test_any_function_runs_as_traced(
+    steps: list[tuple[str, int]], cuts: list[ShardingSpec | None], strategy: str
+) -> None:
+    def function(x: Any, y: Any) -> Any:
+        known = [x, y]
+        for name, number in steps:
+            one, other = known[number % len(known)], known[number // 10 % len(known)]
+            if name == "reshard":
+                known.append(one.shard(MATRICES[number % len(MATRICES)]))
+            else:
+                known.append(STEPS[name](one, other))
+        return known[2:] or known
+
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=shape) for shape in ((4, 5), (5, 4))]
+    types = [sp.abstract(one.shape, "float64", at) for one, at in zip(arrays, cuts, strict=True)]
+    traced = sp.trace(function, *types, strategy=strategy)
+    counting = Counting()
+    found = traced.run(*arrays, runner=counting)
+    assert counting.moved_bytes == traced.moved_bytes
+    assert tuple(one.type for one in found) == traced.outputs
+    for one, other in zip(found, function(*map(sp.array, arrays)), strict=True):
+        np.testing.assert_allclose(one.to_dense(), other.to_dense(), 1e-9, 1e-9)
+    for place, rank in enumerate(traced.ranks):
+        assert [one.live_bytes[place] for one in traced.operations] == peaks(traced, rank)
 
 
 def test_memory_of_a_tensor_parallel_layer_by_hand() -> None:

@@ -17,7 +17,7 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of, rule, rule_of
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 from reshard.spmd.templates import (
     Template,
     broadcast_with_shapes_template,

@@ -27,7 +27,7 @@ from functools import lru_cache
 from reshard.mesh import Axis, DeviceMesh
 from reshard.runs import OWNED
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 Shape = tuple[int, ...]
 Cuts = dict[int, DimSpec]

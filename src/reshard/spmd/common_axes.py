@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from reshard.mesh import DeviceMesh
 from reshard.spmd.axis_parts import Parts, are_apart, begins_strictly, joined, size_of, without
 from reshard.spmd.factor_shardings import FactorShardings
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 Axes = list[Parts]
 """What cuts each factor."""
@@ -161,6 +161,7 @@ class _Vote:
         # Ties go by the axes' names, not by their places in the mesh.
         order = sorted(range(len(mesh.axis_names)), key=lambda axis: mesh.axis_names[axis])
         self.rank = {axis: place for place, axis in enumerate(order)}
+        self.full = mesh.shape
         self.needs: dict[int, set[int]] = {}
         for mapping in rule.tensors:
             for dim in mapping:
@@ -216,5 +217,8 @@ class _Vote:
             kind = 1
         elif one.factor in self.rule.need_replication:
             kind = 0
-        names = tuple((self.rank[part[0]], part[1], part[2]) for part in one.axes)
+        names = tuple(
+            (self.rank[part[0]], part[2] != self.full[part[0]], part[1], part[2])
+            for part in one.axes
+        )
         return (one.elements, kind, one.shards, one.factor, names)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.spmd.axis_parts import Parts, Sharding, joined
-from reshard.spmd.rule import Mapping
+from reshard.spmd.sharding_rule import Mapping
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import NotationError, SpecError
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 
 @dataclass(frozen=True, slots=True)

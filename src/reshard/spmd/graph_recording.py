@@ -31,8 +31,8 @@ from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.library import library_of
 from reshard.spmd.operation_call import Attributes, Call, recording
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.rule import OpShardingRule
 from reshard.spmd.sharded_array import ShardedArray, plain_spec
+from reshard.spmd.sharding_rule import OpShardingRule
 
 WITH_SHARDING = "with_sharding"
 

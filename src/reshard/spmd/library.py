@@ -1,7 +1,7 @@
 """Who computes with the shards: NumPy or PyTorch, by the names of the array API standard.
 
 Both libraries are used through one namespace each, with the standard's names. NumPy has them
-itself; PyTorch's differ, and the package `array_api_compat` gives it the standard's.
+itself from 2.1 on; for PyTorch and older NumPy the package `array_api_compat` has them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def library(name: str) -> Library:
             needed.
     """
     if name == "numpy":
-        if hasattr(np, "__array_api_version__"):
+        if hasattr(np, "cumulative_sum"):  # The standard's newest names came with NumPy 2.1.
             return Library(name, np)
         return Library(name, _compatible("array_api_compat.numpy", name))
     if name == "torch":

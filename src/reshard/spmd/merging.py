@@ -35,7 +35,7 @@ from reshard.spmd.axis_parts import (
     without,
 )
 from reshard.spmd.factor_shardings import FactorSharding, FactorShardings
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 
 class Direction(enum.IntFlag):

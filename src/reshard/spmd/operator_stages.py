@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from reshard.spmd.merging import Direction
 from reshard.spmd.operators.table import operators
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 STAGES = 5
 ANY_STAGE = STAGES - 1

@@ -38,7 +38,7 @@ from reshard.spmd.operator_stages import (
     class_of,
     directions,
 )
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 Known = Sequence[ShardingSpec | None]
 """Shardings by the number of their value; None where nothing is said."""

@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 
 from reshard.errors import SpecError
-from reshard.spmd.rule import Mapping
+from reshard.spmd.sharding_rule import Mapping
 
 
 def reshape_factors(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 Shape = tuple[int, ...]
 Kind = Literal["pass_through", "reduction", "need_replication", "permutation"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from reshard.errors import SpecError
 from reshard.layout import REDUCTIONS
 from reshard.spmd.reshape_factors import reshape_factors
-from reshard.spmd.rule import Mapping, OpShardingRule, factor_names
+from reshard.spmd.sharding_rule import Mapping, OpShardingRule, factor_names
 
 Shape = tuple[int, ...]
 

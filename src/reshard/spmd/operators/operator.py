@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from reshard.spmd.rule import OpShardingRule
 from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 Linear = Literal["each", "one", "none"] | tuple[int, ...]
 """Which operands may be partial sums, the result being one then:

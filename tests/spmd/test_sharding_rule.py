@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import NotationError, SpecError
 from reshard.layout import REDUCTIONS
-from reshard.spmd.rule import OpShardingRule, factor_names
+from reshard.spmd.sharding_rule import OpShardingRule, factor_names
 
 MATMUL = "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
 
