@@ -18,7 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from reshard.mesh import Axis
+from reshard.errors import SpecError
+from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.shardy import parse_shardy
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.axis_parts import AxisTable
@@ -26,7 +27,7 @@ from reshard.spmd.explicit_reshards import PlacedGraph, explicit_reshards
 from reshard.spmd.factor_shardings import collected
 from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.propagation import PropagatedGraph, propagate_graph
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 from shardy_programs import Program, random_program
 
 POPULATE = "func.func(sdy-populate-op-sharding-rules)"
@@ -148,10 +149,13 @@ def all_axes(spec: ShardingSpec) -> list[Axis]:
 
 
 def read(program: Program, text: str | None, ndim: int) -> ShardingSpec | None:
-    """A sharding from Shardy's text."""
+    """A sharding from Shardy's text. One with parts that cannot be together is told apart."""
     if text is None:
         return None
-    return parse_shardy(text, program.mesh, (1,) * ndim)
+    try:
+        return parse_shardy(text, program.mesh, (1,) * ndim)
+    except SpecError:
+        return UNREADABLE
 
 
 def plain(spec: ShardingSpec | None) -> object:
@@ -173,6 +177,8 @@ def plain(spec: ShardingSpec | None) -> object:
     )
 
 
+# What stands for a sharding of which we cannot have an equal.
+UNREADABLE = ShardingSpec(DeviceMesh("unreadable", (), ()), [])
 PARTS = "parts of an axis that cannot be together"
 RESHARDS = "func.func(sdy-insert-explicit-reshards{enable-full-version=true})"
 Dims = tuple[tuple[str, ...], ...]
@@ -291,6 +297,7 @@ class Tally:
 
     programs: int = 0
     crashed: int = 0
+    refused: int = 0
     compared: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
     conflicts: int = 0
@@ -302,8 +309,10 @@ class Tally:
         explained = ", ".join(f"{why} {count}" for why, count in self.explained.items()) or "none"
         rare = min(self.operators.items(), key=lambda item: item[1])
         return (
-            f"{self.programs} programs ({self.conflicts} with conflicts, {self.crashed} at which "
-            f"Shardy crashes); compared: {compared}; deliberate differences: {explained}; "
+            f"{self.programs} programs ({self.conflicts} of those compared to the end have "
+            f"conflicts; Shardy crashes at {self.crashed}, and makes reshards that its own "
+            f"verifier refuses for {self.refused}); compared: {compared}; deliberate differences: "
+            f"{explained}; "
             f"unexplained: {len(self.unexplained)}; rarest operator: {rare[0]} {rare[1]} times"
         )
 
@@ -331,8 +340,11 @@ def campaign(seeds: Sequence[int], batch: int = 250) -> Tally:
         pipeline = f"{PASSES['user-priority']},{RESHARDS}"
         moves = answers_of([program for _, program, _ in movable], [pipeline])
         for (seed, program, found), (_, answer) in zip(movable, moves, strict=True):
+            explicit_reshards(found)
             if answer is None:
                 tally.crashed += 1
+            elif "refused" in answer[pipeline]:
+                tally.refused += 1
             else:
                 _count_moves(tally, seed, program, found, answer[pipeline])
     return tally

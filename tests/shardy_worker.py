@@ -72,7 +72,11 @@ def main() -> None:
             found: dict[str, Any] = {}
             for pipeline in request["pipelines"]:
                 module = ir.Module.parse(request["text"])
-                PassManager.parse(f"builtin.module({pipeline})").run(module.operation)
+                try:
+                    PassManager.parse(f"builtin.module({pipeline})").run(module.operation)
+                except ir.MLIRError as error:
+                    found[pipeline] = {"refused": str(error)}
+                    continue
                 found[pipeline] = shardings_of(module)
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
