@@ -139,17 +139,20 @@ def test_noise_of_a_tenth_moves_estimates_little(seed: int) -> None:
         assert abs(seconds_s / one.seconds_s - 1) < 0.12
 
 
-@given(st.integers(0, len(SIZES) - 1), st.floats(3, 100))
-def test_one_measurement_gone_wrong_counts_little(place: int, times: float) -> None:
+@pytest.mark.parametrize("times", [0.3, 3, 100])
+def test_measurements_gone_wrong_count_little(times: float) -> None:
     link, call_s = Link(2e9, 3e-4), 2e-3
     measured = pairs(link, call_s) * 3
-    wrong = measured[place]
-    measured[place] = Measurement(
-        wrong.subject, wrong.name, wrong.seconds_s * times, wrong.messages, wrong.size_bytes
-    )
+    gone = {1, 5, 9, 15, 19}
+    for place in gone:
+        wrong = measured[place]
+        measured[place] = Measurement(
+            wrong.subject, wrong.name, wrong.seconds_s * times, wrong.messages, wrong.size_bytes
+        )
     found = fit(call(call_s) + measured)
-    right = [ratio for number, ratio in enumerate(found.ratios[3:]) if number != place]
-    assert all(abs(ratio - 1) < 0.05 for ratio in right)
+    right = [ratio for number, ratio in enumerate(found.ratios[3:]) if number not in gone]
+    # Without weights, 0.3 moves them by more than a half.
+    assert all(abs(ratio - 1) < 0.1 for ratio in right)
 
 
 def test_kinds_of_collectives_have_links_of_their_own() -> None:

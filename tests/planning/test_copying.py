@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 import reshard
 from collectives.sharding_pairs import Pair, pairs
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.planning import copying
 from reshard.planning.copying import copies_of
 from reshard.planning.transfers import Transfers
@@ -84,3 +84,21 @@ def test_what_is_in_its_place_is_not_copied() -> None:
     kept, moved = (copies_of(transfers, rows, columns, 1, keeps=k) for k in (True, False))
     assert kept.by_rank(2)[0].tolist() == [8, 8]
     assert moved.by_rank(2)[0].tolist() == [4, 4]
+
+
+def test_small_pieces_travel_together_and_large_ones_alone() -> None:
+    # Rank 1 gets two stretches of rank 0's: packed at both ends where they are small, though each
+    # lies in one run.
+    for length, packed in ((8, True), (copying.SMALL_PIECE_BYTES, False)):
+        shape = (4 * length,)
+        source = Layout.from_boxes(shape, [(0, Box((0,), shape))])
+        target = Layout.from_boxes(
+            shape, [(1, Box((0,), (length,))), (1, Box((2 * length,), (3 * length,)))]
+        )
+        found = copies_of(reshard.plan(source, target).transfers, source, target, 1)
+        expected = [2 * length, 2 * length] if packed else [0, 0]
+        assert found.by_rank(2)[0].tolist() == expected
+    alone = Layout.from_boxes((8,), [(1, Box((0,), (4,)))])
+    whole = Layout.from_boxes((8,), [(0, Box((0,), (8,)))])
+    found = copies_of(reshard.plan(whole, alone).transfers, whole, alone, 1)
+    assert not len(found.rank)

@@ -98,6 +98,16 @@ def test_cases_by_hand() -> None:
         assert cases[name].method == "program"
 
 
+def test_a_link_between_hosts_is_that_of_one_rank() -> None:
+    # Both ranks of a host send, and the network is shared; what one of them sends is counted.
+    across = by_name(cases_of(2, 2, 1 << 20))["to the next host"]
+    found = across.measurement(1.0, range(2))
+    assert list(found.counts) == [1, 1 << 20, 0, 0, 0]
+    moves = across.plan.transfers.moving
+    assert sorted(moves.source_slot.tolist()) == [0, 1, 2, 3]
+    assert ((moves.source_slot + 2) % 4 == moves.target_slot).all()
+
+
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 2), (1, 3), (1, 8), (2, 1), (2, 4), (3, 3)])
 def test_cases_fit_any_job(hosts: int, ranks: int) -> None:
     largest_bytes = 1 << 16
