@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -59,11 +60,21 @@ def test_many_kinds_of_reshards_are_drawn_in_part() -> None:
         sp.abstract((4, 6, 6), "float32", spec(MESH, "x, -, -")),
         topology=load_preset("h100-8").topology(),
     )
-    kinds = {(r.source, r.target) for one in traced.operations for r in one.reshards}
+    found = [(r.source, r.target) for one in traced.operations for r in one.reshards]
+    kinds = list(dict.fromkeys(found))
     page = traced.html()
     check_page(page)
     assert len(kinds) > MOST_DRAWN
     assert f"and {len(kinds) - MOST_DRAWN} other kind" in page
+    # The one that moves most, however often, comes first.
+    total: Counter[int] = Counter()
+    for one in traced.operations:
+        for reshard in one.reshards:
+            total[kinds.index((reshard.source, reshard.target))] += reshard.moved_bytes
+    source, target = kinds[max(total, key=lambda kind: (total[kind], -kind))]
+    drawn = page[page.index("<h3>") :]
+    assert f"<code>{target}</code>" in drawn[: drawn.index("</section>")]
+    assert f"<code>{source.spec}</code>" in drawn[: drawn.index("</section>")]
 
 
 def test_names_cannot_break_a_page() -> None:

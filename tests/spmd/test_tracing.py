@@ -319,6 +319,26 @@ def test_shardings_reach_arguments_that_have_none() -> None:
     assert [kind.spec for kind in eager.inputs if kind] == [None, None]
 
 
+def test_operands_are_resharded_as_propagation_says() -> None:
+    mesh = DeviceMesh.of(x=2, y=2)
+    x = sp.abstract((8, 8), "float32", spec(mesh, "-, y"))
+    w = sp.abstract((8, 8), "float32", spec(mesh, "y, -"))
+    traced = sp.trace(lambda x, w: (x @ w).shard(spec(mesh, "x, -")), x, w, strategy="basic")
+    (moved,) = traced.operations[0].before
+    assert (moved.value, str(moved.target)) == (0, "x, y")
+    assert [str(step) for step in moved.program.steps] == ["slice(x)"]
+    (reduced,) = traced.operations[0].after
+    assert [str(step) for step in reduced.program.steps] == ["all-reduce(y)"]
+    assert traced.operations[1].moved_bytes == 0
+
+
+def test_operations_on_constants_alone_are_no_part_of_the_graph() -> None:
+    table = sp.array(np.arange(4.0))
+    traced = sp.trace(lambda x: x + sp.exp(table), sp.abstract((4,), "float64"))
+    assert [one.operator for one in traced.graph.operations] == ["add"]
+    np.testing.assert_allclose(traced.run(np.ones(4)).to_dense(), 1 + np.exp(np.arange(4.0)))
+
+
 def test_a_graph_says_what_was_recorded() -> None:
     traced = sp.trace(
         lambda a: sp.sum(sp.exp(a) * 2, axis=1).shard(spec(MESH, "y")),
@@ -359,6 +379,8 @@ def test_types_that_numpy_lacks_are_traced() -> None:
     )
     names = [kind.dtype.name for kind in traced.outputs]
     assert names == ["bfloat16", "float32", "bool", "float32", "bfloat16", "bfloat16"]
+    narrow = sp.trace(lambda x: sp.astype(x, "float8_e4m3fn"), x).outputs[0]
+    assert narrow.dtype.name == "float8_e4m3fn"
 
 
 def test_large_arrays_are_traced_without_their_memory() -> None:
@@ -454,7 +476,7 @@ def golden(name: str, text: str) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", ["eager", "basic", "aggressive"])
 def test_the_golden_tables(strategy: str) -> None:
     golden(f"layer_{strategy}.txt", f"{layer_trace(strategy)}\n")
 

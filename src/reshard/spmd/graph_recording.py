@@ -172,7 +172,7 @@ class _GraphRecorder:
 
 def _key(array: Any) -> Any:
     """Arrays are told apart by their identity, numbers by what they are."""
-    return id(array) if isinstance(array, ArrayValue) else (type(array), repr(array))
+    return id(array) if isinstance(array, ArrayValue) else repr(array)
 
 
 def _said(value: Any) -> Any:
