@@ -296,6 +296,28 @@ def test_a_function_that_does_nothing_holds_its_arguments() -> None:
     assert traced.moved_bytes == 0 and traced.operations == ()
 
 
+def test_ranks_need_not_begin_at_0_nor_rise() -> None:
+    mesh = DeviceMesh.of(x=2, y=2, devices=[12, 10, 13, 11])
+    a = sp.abstract((5, 4), "float32", spec(mesh, "x, y"))
+    b = sp.abstract((4, 3), "float32", spec(mesh, "y, -"))
+    traced = sp.trace(lambda a, b: (a @ b).reduced(), a, b)
+    # Three rows of five lie on 12 and 10: 24 + 24 bytes of operands, 36 of the product.
+    assert traced.operations[0].live_bytes == (84, 84, 64, 64)
+    assert list(traced.peak_bytes) == [12, 10, 13, 11]
+    assert "ranks 10,12 hold at most 192 B" in str(traced)
+    found = traced.run(np.ones((5, 4), "float32"), np.ones((4, 3), "float32"))
+    np.testing.assert_array_equal(found.to_dense(), np.full((5, 3), 4.0))
+
+
+def test_arrays_without_elements_or_none_at_all() -> None:
+    empty = sp.abstract((0, 4), "float32", spec(MESH, "x, -"))
+    traced = sp.trace(lambda x: sp.sum(x), empty)
+    assert traced.run(np.ones((0, 4), "float32")).to_dense() == 0.0
+    alone = sp.trace(lambda: sp.ones((2,)))
+    assert "0 operations on 1 rank" in str(alone)
+    np.testing.assert_array_equal(alone.run().to_dense(), np.ones(2))
+
+
 def test_times_are_those_of_the_programs() -> None:
     topology = load_preset("h100-8").topology()
     case = next(case for case in FUNCTIONS if case.name == "both ways")

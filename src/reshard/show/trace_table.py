@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from reshard.show.quantities import bytes_text, count_text, duration_text, table
+from reshard.show.rank_text import ranks_text
 from reshard.spmd.graph_recording import WITH_SHARDING
 
 if TYPE_CHECKING:
@@ -152,10 +153,12 @@ def summary(trace: Trace) -> list[str]:
     moved = bytes_text(trace.moved_bytes)
     peak = max(trace.peak_bytes.values())
     fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]
-    who = "each rank" if len(fullest) == len(trace.ranks) else f"rank {fullest[0]}"
+    who = f"{ranks_text(sorted(fullest), 24)} hold{'s' if len(fullest) == 1 else ''}"
+    if len(fullest) == len(trace.ranks):
+        who = "each rank holds"
     lines = [
         f"{operations} on {ranks}, {trace.strategy}; inserted: {names or 'nothing'}",
-        f"{moved} move between ranks; {who} holds at most {bytes_text(peak)}",
+        f"{moved} move between ranks; {who} at most {bytes_text(peak)}",
     ]
     if trace.seconds_s is not None:
         lines.append(f"what is inserted takes {duration_text(trace.seconds_s)}")
