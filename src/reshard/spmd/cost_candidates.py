@@ -15,16 +15,17 @@ those that extend it as well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from reshard.mesh import DeviceMesh
 from reshard.spmd.axis_parts import Part, Parts, Sharding, joined, size_of
 from reshard.spmd.common_axes import common_axes
 from reshard.spmd.factor_shardings import FactorSharding, collected, updated
 from reshard.spmd.graph import Operation
 from reshard.spmd.operators.table import operators
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 
 # Ways of an operator, and shardings of a value; those of the other strategies come first.
 MOST_WAYS = 256
@@ -111,7 +112,7 @@ def ways_of(
     shapes: Sequence[tuple[int, ...]],
     pieces: Parts,
     known: Sequence[Sequence[Sharding]],
-    mesh_axes: object,
+    mesh: DeviceMesh,
 ) -> list[Way]:
     """The ways in which an operation may run.
 
@@ -120,7 +121,7 @@ def ways_of(
         shapes: of its operands, then of its results.
         pieces: of the mesh's axes.
         known: the shardings of its tensors, as other strategies have them: one list a strategy.
-        mesh_axes: the mesh.
+        mesh: whose axes they are.
     """
     rule = operation.rule
     found: dict[Way, None] = {Way(((),) * len(rule.sizes)): None}
@@ -130,12 +131,10 @@ def ways_of(
             collected(mapping, rule.sizes, sharding, frozenset(), closed_if_missing=True)
             for mapping, sharding in zip(rule.tensors, shardings, strict=True)
         ]
-        cuts = tuple(common_axes(rule, tensors, elements, mesh_axes))  # type: ignore[arg-type]
+        cuts = tuple(common_axes(rule, tensors, elements, mesh))
         if _may_run(rule, cuts, _cuttable(rule, tuple(shapes))):
             found[Way(cuts)] = None
-    for way in _all_ways(
-        rule, tuple(shapes), pieces, _carried(operation, len(rule.operands))
-    ):
+    for way in _all_ways(rule, tuple(shapes), pieces, _carried(operation, len(rule.operands))):
         found.setdefault(way)
         if len(found) >= MOST_WAYS:
             break
@@ -165,9 +164,7 @@ def _cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> froz
         for dim, size in zip(mapping, shape, strict=True):
             if _count([rule.sizes[factor] for factor in dim]) != size:
                 whole.update(dim)
-    of_results = [
-        {factor for dim in mapping for factor in dim} for mapping in rule.results
-    ]
+    of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
     for factor in range(len(rule.sizes)):
         if factor not in rule.reduction and not all(factor in one for one in of_results):
             whole.add(factor)
@@ -266,9 +263,5 @@ def _extends(sharding: Sharding, given: Sharding) -> bool:
     return sharding.partial == given.partial and all(
         (new == old if is_closed else new[: len(old)] == old)
         and all(part[0] not in {other[0] for other in taken} for part in new[len(old) :])
-        for new, old, is_closed in zip(
-            sharding.dims, given.dims, given.is_closed, strict=True
-        )
+        for new, old, is_closed in zip(sharding.dims, given.dims, given.is_closed, strict=True)
     )
-
-

@@ -25,7 +25,7 @@ from reshard.cost.collective import collective_cost
 from reshard.cost.preset_file import load_preset
 from reshard.mesh import DeviceMesh
 from reshard.spmd.axis_parts import AxisTable, Parts, Sharding, size_of
-from reshard.spmd.rule import OpShardingRule
+from reshard.spmd.sharding_rule import OpShardingRule
 from reshard.topology import Topology
 
 
@@ -113,21 +113,15 @@ class CostModel:
                 groups = self.table.mesh.groups([self.table.axis(part) for part in axes])
                 self._groups[axes] = groups
             found = max(
-                collective_cost(
-                    kind, ranks, size_bytes, topology, self.machine.library
-                ).seconds_s
+                collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
             )
             self._collectives[kind, axes, size_bytes] = found
         return found
 
-    def compute_s(
-        self, rule: OpShardingRule, cuts: Sequence[Parts], itemsize_bytes: int
-    ) -> float:
+    def compute_s(self, rule: OpShardingRule, cuts: Sequence[Parts], itemsize_bytes: int) -> float:
         """The time that the busiest device takes for an operator cut so along its factors."""
-        sizes = [
-            -(-size // size_of(axes)) for size, axes in zip(rule.sizes, cuts, strict=True)
-        ]
+        sizes = [-(-size // size_of(axes)) for size, axes in zip(rule.sizes, cuts, strict=True)]
         arrays = sum(bool(mapping) for mapping in rule.operands)
         operations = math.prod(sizes) * (2 if rule.reduction and arrays > 1 else 1)
         moved = sum(

@@ -23,12 +23,12 @@ from typing import Literal
 
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
-from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, joined
-from reshard.spmd.common_axes import common_axes
-from reshard.spmd.factor_shardings import collected, updated
+from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, are_apart, joined
+from reshard.spmd.common_axes import Axes, common_axes
+from reshard.spmd.factor_shardings import FactorSharding, collected, updated
 from reshard.spmd.graph import Operation
 from reshard.spmd.operators.table import operators
-from reshard.spmd.propagation import PropagatedGraph, carriers_of
+from reshard.spmd.propagation import PropagatedGraph, Run, carriers_of
 
 Side = Literal["operand", "result", "output"]
 Place = tuple[int | None, Side, int]
@@ -108,7 +108,10 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
         return PlacedGraph(propagated, ((),) * count, ((),) * count, ())
     run = _Placing(propagated, AxisTable.of(propagated.mesh))
     for number, operation in enumerate(propagated.graph.operations):
-        run.place(number, operation)
+        if propagated.runs is None:
+            run.place(number, operation)
+        else:
+            run.follow(number, operation, propagated.runs[number])
     run.deliver()
     return PlacedGraph(propagated, tuple(run.operands), tuple(run.results), tuple(run.moved))
 
@@ -150,18 +153,62 @@ class _Placing:
     def place(self, number: int, operation: Operation) -> None:
         """Decide what one operation runs with, and what moves for it."""
         rule = operation.rule
-        places = (*operation.operands, *operation.results)
         wanted = self.state[operation.results[0]].partial if operation.results else ()
-        shardings = [self.state[value] for value in places]
-        count = len(operation.operands)
         kept = self._kept(operation, wanted)
+        shardings = self._with_partial(operation, kept)
+        chosen = self._chosen(operation, shardings)
+        if not all(are_apart(part, other) for axes in chosen for part in axes for other in kept):
+            # Axes with contributions are needed to cut: the contributions are combined first.
+            kept = ()
+            shardings = self._with_partial(operation, kept)
+            chosen = self._chosen(operation, shardings)
+        contributed = ordered((*kept, *(part for f in rule.reduction for part in chosen[f])))
+        cut = [
+            updated(
+                mapping,
+                rule.sizes,
+                {
+                    factor: FactorSharding(chosen[factor], (), True, place == len(dim) - 1)
+                    for dim in mapping
+                    for place, factor in enumerate(dim)
+                },
+                sharding,
+            )
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        count = len(operation.operands)
         for position, value in enumerate(operation.operands):
-            old = shardings[position]
-            reduced = difference(old.partial, kept)
-            if reduced:
-                new = _consistent(old._replace(partial=difference(old.partial, reduced)))
-                shardings[position] = new
-                self.move(value, (number, "operand", position), old, new, reduced)
+            at: Place = (number, "operand", position)
+            less = self._reduced(value, at, self.state[value], kept)
+            if less.dims != cut[position].dims:
+                self.move(value, at, less, cut[position])
+        made = []
+        for position, value in enumerate(operation.results):
+            target = self.state[value]
+            found = cut[count + position]._replace(
+                partial=contributed,
+                reduction=(target.reduction or rule.reduction_operator) if contributed else None,
+            )
+            made.append(self.spec(found))
+            at = (number, "result", position)
+            less = self._reduced(value, at, found, target.partial)
+            if (less.dims, less.partial) != (target.dims, target.partial):
+                self.move(value, at, less, target)
+        self.operands.append(tuple(map(self.spec, cut[:count])))
+        self.results.append(tuple(made))
+
+    def _with_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
+        """The shardings of an operation's tensors, its operands' contributions combined."""
+        operands = [
+            _less(self.state[value], difference(self.state[value].partial, kept))
+            for value in operation.operands
+        ]
+        # What a result has of contributions follows from how the operation runs.
+        return operands + [_less(self.state[v], self.state[v].partial) for v in operation.results]
+
+    def _chosen(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
+        """What cuts each factor. Axes that overflow one cut none."""
+        rule = operation.rule
         carriers = carriers_of(rule)
         factors = [
             collected(mapping, rule.sizes, sharding, carriers, closed_if_missing=True)
@@ -170,39 +217,33 @@ class _Placing:
         for cuts in factors:
             for cut in cuts.values():
                 cut.overflow = ()
+        places = (*operation.operands, *operation.results)
         sizes = [math.prod(self.graph.values[value].shape) for value in places]
-        chosen = common_axes(rule, factors, sizes, self.table.mesh)
-        reduced = tuple(part for factor in rule.reduction for part in chosen[factor])
-        contributed = ordered((*kept, *reduced))
-        for cuts in factors:
-            for factor, cut in cuts.items():
-                cut.axes = chosen[factor]
-        runs = [
-            updated(mapping, rule.sizes, cuts, sharding)
-            for mapping, cuts, sharding in zip(rule.tensors, factors, shardings, strict=True)
-        ]
-        for position, value in enumerate(operation.operands):
-            if runs[position].dims != shardings[position].dims:
-                at: Place = (number, "operand", position)
-                self.move(value, at, shardings[position], runs[position])
-        made = []
-        for position, value in enumerate(operation.results):
-            target = self.state[value]
-            found = runs[count + position]._replace(
-                partial=contributed,
-                reduction=(target.reduction or rule.reduction_operator) if contributed else None,
-            )
-            made.append(self.spec(found))
-            at = (number, "result", position)
-            pending = difference(contributed, target.partial)
-            if pending:
-                less = _consistent(found._replace(partial=difference(contributed, pending)))
-                self.move(value, at, found, less, pending)
-                found = less
-            if (found.dims, found.partial) != (target.dims, target.partial):
-                self.move(value, at, found, target)
-        self.operands.append(tuple(map(self.spec, runs[:count])))
-        self.results.append(tuple(made))
+        return common_axes(rule, factors, sizes, self.table.mesh)
+
+    def _reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
+        """Combine contributions that are not kept, and write that down."""
+        combined = difference(source.partial, kept)
+        if not combined:
+            return source
+        target = _less(source, combined)
+        self.move(value, place, source, target, combined)
+        return target
+
+    def follow(self, number: int, operation: Operation, run: Run) -> None:
+        """Write down what moves for an operation of which it is decided how it runs."""
+        reads, makes = run
+        for position, (value, target) in enumerate(zip(operation.operands, reads, strict=True)):
+            self.bring(value, (number, "operand", position), self.state[value], target)
+        for position, (value, source) in enumerate(zip(operation.results, makes, strict=True)):
+            self.bring(value, (number, "result", position), source, self.state[value])
+        self.operands.append(tuple(map(self.spec, reads)))
+        self.results.append(tuple(map(self.spec, makes)))
+
+    def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
+        """Write a movement down, if there is one: contributions and cuts at once."""
+        if (source.dims, source.partial) != (target.dims, target.partial):
+            self.move(value, place, source, target, difference(source.partial, target.partial))
 
     def _kept(self, operation: Operation, wanted: Parts) -> Parts:
         """Partial axes that operands keep, since the operator passes contributions on.
@@ -234,11 +275,7 @@ class _Placing:
             target = _whole(ndim) if spec is None else self.table.encoded(spec)
             target = target._replace(replicated=())
             at: Place = (None, "output", position)
-            reduced = difference(source.partial, target.partial)
-            if reduced:
-                new = _consistent(source._replace(partial=difference(source.partial, reduced)))
-                self.move(value, at, source, new, reduced)
-                source = new
+            source = self._reduced(value, at, source, target.partial)
             if source.dims != target.dims or source.partial != target.partial:
                 self.move(value, at, source, target)
 
@@ -247,8 +284,10 @@ def _whole(ndim: int) -> Sharding:
     return Sharding(((),) * ndim, (True,) * ndim)
 
 
-def _consistent(sharding: Sharding) -> Sharding:
-    return sharding if sharding.partial else sharding._replace(reduction=None)
+def _less(sharding: Sharding, combined: Parts) -> Sharding:
+    """A sharding without contributions along some axes."""
+    left = difference(sharding.partial, combined)
+    return sharding._replace(partial=left, reduction=sharding.reduction if left else None)
 
 
 def ordered(parts: Sequence[Part]) -> Parts:

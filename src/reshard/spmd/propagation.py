@@ -44,6 +44,10 @@ Known = Sequence[ShardingSpec | None]
 """Shardings by the number of their value; None where nothing is said."""
 
 
+Run = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
+"""What an operation runs with: the shardings of its operands, and of its results."""
+
+
 @dataclass(frozen=True, slots=True)
 class PropagatedGraph:
     """A graph and the shardings of its values.
@@ -53,12 +57,15 @@ class PropagatedGraph:
         mesh: of all shardings; None where none were given.
         values: a sharding a value, or None: nothing reached it, it is whole on every device.
         outputs: the same for the function's outputs, which may differ from the values'.
+        runs: for each operation the shardings of its operands while it runs, and those its results
+            have at once; None where the strategy leaves that to `explicit_reshards`.
     """
 
     graph: Graph
     mesh: DeviceMesh | None
     values: tuple[ShardingSpec | None, ...]
     outputs: tuple[ShardingSpec | None, ...]
+    runs: tuple[Run, ...] | None = None
 
     def __str__(self) -> str:
         names = [str(value) for value in self.graph.values]
@@ -133,7 +140,8 @@ def propagate_graph(
         graph: the function.
         annotations: shardings of some values, by their numbers.
         outputs: shardings in which outputs are asked for, by their position.
-        strategy: "basic" or "aggressive".
+        strategy: "basic", "aggressive", or "cost": the shardings of least estimated time on
+            the default machine, see `reshard.spmd.cost_propagation`.
         operator_priorities: whether some operators come before others.
         user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
 
@@ -152,6 +160,10 @@ def propagate_graph(
     %2: float32[8, 8]  a ?, b ?
     return  a ?, b ?
     """
+    if strategy == "cost":
+        from reshard.spmd.cost_propagation import propagate_by_cost
+
+        return propagate_by_cost(graph, annotations, outputs=outputs).propagated
     asked = dict(outputs or {})
     _check_annotations(graph, annotations, asked)
     mesh = _common_mesh([*annotations.values(), *asked.values()])
@@ -183,7 +195,10 @@ def propagate_graph(
 def merge_of(strategy: str) -> Strategy:
     """The strategy of a name. Raises SpecError for an unknown one."""
     if strategy not in STRATEGIES:
-        raise SpecError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
+        raise SpecError(
+            f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}, and cost for a "
+            "graph"
+        )
     return STRATEGIES[strategy]
 
 
