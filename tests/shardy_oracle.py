@@ -267,7 +267,9 @@ def why_moves_differ(found: PropagatedGraph) -> str | None:
     Overflow: Shardy leaves an operation alone whose dimension is cut by axes that cut no factor;
     we reshard. Asked-for contributions: Shardy believes an operation whose result is said to be
     partial; we keep contributions only through operators that are linear in those operands, and
-    say what makes the result partial where the operation does not.
+    say what makes the result partial where the operation does not. A concatenation of slices:
+    Shardy has a rule of its own for one, until it puts a reshard behind a slice; then the
+    concatenation has another rule.
     """
     if found.mesh is None:
         return None
@@ -280,6 +282,8 @@ def why_moves_differ(found: PropagatedGraph) -> str | None:
             if spec is not None and spec.partial_axes:
                 return "contributions asked for"
         rule = operation.rule
+        if operation.operator == "concat" and rule.permutation:
+            return "concatenations of slices"
         for number, mapping in zip(
             (*operation.operands, *operation.results), rule.tensors, strict=True
         ):

@@ -221,4 +221,4 @@ class _Vote:
             (self.rank[part[0]], part[2] != self.full[part[0]], part[1], part[2])
             for part in one.axes
         )
-        return (one.elements, kind, one.shards, one.factor, names)
+        return (one.elements, kind, one.shards, one.factor, len(one.axes), names)

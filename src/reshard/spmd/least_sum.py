@@ -7,7 +7,8 @@ each choice of the others, the least; backwards, the choices are read off. Varia
 stay small go first. It stops where a table would become too large (Dechter, "Bucket elimination",
 1999).
 
-*Descent* starts from given choices and changes one variable at a time, as long as that helps.
+*Descent* starts from given choices and changes one variable at a time, with the inner ones beside
+it, as long as that helps.
 
 Both give the same answer on every machine: sums are made in one order, and of equals the first
 choice is taken.
@@ -113,34 +114,73 @@ class Sum:
         return math.prod(self.choices[v] for v in scope)
 
     def descended(
-        self, start: Sequence[int], first: Sequence[int] = (), sweeps: int = 12
+        self, start: Sequence[int], inner: Sequence[int] = (), sweeps: int = 12
     ) -> tuple[int, ...]:
-        """Choices no single one of which can be changed for a smaller sum, or nearly so.
+        """Choices where changing one variable, and the inner ones beside it, helps no more.
 
         Args:
-            start: the choices to begin with.
-            first: variables that are chosen anew before all others, since their start is none.
+            start: the choices to begin with; those of inner variables do not count.
+            inner: variables that are never in one table: given all others, the best choice of
+                each is found by itself, and a variable beside them is judged by that.
             sweeps: the most times that all variables are looked at.
         """
         chosen = list(start)
-        for sweep in range(sweeps + 1):
-            has_changed = not sweep
-            for variable in range(len(chosen)) if sweep else first:
-                costs = np.zeros(self.choices[variable])
-                for number in self._of[variable]:
-                    table = self.tables[number]
-                    at = tuple(
-                        slice(None) if other == variable else chosen[other]
-                        for other in table.variables
-                    )
-                    costs += table.seconds_s[at]
+        is_inner = [False] * len(chosen)
+        for variable in inner:
+            is_inner[variable] = True
+        for variable in inner:
+            chosen[variable] = int(self._costs(variable, chosen).argmin())
+        outer = [v for v in range(len(chosen)) if not is_inner[v]]
+        for _ in range(sweeps):
+            has_changed = False
+            for variable in outer:
+                costs = self._costs(variable, chosen, is_inner)
                 best = int(costs.argmin())
                 if costs[best] < costs[chosen[variable]]:
-                    chosen[variable] = best
                     has_changed = True
+                    chosen[variable] = best
+                    for other in self._beside(variable, is_inner):
+                        chosen[other] = int(self._costs(other, chosen).argmin())
             if not has_changed:
                 break
         return tuple(chosen)
+
+    def _beside(self, variable: int, is_inner: Sequence[bool]) -> list[int]:
+        """The inner variables that a variable shares a table with."""
+        found = {
+            other
+            for number in self._of[variable]
+            for other in self.tables[number].variables
+            if is_inner[other]
+        }
+        return sorted(found)
+
+    def _costs(
+        self, variable: int, chosen: Sequence[int], is_inner: Sequence[bool] = ()
+    ) -> FloatArray:
+        """The sum of a variable's tables for each choice of it, inner variables at their best."""
+        costs = np.zeros(self.choices[variable])
+        for number in self._of[variable]:
+            table = self.tables[number]
+            if not is_inner or not any(is_inner[other] for other in table.variables):
+                costs += self._slice(table, (variable,), chosen)
+        for other in self._beside(variable, is_inner) if is_inner else ():
+            both = np.zeros((self.choices[variable], self.choices[other]))
+            for number in self._of[other]:
+                table = self.tables[number]
+                if variable in table.variables:
+                    both += self._slice(table, (variable, other), chosen)
+                else:
+                    both += self._slice(table, (other,), chosen)
+            costs += both.min(axis=1)
+        return costs
+
+    def _slice(self, table: Table, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:
+        """A table with all but the free variables at their choices, in the order of `free`."""
+        at = tuple(slice(None) if v in free else chosen[v] for v in table.variables)
+        found: FloatArray = table.seconds_s[at]
+        kept = [v for v in table.variables if v in free]
+        return found.T if len(kept) == 2 and kept != list(free) else found
 
 
 def _spread(table: Table, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
