@@ -32,10 +32,11 @@ from reshard.spmd.library import library
 from reshard.spmd.runner import InProcess, replicated
 from reshard.spmd.shard_copies import Movement, Shards
 from reshard.spmd.traced_operation import InsertedReshard
+from reshard.topology import Link, Topology
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.traced_functions import FUNCTIONS, MESH, Traced
 
-STRATEGIES = ("eager", "basic", "aggressive")
+STRATEGIES = ("eager", "basic", "aggressive", "cost")
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "traces"
 NEED_ELEMENTS = {"mask", "nonzero", "unique_counts"}
@@ -316,6 +317,39 @@ def test_arrays_without_elements_or_none_at_all() -> None:
     alone = sp.trace(lambda: sp.ones((2,)))
     assert "0 operations on 1 rank" in str(alone)
     np.testing.assert_array_equal(alone.run().to_dense(), np.ones(2))
+
+
+def test_arguments_that_are_sharded_otherwise_become_what_was_traced() -> None:
+    rows = spec(MESH, "x, -")
+    traced = sp.trace(
+        lambda a, b: (a + 1, b + 1),
+        sp.abstract((4, 6), "float64"),
+        sp.abstract((4, 6), "float64", rows),
+    )
+    data = np.arange(24.0).reshape(4, 6)
+    columns = sp.array(data, spec(MESH, "-, y"))
+    found = traced.run(columns, columns)
+    assert tuple(one.type for one in found) == traced.outputs
+    for one in found:
+        np.testing.assert_array_equal(one.to_dense(), data + 1)
+
+
+def test_the_strategy_of_costs_minds_the_topology() -> None:
+    """Where links are quick a product is divided and gathered; where slow, all compute it."""
+    mesh = DeviceMesh.of(x=4)
+    x = sp.abstract((4096, 4096), "float32", spec(mesh, "-, -"))
+    quick, slow = (
+        sp.trace(
+            lambda x, y: ((x @ x).shard(spec(mesh, "-, -")), y),
+            x,
+            sp.abstract((4,), "float32", spec(mesh, "x")),
+            strategy="cost",
+            topology=Topology([0] * 4, within_host=Link(bytes_per_s, 1e-6)),
+        )
+        for bytes_per_s in (1e12, 1e6)
+    )
+    assert quick.moved_bytes == 3 * 4096 * 4096 * 4
+    assert slow.moved_bytes == 0
 
 
 def test_times_are_those_of_the_programs() -> None:

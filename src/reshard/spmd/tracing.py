@@ -25,6 +25,8 @@ from reshard.spmd.abstract_runner import AbstractRunner
 from reshard.spmd.argument_tree import leaves
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.cost_model import Machine
+from reshard.spmd.cost_propagation import propagate_by_cost
 from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph, Operation
 from reshard.spmd.graph_recording import (
@@ -148,10 +150,9 @@ class Trace:
             found = type_of(arrays[number])
             if found is None or (found.shape, found.dtype) != (kind.shape, kind.dtype):
                 raise ShardError(f"{name} is {found}, but {kind} was traced; give such an array")
-            whole = arrays[number]
-            if isinstance(whole, ArrayValue) and whole.type.spec is not kind.spec:
-                whole = whole.to_dense()
-            arrays[number] = array(whole, kind.spec, runner=keeper)
+            if kind.spec is None and found.spec is not None:
+                arrays[number] = arrays[number].to_dense()
+            arrays[number] = array(arrays[number], kind.spec, runner=keeper)
         values = _carried_out(self._recording, self._shardings, arrays)
         return filled(self._recording.results, values)
 
@@ -191,7 +192,8 @@ def trace(
             PyTorch, and lists, tuples and dictionaries of them. All else is passed as it is.
         strategy: "eager": each operation by itself, as it is carried out at once; "basic",
             "aggressive" or "cost": shardings are propagated over the whole function first.
-        topology: the hosts of the ranks and the links between them, for times.
+        topology: the hosts of the ranks and the links between them, for times, and for "cost";
+            hosts of eight H100 for that when None.
 
     Raises:
         UsageError: an unknown strategy; a function that asks for elements, as `if x > 0:` does,
@@ -212,7 +214,9 @@ def trace(
     recorded = record(function, arguments)
     mesh = _mesh(recorded)
     shardings = (
-        _as_given(recorded) if strategy == "eager" else _propagated(recorded, strategy, mesh)
+        _as_given(recorded)
+        if strategy == "eager"
+        else _propagated(recorded, strategy, mesh, topology)
     )
     runner = AbstractRunner()
     inputs = []
@@ -261,7 +265,9 @@ def _as_given(recorded: Recording) -> Shardings:
     return Shardings(tuple(values), tuple((None,) * len(o.operands) for o in graph.operations))
 
 
-def _propagated(recorded: Recording, strategy: str, mesh: DeviceMesh | None) -> Shardings:
+def _propagated(
+    recorded: Recording, strategy: str, mesh: DeviceMesh | None, topology: Topology | None
+) -> Shardings:
     """Shardings of all values, from those of the inputs and the `with_sharding`s."""
     if mesh is None:
         return _as_given(recorded)
@@ -274,7 +280,10 @@ def _propagated(recorded: Recording, strategy: str, mesh: DeviceMesh | None) -> 
     for operation, action in zip(graph.operations, recorded.actions, strict=True):
         if action.target is not None:
             known[operation.results[0]] = action.target
-    found = propagate_graph(graph, known, strategy=strategy)
+    if strategy == "cost":
+        found = propagate_by_cost(graph, known, machine=Machine(topology)).propagated
+    else:
+        found = propagate_graph(graph, known, strategy=strategy)
     values = tuple(
         replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
         for value, spec in zip(graph.values, found.values, strict=True)
@@ -310,7 +319,9 @@ def _carried_out(
 
 
 def _resharded(x: Any, spec: Spec) -> Any:
-    return x.shard(spec) if spec is not None and isinstance(x, ShardedArray) else x
+    if spec is None or not isinstance(x, ShardedArray) or x.type.spec is spec:
+        return x
+    return x.shard(spec)
 
 
 class _Watcher:
