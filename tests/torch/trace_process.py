@@ -48,8 +48,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     process_runner.redistribute = counted
-    for case in FUNCTIONS:
-        for strategy in ("eager", "basic"):
+    for number, case in enumerate(FUNCTIONS):
+        # Starting and agreeing take most of the time: strategies take turns.
+        for strategy in ("eager", "basic")[number % 2 :][:1]:
             try:
                 check(case, strategy)
             except BaseException as error:
