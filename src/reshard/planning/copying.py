@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from reshard.layout import Layout
     from reshard.planning.transfers import Transfers
 
-# Pieces of fewer bytes between the same ranks are packed into one message.
+# Pieces of fewer bytes between the same ranks are packed into one message; others are sent by
+# themselves, and may be received in place.
 SMALL_PIECE_BYTES = 1 << 18
 
 

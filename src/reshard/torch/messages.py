@@ -28,12 +28,11 @@ import torch
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.layout import Layout
+from reshard.planning.copying import SMALL_PIECE_BYTES
 from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 
-# A piece of at least this many bytes is not packed with others, and may be received in place.
-LARGE_PIECE_BYTES = 1 << 18
 # Every piece in a packed message begins where any dtype may.
 ALIGNMENT_BYTES = 16
 
@@ -203,7 +202,7 @@ def messages_of(
 
 def packed(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
-    large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
+    large_bytes = min(SMALL_PIECE_BYTES, message_bytes)
     together: list[Piece] = []
     filled_bytes = 0
     for piece in pieces:
