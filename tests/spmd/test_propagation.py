@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from reshard import DeviceMesh, spec
@@ -284,3 +288,9 @@ def test_outputs_are_asked_for_apart_from_their_values() -> None:
     one = graph(("exp", [0], NEGATE), inputs=1)
     found = propagate_graph(one, {0: spec(mesh, "a, -")}, outputs={0: spec(mesh, "-, a")}, **BASIC)
     assert [str(one) for one in (*found.values, *found.outputs)] == ["a, -", "?, a ?", "-, a"]
+
+
+def test_the_example_runs() -> None:
+    program = Path(__file__).parent.parent.parent / "examples" / "propagation.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert "reduced over tp from `dp, - | sum(tp)` to `dp, -`" in done.stdout
