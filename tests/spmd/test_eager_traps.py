@@ -11,7 +11,7 @@ import pytest
 import reshard.spmd as sp
 from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
 from reshard.collectives import ReduceScatter, find_program
-from reshard.errors import UsageError
+from reshard.errors import ShardError, SpecError, UsageError
 from reshard.spmd.operation_call import Call
 
 MESH = DeviceMesh.of(x=2, y=3)
@@ -235,3 +235,109 @@ def test_what_propagation_is_told_is_nothing_to_an_array() -> None:
     dims = [DimSpec(["x"], is_open=True, priority=1), DimSpec([], is_open=True)]
     x = sp.array(A).shard(MESH, dims)
     assert x.spec is spec(MESH, "x, -")
+
+
+def test_contributions_to_a_mean_are_not_summed_over_a_cut_axis() -> None:
+    x = sp.array(A).shard(MESH, [["x"], []])
+    parts = {rank: (1 + rank % 3) * shard for rank, shard in x.shards.items()}
+    pending = sp.from_shards(parts, A.shape, spec(MESH, "x, - | mean(y)"))
+    dense = 2 * A
+    same(pending, dense)
+    same(pending + pending, 2 * dense, "x, - | mean(y)")
+    same(sp.sum(pending, axis=1), dense.sum(1), "x | mean(y)")
+    same(sp.sum(pending, axis=0), dense.sum(0), "- | sum(x)")
+    same(pending[np.array([1, -1])], dense[[1, -1]])
+    same(sp.permute_dims(pending, (1, 0)) @ sp.array(A, spec(MESH, "x, -")), dense.T @ A)
+
+
+def test_truth_values_that_wait_are_no_numbers() -> None:
+    ones = np.ones((4, 6), np.bool_)
+    pending = sp.array(ones, spec(MESH, "-, x")) @ sp.array(ones.T)
+    assert str(pending.spec) == "-, - | sum(x)"
+    np.testing.assert_array_equal(pending * 1, np.ones((4, 4)))
+    np.testing.assert_array_equal(sp.sum(pending, axis=0), np.full(4, 4))
+
+
+def test_means_of_whole_numbers_do_not_wrap_around() -> None:
+    large = np.full((4, 6), np.iinfo(np.int64).max // 2)
+    x = sp.array(large, spec(MESH, "x, y"))
+    same(sp.mean(x, axis=0), large.mean(0))
+    same(sp.var(x), 0)
+
+
+def test_sub_axes_that_do_not_fit_are_not_used_together() -> None:
+    mesh = DeviceMesh.of(x=12)
+    data = np.arange(7.0 * 15).reshape(7, 3, 5)
+    x = sp.array(data, ShardingSpec(mesh, [DimSpec(), DimSpec(), DimSpec(["x:(1)2"])]))
+    y = sp.array(data, ShardingSpec(mesh, [DimSpec(["x:(3)4"]), DimSpec(), DimSpec()]))
+    same(x + y, 2 * data)
+    same(sp.stack([x, x, y]), np.stack([data] * 3))
+
+
+@pytest.mark.parametrize("key", [slice(9, -1, -2), slice(0, -1, -2), slice(None, 6, -3)])
+def test_empty_slices_backwards(key: slice) -> None:
+    for length in (0, 1, 7):
+        data = np.arange(2.0 * length).reshape(length, 2)
+        found = sp.array(data, spec(MESH, "y, x"))[key]
+        assert found.shape == data[key].shape
+        same(found, data[key])
+
+
+def test_lists_are_indices_and_no_operands() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    same(x[[0, -1]], A[[0, -1]])
+    same(x[[True, False] * 3 + [True]], A[::2])
+    for other in ([1, 2, 3], (1.0, 2.0), "two", None):
+        for function in (lambda y: x + y, lambda y: y * x, lambda y: x == y, x.__matmul__):
+            with pytest.raises(UsageError, match="make it one with"):
+                function(other)
+
+
+@pytest.mark.parametrize("key", [True, np.True_, "x", 1.0, (np.ones(7, np.bool_), 0)])
+def test_what_is_no_index_is_said(key: Any) -> None:
+    with pytest.raises(ShardError, match=r"an index with a mask|of type"):
+        sp.array(A, spec(MESH, "x, y"))[key]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(sp.argmax, sp.sort, sp.argsort, sp.cumulative_sum, sp.max, sp.mean, sp.var, sp.diff),
+        *(sp.softmax, sp.sum, sp.fft.fft, sp.flip),
+    ],
+)
+@pytest.mark.parametrize("axis", [2, -3, "x", 0.5])
+def test_axes_that_are_not_there(function: Any, axis: Any) -> None:
+    with pytest.raises(SpecError, match="of 2"):
+        function(sp.array(A, spec(MESH, "x, y")), axis=axis)
+
+
+def test_arguments_that_cannot_be_are_said() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    with pytest.raises(SpecError, match="of 2"):
+        sp.take_along_axis(x, np.array([[0]]), axis=2)
+    with pytest.raises(SpecError, match="whole numbers were expected"):
+        sp.reshape(x, (7.5, 5))
+    with pytest.raises(SpecError, match="whole numbers were expected"):
+        sp.roll(x, 1.5, axis=0)
+    with pytest.raises(SpecError, match=r"shifts \(1, 2\) of axes"):
+        sp.roll(x, (1, 2, 3)[:2], axis=(0, 1, 0))
+    with pytest.raises(SpecError, match="give at least one"):
+        sp.concat([])
+    with pytest.raises(SpecError, match="of 2"):
+        sp.split(x, 1, axis=7)
+    with pytest.raises(UsageError, match="an array of whole numbers"):
+        sp.take(x, [0, 1], axis=0)
+    with pytest.raises(UsageError, match="of kind real floating"):
+        x[np.array([0.5])]
+    with pytest.raises(UsageError, match="no order"):
+        sp.max(sp.array(A + 1j, spec(MESH, "x, y")))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_moves_named_as_numpy_names_them(library: str) -> None:
+    x = sp.array(A, spec(MESH, "x, y"), runner=sp.in_process(library))
+    same(sp.reshape(x, -1), A.reshape(-1))
+    same(sp.tile(x, 2), np.tile(A, 2))
+    same(sp.roll(x, (1, 2), axis=0), np.roll(A, (1, 2), axis=0))
+    same(sp.roll(x, (1,), axis=(0, 1)), np.roll(A, (1,), axis=(0, 1)))

@@ -117,13 +117,13 @@ def _chosen(
 
 
 def _meet(one: Axis, other: Axis) -> bool:
-    """Whether two axes share devices' coordinates."""
+    """Whether two axes share devices' coordinates, or cut one axis in ways that do not fit."""
     if one.name != other.name:
         return False
     if one.size is None or other.size is None:
         return True
     low, high = sorted((one, other), key=lambda axis: axis.pre)
-    return high.pre < low.pre * (low.size or 1)
+    return high.pre % (low.pre * (low.size or 1)) != 0
 
 
 def _compound(rule: OpShardingRule) -> set[int]:

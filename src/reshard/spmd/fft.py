@@ -14,6 +14,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd.manipulation import roll
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 __all__ = [
     "fft",
@@ -38,7 +39,7 @@ Axes = Sequence[int] | None
 def _along_one(name: str, text: str) -> Callable[..., Any]:
     def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
         _check_norm(norm)
-        return call(name, (x,), {"axis": axis % x.ndim, "n": n}, {"norm": norm})
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": n}, {"norm": norm})
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
@@ -52,7 +53,7 @@ def _along_many(name: str, text: str) -> Callable[..., Any]:
         _check_norm(norm)
         if axes is None:
             axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
-        places = tuple(one % x.ndim for one in axes)
+        places = tuple(axis_of(x.ndim, one) for one in axes)
         sizes = None if s is None else tuple(s)
         return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
 
@@ -107,5 +108,5 @@ def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
 
 def _shifted(x: Any, axes: int | Axes, sign: int) -> Any:
     given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
-    places = tuple(one % x.ndim for one in given)
+    places = tuple(axis_of(x.ndim, one) for one in given)
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import ShardError, SpecError
+from reshard.errors import ShardError, SpecError, UsageError
 from reshard.spmd import elementwise
 from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.data_types import kind_of
 from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.library import library_of
 from reshard.spmd.manipulation import (
@@ -27,6 +28,7 @@ from reshard.spmd.manipulation import (
     squeeze,
 )
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 Cut = tuple[int, int, int]
 
@@ -49,13 +51,14 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
         if x.ndim != 1:
             raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
-    chosen = _counted_from_start(operands(x, indices)[1], x.shape[axis])
-    return call("take", (x, chosen), {"axis": axis % x.ndim})
+    place = axis_of(x.ndim, axis)
+    chosen = _counted_from_start(operands(x, indices)[1], x.shape[place])
+    return call("take", (x, chosen), {"axis": place})
 
 
 def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     """Elements along an axis, by indices for each place of the other axes."""
-    place = axis % x.ndim
+    place = axis_of(x.ndim, axis)
     x, chosen = operands(x, indices)
     chosen = _counted_from_start(chosen, x.shape[place])
     shape = broadcast_shapes(
@@ -68,7 +71,12 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
 
 
 def _counted_from_start(indices: Any, size: int) -> Any:
-    if indices.dtype.name.startswith("uint"):
+    kind = (
+        kind_of(indices.type.dtype) if isinstance(indices, ArrayValue) else type(indices).__name__
+    )
+    if kind not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"indices of kind {kind}; give an array of whole numbers")
+    if kind == "unsigned integer":
         return indices
     return elementwise.where(elementwise.less(indices, 0), elementwise.add(indices, size), indices)
 
@@ -87,12 +95,27 @@ def getitem(x: Any, key: Any) -> Any:
         IndexError: an index that is out of range, or too many of them.
         ShardError: a key of a kind that arrays in shards do not take.
     """
-    items = list(key) if isinstance(key, tuple) else [key]
+    items = [_item(one) for one in (key if isinstance(key, tuple) else (key,))]
     if len(items) == 1 and _is_mask(items[0]):
         return _masked(x, items[0])
+    if any(_is_mask(item) for item in items):
+        raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
     if any(_is_array(item) for item in items):
         return _gathered(x, items)
     return _basic(x, items)
+
+
+def _item(item: Any) -> Any:
+    """A part of a key, lists as arrays. Raises ShardError for what no array is indexed by."""
+    if isinstance(item, list | tuple):
+        return np.asarray(item) if len(item) else np.zeros(0, np.int64)
+    is_place = item is None or item is Ellipsis or isinstance(item, slice)
+    if is_place or _is_array(item) or (hasattr(item, "__index__") and not isinstance(item, bool)):
+        return item
+    raise ShardError(
+        f"index {item!r} of type {type(item).__name__}; give whole numbers, slices, ..., None, "
+        "an array of whole numbers, or a mask alone"
+    )
 
 
 def _is_array(item: Any) -> bool:
@@ -170,8 +193,10 @@ def _basic(x: Any, items: list[Any]) -> Any:
             if step < 0:
                 turned.append(dim)
                 count = len(range(start, stop, step))
-                start, stop, step = start + (count - 1) * step, start + 1, -step
-                start = max(start, 0)
+                if count:
+                    start, stop, step = start + (count - 1) * step, start + 1, -step
+                else:
+                    start, stop, step = 0, 0, 1
             cuts[dim] = (start, max(start, stop), step)
         else:
             index = _index(item, x.shape[dim])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reshard.errors import SpecError
@@ -15,7 +15,9 @@ Axis = int | Sequence[int]
 
 
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    if not all(hasattr(one, "__index__") for one in given):
+        raise SpecError(f"axes {given} of {ndim} dimensions; name them by whole numbers")
     if any(not -ndim <= one < ndim for one in given):
         raise SpecError(f"axes {given} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
     return tuple(one % ndim for one in given)
@@ -76,18 +78,25 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     return permute_dims(x, order)
 
 
-def reshape(x: Any, /, shape: Sequence[int], *, copy: bool | None = None) -> Any:
+def _sizes(shape: int | Sequence[int]) -> list[int]:
+    given = list(shape) if isinstance(shape, Iterable) else [shape]
+    if not all(hasattr(size, "__index__") for size in given):
+        raise SpecError(f"shape {shape!r}; whole numbers were expected")
+    return [int(size) for size in given]
+
+
+def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Any:
     """The same elements in row-major order; one size may be -1.
 
     Raises SpecError for another number of elements.
     """
-    wanted = [int(size) for size in shape]
+    wanted = _sizes(shape)
     if wanted.count(-1) == 1:
         rest = math.prod(size for size in wanted if size != -1)
         wanted[wanted.index(-1)] = math.prod(x.shape) // rest if rest else 0
     if math.prod(wanted) != math.prod(x.shape) or min(wanted, default=0) < 0:
         raise SpecError(
-            f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {list(shape)}; "
+            f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {shape}; "
             "give sizes of that product"
         )
     return x if tuple(wanted) == x.shape else call("reshape", (x,), {"shape": tuple(wanted)})
@@ -103,11 +112,19 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
     axes = _axes(axis, x.ndim)
-    shifts = (shift,) * len(axes) if isinstance(shift, int) else tuple(shift)
+    shifts = tuple(_sizes(shift))
+    if len(shifts) == 1 or len(axes) == 1:
+        # As NumPy broadcasts them: an axis that is named again is moved again.
+        count = max(len(shifts), len(axes))
+        shifts, axes = shifts * (count // len(shifts)), axes * (count // len(axes))
+    if len(shifts) != len(axes):
+        raise SpecError(f"shifts {shifts} of axes {axes}; give one for all, or one for each")
     return call("roll", (x,), {"shift": shifts, "axis": axes})
 
 
 def _one_type(arrays: Sequence[Any]) -> list[Any]:
+    if not arrays:
+        raise SpecError("no arrays to put together; give at least one")
     made = operands(*arrays)
     wanted = data_types.result_type(*made)
     return [data_types.astype(one, wanted) for one in made]
@@ -140,9 +157,9 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     )
 
 
-def tile(x: Any, repetitions: Sequence[int], /) -> Any:
+def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     """The array repeated along each dimension, as a whole."""
-    times = tuple(repetitions)
+    times = tuple(_sizes(repetitions))
     times = (1,) * (x.ndim - len(times)) + times
     shape = (1,) * (len(times) - x.ndim) + x.shape
     pairs = [size for pair in zip(times, shape, strict=True) for size in pair]

@@ -28,6 +28,7 @@ from reshard.spmd.elementwise import (
 from reshard.spmd.indexing import take, take_along_axis
 from reshard.spmd.manipulation import expand_dims, matrix_transpose, reshape, squeeze
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 Axis = int | Sequence[int]
 
@@ -107,7 +108,7 @@ def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
     Classes may be cut: each rank finds the logits of its own.
     """
     logits, labels = operands(logits, labels)
-    place = axis % logits.ndim
+    place = axis_of(logits.ndim, axis)
     chosen = take_along_axis(logits, expand_dims(labels, axis=place), axis=place)
     return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
 
@@ -169,7 +170,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
     """Ones where a class is an element's own; the classes are a new dimension."""
     import numpy as np
 
-    place = axis % (indices.ndim + 1)
+    place = axis_of(indices.ndim + 1, axis)
     shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
     classes = whole(indices, np.arange(num_classes).reshape(shape))
     found = elementwise.equal(expand_dims(indices, axis=place), classes)
@@ -178,7 +179,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest along an axis, falling, and where they were."""
-    found: tuple[Any, Any] = call("top_k", (x,), {"k": int(k), "axis": axis % x.ndim})
+    found: tuple[Any, Any] = call("top_k", (x,), {"k": int(k), "axis": axis_of(x.ndim, axis)})
     return found
 
 

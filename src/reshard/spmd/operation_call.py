@@ -198,6 +198,11 @@ def laid_out(
         tuple(inferred.result_shapes),
         () if operator.name in KNOW_WHERE_THEY_LIE and _is_plain(specs) else inferred.adjusted,
     )
+    if any(
+        spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in results
+    ):
+        # An array's contributions combine in one way: what waits is combined before.
+        return laid_out(operator, operands, attributes, mesh, may_pend=False)
     runs_with: list[ShardingSpec | None] = []
     for one, spec in zip(operands, placed, strict=True):
         own = () if one is None or one.spec is None else one.spec.partial_axes
@@ -228,6 +233,12 @@ def _first(
     may_pend: bool = True,
 ) -> Any:
     """Compile an operation, carry it out for the first time, and keep it."""
+    for operand in operands:
+        if not isinstance(operand, ArrayValue | int | float | complex):
+            raise UsageError(
+                f"{name} of {operand!r}, a {type(operand).__name__}; numbers and arrays were "
+                "expected: make it one with sp.array"
+            )
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
     mesh = common_mesh(name, types)
     layout = None
@@ -287,14 +298,15 @@ def _first(
 def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
     """Whether the element types allow an operation on contributions.
 
-    Whole numbers wrap around in their own type, and not in the floating or wider one of a result;
-    a narrower type rounds each contribution; a truth value is none of a contribution.
+    Whole numbers and truth values wrap around in their own type, and not in the floating or wider
+    one of a result; a narrower type rounds each contribution; a truth value is none of a
+    contribution.
     """
     pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
     made = {result.dtype for result in results}
     if made == pending:
         return True
-    wraps = any(dtype.name.startswith(("int", "uint")) for dtype in pending)
+    wraps = any(dtype.name.startswith(("bool", "int", "uint")) for dtype in pending)
     widest = max(dtype.itemsize_bytes for dtype in pending)
     narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
     return not wraps and not narrows

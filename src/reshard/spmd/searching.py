@@ -13,6 +13,7 @@ from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.indexing import cut
 from reshard.spmd.manipulation import broadcast_to, concat, reshape
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -27,19 +28,19 @@ def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any
 
 def _place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     if axis is not None:
-        return call(name, (x,), {"axis": axis % x.ndim, "keepdims": bool(keepdims)})
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
     return reshape(found, (1,) * x.ndim) if keepdims else found
 
 
 def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """Elements in rising order along an axis."""
-    return call("sort", (x,), {"axis": axis % x.ndim}, {"descending": bool(descending)})
+    return call("sort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
 
 
 def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """The indices that sort an axis; equal elements keep their order."""
-    return call("argsort", (x,), {"axis": axis % x.ndim}, {"descending": bool(descending)})
+    return call("argsort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
 
 
 def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
@@ -120,7 +121,7 @@ def unique_values(x: Any, /) -> Any:
 
 def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
     """The differences of neighbours along an axis, taken `n` times."""
-    place = axis % x.ndim
+    place = axis_of(x.ndim, axis)
     parts = []
     for one in (prepend, x, append):
         if one is None:

@@ -16,6 +16,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd import data_types, elementwise
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axes_of, axis_of
 
 Axis = int | Sequence[int] | None
 
@@ -26,10 +27,7 @@ def _attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
 
 def _counted(shape: Sequence[int], axis: Axis) -> int:
     """How many elements are reduced to one."""
-    if axis is None:
-        return math.prod(shape)
-    axes = (axis,) if isinstance(axis, int) else axis
-    return math.prod(shape[one] for one in axes)
+    return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
 def _summed_type(x: Any, dtype: object) -> DType:
@@ -67,6 +65,8 @@ def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
 
 
 def _check_some(x: Any, axis: Axis, name: str) -> None:
+    if data_types.kind_of(x.dtype) == "complex floating":
+        raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
     if not _counted(x.shape, axis):
         raise UsageError(
             f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
@@ -94,8 +94,11 @@ def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> An
 
 
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The mean over axes, over all when None, of floating numbers."""
+    """The mean over axes, over all when None; of whole numbers in `float64`."""
     count = _counted(x.shape, axis)
+    if data_types.kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer"):
+        # Their sum would wrap around.
+        x = data_types.astype(x, data_types.float64)
     return elementwise.divide(sum(x, axis=axis, keepdims=keepdims), _divisor(count))
 
 
@@ -138,7 +141,7 @@ def _running(name: str, x: Any, axis: int | None, dtype: object, include_initial
         axis = 0
     wide = _summed_type(x, dtype)
     x = data_types.astype(x, wide)
-    attributes: dict[str, Any] = {"axis": axis % x.ndim}
+    attributes: dict[str, Any] = {"axis": axis_of(x.ndim, axis)}
     if include_initial:
         attributes["include_initial"] = True
     return call(name, (x,), attributes)

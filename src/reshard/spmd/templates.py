@@ -279,6 +279,8 @@ def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
     (0, 2)
     """
     given = tuple(dims)
+    if not all(hasattr(dim, "__index__") for dim in given):
+        raise SpecError(f"dimensions {given} of {rank}; name them by whole numbers")
     found = sorted(dim + rank if dim < 0 else dim for dim in given)
     if len(set(found)) != len(found) or any(not 0 <= dim < rank for dim in found):
         raise SpecError(f"dimensions {given} of {rank}; name some of 0 to {rank - 1}, each once")

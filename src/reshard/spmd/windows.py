@@ -12,6 +12,7 @@ from reshard.errors import SpecError
 from reshard.spmd.elementwise import operands
 from reshard.spmd.indexing import cut
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 Sizes = int | Sequence[int]
 Padding = int | Sequence[Sequence[int]]
@@ -88,7 +89,7 @@ def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float
 
 def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any, ...]:
     """Parts of an axis: so many equal ones, or those that begin at the given indices."""
-    place = axis % x.ndim
+    place = axis_of(x.ndim, axis)
     size = x.shape[place]
     if isinstance(indices_or_sections, int):
         if size % indices_or_sections:
@@ -113,7 +114,7 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
     if mode not in ("set", "add"):
         raise SpecError(f"mode {mode!r} of scatter; it is 'set' or 'add'")
     given = operands(x, indices, updates)
-    return call("scatter", given, {"axis": axis % x.ndim, "mode": mode})
+    return call("scatter", given, {"axis": axis_of(x.ndim, axis), "mode": mode})
 
 
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:

@@ -28,7 +28,7 @@ def axes_of(rank: int, axis: Axes) -> tuple[int, ...]:
     """
     if axis is None:
         return tuple(range(rank))
-    return dimensions(rank, [axis] if isinstance(axis, int) else axis)
+    return dimensions(rank, axis if isinstance(axis, Sequence) else [axis])
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
