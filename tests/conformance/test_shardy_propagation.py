@@ -37,4 +37,7 @@ def test_a_sample_of_random_programs_has_no_unexplained_difference() -> None:
     # What is left out stays rare, and half of the programs have something to move.
     assert sum(tally.explained.values()) <= SHARE_OF_DELIBERATE * sum(tally.compared.values())
     assert tally.conflicts >= tally.compared["explicit reshards"] / 2
-    assert min(tally.compared.values()) >= 0.85 * SAMPLE
+    # Shardy's own verifier refuses some of its explicit reshards; it never refuses a propagation.
+    reshards = tally.compared.pop("explicit reshards")
+    assert set(tally.compared.values()) == {SAMPLE}
+    assert reshards >= 0.75 * SAMPLE

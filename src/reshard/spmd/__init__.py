@@ -34,6 +34,8 @@ __array_api_version__ = "2024.12"
 # The names of each module, loaded when they are first used.
 _NAMES_OF = {
     "array_type": "ArrayType",
+    "cost_model": "Machine",
+    "cost_propagation": "propagate_by_cost",
     "creation": (
         "arange asarray empty empty_like eye from_dlpack full full_like linspace meshgrid ones "
         "ones_like tril triu zeros zeros_like"
@@ -51,6 +53,7 @@ _NAMES_OF = {
         "positive pow real reciprocal remainder round sign signbit sin sinh sqrt square subtract "
         "tan tanh trunc where"
     ),
+    "graph": "Graph Operation Value",
     "graph_recording": "abstract",
     "indexing": "take take_along_axis",
     "linalg": "tensordot vecdot",
@@ -64,6 +67,7 @@ _NAMES_OF = {
     ),
     "operation_call": "Recorder recording",
     "process_runner": "over_processes",
+    "propagation": "PropagatedGraph propagate propagate_graph",
     "runner": "in_process running",
     "searching": (
         "argmax argmin argsort diff isin nonzero searchsorted sort unique_all unique_counts "
