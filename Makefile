@@ -55,6 +55,7 @@ bench: venv
 	$(VENV)/bin/python benchmarks/refit.py
 	$(VENV)/bin/python benchmarks/collectives.py
 	$(VENV)/bin/python benchmarks/spmd.py
+	$(VENV)/bin/python benchmarks/propagation.py
 
 # Faults as a campaign: docs/soak.md. Options go in SOAK, as in SOAK="--seconds 60 --only kills".
 soak: venv
