@@ -287,6 +287,8 @@ def test_lists_are_indices_and_no_operands() -> None:
     x = sp.array(A, spec(MESH, "x, y"))
     same(x[[0, -1]], A[[0, -1]])
     same(x[[True, False] * 3 + [True]], A[::2])
+    same(x[0, [1, -1]], A[0, [1, -1]])
+    same(x[[0, 3], -1], A[[0, 3], -1])
     for other in ([1, 2, 3], (1.0, 2.0), "two", None):
         for function in (lambda y: x + y, lambda y: y * x, lambda y: x == y, x.__matmul__):
             with pytest.raises(UsageError, match="make it one with"):
@@ -341,3 +343,46 @@ def test_moves_named_as_numpy_names_them(library: str) -> None:
     same(sp.tile(x, 2), np.tile(A, 2))
     same(sp.roll(x, (1, 2), axis=0), np.roll(A, (1, 2), axis=0))
     same(sp.roll(x, (1,), axis=(0, 1)), np.roll(A, (1,), axis=(0, 1)))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_a_library_refuses_is_said(library: str) -> None:
+    x = sp.array(A, spec(MESH, "x, y"), runner=sp.in_process(library))
+    truth = x > 0
+    for function in (lambda: x & x, lambda: ~x, lambda: -truth, lambda: truth - truth):
+        with pytest.raises(UsageError, match=rf"\[7, 5\].*: {library} cannot"):
+            function()
+    with pytest.raises(UsageError, match="inv of"):
+        sp.linalg.inv((x @ x.T) * 0)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_sums_of_unsigned_numbers(library: str) -> None:
+    data = np.full((7, 5), 200, np.uint8)
+    x = sp.array(data, spec(MESH, "x, y"), runner=sp.in_process(library))
+    same(sp.sum(x, axis=0), data.sum(0))
+    same(sp.mean(x, axis=0), data.mean(0))
+    same(sp.var(x, axis=1), data.var(1))
+
+
+def test_what_is_no_sharding_is_said() -> None:
+    with pytest.raises(UsageError, match="is no sharding"):
+        sp.array(A, "x, y")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="as text"):
+        sp.array(A).shard(MESH, "x, y")
+    with pytest.raises(UsageError, match="is no sharding"):
+        sp.ones((4, 6), spec="x, y")
+    with pytest.raises(UsageError, match="is no sharding and no mesh"):
+        sp.array(A).shard("x, y")
+
+
+def test_arguments_of_numpy_that_are_not_taken_are_said() -> None:
+    x = sp.array(A, spec(MESH, "x, y"))
+    for function in (
+        lambda: np.std(x, ddof=1),
+        lambda: np.max(x, initial=3),
+        lambda: np.where(x > 0),
+        lambda: np.round(x, 1),
+    ):
+        with pytest.raises(UsageError, match=r"on an array in shards.*use reshard\.spmd\."):
+            function()

@@ -158,7 +158,7 @@ def _gathered(x: Any, items: list[Any]) -> Any:
             index = _counted_from_start(place, size)
         else:
             index = _index(place, size)
-        flat = index if flat is None else elementwise.add(elementwise.multiply(flat, size), index)
+        flat = index if flat is None else flat * size + index
     merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
     found = take(merged, reshape(flat, (-1,)), axis=0)
     return reshape(found, (*flat.shape, *x.shape[len(items) :]))

@@ -103,4 +103,10 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
         bound = inspect.signature(function).bind(*inputs, **options).arguments
         named = {key: value for key, value in bound.items() if key in _BY_NAME}
         placed = [value for key, value in bound.items() if key not in _BY_NAME]
-        return found(*placed, **named)
+        try:
+            return found(*placed, **named)
+        except TypeError as error:
+            raise UsageError(
+                f"numpy.{function.__name__} with {sorted(bound)} on an array in shards: {error}; "
+                f"use reshard.spmd.{name}{inspect.signature(found)}"
+            ) from error

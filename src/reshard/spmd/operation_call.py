@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from reshard.errors import MeshError, ShardError, UsageError
+from reshard.errors import MeshError, ReshardError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.alignment import aligned
@@ -275,7 +275,16 @@ def _first(
         _column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)
     ]
-    rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+    try:
+        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
+            raise
+        given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
+        raise UsageError(
+            f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
+            "elements that it takes, by sp.astype for instance"
+        ) from error
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _result_types(work, made, mesh, layout, runner)

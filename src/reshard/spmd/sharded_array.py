@@ -164,16 +164,25 @@ def _spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> ShardingSpec:
         if dims is not None:
             raise UsageError(f"`{target}` is a whole sharding; leave out {dims!r}")
         return plain_spec(target)
+    if not isinstance(target, DeviceMesh):
+        raise UsageError(
+            f"{target!r} is no sharding and no mesh; give reshard.spec(mesh, 'x, -'), or a mesh "
+            "and a DimSpec for each dimension"
+        )
     if dims is None:
         raise UsageError(f"a mesh alone, {target!r}; give a DimSpec for each dimension as well")
+    if isinstance(dims, str):
+        raise UsageError(f"dimensions {dims!r} as text; give reshard.spec(mesh, {dims!r}) alone")
     return plain_spec(ShardingSpec(target, dims))
 
 
 def plain_spec(spec: ShardingSpec) -> ShardingSpec:
     """Where elements are, without what is said to propagation only.
 
-    Raises SpecError for a sharding that leaves devices out.
+    Raises SpecError for a sharding that leaves devices out, UsageError for what is none.
     """
+    if not isinstance(spec, ShardingSpec):
+        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
     if spec.only:
         raise SpecError(
             f"`{spec}` leaves out devices; every device computes its part of an operation, so "

@@ -37,7 +37,11 @@ def _summed_type(x: Any, dtype: object) -> DType:
     kind = data_types.kind_of(x.dtype)
     if kind in ("bool", "signed integer"):
         return data_types.int64
-    return data_types.uint64 if kind == "unsigned integer" else x.dtype
+    if kind == "unsigned integer":
+        # PyTorch has uint64, and does not add it.
+        return data_types.int64 if x.runner.library.name == "torch" else data_types.uint64
+    wanted: DType = x.dtype
+    return wanted
 
 
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
