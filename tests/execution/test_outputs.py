@@ -374,3 +374,18 @@ def test_stages_fill_arrays_with_padding() -> None:
     assert {rank: array.tolist() for rank, array in found.items()} == {
         0: [1, 2, 3, 4], 1: [5, 6, 0, 0], 2: [1, 2, 3, 4], 3: [5, 6, 0, 0]
     }  # fmt: skip
+
+
+def test_arrays_that_have_no_slots_are_refused() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    sides = reshard.spec(mesh, "x, -"), reshard.spec(mesh, "-, x")
+    arrays = [np.zeros((2, 4)), np.zeros((2, 4))]
+    shards = dict(enumerate(arrays))
+    for moves in (
+        reshard.plan(*(side.layout((4, 4)) for side in sides)),
+        find_program(*sides, (4, 4)),
+    ):
+        with pytest.raises(ShardError, match="given is a list"):
+            moves.run(arrays)  # type: ignore[attr-defined]
+        with pytest.raises(ShardError, match="out is a ndarray"):
+            moves.run(shards, out=np.zeros((2, 4, 2)))  # type: ignore[attr-defined]

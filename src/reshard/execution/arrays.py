@@ -9,6 +9,7 @@ loaded already, and never imported here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -192,6 +193,20 @@ def is_integer(dtype: DType) -> bool:
 def is_complex(dtype: DType) -> bool:
     """Whether elements are complex numbers."""
     return dtype.name.startswith("complex")
+
+
+def check_by_slot(arrays: object, name: str) -> None:
+    """Raise ShardError for what is no table of arrays by slot.
+
+    >>> check_by_slot([np.zeros(2)], "out")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: out is a list; give arrays by slot, such as {0: array}
+    """
+    if not isinstance(arrays, Mapping):
+        raise ShardError(
+            f"{name} is a {type(arrays).__name__}; give arrays by slot, such as {{0: array}}"
+        )
 
 
 def kind_of(array: Any, name: str) -> ArrayKind:

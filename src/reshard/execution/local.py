@@ -18,7 +18,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage, check_reduction, identity, kind_of
+from reshard.execution.arrays import (
+    ArrayKind,
+    Storage,
+    check_by_slot,
+    check_reduction,
+    identity,
+    kind_of,
+)
 from reshard.execution.cells import cell_arrays, clear_pads, element_positions
 from reshard.execution.copies import carry_out, checked_threads
 from reshard.execution.outputs import storages_to_fill
@@ -85,6 +92,7 @@ def run(
 
 def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
     """The kind of the arrays of a plan's source. Raises ShardError where they do not fit it."""
+    check_by_slot(shards, "what is given")
     holders = plan.source.holders
     missing = [slot for slot in holders if slot not in shards]
     if missing:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage, kind_of
+from reshard.execution.arrays import ArrayKind, Storage, check_by_slot, kind_of
 from reshard.layout import Layout
 
 # Two arrays of one memory are told apart by solving for indices of a common element; what takes
@@ -80,6 +80,7 @@ def given_storages(
     Raises:
         ShardError: one that is missing, of another shape, kind or dtype, or not to be written.
     """
+    check_by_slot(out, f"out{tensor}")
     missing = [slot for slot in layout.holders if slot not in out]
     if missing:
         raise ShardError(

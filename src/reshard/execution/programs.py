@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reshard.collectives.steps import Permute
 from reshard.errors import ShardError
+from reshard.execution.arrays import check_by_slot
 from reshard.execution.copies import Copy, carry_out, checked_threads
 from reshard.execution.local import check_shards
 from reshard.execution.outputs import storages_to_fill
@@ -96,6 +97,7 @@ def run_step(
 
 
 def _check_ranks(source: ShardingSpec, plan: Plan, shards: Mapping[int, Array]) -> None:
+    check_by_slot(shards, "what is given")
     missing = [rank for rank in plan.source.holders if rank not in shards]
     if missing:
         holders = source.layout(plan.source.shape).holders
