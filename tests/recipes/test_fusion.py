@@ -47,6 +47,15 @@ def test_lengths_that_do_not_divide() -> None:
         Fusion(("a", "b"), groups=0)
 
 
+def test_what_is_no_fusion() -> None:
+    with pytest.raises(RecipeError, match="members or shares 'ab'"):
+        Fusion("ab")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"a share of 1\.5"):
+        Fusion(("a", "b"), (1.5, 1.5))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="dimension of '0'"):
+        Fusion(("a", "b"), dimension="0")  # type: ignore[arg-type]
+
+
 CONFIG = {"num_hidden_layers": 5, "num_experts": 4, "num_attention_heads": 4}
 SHAPES = {
     "model.embed_tokens.weight": (8, 4),

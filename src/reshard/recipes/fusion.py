@@ -49,7 +49,8 @@ class Fusion:
         dimension: that is shared.
 
     Raises:
-        RecipeError: fewer than two members, one twice, or numbers below 1.
+        RecipeError: fewer than two members, one twice, or shares and groups that are no whole
+            numbers of at least 1.
 
     >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).stretches(8)[:4]
     (Stretch(member='q', member_start=0, start=0, stop=2), Stretch(member='k', member_start=0,
@@ -63,6 +64,10 @@ class Fusion:
     dimension: int = 0
 
     def __post_init__(self) -> None:
+        for given in (self.members, self.shares):
+            # A text would pass for a tuple of letters.
+            if not isinstance(given, list | tuple):
+                raise RecipeError(f"members or shares {given!r}; give a tuple of them")
         members = tuple(self.members)
         object.__setattr__(self, "members", members)
         object.__setattr__(self, "shares", tuple(self.shares) or (1,) * len(members))
@@ -78,8 +83,12 @@ class Fusion:
         least = (("a share", 1, self.shares), ("groups", 1, (self.groups,)))
         for what, fewest, numbers in (*least, ("dimension", 0, (self.dimension,))):
             for number in numbers:
-                if isinstance(number, bool) or (isinstance(number, int) and number < fewest):
-                    raise RecipeError(f"{what} of {number!r}; it is at least {fewest}")
+                if isinstance(number, str) and what != "dimension":
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int) or number < fewest:
+                    raise RecipeError(
+                        f"{what} of {number!r}; it is a whole number of at least {fewest}"
+                    )
 
     def filled_in(self, config: Mapping[str, object] | None) -> Fusion:
         """The fusion with the numbers of `config`. Raises RecipeError for one that is not there.

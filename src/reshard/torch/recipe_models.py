@@ -101,7 +101,8 @@ def _parts(
         yield means, tensor
         return
     sizes = list(_sizes(means, names, layouts, rank, own_name))
-    if sum(sizes) != tensor.shape[means.dimension]:
+    is_cut = isinstance(tensor, torch.Tensor) and tensor.ndim > means.dimension
+    if not is_cut or sum(sizes) != tensor.shape[means.dimension]:
         # Told with the name and the shape that were expected, on all ranks, by the refit.
         yield from ((member, tensor) for member in means.members)
         return
@@ -124,4 +125,4 @@ def _sizes(
     for member in fusion.members:
         layout = layouts.get(names.get(member, member))
         shape = None if layout is None or not 0 <= rank < layout.slots else layout.local_shape(rank)
-        yield shape[fusion.dimension] if shape is not None else 0
+        yield shape[fusion.dimension] if shape and len(shape) > fusion.dimension else 0
