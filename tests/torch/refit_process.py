@@ -493,6 +493,15 @@ def refusals() -> None:
     _refused(lambda: refit({}, {}, planning="none"), RunError, "planning='none'")
     _refused(lambda: refit({}, {}, method="program"), RunError, "moves all tensors in one exchange")
     _refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
+    _refused(lambda: refit({}, {}, extra_bytes="8"), RunError, "extra_bytes='8'")
+    _refused(lambda: refit({}, {}, transforms={"w": BlockQuantized}), RunError, "give a Transform")
+    one = torch.zeros(4)
+    # Only one rank has two tensors in one place, and would notice.
+    twice = {"a": one, "b": one} if rank == 1 else None
+    circle = {"a": "b", "b": "a"}
+    _refused(lambda: refit({"a": one + 1}, twice, ties=circle), RunError, "ties go round")
+    _refused(lambda: refit({"a": one}, None, source_names=3), ShardError, "names by 3")
+    _refused(lambda: refit({"a": one}, None, stacks={"a": 3}), ShardError, "members 3")
     mine = zeros(values())
     _refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")
     both = Net(1)

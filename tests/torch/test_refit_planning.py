@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import ShardError
+from reshard.recipes.fusion import Fusion
 
 torch = pytest.importorskip("torch")
 
-from reshard.torch import BlockQuantized, Cast  # noqa: E402
-from reshard.torch.refit_planning import Matching  # noqa: E402
+from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
+from reshard.torch.refit_planning import Matching, plan_or_error  # noqa: E402
 from reshard.torch.rosters import Entry, Roster  # noqa: E402
 
 
@@ -53,6 +54,29 @@ def test_many_problems_are_counted() -> None:
     with pytest.raises(ShardError, match="23 things do not fit") as caught:
         matching().plan(rosters([]), rosters(many))
     assert str(caught.value).splitlines()[-1] == "  ... 3 more"
+
+
+def test_a_member_of_two_tensors() -> None:
+    # As a table says whose members have no `*`, of all layers.
+    fused = [Entry(f"{layer}.qk", "int8", (4,), fusion=Fusion(("q", "k"))) for layer in range(2)]
+    apart = [Entry(name, "int8", (2,)) for name in "qk"]
+    for source, target, side in ((fused, apart, "source"), (apart, fused, "target")):
+        with pytest.raises(ShardError) as caught:
+            matching().plan(rosters(source), rosters(target))
+        assert "q: a member of 0.qk and of 1.qk" in str(caught.value)
+        assert f"(in the {side})" in str(caught.value)
+    tied = matching(ties={"1.qk": "0.qk"}).plan(rosters(fused), rosters(apart))
+    assert {one.source_name for one in tied.matches} == {"0.qk"}
+
+
+def test_what_a_transform_raises_is_told_to_the_other_ranks() -> None:
+    class Faulty(Transform):
+        def outputs(self, name: str) -> tuple[str, ...]:
+            raise ValueError("no more")
+
+    both = {0: (Roster((A,)), Roster((A,)))}
+    found = plan_or_error(matching(transforms={"a": Faulty()}), both)
+    assert isinstance(found, ShardError) and "ValueError: no more" in str(found)
 
 
 def test_the_first_transform_that_fits() -> None:

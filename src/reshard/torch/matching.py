@@ -23,7 +23,14 @@ from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.notation.megatron_refit import reconcile
 from reshard.planning.plan import Plan
-from reshard.torch.members import Member, Piece, fused_members, members_of, pieces_of
+from reshard.torch.members import (
+    Member,
+    Piece,
+    doubled_members,
+    fused_members,
+    members_of,
+    pieces_of,
+)
 from reshard.torch.naming import serving_name, tied_root
 from reshard.torch.rosters import Held, moved_by
 from reshard.torch.spans import Span
@@ -107,6 +114,11 @@ class _Matching:
     def run(self) -> None:
         transforms = self.transforms.items()
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
+        for side, held in (("source", self.source), ("target", self.target)):
+            doubled = [f"{told} (in the {side})" for told in doubled_members(held, self.ties)]
+            self.problems += doubled
+        if self.problems:
+            return
         try:
             members = members_of(self.source)
         except ReshardError as error:

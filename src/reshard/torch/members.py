@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.errors import ShardError
+from reshard.torch.naming import tied_root
 from reshard.torch.rosters import Held
 from reshard.torch.spans import Span
 
@@ -78,6 +79,22 @@ def members_of(side: Mapping[str, Held]) -> dict[str, Member]:
         for member in fused_members(name, held):
             found.setdefault(member, fused_members(name, held)[member])
     return found
+
+
+def doubled_members(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with members that two fused tensors have, which are not tied.
+
+    A table whose members have no `*` says so of the tensors of all layers.
+    """
+    has: dict[str, str] = {}
+    for name, held in side.items():
+        for member in held.fusion.members if held.fusion is not None else ():
+            other = has.setdefault(member, name)
+            if tied_root(other, ties) != tied_root(name, ties):
+                yield (
+                    f"{member}: a member of {other} and of {name}; give each members of its own, "
+                    "such as by a `*` in their names"
+                )
 
 
 def fused_members(name: str, held: Held) -> dict[str, Member]:

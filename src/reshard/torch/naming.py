@@ -47,7 +47,7 @@ def meaning(name: str, naming: Naming | None) -> Meaning:
             stands for takes the place of the same `*` in the entry. The first that fits counts,
             a name that none fits stays as it is.
 
-    Raises UsageError for a table or a function that gives neither.
+    Raises UsageError for a table or a function that gives neither, and for other kinds of naming.
 
     >>> meaning("layers.3.fc1", {"*.fc1": Fusion(("*.gate", "*.up"))}).members
     ('layers.3.gate', 'layers.3.up')
@@ -59,6 +59,8 @@ def meaning(name: str, naming: Naming | None) -> Meaning:
         found = naming[name] if name in naming else _by_pattern(name, naming)
     elif callable(naming):
         found = naming(name)
+    else:
+        raise UsageError(f"names by {naming!r}; give a table or a function")
     if not isinstance(found, str | Fusion):
         raise UsageError(f"the name {name!r} became {found!r}; names are matched to names")
     return found
@@ -79,8 +81,10 @@ def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
     if not stacks:
         return None
     found = stacks[name] if name in stacks else _by_pattern(name, stacks)
-    if found == name or not isinstance(found, str):
+    if found == name:
         return None
+    if not isinstance(found, str):
+        raise UsageError(f"members {found!r} of the stacked tensor {name!r}; give their pattern")
     if found.count("{}") != 1:
         raise UsageError(
             f"members {found!r} of the stacked tensor {name!r}; write {{}} where their number is"

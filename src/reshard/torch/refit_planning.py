@@ -119,7 +119,7 @@ def planned(
     part: RefitPart | ReshardError
     parts: Any = None
     if is_first or not is_central:
-        found = _plan_or_error(matching, gathered.values)
+        found = plan_or_error(matching, gathered.values)
         if not is_central:
             part = found if isinstance(found, ReshardError) else found.part(dist.get_rank())
         elif isinstance(found, ReshardError):
@@ -149,9 +149,10 @@ def planned(
     return part, report
 
 
-def _plan_or_error(
+def plan_or_error(
     matching: Matching, rosters: Mapping[int, tuple[Roster, Roster]]
 ) -> RefitPlan | ReshardError:
+    """The plan of both models, or why there is none; every rank that waits for it is told."""
     try:
         plan = matching.plan(
             {rank: before for rank, (before, _) in rosters.items()},
@@ -161,6 +162,9 @@ def _plan_or_error(
         plan.job.line, plan.batches  # noqa: B018
     except ReshardError as error:
         return error
+    except Exception as error:
+        # A transform of the user's: the other ranks wait for this.
+        return ShardError(f"nothing was written: {type(error).__name__}: {error}")
     return plan
 
 

@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.torch.agreement import Intent, agree, confirm, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
-from reshard.torch.naming import Naming
+from reshard.torch.naming import Naming, tied_root
 from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
 from reshard.torch.refit_parts import RefitPart
 from reshard.torch.refit_planning import Matching, Planning, PlanningReport, planned
@@ -119,7 +119,7 @@ class Refit:
             "strict": strict,
             "transforms": transforms,
         }
-        problem = None
+        problem = _problem_of(ties or {}, transforms or {}, extra_bytes)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         if method not in ("auto", "exchange"):
@@ -192,6 +192,23 @@ class Refit:
         if stages is not None:
             self._stages, self._group = stages, group
             self.is_usable = True
+
+
+def _problem_of(ties: object, transforms: object, extra_bytes: object) -> str | None:
+    """Why options of this rank cannot be used; None where they can."""
+    if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
+        return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
+    for name, transform in transforms.items():
+        if not isinstance(transform, Transform):
+            return f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as Cast('int8')"
+    if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
+        return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
+    try:
+        for name in ties:
+            tied_root(name, ties)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _in_order(given: Any) -> Any:
