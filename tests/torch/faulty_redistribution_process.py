@@ -22,7 +22,7 @@ from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.topology import Link, Topology
 from reshard.torch import redistribute
-from reshard.torch.exchange import Exchange
+from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, Exchange
 from reshard.torch.group_rounds import GroupRounds
 
 TIMEOUT_S = 3
@@ -99,6 +99,30 @@ def disagreements() -> None:
         RunError,
         "extra_bytes=63: too little",
         lambda: redistribute(own(), columns, source=rows, extra_bytes=63),
+    )
+    expect(
+        RunError,
+        "rank 1: TypeError",
+        lambda: redistribute(
+            own(), columns, source=rows, extra_bytes="1" if rank == 1 else DEFAULT_EXTRA_BYTES
+        ),
+    )
+    expect(
+        RunError,
+        "rank 1: UsageError: dtype=torch.float64, but the tensor is torch.float32",
+        lambda: redistribute(
+            own(), columns, source=rows, dtype=torch.float64 if rank == 1 else None
+        ),
+    )
+    expect(
+        RunError,
+        "rank 1: UsageError: shape=[9, 9], but the source has shape [12, 12]",
+        lambda: redistribute(own(), columns, source=rows, shape=(9, 9) if rank == 1 else None),
+    )
+    expect(
+        RunError,
+        "rank 1: UsageError: tensor is a int",
+        lambda: redistribute(3 if rank == 1 else own(), columns, source=rows),
     )
     expect(
         PlanError,

@@ -329,7 +329,8 @@ def _tried(
 ) -> tuple[_Prepared | None, str | None]:
     try:
         return _prepared(request, group), None
-    except ReshardError as error:
+    except Exception as error:
+        # Also what is of no use as an argument, or memory that is not there: the others wait.
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -381,7 +382,10 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         before = Side.of(request.source, shape, "source")
     after = Side.of(request.target, before.layout.shape, "target")
     if isinstance(tensor, torch.Tensor):
+        _check_said(request, tensor.dtype, before.layout.shape)
         dtype = tensor.dtype
+    elif tensor is not None:
+        raise UsageError(f"tensor is a {type(tensor).__name__}; give a torch tensor, or None")
     if dtype is None:
         raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
     plan = Plan(before.layout, after.layout, as_dtype(dtype))
@@ -404,6 +408,18 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     return _Prepared(
         plan, before, after, own, local, out, transfers, dtype, device, most_bytes, program
     )
+
+
+def _check_said(request: _Request, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise UsageError where arguments contradict the tensor."""
+    if request.dtype is not None and as_dtype(request.dtype) is not as_dtype(dtype):
+        raise UsageError(
+            f"dtype={request.dtype}, but the tensor is {dtype}; nothing is cast: tensor.to(dtype)"
+        )
+    if request.shape is not None and tuple(request.shape) != shape:
+        raise UsageError(
+            f"shape={list(request.shape)}, but the source has shape {list(shape)}; leave it out"
+        )
 
 
 def _target_local(
