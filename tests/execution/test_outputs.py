@@ -389,3 +389,10 @@ def test_arrays_that_have_no_slots_are_refused() -> None:
             moves.run(arrays)  # type: ignore[attr-defined]
         with pytest.raises(ShardError, match="out is a ndarray"):
             moves.run(shards, out=np.zeros((2, 4, 2)))  # type: ignore[attr-defined]
+
+
+def test_a_masked_array_is_refused() -> None:
+    shards = rows()
+    shards[0] = np.ma.masked_array(shards[0], mask=True)
+    with pytest.raises(ShardError, match="the array of slot 0 is masked"):
+        ROWS_TO_COLUMNS.run(shards)

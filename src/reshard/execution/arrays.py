@@ -223,6 +223,9 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     try:
         if torch is not None and isinstance(array, torch.Tensor):
             return TorchTensors(array)
+        if isinstance(array, np.ma.MaskedArray):
+            # Its mask would stay behind, and what it hides would show.
+            raise ShardError(f"{name} is masked; give its values, array.filled()")
         if isinstance(array, np.ndarray | np.generic):
             return NumpyArrays(array)
     except UsageError as error:
