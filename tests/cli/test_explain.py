@@ -371,6 +371,13 @@ def test_a_program_for_mlir() -> None:
     assert kinds == ["all_gather", "all_to_all", "all_slice"]
 
 
+@pytest.mark.parametrize(("system", "op"), [("shardy", "sdy.all_to_all"), ("mlir", "shard.")])
+def test_a_system_without_joint_steps_gets_a_classical_program(system: str, op: str) -> None:
+    run = run_here("explain", "x, y", "y, x", *SIX, "--lower", system)
+    assert (run.code, run.errors) == (0, "")
+    assert op in run.output
+
+
 GATHER = ("x y, -", "x, -", "--mesh", "x=2,y=8", "--shape", "4096x4096")
 
 
@@ -406,7 +413,10 @@ def test_machines_that_do_not_fit(arguments: tuple[str, ...], said: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("x, y", "y, x", *SIX), "step 1, joint all-to-all(x y), cannot be said in Shardy"),
+        (
+            ("x, y", "y, x", *SIX, "--steps", "joint"),
+            "step 1, joint all-to-all(x y), cannot be said in Shardy",
+        ),
         (("x@cyclic1", "x", "--mesh", "x=2", "--shape", "6"), "no program of collectives to lower"),
         (("x, y", "y, x", *SIX, "--json"), "--lower writes a program and --json other text"),
         (("x, y", "y, x", *SIX, "--contents"), "and --contents other text"),

@@ -11,8 +11,8 @@ from reshard.cli.failures import DONE
 from reshard.cli.options import json_option
 from reshard.cli.output import write, write_json
 from reshard.cli.report_file import check_report, report_options, write_report
-from reshard.collectives.lowering import LOWERINGS
-from reshard.collectives.problems import JOINT
+from reshard.collectives.lowering import LOWERINGS, WITHOUT_JOINT_STEPS
+from reshard.collectives.problems import CLASSICAL, JOINT
 from reshard.collectives.search import STEPS
 from reshard.cost.preset_file import load_preset, shipped_presets
 from reshard.errors import UsageError
@@ -52,10 +52,9 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
 @click.option(
     "--steps",
     type=click.Choice([name for name in STEPS if name != "all"]),
-    default=JOINT,
-    show_default=True,
-    help="What a program may be made of: joint all-to-alls too, the classical collectives, or "
-    "the steps of MLIR's notes.",
+    help="What a program may be made of: joint all-to-alls too, which is the default, the "
+    "classical collectives, which is what shardy and mlir can be told, or the steps of MLIR's "
+    "notes.",
 )
 @click.option(
     "--topology",
@@ -81,7 +80,7 @@ def explain(
     notation: str | None,
     dtype: str | None,
     contents: bool,
-    steps: str,
+    steps: str | None,
     topology: str | None,
     lower: str | None,
     as_json: bool,
@@ -131,6 +130,7 @@ def explain(
         Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
         for text, devices in ((source, mesh), (target, target_mesh))
     )
+    steps = steps or (CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT)
     explanation = explanation_of(before, after, shape, dtype, steps, machine)
     if report_path is not None:
         write_report(report_path, explanation.report(ranks_per_host).html(), overwrite)

@@ -17,8 +17,12 @@ LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {
 }
 """A program and the dtype of its elements to text, by the name of the system that reads it."""
 
+WITHOUT_JOINT_STEPS = ("shardy", "mlir")
+"""The systems that cannot be told a joint all-to-all."""
+
 __all__ = [
     "LOWERINGS",
+    "WITHOUT_JOINT_STEPS",
     "jax_module",
     "mlir_module",
     "parse_shard_module",
