@@ -12,6 +12,7 @@
     │   └── NotationError      text that is not a sharding, a mesh or a saved plan
     ├── PlanError              two layouts that cannot be planned, or a plan that is wrong
     ├── ShardError             arrays that do not fit the layout they are said to have
+    ├── ArrayIndexError        an index that an array has no elements at
     ├── RecipeError            a recipe or rule that cannot be applied
     ├── CheckpointError        a checkpoint on disk that cannot be used
     │   ├── FormatError        a file whose bytes are not what its format promises
@@ -66,6 +67,10 @@ class PlanError(ReshardError, ValueError):
 
 class ShardError(ReshardError, ValueError):
     """Arrays that do not fit the layout they are said to have."""
+
+
+class ArrayIndexError(ReshardError, IndexError):
+    """An index that an array has no elements at. Iteration ends by it, as for any sequence."""
 
 
 class RecipeError(ReshardError, ValueError):

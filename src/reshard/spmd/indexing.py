@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import ShardError, SpecError, UsageError
+from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.spmd import elementwise
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.data_types import kind_of
@@ -52,6 +52,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
             raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
     place = axis_of(x.ndim, axis)
+    _check_known(indices, x.shape[place])
     chosen = _counted_from_start(operands(x, indices)[1], x.shape[place])
     return call("take", (x, chosen), {"axis": place})
 
@@ -59,6 +60,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
 def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     """Elements along an axis, by indices for each place of the other axes."""
     place = axis_of(x.ndim, axis)
+    _check_known(indices, x.shape[place])
     x, chosen = operands(x, indices)
     chosen = _counted_from_start(chosen, x.shape[place])
     shape = broadcast_shapes(
@@ -92,7 +94,7 @@ def getitem(x: Any, key: Any) -> Any:
     """What `x[key]` is.
 
     Raises:
-        IndexError: an index that is out of range, or too many of them.
+        ArrayIndexError: an index that is out of range, too many of them, or no slice.
         ShardError: a key of a kind that arrays in shards do not take.
     """
     items = [_item(one) for one in (key if isinstance(key, tuple) else (key,))]
@@ -150,7 +152,9 @@ def _gathered(x: Any, items: list[Any]) -> Any:
             "the leading dimensions alone, or use take along an axis"
         )
     if len(items) > x.ndim:
-        raise IndexError(f"{len(items)} indices for shape {list(x.shape)}")
+        raise _too_many(x, len(items))
+    for item, size in zip(items, x.shape, strict=False):
+        _check_known(item, size)
     places = operands(x, *items)[1:]
     flat: Any = None
     for place, size in zip(places, x.shape, strict=False):
@@ -167,14 +171,50 @@ def _gathered(x: Any, items: list[Any]) -> Any:
 def _index(item: Any, size: int) -> int:
     index = int(item.__index__())
     if not -size <= index < size:
-        raise IndexError(f"index {index} of a dimension of size {size}")
+        raise _out_of_range(index, size)
     return index % size
+
+
+def _out_of_range(index: int, size: int) -> ArrayIndexError:
+    expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
+    return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
+
+
+def _too_many(x: Any, count: int) -> ArrayIndexError:
+    return ArrayIndexError(
+        f"{count} indices for shape {list(x.shape)}; give at most {x.ndim}, one a dimension"
+    )
+
+
+def _check_known(indices: Any, size: int) -> None:
+    """Refuses indices out of range, where they are known here without asking other processes."""
+    if isinstance(indices, np.ndarray) and indices.size and indices.dtype.kind in "iu":
+        least, most = int(indices.min()), int(indices.max())
+        if least < -size or most >= size:
+            raise _out_of_range(least if least < -size else most, size)
+
+
+def _bounds(item: slice, size: int) -> Cut:
+    """Start, stop and step of a slice of a dimension."""
+    try:
+        return item.indices(size)
+    except (TypeError, ValueError) as error:
+        said = ":".join("" if n is None else repr(n) for n in (item.start, item.stop, item.step))
+        raise ArrayIndexError(
+            f"slice {said} of a dimension of size {size}: {error}; give whole numbers or none, "
+            "and a step that is not 0"
+        ) from error
 
 
 def _basic(x: Any, items: list[Any]) -> Any:
     used = len(items) - items.count(None) - items.count(Ellipsis)
-    if used > x.ndim or items.count(Ellipsis) > 1:
-        raise IndexError(f"{used} indices for shape {list(x.shape)}")
+    if used > x.ndim:
+        raise _too_many(x, used)
+    if items.count(Ellipsis) > 1:
+        raise ArrayIndexError(
+            f"{items.count(Ellipsis)} times ... in an index; it stands for all dimensions that are "
+            "not named, so give it at most once"
+        )
     if Ellipsis not in items:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
@@ -189,7 +229,7 @@ def _basic(x: Any, items: list[Any]) -> Any:
             added.append(place - len(gone))
             continue
         if isinstance(item, slice):
-            start, stop, step = item.indices(x.shape[dim])
+            start, stop, step = _bounds(item, x.shape[dim])
             if step < 0:
                 turned.append(dim)
                 count = len(range(start, stop, step))

@@ -98,12 +98,28 @@ def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> An
 
 
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The mean over axes, over all when None; of whole numbers in `float64`."""
-    count = _counted(x.shape, axis)
-    if data_types.kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer"):
-        # Their sum would wrap around.
-        x = data_types.astype(x, data_types.float64)
-    return elementwise.divide(sum(x, axis=axis, keepdims=keepdims), _divisor(count))
+    """The mean over axes, over all when None; of whole numbers in `float64`.
+
+    Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
+    """
+    found = _mean(_widened(x), axis, keepdims)
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+
+
+def _mean(x: Any, axis: Axis, keepdims: bool) -> Any:
+    total = sum(x, axis=axis, keepdims=keepdims)
+    return elementwise.divide(total, _divisor(_counted(x.shape, axis)))
+
+
+def _is_whole(x: Any) -> object:
+    return data_types.kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer")
+
+
+def _widened(x: Any) -> Any:
+    """The same numbers in a type whose sums neither wrap around nor overflow early."""
+    if _is_whole(x):
+        return data_types.astype(x, data_types.float64)
+    return data_types.astype(x, data_types.float32) if x.dtype.itemsize_bytes < 4 else x
 
 
 def _divisor(count: float) -> float:
@@ -113,7 +129,12 @@ def _divisor(count: float) -> float:
 
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The variance over axes, over all when None: squares are divided by `count - correction`."""
-    apart = elementwise.subtract(x, mean(x, axis=axis, keepdims=True))
+    found = _var(_widened(x), axis, correction, keepdims)
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
+
+
+def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
+    apart = elementwise.subtract(x, _mean(x, axis, True))
     squares = elementwise.square(elementwise.abs(apart))
     count = _counted(x.shape, axis) - correction
     return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _divisor(count))
@@ -121,7 +142,8 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The standard deviation: the root of `var`."""
-    return elementwise.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+    found = elementwise.sqrt(_var(_widened(x), axis, correction, keepdims))
+    return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
 
 def cumulative_sum(
