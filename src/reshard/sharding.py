@@ -35,6 +35,8 @@ def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
     joined: list[Axis] = []
     for item in axes:
         axis = Axis.parse(item) if isinstance(item, str) else item
+        if not isinstance(axis, Axis):
+            raise SpecError(f"axis {item!r} of a dimension; give the name of a mesh axis")
         last = joined[-1] if joined else None
         if (
             last is not None
@@ -153,6 +155,17 @@ def _coordinates(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> IntArray:
     return found
 
 
+def _as_dim_spec(item: object) -> DimSpec:
+    if isinstance(item, DimSpec):
+        return item
+    if not isinstance(item, Iterable):
+        raise SpecError(
+            f"dimension {item!r} of a sharding; give a DimSpec or the names of mesh axes, [] for a "
+            "dimension that is not cut"
+        )
+    return DimSpec(item)
+
+
 class ShardingSpec(Interned):
     """How a tensor is laid out over a mesh.
 
@@ -190,9 +203,9 @@ class ShardingSpec(Interned):
         only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]] = (),
     ) -> None:
         self.mesh = mesh
-        self.dim_specs = tuple(
-            item if isinstance(item, DimSpec) else DimSpec(item) for item in dim_specs
-        )
+        if not isinstance(dim_specs, Iterable):
+            raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
+        self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
         self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
         self.reduction = reduction if self.partial_axes else None
         replicated = sorted(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import reshard.spmd as sp
-from reshard import DeviceMesh, spec
-from reshard.errors import ArrayIndexError, ReshardError
+from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
+from reshard.errors import ArrayIndexError, MeshError, ReshardError, SpecError, UsageError
 
 MESH = DeviceMesh.of(x=2, y=3)
 DATA = np.arange(35.0).reshape(7, 5)
@@ -71,3 +72,107 @@ def test_indices_that_are_known_are_checked_along_cut_axes() -> None:
     for function in (sp.take, sp.take_along_axis):
         with pytest.raises(ArrayIndexError, match="index 7 of a dimension of size 7"):
             function(sharded(), np.array([[7]]), axis=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (lambda x: sp.attention(x, x, x), SpecError, r"queries of shape \[7, 5\].*heads"),
+        (lambda x: sp.linalg.cross(x, x, axis=4), SpecError, r"\[?4.* of 2"),
+        (lambda x: sp.sum([1, 2]), UsageError, r"sum of \[1, 2\], a list; an sp.array was"),
+        (lambda x: sp.fft.fft([1, 2]), UsageError, r"fft of \[1, 2\], a list; an sp.array was"),
+        (lambda x: sp.concat([[1], [2]]), UsageError, r"^\[1\], a list, .*; an sp.array was"),
+        (lambda x: sp.isin(x, [1, 2]), UsageError, r"isin of \[1, 2\], a list; an sp.array was"),
+        (lambda x: np.vstack([x, [1]]), UsageError, r"vstack of \[1\], a list; an sp.array"),
+        (lambda x: x.shard(MESH, [None, []]), SpecError, r"dimension None .*\[\] for a dim"),
+        (lambda x: ShardingSpec(MESH, 3), SpecError, r"dimensions 3; give a list"),
+        (lambda x: DimSpec([3]), SpecError, r"axis 3 of a dimension; give the name"),
+        (lambda x: sp.array([[1, 2], [3]]), UsageError, r"\[\[1, 2\], \[3\]\].*equal lengths"),
+        (lambda x: sp.ones((2, -1)), UsageError, r"shape \(2, -1\) with a size below 0; give"),
+        (lambda x: sp.eye(-1), UsageError, r"shape \(-1, -1\) .* 0 or more"),
+        (lambda x: sp.eye(3, k="a"), UsageError, r"diagonal at 'a'.*give a whole number"),
+        (lambda x: sp.linspace(0, 1, -1), UsageError, r"of -1: .*0 or more"),
+        (lambda x: sp.arange(0, 10, 0), UsageError, r"by 0: .*a step that is not 0"),
+        (lambda x: sp.zeros("a"), UsageError, r"shape 'a': .*give one whole number, or"),
+        (lambda x: sp.zeros(2.5), UsageError, r"shape 2\.5: .*give one whole number, or"),
+        (lambda x: sp.repeat(x, [1, 2], axis=0), UsageError, r"\[1, 2\] of 7 places.*for each"),
+        (lambda x: sp.repeat(x, -1, axis=0), UsageError, r"-1 repeats; 0 or more"),
+        (lambda x: sp.linalg.matrix_power(sp.eye(3), 1.5), UsageError, r"1\.5; give a whole"),
+        (lambda x: sp.reshape(sp.zeros((0, 4)), (-1, 0)), SpecError, r"\(-1, 0\).*say which"),
+        (lambda x: round(x, 1), UsageError, r"1 digits; .*whole numbers"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    function: Callable[[Any], Any], kind: type[ReshardError], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        function(sharded())
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_depends_on_elements_is_said_of_a_compiled_operation_too(library: str) -> None:
+    square = np.diag([1.0, 2.0, 3.0])
+    sp.linalg.inv(sharded(square, library))
+    with pytest.raises(UsageError, match=rf"inv of float64\[3, 3\].*: {library} cannot"):
+        sp.linalg.inv(sharded(square * 0, library))
+    if library == "torch":
+        return
+    base, powers = sharded(np.arange(6)), sharded(np.arange(6))
+    assert (base**powers).to_dense().tolist() == [0**0, 1, 4, 27, 256, 3125]
+    with pytest.raises(UsageError, match=r"pow of int64\[6\].*: numpy cannot"):
+        base ** (powers - 1)
+    sp.where(base > 0, base, powers)
+    places = sp.array(np.array([0, 1]))
+    whole = sp.array(DATA)
+    sp.take(whole, places, axis=0)
+    with pytest.raises(ArrayIndexError, match=r"take of float64\[7, 5\].*: numpy cannot"):
+        sp.take(whole, places + 7, axis=0)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_numpys_functions_that_are_made_of_others(library: str) -> None:
+    x, row = sharded(DATA, library), sharded(np.arange(5.0), library)
+    pairs = [
+        (np.ravel(x), DATA.ravel()),
+        (np.swapaxes(x, 0, -1), DATA.T),
+        (np.swapaxes(x, 1, 1), DATA),
+        (np.vstack([x, row]), np.vstack([DATA, np.arange(5.0)])),
+        (np.vstack([row, row]), np.vstack([np.arange(5.0)] * 2)),
+        (np.hstack([x, x]), np.hstack([DATA, DATA])),
+        (np.hstack([row, row]), np.hstack([np.arange(5.0)] * 2)),
+        (np.hstack([row[0], row[1]]), [0.0, 1.0]),
+        (np.vstack([x, DATA]), np.vstack([DATA, DATA])),
+        (round(x / 3), np.round(DATA / 3)),
+        *zip(divmod(x, 4), divmod(DATA, 4), strict=True),
+        *zip(divmod(4, x + 1), divmod(4, DATA + 1), strict=True),
+    ]
+    for found, expected in pairs:
+        np.testing.assert_array_equal(np.asarray(found), expected)
+    with pytest.raises(UsageError, match=r"numpy\.ravel with .*use numpy\.ravel\(a"):
+        np.ravel(x, order="F")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sum", r"'sum'; use sp\.sum\(x\)"),
+        ("reshape", r"use sp\.reshape\(x, \.\.\.\)"),
+        ("astype", r"use sp\.astype\(x, \.\.\.\)"),
+        ("transpose", r"use sp\.permute_dims\(x, \.\.\.\)"),
+        ("ravel", r"use numpy\.ravel\(x\)"),
+        ("float32", r"use a function of reshard\.spmd, or x\.to_dense\(\)"),
+        ("tolist", r"or x\.to_dense\(\)"),
+    ],
+)
+def test_methods_of_numpys_arrays_are_hinted_at(name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=said):
+        getattr(sharded(), name)
+    assert not hasattr(sharded(), name)
+
+
+def test_a_mesh_that_is_not_the_shardings_is_refused() -> None:
+    x, other = sharded(), DeviceMesh.of(x=3, y=2)
+    with pytest.raises(MeshError, match=r"DeviceMesh\(x=3,y=2\), but from_spec `x, y`"):
+        sp.reshard_tensor(x, x.spec, None, other)
+    with pytest.raises(MeshError, match=r"DeviceMesh\(x=3,y=2\), but to_spec `y, x`"):
+        sp.reshard_tensor(x, None, spec(MESH, "y, x"), other)

@@ -54,6 +54,12 @@ class ArrayOperators:
     def __rfloordiv__(self, other: Any) -> Any:
         return e.floor_divide(other, self)
 
+    def __divmod__(self, other: Any) -> Any:
+        return e.floor_divide(self, other), e.remainder(self, other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return e.floor_divide(other, self), e.remainder(other, self)
+
     def __mod__(self, other: Any) -> Any:
         return e.remainder(self, other)
 
@@ -129,6 +135,14 @@ class ArrayOperators:
     def __abs__(self) -> Any:
         return e.abs(self)
 
+    def __round__(self, digits: int | None = None) -> Any:
+        if digits:
+            raise UsageError(
+                f"round to {digits!r} digits; arrays in shards are rounded to whole numbers: "
+                f"scale x by 10 ** {digits!r} before, and back after it"
+            )
+        return e.round(self)
+
     def __invert__(self) -> Any:
         return e.bitwise_invert(self)
 
@@ -143,6 +157,13 @@ class ArrayOperators:
             f"assignment to index {key!r}: arrays in shards never change; make a new one with "
             "sp.where, sp.concat or sp.dynamic_update_slice"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for what an array has not: often a method that NumPy's arrays have.
+        from reshard.spmd.numpy_protocols import instead_of
+
+        said = f"an array in shards has no attribute {name!r}; {instead_of(name)}"
+        raise AttributeError(said, name=name, obj=self)
 
     @property
     def T(self) -> Any:  # noqa: N802

@@ -6,20 +6,44 @@ it first. Numbers have NumPy's types in both libraries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd import elementwise
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.manipulation import broadcast_to, reshape
 from reshard.spmd.runner import runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
+
+
+@contextmanager
+def _said(asked: str, expected: str) -> Iterator[None]:
+    """What NumPy raises inside is said of what was asked for."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise UsageError(f"{asked}: {error}; {expected}") from error
+
+
+def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a new array. Raises UsageError for what is no shape."""
+    with _said(f"shape {shape!r}", "give one whole number, or a tuple of them"):
+        given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+        sizes = tuple(map(index, given))
+    if min(sizes, default=0) < 0:
+        raise UsageError(f"shape {shape!r} with a size below 0; give sizes of 0 or more")
+    return sizes
 
 
 def _own(dtype: object) -> Any:
@@ -68,7 +92,7 @@ def full(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """An array of one number."""
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = _shape(shape)
     value = np.full((), fill_value, dtype=_own(dtype))
     runner = runner_for()
     if spec is None:
@@ -121,6 +145,7 @@ def empty(
     return zeros(shape, dtype=dtype, spec=spec)
 
 
+@of_arrays
 def full_like(
     x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None
 ) -> ShardedArray:
@@ -132,16 +157,19 @@ def full_like(
     return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
 
 
+@of_arrays
 def zeros_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Zeros with the shape and the sharding of another array."""
     return full_like(x, 0, dtype=dtype)
 
 
+@of_arrays
 def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Ones with the shape and the sharding of another array."""
     return full_like(x, 1, dtype=dtype)
 
 
+@of_arrays
 def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Elements that mean nothing, with the shape and the sharding of another array."""
     return full_like(x, 0, dtype=dtype)
@@ -159,7 +187,11 @@ def arange(
 ) -> ShardedArray:
     """Numbers from `start` up to `stop`, that one left out; from 0 up to `start` without it."""
     low, high = (0, start) if stop is None else (start, stop)
-    return array(np.arange(low, high, step, dtype=_own(dtype)), spec, runner=runner_for())
+    with _said(
+        f"arange from {low!r} to {high!r} by {step!r}", "give numbers, and a step that is not 0"
+    ):
+        made = np.arange(low, high, step, dtype=_own(dtype))
+    return array(made, spec, runner=runner_for())
 
 
 def linspace(
@@ -174,7 +206,10 @@ def linspace(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """`num` numbers at equal distances."""
-    made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_own(dtype))
+    with _said(
+        f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
+    ):
+        made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_own(dtype))
     return array(made, spec, runner=runner_for())
 
 
@@ -190,9 +225,13 @@ def eye(
 ) -> ShardedArray:
     """Ones on a diagonal, zeros elsewhere."""
     own = np.float64 if dtype is None else _own(dtype)
-    return array(np.eye(n_rows, n_cols, k=k, dtype=own), spec, runner=runner_for())
+    rows, columns = _shape((n_rows, n_rows if n_cols is None else n_cols))
+    with _said(f"eye with its diagonal at {k!r}", "give a whole number"):
+        made = np.eye(rows, columns, k=k, dtype=own)
+    return array(made, spec, runner=runner_for())
 
 
+@of_arrays
 def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
     """Coordinates of a grid from those of its sides."""
     if indexing not in ("xy", "ij"):
@@ -219,11 +258,13 @@ def _triangle(x: Any, lower: bool, k: int) -> Any:
     return elementwise.where(elementwise.whole(x, kept), x, elementwise.whole(x, zero))
 
 
+@of_arrays
 def tril(x: Any, /, *, k: int = 0) -> Any:
     """The lower triangle of matrices, zeros above the diagonal `k`."""
     return _triangle(x, True, k)
 
 
+@of_arrays
 def triu(x: Any, /, *, k: int = 0) -> Any:
     """The upper triangle of matrices, zeros below the diagonal `k`."""
     return _triangle(x, False, k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.library import library_of
@@ -128,6 +129,7 @@ subtract = _binary("subtract", "The difference.")
 matmul = _binary("matmul", "The matrix product.")
 
 
+@of_arrays
 def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
     """Numbers below `min` become `min`, those above `max` become `max`; None is no bound."""
     x, min, max = operands(x, min, max)
@@ -138,6 +140,7 @@ def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
     return call("clip", (x, *bounds), None, options)
 
 
+@of_arrays
 def where(condition: Any, x1: Any, x2: Any, /) -> Any:
     """`x1` where the condition holds, `x2` elsewhere; all three broadcast."""
     return call("where", operands(condition, x1, x2))

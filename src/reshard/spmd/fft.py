@@ -12,6 +12,7 @@ import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.manipulation import roll
 from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axis_of
@@ -43,7 +44,7 @@ def _along_one(name: str, text: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
-    return function
+    return of_arrays(function)
 
 
 def _along_many(name: str, text: str) -> Callable[..., Any]:
@@ -59,7 +60,7 @@ def _along_many(name: str, text: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
-    return function
+    return of_arrays(function)
 
 
 def _check_norm(norm: str) -> None:
@@ -96,11 +97,13 @@ def _frequencies(found: Any, dtype: object) -> Any:
     return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
 
 
+@of_arrays
 def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
     """The frequency 0 moved to the middle."""
     return _shifted(x, axes, 1)
 
 
+@of_arrays
 def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
     """What `fftshift` moved, back."""
     return _shifted(x, axes, -1)

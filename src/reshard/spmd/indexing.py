@@ -15,6 +15,7 @@ import numpy as np
 
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.spmd import elementwise
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.data_types import kind_of
 from reshard.spmd.elementwise import operands, whole
@@ -45,6 +46,7 @@ def cut(x: Any, cuts: Mapping[int, Cut]) -> Any:
     return call("slice", (x,), {"starts": starts, "limits": stops, "strides": steps})
 
 
+@of_arrays
 def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
     """Elements of an axis, by their indices."""
     if axis is None:
@@ -57,6 +59,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
     return call("take", (x, chosen), {"axis": place})
 
 
+@of_arrays
 def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     """Elements along an axis, by indices for each place of the other axes."""
     place = axis_of(x.ndim, axis)
@@ -86,8 +89,13 @@ def _counted_from_start(indices: Any, size: int) -> Any:
 def repeated_places(x: ArrayValue, repeats: Any, size: int) -> Any:
     """The index of each element when each place is repeated so often."""
     times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
-    times = np.broadcast_to(np.asarray(times), (size,))
-    return whole(x, np.repeat(np.arange(size), times))
+    try:
+        found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"repeats {times!r} of {size} places: {error}; give one whole number, or one for each"
+        ) from error
+    return whole(x, found)
 
 
 def getitem(x: Any, key: Any) -> Any:

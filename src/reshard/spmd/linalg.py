@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from reshard.errors import SpecError, UsageError
 from reshard.spmd import data_types, elementwise, statistics
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import matmul, operands
 from reshard.spmd.manipulation import expand_dims, matrix_transpose, reshape, roll
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 __all__ = [
     "cholesky",
@@ -79,17 +81,20 @@ def _matrices(x: Any, name: str, is_square: bool = True) -> Any:
     return x
 
 
+@of_arrays
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """Products summed over an axis, the first conjugated."""
     return call("vecdot", operands(x1, x2), {"axis": int(axis)})
 
 
+@of_arrays
 def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Any:
     """Products summed over pairs of axes."""
     pairs = axes if isinstance(axes, int) else (tuple(axes[0]), tuple(axes[1]))
     return call("tensordot", operands(x1, x2), {"axes": pairs})
 
 
+@of_arrays
 def outer(x1: Any, x2: Any, /) -> Any:
     """Every product of an element of one with one of the other."""
     x1, x2 = operands(x1, x2)
@@ -98,9 +103,12 @@ def outer(x1: Any, x2: Any, /) -> Any:
     return elementwise.multiply(expand_dims(x1, axis=1), expand_dims(x2, axis=0))
 
 
+@of_arrays
 def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     """The product of vectors in space, which is at right angles to both."""
     x1, x2 = operands(x1, x2)
+    for one in (x1, x2):
+        axis_of(one.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
     one = elementwise.multiply(roll(x1, -1, axis=axis), roll(x2, -2, axis=axis))
@@ -108,42 +116,50 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
     return elementwise.subtract(one, other)
 
 
+@of_arrays
 def diagonal(x: Any, /, *, offset: int = 0) -> Any:
     """The diagonal of matrices."""
     return call("diagonal", (_matrices(x, "diagonal", False),), {"offset": int(offset)})
 
 
+@of_arrays
 def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
     """The sum of the diagonal of matrices."""
     return statistics.sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
+@of_arrays
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     """The triangular root of matrices that are positive definite."""
     found = call("cholesky", (_matrices(x, "cholesky"),))
     return elementwise.conj(matrix_transpose(found)) if upper else found
 
 
+@of_arrays
 def det(x: Any, /) -> Any:
     """The determinant of square matrices."""
     return call("det", (_matrices(x, "det"),))
 
 
+@of_arrays
 def eigh(x: Any, /) -> EighResult:
     """Eigenvalues in rising order, and eigenvectors, of matrices equal to their adjoint."""
     return EighResult(*call("eigh", (_matrices(x, "eigh"),)))
 
 
+@of_arrays
 def eigvalsh(x: Any, /) -> Any:
     """Eigenvalues in rising order of matrices equal to their adjoint."""
     return call("eigvalsh", (_matrices(x, "eigvalsh"),))
 
 
+@of_arrays
 def inv(x: Any, /) -> Any:
     """The inverse of square matrices."""
     return call("inv", (_matrices(x, "inv"),))
 
 
+@of_arrays
 def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
     """The inverse as near as can be; smaller singular values than `rtol` times the largest are 0.
 
@@ -168,6 +184,7 @@ def _cutoff(x: Any, s: Any, rtol: Any) -> Any:
     return elementwise.multiply(largest, relative)
 
 
+@of_arrays
 def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
     """Matrices as a product of one with orthogonal columns and a triangular one."""
     if mode not in ("reduced", "complete"):
@@ -175,17 +192,20 @@ def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
     return QRResult(*call("qr", (_matrices(x, "qr", False),), {"mode": mode}))
 
 
+@of_arrays
 def slogdet(x: Any, /) -> SlogdetResult:
     """The sign of the determinant, and the logarithm of its size."""
     return SlogdetResult(*call("slogdet", (_matrices(x, "slogdet"),)))
 
 
+@of_arrays
 def solve(x1: Any, x2: Any, /) -> Any:
     """What `x1` makes `x2` of: `x1 @ result == x2`."""
     x1, x2 = operands(x1, x2)
     return call("solve", (_matrices(x1, "solve"), x2))
 
 
+@of_arrays
 def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
     """What the triangle of `x1` makes `x2` of."""
     from reshard.spmd.creation import tril, triu
@@ -193,28 +213,34 @@ def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
     return solve(tril(x1) if lower else triu(x1), x2)
 
 
+@of_arrays
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
     """Matrices as a product of orthogonal, diagonal and orthogonal ones."""
     found = call("svd", (_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
     return SVDResult(*found)
 
 
+@of_arrays
 def svdvals(x: Any, /) -> Any:
     """Singular values in falling order."""
     return call("svdvals", (_matrices(x, "svdvals", False),))
 
 
+@of_arrays
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
     """How many singular values are larger than `rtol` times the largest."""
     s = svdvals(x)
     return statistics.count_nonzero(elementwise.greater(s, _cutoff(x, s, rtol)), axis=-1)
 
 
+@of_arrays
 def matrix_power(x: Any, n: int, /) -> Any:
     """Square matrices multiplied with themselves; the inverse where `n` is negative."""
     from reshard.spmd.creation import eye
 
     _matrices(x, "matrix_power")
+    if not hasattr(n, "__index__"):
+        raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
     if n < 0:
         return matrix_power(inv(x), -n)
     if n == 0:
@@ -231,6 +257,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
     return found
 
 
+@of_arrays
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     """The size of matrices: by elements ('fro'), sums (1, inf), singular values (2, 'nuc')."""
     _matrices(x, "matrix_norm", False)
@@ -252,6 +279,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     return found
 
 
+@of_arrays
 def vector_norm(
     x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: Any = 2
 ) -> Any:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard.errors import SpecError
+from reshard.errors import SpecError, UsageError
 from reshard.spmd import data_types
+from reshard.spmd.array_arguments import of_arrays
+from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.elementwise import operands
 from reshard.spmd.operation_call import call
 
@@ -30,23 +32,27 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     return broadcast_shape([tuple(shape) for shape in shapes])
 
 
+@of_arrays
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     """The array repeated to a shape."""
     wanted = tuple(shape)
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
+@of_arrays
 def broadcast_arrays(*arrays: Any) -> list[Any]:
     """Arrays repeated to the shape that they have together."""
     shape = broadcast_shapes(*(one.shape for one in arrays))
     return [broadcast_to(one, shape) for one in arrays]
 
 
+@of_arrays
 def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
     """A new dimension of size 1, at that place of the result."""
     return call("expand_dims", (x,), {"axis": _axes(axis, x.ndim + 1)[0]})
 
 
+@of_arrays
 def squeeze(x: Any, /, axis: Axis) -> Any:
     """Without dimensions of size 1. Raises SpecError for one of another size."""
     axes = _axes(axis, x.ndim)
@@ -55,11 +61,13 @@ def squeeze(x: Any, /, axis: Axis) -> Any:
     return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
 
 
+@of_arrays
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
     """Dimensions in another order: dimension `d` of the result is `axes[d]`."""
     return call("permute_dims", (x,), {"axes": tuple(axes)})
 
 
+@of_arrays
 def matrix_transpose(x: Any, /) -> Any:
     """The last two dimensions swapped."""
     if x.ndim < 2:
@@ -67,6 +75,7 @@ def matrix_transpose(x: Any, /) -> Any:
     return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
+@of_arrays
 def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     """Dimensions put elsewhere, the others kept in order."""
     come, go = _axes(source, x.ndim), _axes(destination, x.ndim)
@@ -85,6 +94,7 @@ def _sizes(shape: int | Sequence[int]) -> list[int]:
     return [int(size) for size in given]
 
 
+@of_arrays
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Any:
     """The same elements in row-major order; one size may be -1.
 
@@ -93,7 +103,11 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
     wanted = _sizes(shape)
     if wanted.count(-1) == 1:
         rest = math.prod(size for size in wanted if size != -1)
-        wanted[wanted.index(-1)] = math.prod(x.shape) // rest if rest else 0
+        if not rest:
+            raise SpecError(
+                f"shape {shape} with a size -1 beside a 0: any size fits there; say which"
+            )
+        wanted[wanted.index(-1)] = math.prod(x.shape) // rest
     if math.prod(wanted) != math.prod(x.shape) or min(wanted, default=0) < 0:
         raise SpecError(
             f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {shape}; "
@@ -102,11 +116,13 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
     return x if tuple(wanted) == x.shape else call("reshape", (x,), {"shape": tuple(wanted)})
 
 
+@of_arrays
 def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
     """Axes the other way round; all when None."""
     return call("flip", (x,), {"axis": _axes(range(x.ndim) if axis is None else axis, x.ndim)})
 
 
+@of_arrays
 def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     """Elements moved along axes, those that leave at the end coming in at the start."""
     if axis is None:
@@ -126,10 +142,17 @@ def _one_type(arrays: Sequence[Any]) -> list[Any]:
     if not arrays:
         raise SpecError("no arrays to put together; give at least one")
     made = operands(*arrays)
+    for one in made:
+        if not isinstance(one, ArrayValue):
+            raise UsageError(
+                f"{one!r}, a {type(one).__name__}, to put together with arrays; an sp.array was "
+                "expected: make it one by sp.array(...)"
+            )
     wanted = data_types.result_type(*made)
     return [data_types.astype(one, wanted) for one in made]
 
 
+@of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Arrays one behind the other along an axis; flattened first when it is None."""
     made = _one_type(arrays)
@@ -138,6 +161,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     return call("concat", made, {"axis": _axes(axis, made[0].ndim)[0]})
 
 
+@of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     """Arrays of one shape along a new axis."""
     made = _one_type(arrays)
@@ -147,6 +171,7 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
+@of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """The arrays along an axis, without it."""
     from reshard.spmd.indexing import cut
@@ -157,6 +182,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     )
 
 
+@of_arrays
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     """The array repeated along each dimension, as a whole."""
     times = tuple(_sizes(repetitions))
@@ -167,6 +193,7 @@ def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     return reshape(broadcast_to(apart, pairs), [a * b for a, b in zip(times, shape, strict=True)])
 
 
+@of_arrays
 def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """Each element repeated along an axis; of the flattened array when None.
 
@@ -176,6 +203,8 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
         x, axis = reshape(x, (-1,)), 0
     place = _axes(axis, x.ndim)[0]
     if isinstance(repeats, int):
+        if repeats < 0:
+            raise UsageError(f"{repeats} repeats; 0 or more were expected")
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.errors import SpecError
 from reshard.spmd import data_types, elementwise, statistics
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import (
     add,
     divide,
@@ -33,21 +34,25 @@ from reshard.spmd.operators.shapes import axis_of
 Axis = int | Sequence[int]
 
 
+@of_arrays
 def relu(x: Any, /) -> Any:
     """The number where it is positive, 0 elsewhere."""
     return maximum(x, 0)
 
 
+@of_arrays
 def sigmoid(x: Any, /) -> Any:
     """`1 / (1 + exp(-x))`, without overflow."""
     return multiply(add(elementwise.tanh(multiply(x, 0.5)), 1.0), 0.5)
 
 
+@of_arrays
 def silu(x: Any, /) -> Any:
     """`x * sigmoid(x)`."""
     return multiply(x, sigmoid(x))
 
 
+@of_arrays
 def gelu(x: Any, /) -> Any:
     """The Gaussian error linear unit, by its usual approximation with a hyperbolic tangent.
 
@@ -57,6 +62,7 @@ def gelu(x: Any, /) -> Any:
     return multiply(multiply(x, add(elementwise.tanh(inner), 1.0)), 0.5)
 
 
+@of_arrays
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     """The logarithm of the sum of exponentials along axes, without overflow."""
     most = statistics.max(x, axis=axis, keepdims=True)
@@ -67,6 +73,7 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     return found if keepdims else squeeze(found, axis)
 
 
+@of_arrays
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """Exponentials over their sum along axes."""
     most = statistics.max(x, axis=axis, keepdims=True)
@@ -74,11 +81,13 @@ def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
 
 
+@of_arrays
 def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """The logarithm of `softmax`."""
     return subtract(x, logsumexp(x, axis=axis, keepdims=True))
 
 
+@of_arrays
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
 ) -> Any:
@@ -94,6 +103,7 @@ def layer_norm(
     return found if bias is None else add(found, bias)
 
 
+@of_arrays
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
     """The last `dims` dimensions over the root of their mean square."""
     axes = tuple(range(-dims, 0))
@@ -102,6 +112,7 @@ def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1
     return found if weight is None else multiply(found, weight)
 
 
+@of_arrays
 def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
     """The loss of each element: `logits` with the classes along an axis, labels without it.
 
@@ -113,6 +124,7 @@ def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
     return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
 
 
+@of_arrays
 def attention(
     queries: Any,
     keys: Any,
@@ -133,6 +145,12 @@ def attention(
         is_causal: whether a query sees keys up to its own place only.
         scale: of the scores; `1 / sqrt(d)` when None.
     """
+    for name, one in (("queries", queries), ("keys", keys), ("values", values)):
+        if one.ndim < 3:
+            raise SpecError(
+                f"attention with {name} of shape {list(one.shape)}; [..., heads, places, features] "
+                "was expected: add a dimension of heads with sp.expand_dims"
+            )
     heads, groups = queries.shape[-3], keys.shape[-3]
     if groups == 0 or heads % groups:
         raise SpecError(f"{heads} heads of queries over {groups} of keys; give a divisor of them")
@@ -160,12 +178,14 @@ def attention(
     return reshape(found, (*lead, heads, length, values.shape[-1]))
 
 
+@of_arrays
 def embedding(indices: Any, table: Any, /) -> Any:
     """Rows of a table `[v, d]` at indices. The table may be cut: each rank gives its own rows."""
     table, indices = operands(table, indices)
     return take(table, indices, axis=0)
 
 
+@of_arrays
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
     """Ones where a class is an element's own; the classes are a new dimension."""
     import numpy as np
@@ -177,6 +197,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
     return data_types.astype(found, data_types.float32 if dtype is None else dtype)
 
 
+@of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest along an axis, falling, and where they were."""
     found: tuple[Any, Any] = call("top_k", (x,), {"k": int(k), "axis": axis_of(x.ndim, axis)})

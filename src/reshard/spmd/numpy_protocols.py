@@ -6,14 +6,17 @@ older names are known too. Others are refused rather than run on the dense array
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction, signature
 from typing import Any
 
 import numpy as np
 
 from reshard.errors import UsageError
-from reshard.spmd import elementwise, statistics
+from reshard.spmd import elementwise, manipulation, statistics
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.operators.shapes import axis_of
 
 _OTHER_NAMES = {
     "absolute": "abs",
@@ -44,6 +47,56 @@ _QUESTIONS = ("allclose", "array_equal", "array_equiv")
 _REDUCED = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
 # Arguments that NumPy takes by place and the array API by name.
 _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
+
+
+def _of_rank(x: Any, least: int) -> Any:
+    """With dimensions of size 1 ahead, so many that it has the least number of dimensions."""
+    return manipulation.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
+
+
+@of_arrays
+def _hstack(tup: Sequence[Any]) -> Any:
+    arrays = [_of_rank(one, 1) for one in elementwise.operands(*tup)]
+    return manipulation.concat(arrays, axis=0 if arrays[0].ndim == 1 else 1)
+
+
+@of_arrays
+def _vstack(tup: Sequence[Any]) -> Any:
+    return manipulation.concat([_of_rank(one, 2) for one in elementwise.operands(*tup)])
+
+
+def _ravel(a: Any) -> Any:
+    return manipulation.reshape(a, (-1,))
+
+
+def _swapaxes(a: Any, axis1: int, axis2: int) -> Any:
+    order = list(range(a.ndim))
+    first, second = axis_of(a.ndim, axis1), axis_of(a.ndim, axis2)
+    order[first], order[second] = second, first
+    return manipulation.permute_dims(a, order)
+
+
+# What the array API has no one function for.
+_MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
+    "hstack": _hstack,
+    "ravel": _ravel,
+    "swapaxes": _swapaxes,
+    "vstack": _vstack,
+}
+
+
+def instead_of(name: str) -> str:
+    """What to use instead of an attribute of NumPy's arrays that arrays in shards have not."""
+    import reshard.spmd
+
+    known = _OTHER_NAMES.get(name, name)
+    if known in reshard.spmd.__all__ and isfunction(getattr(reshard.spmd, known)):
+        asked = signature(getattr(reshard.spmd, known)).parameters.values()
+        needed = [one for one in asked if one.default is one.empty]
+        return f"use sp.{known}(x{', ...' if len(needed) > 1 else ''})"
+    if name in _MADE_OF_OTHERS:
+        return f"use numpy.{name}(x)"
+    return "use a function of reshard.spmd, or x.to_dense()"
 
 
 def dense_array(x: Any, dtype: Any) -> np.ndarray[Any, Any]:
@@ -87,6 +140,9 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     if module.startswith(("numpy.linalg", "numpy.fft")):
         place = getattr(reshard.spmd, module.split(".")[1])
     found = getattr(place, name, None) if name in place.__all__ else None
+    said = f"reshard.spmd.{name}"
+    if function is getattr(np, name, None) and name in _MADE_OF_OTHERS:
+        found, said = _MADE_OF_OTHERS[name], f"numpy.{name}"
     if found is None:
         raise UsageError(
             f"numpy.{function.__name__} on an array in shards; use a function of reshard.spmd, or "
@@ -97,10 +153,8 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     try:
         return found(*inputs, **options)
     except TypeError:
-        import inspect
-
         # The same arguments, those that the array API takes by name only by their names.
-        bound = inspect.signature(function).bind(*inputs, **options).arguments
+        bound = signature(function).bind(*inputs, **options).arguments
         named = {key: value for key, value in bound.items() if key in _BY_NAME}
         placed = [value for key, value in bound.items() if key not in _BY_NAME]
         try:
@@ -108,5 +162,5 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
         except TypeError as error:
             raise UsageError(
                 f"numpy.{function.__name__} with {sorted(bound)} on an array in shards: {error}; "
-                f"use reshard.spmd.{name}{inspect.signature(found)}"
+                f"use {said}{signature(found)}"
             ) from error

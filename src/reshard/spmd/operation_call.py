@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from reshard.errors import MeshError, ReshardError, ShardError, UsageError
+from reshard.errors import ArrayIndexError, MeshError, ReshardError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.alignment import aligned
@@ -35,6 +35,8 @@ from reshard.spmd.shard_copies import Movement
 
 Attributes = Mapping[str, Any]
 Run = Callable[..., Any]
+REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
+"""What a library raises for elements, or shapes, that it cannot work on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,21 +279,15 @@ def _first(
     ]
     try:
         rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
-            raise
-        given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
-        raise UsageError(
-            f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
-            "elements that it takes, by sp.astype for instance"
-        ) from error
+    except REFUSALS as error:
+        _refuse(name, operands, runner, error)
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _result_types(work, made, mesh, layout, runner)
     if layout is not None and layout.keeps_pending and not _may_pend(types, results):
         return _first(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = _run(functions, movements, types, results, is_single, runner, wrap)
+    run = _run(name, functions, movements, types, results, is_single, runner, wrap)
     done = Call(name, attributes, options, types, runs_with, results, run)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
@@ -302,6 +298,18 @@ def _first(
     if recorders:
         _tell(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
+
+
+def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
+    """Raise what a library raised as an error that names the operation and its operands."""
+    if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
+        raise error
+    given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
+    kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
+    raise kind(
+        f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
+        "elements that it takes, by sp.astype for instance"
+    ) from error
 
 
 def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
@@ -360,6 +368,7 @@ def _result_types(
 
 
 def _run(
+    name: str,
     functions: Sequence[Callable[..., Any]],
     movements: Sequence[Movement | None],
     types: Sequence[ArrayType | None],
@@ -380,7 +389,10 @@ def _run(
             def run_one(x: Any) -> Any:
                 made = new(wrap)
                 made.type = result
-                made._shards = tuple([function(shard) for shard in x._shards])
+                try:
+                    made._shards = tuple([function(shard) for shard in x._shards])
+                except REFUSALS as error:
+                    _refuse(name, (x,), runner, error)
                 made.runner = runner
                 return made
 
@@ -389,7 +401,10 @@ def _run(
         def run_two(x: Any, y: Any) -> Any:
             made = new(wrap)
             made.type = result
-            made._shards = tuple(map(function, x._shards, y._shards))
+            try:
+                made._shards = tuple(map(function, x._shards, y._shards))
+            except REFUSALS as error:
+                _refuse(name, (x, y), runner, error)
             made.runner = runner
             return made
 
@@ -400,7 +415,10 @@ def _run(
         columns = [
             _column(operand, move, count) for operand, move in zip(operands, movements, strict=True)
         ]
-        rows = [one(*row) for one, *row in zip(functions, *columns, strict=True)]
+        try:
+            rows = [one(*row) for one, *row in zip(functions, *columns, strict=True)]
+        except REFUSALS as error:
+            _refuse(name, operands, runner, error)
         if is_single:
             return wrap.of_shards(result, tuple(rows), runner)
         return tuple(

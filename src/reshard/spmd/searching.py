@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from reshard.spmd import elementwise
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.indexing import cut
 from reshard.spmd.manipulation import broadcast_to, concat, reshape
@@ -16,11 +17,13 @@ from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axis_of
 
 
+@of_arrays
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """Where the greatest number is along an axis; in the flattened array when None."""
     return _place("argmax", x, axis, keepdims)
 
 
+@of_arrays
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """Where the least number is along an axis; in the flattened array when None."""
     return _place("argmin", x, axis, keepdims)
@@ -33,16 +36,19 @@ def _place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     return reshape(found, (1,) * x.ndim) if keepdims else found
 
 
+@of_arrays
 def sort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """Elements in rising order along an axis."""
     return call("sort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
 
 
+@of_arrays
 def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """The indices that sort an axis; equal elements keep their order."""
     return call("argsort", (x,), {"axis": axis_of(x.ndim, axis)}, {"descending": bool(descending)})
 
 
+@of_arrays
 def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
     """Where each of `x2` belongs in `x1`, which is in rising order, or is by `sorter`."""
     x1, x2 = operands(x1, x2)
@@ -53,6 +59,7 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
     return call("searchsorted", (x1, x2), None, {"side": side})
 
 
+@of_arrays
 def nonzero(x: Any, /) -> tuple[Any, ...]:
     """The indices of what is not zero, by dimension; not sharded."""
     return tuple(whole(x, one) for one in x.runner.library.namespace.nonzero(x.to_dense()))
@@ -96,29 +103,34 @@ def _unique(x: Any) -> UniqueAll:
     return UniqueAll(*(whole(x, one) for one in (values, indices, inverse, counts)))
 
 
+@of_arrays
 def unique_all(x: Any, /) -> UniqueAll:
     """The different elements, their first places, which one each is, how often; not sharded."""
     found = _unique(x)
     return found._replace(inverse_indices=reshape(found.inverse_indices, x.shape))
 
 
+@of_arrays
 def unique_counts(x: Any, /) -> UniqueCounts:
     """The different elements, and how often each is there; not sharded."""
     found = _unique(x)
     return UniqueCounts(found.values, found.counts)
 
 
+@of_arrays
 def unique_inverse(x: Any, /) -> UniqueInverse:
     """The different elements, and which one each is; not sharded."""
     found = unique_all(x)
     return UniqueInverse(found.values, found.inverse_indices)
 
 
+@of_arrays
 def unique_values(x: Any, /) -> Any:
     """The different elements; not sharded."""
     return _unique(x).values
 
 
+@of_arrays
 def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
     """The differences of neighbours along an axis, taken `n` times."""
     place = axis_of(x.ndim, axis)
@@ -142,11 +154,12 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
     return found
 
 
+@of_arrays
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
     """Whether each of `x1` is one of `x2`."""
     from reshard.spmd.statistics import any as any_of
 
     x1, x2 = operands(x1, x2)
-    flat = reshape(x2, (1,) * x1.ndim + (-1,))
+    flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
     found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
     return elementwise.logical_not(found) if invert else found

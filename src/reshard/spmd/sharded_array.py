@@ -9,6 +9,7 @@ result is what the dense computation gives. What is not sharded counts as a copy
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ShardError, SpecError, UsageError
+from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import data_types
@@ -216,6 +217,7 @@ def array(
 
     Raises:
         SpecError: a sharding for another number of dimensions.
+        UsageError: data that is no array.
 
     >>> from reshard import DeviceMesh, spec
     >>> rows = array([[1, 2], [3, 4], [5, 6]], spec(DeviceMesh.of(x=2), "x, -"))
@@ -225,14 +227,22 @@ def array(
     if isinstance(data, ShardedArray):
         if runner is None or runner is data.runner:
             kept = data if spec is None else data.shard(spec)
-            wanted = None if dtype is None else as_dtype(dtype)
-            if wanted is None or wanted is kept.dtype:
+            if dtype is None or as_dtype(dtype) is kept.dtype:
                 return kept
-            cast: ShardedArray = data_types.astype(kept, wanted)
+            cast: ShardedArray = data_types.astype(kept, dtype)
             return cast
         data = data.to_dense()
     keeper = runner_for(data) if runner is None else runner
-    whole = keeper.library.array(data, None if dtype is None else as_dtype(dtype))
+    wanted = None if dtype is None else as_dtype(dtype)
+    try:
+        whole = keeper.library.array(data, wanted)
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise UsageError(
+            f"an array of {reprlib.repr(data)}: {error}; give numbers in lists of equal lengths, "
+            "or a library's array"
+        ) from error
     kind = ArrayType(whole.shape, keeper.library.dtype_of(whole))
     made: ShardedArray = ShardedArray.of_shards(kind, (whole,), keeper)
     return made if spec is None else made.shard(spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reshard.errors import SpecError, UsageError
+from reshard.errors import MeshError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
@@ -130,9 +130,16 @@ def reshard_tensor(
 ) -> ShardedArray:
     """The same array in another sharding; None means a copy on every device of the mesh.
 
-    Raises SpecError for an array that is not sharded as `from_spec` says.
+    Raises SpecError for an array that is not sharded as `from_spec` says, MeshError for a
+    sharding over another mesh.
     """
     x: ShardedArray = tensor
+    for name, given in (("from_spec", from_spec), ("to_spec", to_spec)):
+        if given is not None and given.mesh is not mesh:
+            raise MeshError(
+                f"mesh {mesh!r}, but {name} `{given}` is over {given.mesh!r}; give the mesh of the "
+                "shardings"
+            )
     if (
         from_spec is not None
         and x.spec is not None

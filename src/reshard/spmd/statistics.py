@@ -15,6 +15,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd import data_types, elementwise
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axes_of, axis_of
 
@@ -44,24 +45,28 @@ def _summed_type(x: Any, dtype: object) -> DType:
     return wanted
 
 
+@of_arrays
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The sum over axes, over all when None."""
     wide = _summed_type(x, dtype)
     return call("sum", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
+@of_arrays
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The product over axes, over all when None."""
     wide = _summed_type(x, dtype)
     return call("prod", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
+@of_arrays
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The greatest number over axes, over all when None."""
     _check_some(x, axis, "max")
     return call("max", (x,), _attributes(axis, keepdims))
 
 
+@of_arrays
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The least number over axes, over all when None."""
     _check_some(x, axis, "min")
@@ -78,11 +83,13 @@ def _check_some(x: Any, axis: Axis, name: str) -> None:
         )
 
 
+@of_arrays
 def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether all are true over axes, over all when None."""
     return call("all", (_truth(x),), _attributes(axis, keepdims))
 
 
+@of_arrays
 def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether one is true over axes, over all when None."""
     return call("any", (_truth(x),), _attributes(axis, keepdims))
@@ -92,11 +99,13 @@ def _truth(x: Any) -> Any:
     return x if x.dtype.name == "bool" else data_types.astype(x, data_types.bool)
 
 
+@of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """How many are not zero over axes, over all when None."""
     return sum(_truth(x), axis=axis, keepdims=keepdims)
 
 
+@of_arrays
 def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The mean over axes, over all when None; of whole numbers in `float64`.
 
@@ -127,6 +136,7 @@ def _divisor(count: float) -> float:
     return count if count > 0 else math.nan
 
 
+@of_arrays
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The variance over axes, over all when None: squares are divided by `count - correction`."""
     found = _var(_widened(x), axis, correction, keepdims)
@@ -140,12 +150,14 @@ def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
     return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _divisor(count))
 
 
+@of_arrays
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The standard deviation: the root of `var`."""
     found = elementwise.sqrt(_var(_widened(x), axis, correction, keepdims))
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
 
+@of_arrays
 def cumulative_sum(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
@@ -153,6 +165,7 @@ def cumulative_sum(
     return _running("cumulative_sum", x, axis, dtype, include_initial)
 
 
+@of_arrays
 def cumulative_prod(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:

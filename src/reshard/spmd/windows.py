@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import operands
 from reshard.spmd.indexing import cut
 from reshard.spmd.operation_call import call
@@ -28,6 +29,7 @@ def _pairs(value: Padding, count: int) -> tuple[tuple[int, int], ...]:
     return tuple((before, after) for before, after in value)
 
 
+@of_arrays
 def convolution(
     x: Any,
     kernel: Any,
@@ -65,6 +67,7 @@ def _pooled(
     return call(name, (x,), attributes)
 
 
+@of_arrays
 def max_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
@@ -72,6 +75,7 @@ def max_pool(
     return _pooled("max_pool", x, window, strides, padding)
 
 
+@of_arrays
 def avg_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
@@ -79,6 +83,7 @@ def avg_pool(
     return _pooled("avg_pool", x, window, strides, padding)
 
 
+@of_arrays
 def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float = 0) -> Any:
     """A number added `(before, after)` each dimension."""
     pairs = _pairs(pad_width, x.ndim)
@@ -87,6 +92,7 @@ def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float
     return call("pad", (x,), {"pad_width": pairs, "constant_values": constant_values})
 
 
+@of_arrays
 def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any, ...]:
     """Parts of an axis: so many equal ones, or those that begin at the given indices."""
     place = axis_of(x.ndim, axis)
@@ -106,6 +112,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
     return tuple(parts)
 
 
+@of_arrays
 def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
     """The array with slices of an axis, at indices, replaced by updates, or added to ("add").
 
@@ -117,11 +124,13 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
     return call("scatter", given, {"axis": axis_of(x.ndim, axis), "mode": mode})
 
 
+@of_arrays
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
     """A rectangle of these sizes that begins at scalars, moved inside where it reaches beyond."""
     return call("dynamic_slice", operands(x, *starts), {"sizes": tuple(sizes)})
 
 
+@of_arrays
 def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
     """The array with a rectangle replaced, moved inside where it reaches beyond."""
     return call("dynamic_update_slice", operands(x, update, *starts))
