@@ -160,7 +160,6 @@ def test_numpys_functions_that_are_made_of_others(library: str) -> None:
         ("astype", r"use sp\.astype\(x, \.\.\.\)"),
         ("transpose", r"use sp\.permute_dims\(x, \.\.\.\)"),
         ("ravel", r"use numpy\.ravel\(x\)"),
-        ("float32", r"use a function of reshard\.spmd, or x\.to_dense\(\)"),
         ("tolist", r"or x\.to_dense\(\)"),
     ],
 )

@@ -10,6 +10,25 @@ from reshard.spmd.indexing import getitem
 from reshard.spmd.manipulation import matrix_transpose, permute_dims
 
 
+class _Absent:
+    """A method of NumPy's arrays that arrays in shards have not; it says what to use instead.
+
+    One for each name, since a `__getattr__` makes every look at an array slower.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, array: Any, kind: Any = None) -> Any:
+        from reshard.spmd.numpy_protocols import instead_of
+
+        raise AttributeError(
+            f"an array in shards has no attribute {self.name!r}; {instead_of(self.name)}",
+            name=self.name,
+            obj=array,
+        )
+
+
 class ArrayOperators:
     """What an array does when an operator, or a function of NumPy, is applied to it."""
 
@@ -158,13 +177,6 @@ class ArrayOperators:
             "sp.where, sp.concat or sp.dynamic_update_slice"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for what an array has not: often a method that NumPy's arrays have.
-        from reshard.spmd.numpy_protocols import instead_of
-
-        said = f"an array in shards has no attribute {name!r}; {instead_of(name)}"
-        raise AttributeError(said, name=name, obj=self)
-
     @property
     def T(self) -> Any:  # noqa: N802
         """The transpose of a matrix."""
@@ -217,3 +229,12 @@ class ArrayOperators:
         from reshard.spmd.numpy_protocols import by_function
 
         return by_function(function, inputs, options)
+
+
+_METHODS_OF_NUMPY = """
+    all any argmax argmin argsort astype clip conj conjugate copy cumprod cumsum diagonal dot fill
+    flatten item max mean min nonzero prod ravel repeat reshape round searchsorted sort squeeze std
+    sum swapaxes take tolist trace transpose var
+"""
+for _name in _METHODS_OF_NUMPY.split():
+    setattr(ArrayOperators, _name, _Absent(_name))
