@@ -227,10 +227,16 @@ def test_the_documented_file_can_be_read(tmp_path: Path) -> None:
         ('{members = ["b", "b"]}', "each once"),
         ('{members = ["b", "c"], shares = [1]}', "1 shares for the 2 members"),
         ('{members = ["b", "c"], shares = 1}', "`names.other.a.shares` is 1, a list"),
-        ('{members = ["b", "c"], shares = [1, 0]}', "a share of 0; it is at least 1"),
+        (
+            '{members = ["b", "c"], shares = [1, 0]}',
+            "a share of 0; it is a whole number of at least 1",
+        ),
         ('{members = ["b", "c"], groups = true}', "`names.other.a.groups` is True"),
         ('{members = ["b", "c"], dimension = "0"}', "`names.other.a.dimension` is '0'"),
-        ('{members = ["b", "c"], dimension = -1}', "dimension of -1; it is at least 0"),
+        (
+            '{members = ["b", "c"], dimension = -1}',
+            "dimension of -1; it is a whole number of at least 0",
+        ),
         ('{members = ["b", "c"], other = 1}', "unknown key `names.other.a.other`"),
     ],
 )

@@ -71,4 +71,5 @@ def hosts(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-{"by_command": by_command, "again": again, "hosts": hosts}[sys.argv[1]](Path(sys.argv[2]))
+if __name__ == "__main__":
+    {"by_command": by_command, "again": again, "hosts": hosts}[sys.argv[1]](Path(sys.argv[2]))
