@@ -69,6 +69,17 @@ def test_a_member_of_two_tensors() -> None:
     assert {one.source_name for one in tied.matches} == {"0.qk"}
 
 
+def test_a_tensor_that_is_also_a_member() -> None:
+    fused = Entry("qk", "int8", (4,), fusion=Fusion(("q", "k")))
+    apart = [Entry(name, "int8", (2,)) for name in "qk"]
+    with pytest.raises(ShardError, match="q: a tensor, and a member of qk") as caught:
+        matching(strict=False).plan(rosters([fused, apart[0]]), rosters(apart))
+    assert "(in the source)" in str(caught.value)
+    # A target that has both is filled in both.
+    found = matching().plan(rosters(apart), rosters([fused, apart[0]]))
+    assert len(found.matches) == 3
+
+
 def test_what_a_transform_raises_is_told_to_the_other_ranks() -> None:
     class Faulty(Transform):
         def outputs(self, name: str) -> tuple[str, ...]:

@@ -82,10 +82,45 @@ def test_plain_tensors_are_whole_where_they_are() -> None:
             [[Entry("b", "int8", (3,)), Entry("b", "int8", (3,))]],
             "b: twice in the source, on rank 0",
         ),
+        (
+            [[Entry("b", "int8", (3,), own_name="x"), Entry("b", "int8", (3,), own_name="y")]],
+            "b: twice in the source, on rank 0, as 'x' and 'y'",
+        ),
+        (
+            [[Entry("b", "int8", (3,), own_name=name)] for name in "xxy"],
+            "b: the name of two tensors of the source, 'x' of rank 0 and 'y' of rank 2; give each "
+            "a name of its own, and declare ties where they are one",
+        ),
+        (
+            [
+                [Entry("w", "int8", (3, 4), ROWS, own_name="x")],
+                [Entry("w", "int8", (2, 4), ROWS, own_name="y")],
+            ],
+            "w: the name of two tensors of the source, 'x' of rank 0 and 'y' of rank 1; give each "
+            "a name of its own, and declare ties where they are one",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(entries: list[list[Entry]], told: str) -> None:
     assert problems_of(*entries) == [told]
+
+
+def test_a_rank_that_has_none_may_call_it_otherwise() -> None:
+    whole = Layout.whole((5, 4), [1], 2)
+    described = Entry("w", None, None, whole, own_name="x")
+    has = Entry("w", "int8", (5, 4), whole, own_name="y")
+    assert problems_of([described], [has]) == []
+
+
+def test_two_of_megatrons_names_for_one() -> None:
+    # The embedding of the first stage, and the output layer of the last, by a table.
+    names = MegatronNames(MegatronRanks(pp=2))
+    local = LocalParameter((2, 3), dtype="int8")
+    first, last = (
+        Entry("embed", "int8", (2, 3), None, local, name, 0, None, name) for name in ("e", "out")
+    )
+    problems = problems_of([first], [last], names=names)
+    assert problems[0].startswith("embed: the name of two tensors of the source, 'e' of rank 0")
 
 
 def test_problems_of_ranks_come_with_the_rank() -> None:

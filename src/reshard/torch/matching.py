@@ -30,6 +30,7 @@ from reshard.torch.members import (
     fused_members,
     members_of,
     pieces_of,
+    told_twice,
 )
 from reshard.torch.naming import serving_name, tied_root
 from reshard.torch.rosters import Held, moved_by
@@ -117,6 +118,7 @@ class _Matching:
         for side, held in (("source", self.source), ("target", self.target)):
             doubled = [f"{told} (in the {side})" for told in doubled_members(held, self.ties)]
             self.problems += doubled
+        self.problems += map("{} (in the source)".format, told_twice(self.source, self.ties))
         if self.problems:
             return
         try:

@@ -70,7 +70,7 @@ class Member:
 
 
 def members_of(side: Mapping[str, Held]) -> dict[str, Member]:
-    """What a model has, by the names of tensors and of members; of two alike the tensor.
+    """What a model has, by the names of tensors and of members.
 
     Raises RecipeError for a fused tensor whose length its members do not share.
     """
@@ -95,6 +95,14 @@ def doubled_members(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterat
                     f"{member}: a member of {other} and of {name}; give each members of its own, "
                     "such as by a `*` in their names"
                 )
+
+
+def told_twice(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with tensors whose elements a fused one has too: which of both counts?"""
+    for name, held in side.items():
+        for member in held.fusion.members if held.fusion is not None else ():
+            if member in side and member != name and tied_root(member, ties) != name:
+                yield f"{member}: a tensor, and a member of {name}; leave one of them out"
 
 
 def fused_members(name: str, held: Held) -> dict[str, Member]:

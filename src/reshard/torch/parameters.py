@@ -31,7 +31,7 @@ from reshard.notation.megatron_rosters import LocalParameter
 from reshard.recipes.fusion import Fusion
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.naming import Naming, meaning, member_pattern, tied_root
-from reshard.torch.rosters import Entry, Roster, moved_by
+from reshard.torch.rosters import Entry, Roster, Shape, moved_by
 from reshard.torch.sides import check_writable, local_of
 
 
@@ -128,7 +128,7 @@ class _Lister:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
             value, layout = value[0], moved_by(value[1], self._first_rank)
         if value is None and layout is not None:
-            self.entries.append(Entry(name, None, None, layout, fusion=fusion))
+            self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
@@ -141,13 +141,13 @@ class _Lister:
             return
         pattern = member_pattern(name, self._stacks)
         if pattern is not None:
-            self._add_members(name, pattern, value, local, layout)
+            self._add_members(name, own_name, pattern, value, local, layout)
             return
         held = layout is None or _holds(layout)
         self._keep(name, value, local if held else None)
         shape = tuple(local.shape) if held else None
         dtype = as_dtype(value.dtype).name
-        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion))
+        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
 
     def _named(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""
@@ -171,8 +171,9 @@ class _Lister:
                     parameter = _fused(parameter, fusion)
                 self._keep(name, value, local)
                 shape = tuple(local.shape)
+                at = (own_name, number)
                 self.entries.append(
-                    Entry(name, parameter.dtype, shape, None, parameter, own_name, number, fusion)
+                    Entry(name, parameter.dtype, shape, None, parameter, *at, fusion, whole)
                 )
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -197,6 +198,7 @@ class _Lister:
     def _add_members(
         self,
         name: str,
+        own_name: str,
         pattern: str,
         value: torch.Tensor,
         local: torch.Tensor,
@@ -212,8 +214,7 @@ class _Lister:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
                 self._keep(member, value, view)
-                fusion = self._fusion_of_member(member)
-                self.entries.append(Entry(member, dtype, tuple(view.shape), fusion=fusion))
+                self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
         expected = layout.local_shape(rank) if _holds(layout) else None
         if any(len(layout.cells_of(slot)) != 1 for slot in layout.holders):
@@ -226,13 +227,15 @@ class _Lister:
             view = None if at is None or expected != tuple(local.shape) else local[at]
             self._keep(member, value, view)
             shape = None if view is None else tuple(view.shape)
-            fusion = self._fusion_of_member(member)
-            self.entries.append(Entry(member, dtype, shape, its_layout, fusion=fusion))
+            self._list_member(member, dtype, shape, its_layout, own_name)
 
-    def _fusion_of_member(self, name: str) -> Fusion | None:
+    def _list_member(
+        self, name: str, dtype: str, shape: Shape | None, layout: Layout | None, own_name: str
+    ) -> None:
         """A member of a stack has its common name, and may be fused itself."""
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
-        return found if isinstance(found, Fusion) else None
+        fusion = found if isinstance(found, Fusion) else None
+        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
 
 
 def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ Whatever does not fit is collected, not raised, so that people see all of it at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import ReshardError
@@ -39,6 +39,8 @@ class Entry:
         layout: over global ranks, where the rank knows it.
         parameter: what Megatron says of it, by its own `local_name` in the model chunk `chunk`.
         fusion: how its members lie in it, where it is fused; by common names.
+        own_name: what the model calls it, before names become common; of Megatron's over the
+            whole model.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Entry:
     local_name: str = ""
     chunk: int = 0
     fusion: Fusion | None = None
+    own_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,16 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held],
     for rank, roster in rosters.items():
         for entry in roster.entries:
             by_rank = listed.setdefault(entry.name, {})
-            if rank in by_rank:
-                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}")
-            by_rank.setdefault(rank, entry)
+            first = by_rank.setdefault(rank, entry)
+            if first is not entry:
+                names = {first.own_name: None, entry.own_name: None}
+                told = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
+                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{told}")
     held: dict[str, Held] = {}
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
     parameters = _parameters(of_megatron, side, problems)
     for name, by_rank in listed.items():
+        problems += _several(name, by_rank, side)
         first_of = rosters[next(iter(by_rank))]
         found = _held(name, by_rank, parameters, first_of, side, problems)
         fusions = {entry.fusion for entry in by_rank.values()}
@@ -128,6 +134,23 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held],
         elif found is not None:
             held[name] = replace(found, fusion=fusions.pop())
     return held, problems
+
+
+def _several(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
+    """What is wrong where ranks give one name to tensors that their model has by two.
+
+    They would pass for copies, or for parts, of one tensor.
+    """
+    calls: dict[str, int] = {}
+    for rank, entry in by_rank.items():
+        if entry.shape is not None:
+            calls.setdefault(entry.own_name, rank)
+    if len(calls) > 1:
+        shown = " and ".join(f"{own!r} of rank {rank}" for own, rank in list(calls.items())[:2])
+        yield (
+            f"{name}: the name of two tensors of the {side}, {shown}; give each a name of its "
+            "own, and declare ties where they are one"
+        )
 
 
 def _parameters(
