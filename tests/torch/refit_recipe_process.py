@@ -7,6 +7,7 @@ shipped recipes; that these are right is tested in `tests/recipes`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import reshard
 from refit_models import Values, expect, expect_same, laid_out, module_of, whole, zeros
-from reshard.errors import ShardError, UsageError
+from reshard.errors import ShardError
 from reshard.notation.megatron_layers import PipelineLayers
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_ranks import MegatronRanks
@@ -230,13 +231,49 @@ def engines_that_fuse() -> None:
             expect("q_proj.weight: rank 1 has local shape" in str(error), str(error))
         else:
             raise SystemExit("a fused tensor that is too short was accepted")
+
+
+def what_cannot_be() -> None:
+    """One rank's mistake is raised by the refit, on every rank and at once."""
+    rank, recipe = dist.get_rank(), load_recipe("qwen3")
+    own, mesh, shapes = engine("qwen3", {"tp": 4}, is_empty=True)
+    packed = engine_parameters(own)
+    grouped = {"*.qkv_proj.weight": Fusion(("*.q_proj.weight", "*.k_proj.weight"), groups=2)}
+    norm = "model.norm.weight"
+    twice = {**own, "other": own[norm].clone()}
+    right = {"model": own, "shapes": shapes, "config": CONFIG}
+    for wrong, told in (
+        ({"model": packed, "naming": grouped}, "in 2 groups"),
+        ({"model": packed, "naming": lambda name: name[99]}, "IndexError"),
+        ({"model": 5}, "a model of type int"),
+        ({"config": {}}, "num_attention_heads"),
+        ({"shapes": {"a": "xy"}}, "shape 'xy' of 'a'"),
+        ({"shapes": {"a": 3}}, "shape 3 of 'a'"),
+        ({"shapes": {"a": (2, -1)}}, "shape (2, -1) of 'a'"),
+        ({"mesh": None}, "'NoneType'"),
+        ({"naming": {"other": norm}, "model": twice}, "two tensors of the model"),
+    ):
+        given: dict[str, Any] = {"mesh": mesh, **right, **(wrong if rank == 2 else {})}
+        laid = by_recipe(recipe=recipe, **given)
+        expect(bool(laid.problems) == (rank == 2), f"{wrong}: {laid.problems}")
+        refused(laid, model_of("qwen3", MegatronRanks(tp=4), is_empty=True), told)
+    # On each rank one tensor has the name, but not the same.
+    swapped = {("other" if name == norm and rank == 2 else name): own[name] for name in own}
+    laid = by_recipe(swapped, mesh, shapes, recipe, config=CONFIG, naming={"other": norm})
+    told = f"two tensors of the source, {norm!r} of rank 0 and '{norm}, as other' of rank 2"
+    refused(laid, model_of("qwen3", MegatronRanks(tp=4), is_empty=True), told)
+
+
+def refused(source: Any, target: Any, told: str) -> None:
+    table = load_recipe("qwen3").naming("megatron", CONFIG)
+    begun_s = time.monotonic()
     try:
-        grouped = {"*.qkv_proj.weight": Fusion(("*.q_proj.weight", "*.k_proj.weight"), groups=2)}
-        by_recipe(packed, mesh, shapes, recipe, config=CONFIG, naming=grouped)
-    except UsageError as error:
-        expect("in 2 groups" in str(error), str(error))
-    else:
-        raise SystemExit("members in groups were accepted")
+        refit(source, target, target_names=table)
+    except ShardError as error:
+        expect(told in str(error), f"{told!r} is not in {error}")
+        expect(time.monotonic() - begun_s < 30, "too late")
+        return
+    raise SystemExit(f"nothing was raised where {told!r} was expected")
 
 
 def engine_parameters(own: Values) -> Values:
@@ -294,7 +331,13 @@ def on_later_ranks() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for case in (to_plain_and_back, counted_from_zero, engines_that_fuse, on_later_ranks):
+    for case in (
+        to_plain_and_back,
+        counted_from_zero,
+        engines_that_fuse,
+        on_later_ranks,
+        what_cannot_be,
+    ):
         case()
     dist.barrier()
     dist.destroy_process_group()

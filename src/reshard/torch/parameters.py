@@ -51,6 +51,19 @@ class MegatronModel:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+class LaidModel(dict[str, Any]):
+    """`{name: (tensor, Layout)}`, made of a model of other names.
+
+    `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
+    rank: a refit raises them on every rank, where an error of one would let the others wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_names: dict[str, str] = {}
+        self.problems: list[str] = []
+
+
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
 
@@ -98,8 +111,10 @@ def list_tensors(
         if isinstance(model, MegatronModel):
             found.add_megatron(model)
         elif model is not None:
+            own_names = model.own_names if isinstance(model, LaidModel) else {}
+            found.problems += model.problems if isinstance(model, LaidModel) else ()
             for name, value in tensors_of(model):
-                found.add(name, value)
+                found.add(name, value, own_names.get(name, name))
     except ReshardError as error:
         found.problems.append(str(error))
     except Exception as error:
@@ -122,8 +137,9 @@ class _Lister:
         self.addresses: dict[str, int] = {}
         self.problems: list[str] = []
 
-    def add(self, own_name: str, value: Any) -> None:
-        name, fusion = self._named(own_name)
+    def add(self, given_name: str, value: Any, model_name: str) -> None:
+        name, fusion = self._named(given_name)
+        own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
             value, layout = value[0], moved_by(value[1], self._first_rank)
@@ -132,7 +148,7 @@ class _Lister:
             return
         if not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{own_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
+                f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
         if layout is None and isinstance(value, DTensor):
             layout = sharding_of(value).layout(tuple(value.shape))

@@ -16,12 +16,13 @@ Such a model is `{name: (tensor, Layout)}`, which `refit` takes on either side.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
@@ -30,9 +31,7 @@ from reshard.recipes.local_names import local_names
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.torch.naming import Naming, meaning
-from reshard.torch.parameters import tensors_of
-
-Laid = dict[str, torch.Tensor | tuple[torch.Tensor | None, Layout]]
+from reshard.torch.parameters import LaidModel, tensors_of
 
 
 def by_recipe(
@@ -46,7 +45,7 @@ def by_recipe(
     naming: Naming | None = None,
     counts_from_zero: bool = False,
     first_rank: int = 0,
-) -> Laid:
+) -> LaidModel:
     """The tensors of a model that carry no word of how they are cut, with the layouts of a recipe.
 
     Args:
@@ -63,27 +62,64 @@ def by_recipe(
         first_rank: the global rank of the rank that the mesh calls 0; the refit's
             `source_offset` or `target_offset`.
 
-    Raises:
-        RecipeError: rules that do not fit.
-        UsageError: a fused parameter whose members lie in groups.
+    Returns:
+        `{name: (tensor, Layout)}`. What cannot be, such as rules that do not fit, or a fused
+        parameter whose members lie in groups, is among its `problems`: it may be wrong on one
+        rank only, so the refit raises it on all.
     """
-    whole = {name: tuple(shape) for name, shape in shapes.items()}
+    found = LaidModel()
+    try:
+        _lay(
+            found, model, mesh, shapes, recipe, rules, config, naming, counts_from_zero, first_rank
+        )
+    except ReshardError as error:
+        found.problems.append(str(error))
+    except Exception as error:
+        # A function of the user's that gives names, or what is no mesh: the other ranks wait.
+        found.problems.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _lay(
+    found: LaidModel,
+    model: torch.nn.Module | Mapping[str, torch.Tensor] | None,
+    mesh: DeviceMesh,
+    shapes: Mapping[str, Sequence[int]],
+    recipe: Recipe | None,
+    rules: Sequence[Rule],
+    config: Mapping[str, object] | None,
+    naming: Naming | None,
+    counts_from_zero: bool,
+    first_rank: int,
+) -> None:
+    whole = {name: _shape(name, shape) for name, shape in shapes.items()}
     assignment = assign(whole, mesh, rules, recipe, config)
     layouts, rank = assignment.layouts, dist.get_rank() - first_rank
     names: dict[str, str] = {}
     if counts_from_zero and rank >= 0:
         names = {local: name for name, local in local_names(assignment, rank).items()}
-    found: Laid = {name: (None, layout) for name, layout in layouts.items()}
+    found.update({name: (None, layout) for name, layout in layouts.items()})
     for own_name, tensor in tensors_of(model) if model is not None else ():
         for local_name, part in _parts(own_name, tensor, naming, names, layouts, rank):
             name = names.get(local_name, local_name)
-            if name not in layouts:
-                found[name] = part
-            elif local_name in names or not counts_from_zero:
-                found[name] = part, layouts[name]
-            else:
+            if name in layouts and local_name not in names and counts_from_zero:
                 # It must not pass for the tensor that has this name in the whole model.
-                found[f"{local_name} of a rank that should have none"] = part
+                name = f"{local_name} of a rank that should have none"
+            other = found.own_names.setdefault(name, own_name)
+            if other != own_name:
+                found.problems.append(
+                    f"{name}: the name of two tensors of the model, {other!r} and {own_name!r}"
+                )
+            found[name] = (part, layouts[name]) if name in layouts else part
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        found = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        found = (-1,)
+    if any(size < 0 for size in found):
+        raise UsageError(f"shape {shape!r} of {name!r}; give the whole tensor's sizes, from 0 up")
     return found
 
 
