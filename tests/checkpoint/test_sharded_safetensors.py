@@ -79,8 +79,10 @@ def test_a_box_that_is_missing_is_never_taken_for_zeros(
         write_boxes(folder / "cut", whole, left, ranks[1:])
         shape = [max(stop) for stop in zip(*(box.stop for box in left), strict=True)]
         if sum(box.elements for box in left) == math.prod(shape):
-            # The rest is a whole tensor by itself: only a manifest can know of more.
-            assert list(checkpoint.open(folder / "cut")["w"].shape) == shape
+            # The rest is a whole tensor by itself: nothing in the files can know of more.
+            found = checkpoint.open(folder / "cut")
+            assert list(found["w"].shape) == shape
+            assert "if a last file is missing, they are too small" in found.notes[0]
             return
         with pytest.raises(CoverageError, match="no shard holds"):
             checkpoint.open(folder / "cut")
@@ -124,6 +126,39 @@ def test_the_offsets_that_are_written(tmp_path: Path) -> None:
     assert opened.metadata == {"format": "pt", "author": "us"}
     assert (opened.mesh, opened.ranks) == (None, 4)
     assert checkpoint.compare(tmp_path / "model.safetensors", opened).is_same
+
+
+@pytest.mark.parametrize("gone", range(4))
+def test_our_files_know_of_each_other_without_a_manifest(tmp_path: Path, gone: int) -> None:
+    write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (8, 3), 1)})
+    cut = tmp_path / "cut"
+    checkpoint.convert(tmp_path / "model.safetensors", cut, to="tp=4", rules=["*=tp, -"])
+    (cut / MANIFEST).unlink()
+    assert checkpoint.open(cut).notes == ()
+    (cut / shard_file_name(gone)).unlink()
+    with pytest.raises(CoverageError, match="no shard holds" if gone < 3 else "one of 4 files"):
+        checkpoint.open(cut)
+    with pytest.raises(CoverageError, match=r"no shard holds|one of 4 files"):
+        checkpoint.open(cut / shard_file_name((gone + 1) % 4))
+
+
+def test_a_file_more_than_were_written(tmp_path: Path) -> None:
+    whole = tensor("float32", (6, 3), 1)
+    write_file(tmp_path / "model.safetensors", {"w": whole})
+    cut = tmp_path / "cut"
+    checkpoint.convert(tmp_path / "model.safetensors", cut, to="tp=2", rules=["*=tp, -"])
+    (cut / MANIFEST).unlink()
+    # It continues the tensor, so that only the number of files tells it.
+    write_boxes(tmp_path / "other", whole, [Box((3, 0), (6, 3))], [2])
+    name = shard_file_name(2)
+    text = json.dumps({"w": {"saved_offsets": [6, 0]}})
+    write_file(
+        cut / name,
+        read_file(tmp_path / "other" / name),
+        {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": text},
+    )
+    with pytest.raises(CoverageError, match=r"one of 2 files.*here are 3"):
+        checkpoint.open(cut)
 
 
 def test_one_shard_file_by_itself(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def arrange_shards(
                     offsets[name] = _offset(tensor.layout, rank)
         file = sharded_safetensors.shard_file_name(rank)
         content, header = sharded_safetensors.arrange_file(
-            named, metadata, None if interleaved else offsets, file
+            named, metadata, None if interleaved else offsets, len(ranks), file
         )
         files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content, header))
         for entry in header.tensors:

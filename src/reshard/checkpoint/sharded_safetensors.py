@@ -9,7 +9,8 @@ counting from 1, and says in their metadata at which offsets of its tensor each 
 
 It stores neither the shape of the whole tensor nor the list of files. Our manifest does; a
 checkpoint without one has the shapes of the largest extents, and its shards are proven to
-cover them, each element once.
+cover them, each element once. A last shard that is missing cannot be noticed by that, so our
+files also say how many they are (`RESHARD_FILES`); of others, a note says what is not known.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from reshard.layout import Box, Layout
 FORMAT = "sharded-safetensors"
 SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
 VERSION_KEY = "DCP_VERSION"
-CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY)
+FILES_KEY = "RESHARD_FILES"
+CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY, FILES_KEY)
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
@@ -64,14 +66,15 @@ def arrange_file(
     tensors: Iterable[NamedTensor],
     metadata: Mapping[str, str],
     offsets: Mapping[str, tuple[int, ...]] | None,
+    files: int,
     label: str,
 ) -> tuple[bytes, FileHeader]:
-    """The header of one rank's file; with `offsets`, in PyTorch's convention."""
+    """The header of one rank's file of `files`; with `offsets`, in PyTorch's convention."""
     own = {"format": "pt", **metadata}
     ordered = aligned_order(tensors)
     if offsets is not None:
         info = {name: {"saved_offsets": list(offsets[name])} for name, _, _ in ordered}
-        own |= {VERSION_KEY: "1.0", SHARDING_INFO_KEY: json.dumps(info)}
+        own |= {VERSION_KEY: "1.0", SHARDING_INFO_KEY: json.dumps(info), FILES_KEY: str(files)}
     return build_header(ordered, own, label=label)
 
 
@@ -158,9 +161,10 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     Raises:
         FormatError: files without offsets, or offsets that do not fit.
         CoverageError: shards of one tensor that disagree in type or rank, overlap, or leave a
-            part of it out.
+            part of it out; fewer or more files than they say they are.
     """
     _check_file_numbers(folder, names)
+    counts: dict[str, str | None] = {}
     shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
     files = []
     metadata: dict[str, str] = {}
@@ -170,11 +174,33 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         rank = number if rank is None else rank
         files.append(StoredFile(name, header.file_size_bytes, rank))
         metadata.update(header.metadata)
+        counts[name] = header.metadata.get(FILES_KEY)
         offsets = _offsets(folder / name, header)
         for entry in header.tensors:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
     tensors = {name: _joined(folder, name, pieces) for name, pieces in shards.items()}
-    return Checkpoint(folder, FORMAT, tensors, tuple(files), None, _own_metadata(metadata))
+    notes = _check_file_counts(folder, counts)
+    return Checkpoint(
+        folder, FORMAT, tensors, tuple(files), None, _own_metadata(metadata), notes=notes
+    )
+
+
+def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[str, ...]:
+    """See that there are as many files as they say; notes where they say nothing."""
+    for name, count in counts.items():
+        if count is not None and count != str(len(counts)):
+            raise CoverageError(
+                f"{folder / name} says that it is one of {count[:20]} files written together, and "
+                f"here are {len(counts)} with shards; one is missing, or files are left over from "
+                "another save. Open the folder that has exactly those of one save"
+            )
+    if any(count is not None for count in counts.values()):
+        return ()
+    return (
+        "neither a manifest nor the files say how many files with shards there were: tensors have "
+        "the shapes that the shards found reach to, and if a last file is missing, they are too "
+        "small",
+    )
 
 
 def _check_file_numbers(folder: Path, names: list[str]) -> None:
