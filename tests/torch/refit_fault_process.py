@@ -27,26 +27,28 @@ PATIENT_S = 60
 class Faulty(Transform):
     """Copies, and fails on one rank, once, at one point."""
 
-    def __init__(self, at: str, kills: bool) -> None:
+    def __init__(self, at: str, kills: bool, of: str = "") -> None:
         self.at = at
         self.kills = kills
+        self.of = of
         self.is_armed = False
 
-    def _fail(self, at: str) -> None:
-        if self.is_armed and at == self.at and dist.get_rank() == FAULTY:
+    def _fail(self, at: str, name: str) -> None:
+        is_there = at == self.at and self.of in ("", name)
+        if self.is_armed and is_there and dist.get_rank() == FAULTY:
             self.is_armed = False
             if self.kills:
                 os._exit(7)
             raise ValueError("no more")
 
     def prepare_send(self, name: str, source: torch.Tensor, sent: torch.Tensor) -> None:
-        self._fail("send")
+        self._fail("send", name)
         super().prepare_send(name, source, sent)
 
     def finish_receive(
         self, name: str, received: torch.Tensor, target: Mapping[str, torch.Tensor]
     ) -> None:
-        self._fail("receive")
+        self._fail("receive", name)
         super().finish_receive(name, received, target)
 
 
@@ -71,15 +73,18 @@ def new_group(timeout_s: float) -> dist.ProcessGroup:
 
 def fails_in_the_middle(at: str, kills: bool) -> None:
     faulty = Faulty(at, kills)
-    done, target = prepared(faulty, new_group(TIMEOUT_S))
+    done, target = prepared(faulty, new_group(TIMEOUT_S if kills else PATIENT_S))
     faulty.is_armed = True
     begun_s = time.monotonic()
     try:
         done.run()
     except RunError as error:
         expect("not usable" in str(error), str(error))
-    except ValueError:
-        expect(dist.get_rank() == FAULTY, "another rank's error")
+        # What a transform raises is known to all at once, and not by their timeout.
+        expect(kills or f"rank {FAULTY}: ValueError: no more" in str(error), str(error))
+        own = error.__cause__.__cause__ if error.__cause__ else None
+        is_own = dist.get_rank() == FAULTY
+        expect(kills or isinstance(own, ValueError) == is_own, f"the cause is {own!r}")
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
     expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
@@ -91,6 +96,26 @@ def fails_in_the_middle(at: str, kills: bool) -> None:
     expect(done.is_usable, "not usable after a good run")
     rows = {name: cut if name != "down.weight" else "tp, -" for name, cut in CUTS.items()}
     expect_same(target, laid_out(values(), layouts_of(3, rows)), "after a failure")
+
+
+def fails_in_one_of_several_batches() -> None:
+    """Each tensor is a batch; after the first, in between and in the last a transform fails."""
+    for at in ("send", "receive"):
+        for of in CUTS:
+            faulty = Faulty(at, False, of)
+            target = laid_out(zeros(values()), layouts_of(3))
+            options = {"transforms": {"*": faulty}, "extra_bytes": 4 << 10}
+            done = Refit.prepare(laid_out(values(), layouts_of(3)), target, **options)
+            expect(len(done.report.made_at_target) == len(CUTS), "not transformed")
+            faulty.is_armed = True
+            begun_s = time.monotonic()
+            try:
+                done.run()
+            except RunError as error:
+                expect(f"rank {FAULTY}: ValueError: no more" in str(error), str(error))
+            else:
+                raise SystemExit("a rank failed, and this one knows nothing of it")
+            expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
 
 
 def runs_again() -> None:
@@ -140,6 +165,7 @@ def lives_on() -> None:
     runs_another()
     fails_in_the_middle("send", kills=False)
     fails_in_the_middle("receive", kills=False)
+    fails_in_one_of_several_batches()
 
 
 FAULTS = {

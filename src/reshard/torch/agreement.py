@@ -25,6 +25,7 @@ _SHOWN_PROBLEMS = 20
 # Less than any half of a digest, of either sign.
 _NOTHING = -(1 << 62)
 _MOST_NOTES = 8
+_UNFINISHED = "some rank did not finish"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +82,29 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
         has_problem, *digits = most.tolist()[:5]
         if has_problem:
-            _raise_problems(intent, group)
+            _raise_problems(intent.problem, group, "nothing was moved")
         if digits[:2] != [-digits[2], -digits[3]] and digits != [_NOTHING] * 4:
             _raise_difference(intent, group)
     return tuple(most.tolist()[5 : 5 + len(intent.notes)])
 
 
-def confirm(group: dist.ProcessGroup | None = None) -> None:
-    """Return where all ranks of `group` come to this point; raise on all otherwise.
+def confirm(group: dist.ProcessGroup | None = None, error: Exception | None = None) -> None:
+    """Return where all ranks of `group` come to this point, without error; raise on all otherwise.
 
-    A rank that fails does not come here, and the others learn it when their group's timeout ends,
-    or at once where its process has ended.
+    A rank that fails and knows that no other waits for its messages comes here with its error. One
+    that fails otherwise does not come, and the others learn it when their group's timeout ends, or
+    at once where its process has ended.
 
     Raises:
-        RunError: a rank that did not come.
+        RunError: a rank that did not come, or came with an error; the message says which and why.
     """
-    arrived = torch.zeros(1, dtype=torch.int64, device=device_of(group))
-    with answering("some rank did not finish"):
-        dist.all_reduce(arrived, dist.ReduceOp.MAX, group)
+    failed = torch.full((1,), error is not None, dtype=torch.int64, device=device_of(group))
+    with answering(_UNFINISHED):
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         # A collective on a device is only waited for by its stream.
-        arrived.tolist()
+        if any(failed.tolist()):
+            told = None if error is None else f"{type(error).__name__}: {error}"
+            _raise_problems(told, group, _UNFINISHED, error)
 
 
 @contextmanager
@@ -116,16 +120,21 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _raise_problems(intent: Intent, group: dist.ProcessGroup | None) -> None:
+def _raise_problems(
+    own_problem: str | None,
+    group: dist.ProcessGroup | None,
+    otherwise: str,
+    cause: Exception | None = None,
+) -> None:
     every: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, intent.problem, group)
+    dist.all_gather_object(every, own_problem, group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     told: dict[str, list[int]] = {}
     for rank, problem in zip(ranks, every, strict=True):
         if problem is not None:
             told.setdefault(problem, []).append(rank)
     lines = [f"{_ranks(of)}: {problem}" for problem, of in list(told.items())[:_SHOWN_PROBLEMS]]
-    raise RunError("nothing was moved: " + "; ".join(lines))
+    raise RunError(f"{otherwise}: " + "; ".join(lines)) from cause
 
 
 def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from reshard.dtypes import dtype as as_dtype
+from reshard.torch.agreement import confirm
 from reshard.torch.exchange import Exchange, complete_contributions
 from reshard.torch.matching import Match
 from reshard.torch.messages import Movement, aligned
-from reshard.torch.refit_parts import PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refit_parts import DIRECT, PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.spans import Span
 from reshard.torch.transforms import Transform
 
@@ -38,16 +39,12 @@ class Stage:
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
-    def run(self) -> None:
+    def move(self) -> None:
         """Raises RunError where a message does not come."""
-        for prepare in self.before:
-            prepare()
         self.exchange.run()
         for movement in self.movements:
             if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
                 complete_contributions(movement.plan, dist.get_rank(), movement.target)
-        for finish in self.after:
-            finish()
 
 
 class _Arena:
@@ -90,6 +87,7 @@ class Stages:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._source, self._target, self._transforms = source, target, transforms
+        self._group = group
         shared: torch.Tensor | None = None
         self._arena = _Arena(0, device)
         if part.batches > 1:
@@ -163,9 +161,29 @@ class Stages:
         return sent, found.received.get(name)
 
     def run(self) -> None:
-        """Run all batches. Raises RunError where a message does not come."""
-        for stage in self.stages:
-            stage.run()
+        """Run all batches; all ranks confirm the end.
+
+        Raises RunError where a message does not come, and on every rank where a transform of one
+        fails: before each batch that transforms have a part in, ranks tell each other.
+        """
+        error: Exception | None = None
+        for number, stage in enumerate(self.stages):
+            if number != DIRECT:
+                error = error or _error_of(stage.before)
+                confirm(self._group, error)
+            stage.move()
+            error = _error_of(stage.after)
+        confirm(self._group, error)
+
+
+def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
+    """What the first of the calls that fails raises; None where all are done."""
+    try:
+        for call in calls:
+            call()
+    except Exception as error:
+        return error
+    return None
 
 
 @dataclass(slots=True, eq=False)

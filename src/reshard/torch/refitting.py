@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
-from reshard.torch.agreement import Intent, agree, confirm, device_of
+from reshard.torch.agreement import Intent, agree, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
 from reshard.torch.naming import Naming, tied_root
@@ -158,7 +158,6 @@ class Refit:
             # An engine's tensors may be inference tensors, which only this mode may write.
             with torch.inference_mode():
                 self._stages.run()
-            confirm(self._group)
         except BaseException as error:
             if isinstance(error, ReshardError):
                 raise RunError(
