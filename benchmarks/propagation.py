@@ -16,9 +16,9 @@ import time
 from reshard import DeviceMesh, spec
 from reshard.sharding import ShardingSpec
 from reshard.spmd.cost_propagation import propagate_by_cost
-from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph, Operation, Value
 from reshard.spmd.operators.table import operator_of
+from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import propagate_graph
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 1024, 16, 64

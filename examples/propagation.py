@@ -5,9 +5,9 @@ Run it: python examples/propagation.py
 
 from reshard import DeviceMesh, spec
 from reshard.spmd.cost_propagation import propagate_by_cost
-from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph
 from reshard.spmd.operators.table import rule_of
+from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import propagate_graph
 
 

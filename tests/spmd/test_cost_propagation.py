@@ -11,8 +11,8 @@ from reshard import DeviceMesh, spec
 from reshard.spmd.axis_parts import AxisTable
 from reshard.spmd.cost_model import CostModel, Machine
 from reshard.spmd.cost_propagation import OTHERS, _Problem, propagate_by_cost
-from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph
+from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import propagate_graph
 from reshard.topology import Link, Topology
 

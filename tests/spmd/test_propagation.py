@@ -11,9 +11,9 @@ import pytest
 from reshard import DeviceMesh, spec
 from reshard.errors import SpecError
 from reshard.sharding import ShardingSpec
-from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph
 from reshard.spmd.merging import Direction
+from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import PropagatedGraph, propagate, propagate_graph
 from reshard.spmd.sharding_rule import OpShardingRule
 

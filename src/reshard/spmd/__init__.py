@@ -66,6 +66,7 @@ _NAMES_OF = {
         "relu rms_norm sigmoid silu softmax top_k"
     ),
     "operation_call": "Recorder recording",
+    "placement": "PlacedGraph explicit_reshards",
     "process_runner": "over_processes",
     "propagation": "PropagatedGraph propagate propagate_graph",
     "runner": "in_process running",

@@ -27,7 +27,6 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.cost_model import Machine
 from reshard.spmd.cost_propagation import propagate_by_cost
-from reshard.spmd.explicit_reshards import explicit_reshards
 from reshard.spmd.graph import Graph, Operation
 from reshard.spmd.graph_recording import (
     Recording,
@@ -36,6 +35,7 @@ from reshard.spmd.graph_recording import (
     type_of,
 )
 from reshard.spmd.operation_call import Call, call, recording
+from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import propagate_graph
 from reshard.spmd.runner import Runner, replicated, runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
