@@ -32,13 +32,15 @@ def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> i
             conversion = plan_conversion(
                 source, target, to="tp=3", rules=["s=...", "*=tp, ..."], format=form
             )
-            report = run_conversion(
-                conversion, processes=processes, threads=2, sync_bytes=16 * 4096
-            )
+            report = run_conversion(conversion, processes=processes, sync_bytes=16 * 4096)
     except ReshardError as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
         return 3
-    done_so_far = {"by_process": report.by_process, "resumed": report.resumed_bytes}
+    done_so_far = {
+        "by_process": report.by_process,
+        "buffers": report.buffers_by_process,
+        "resumed": report.resumed_bytes,
+    }
     sys.stdout.write(json.dumps(done_so_far) + "\n")
     return 0
 

@@ -34,6 +34,7 @@ def model(tmp_path: Path) -> Path:
 def test_any_number_of_processes_makes_the_same_files(model: Path, form: str) -> None:
     size_bytes = checkpoint.open(model).size_bytes
     results = {}
+    buffers: dict[int, list[int]] = {}
     for count in (1, 2, 3, 4):
         target = model.with_name(f"of-{count}")
         outcome = run(count, model, target, form)
@@ -46,6 +47,14 @@ def test_any_number_of_processes_makes_the_same_files(model: Path, form: str) ->
         assert len(shares) == count
         assert sum(shares) == size_bytes
         assert max(shares) <= size_bytes / count + 2 * 4096
+        written = [written for _, written in reports[0]["by_process"]]
+        assert sum(written) >= size_bytes
+        # Process 0 writes headers and what is beside the tensors too.
+        assert max(written[1:], default=0) <= size_bytes / count + 2 * 4096
+        buffers[count] = reports[0]["buffers"]
+    # The four threads of a machine, each with its buffers, are shared among its processes.
+    one = buffers[4][0]
+    assert buffers == {1: [4 * one], 2: [2 * one] * 2, 3: [2 * one] * 3, 4: [one] * 4}
     assert results[1] == results[2] == results[3] == results[4]
 
 

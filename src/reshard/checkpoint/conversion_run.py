@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from reshard.checkpoint.block_io import (
 )
 from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import TensorDigest
-from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, Conversion
+from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS, Conversion
 from reshard.checkpoint.durability import refusals_explained
 from reshard.checkpoint.file_io import SourceFile, TargetFile, sync_folder
 from reshard.checkpoint.journal import DIGEST_BYTES
@@ -70,7 +71,8 @@ ProgressFunction = Callable[[Progress], None]
 class ConversionReport:
     """What a run did. `resumed_bytes` were done before it; `was_complete` says all were.
 
-    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each.
+    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
+    `buffers_by_process` the bytes that each allocated for its work.
     """
 
     target: Path
@@ -84,6 +86,7 @@ class ConversionReport:
     was_complete: bool
     notes: tuple[str, ...]
     by_process: tuple[tuple[int, int], ...] = ((0, 0),)
+    buffers_by_process: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class _Run:
         sources: OpenFiles[SourceFile],
         conversion_id: str,
         processes: Processes,
+        threads: int,
     ) -> None:
         self.conversion = conversion
         self.staging = staging
@@ -129,7 +133,9 @@ class _Run:
         for (tensor, block), digest in staging.finished.items():
             self._note(tensor, block, digest)
         self.resumed_bytes = self.finished_bytes
+        self.threads = threads
         self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
+        self.buffers_by_process: tuple[int, ...] = (0,)
         # One reader and writer a tensor, kept for as long as its blocks come up.
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
@@ -196,12 +202,13 @@ class _Run:
         memory, digest = reader.read_checked(task.block, workspace)
         return _Done(task, digest, writer.write(task.block, memory, workspace))
 
-    def move_blocks(self, threads: int, progress: ProgressFunction | None, sync_bytes: int) -> None:
+    def move_blocks(self, progress: ProgressFunction | None, sync_bytes: int) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
         done_bytes = self.resumed_bytes
         waiting: list[_Done] = []
         waiting_bytes = 0
-        results = run_in_threads(self.tasks(), self.work, self.conversion.new_workspace, threads)
+        new_workspace = self.conversion.new_workspace
+        results = run_in_threads(self.tasks(), self.work, new_workspace, self.threads)
         try:
             for done in results:
                 self.processes.check()
@@ -240,11 +247,13 @@ class _Run:
             source.check_unchanged()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
-        others = self.processes.collect((read, written, self.archives.state()))
-        self.by_process = tuple((read, written) for read, written, _ in others)
+        buffers = self.threads * self.conversion.workspace_bytes
+        others = self.processes.collect((read, written, buffers, self.archives.state()))
+        self.by_process = tuple((read, written) for read, written, _, _ in others)
+        self.buffers_by_process = tuple(buffers for _, _, buffers, _ in others)
         if self.staging.owner is None:
             return
-        for rank, (_, _, state) in enumerate(others):
+        for rank, (*_, state) in enumerate(others):
             if rank != self.processes.rank:
                 self.archives.merge(state)
         for record in self.staging.other_records():
@@ -330,7 +339,8 @@ def run_conversion(
     Args:
         conversion: from `plan_conversion`.
         memory_bytes: what the run may allocate for its work.
-        threads: at most so many at a time; as many as fit, up to 4, when None.
+        threads: at most so many at a time; when None as many as fit, up to 4, which processes of
+            one machine share among them.
         overwrite: replace a target that exists; until the end it stays as it is.
         restart: throw away what an earlier, unfinished run left.
         progress: called with a `Progress` after every block.
@@ -346,7 +356,8 @@ def run_conversion(
     """
     began_s = time.monotonic()
     processes = processes or OneProcess()
-    workers = conversion.threads(memory_bytes, threads)
+    # Too small a limit must be known before anything is written.
+    conversion.threads(memory_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
     Archives.expect_library(conversion.source, conversion.arrangement)
@@ -357,6 +368,9 @@ def run_conversion(
         description = conversion.description(sources)
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
+        machine = socket.gethostname()
+        neighbours = processes.collect(machine).count(machine)
+        workers = conversion.threads(memory_bytes, threads or -(-DEFAULT_THREADS // neighbours))
         with open_shared(
             processes,
             conversion.target,
@@ -367,10 +381,10 @@ def run_conversion(
         ) as staging:
             if staging.already_complete:
                 return _report(conversion, began_s, complete=True)
-            run = _Run(conversion, staging, sources, conversion_id, processes)
+            run = _Run(conversion, staging, sources, conversion_id, processes, workers)
             try:
                 run.begin()
-                run.move_blocks(workers, progress, sync_bytes)
+                run.move_blocks(progress, sync_bytes)
                 run.meet()
                 run.finish()
             finally:
@@ -406,6 +420,7 @@ def _report(
         complete,
         conversion.notes,
         run.by_process if run else ((0, 0),),
+        run.buffers_by_process if run else (0,),
     )
 
 

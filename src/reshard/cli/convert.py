@@ -68,7 +68,7 @@ def convert(
     Keys of --json:
       source, target, to, format, mesh {text, axes, devices}
       tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
-      seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes}]
+      seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
@@ -118,14 +118,21 @@ def _as_text(
         )
         if len(report.by_process) > 1:
             lines += [
-                f"  process {rank} read {bytes_text(read)}, wrote {bytes_text(written)}"
-                for rank, (read, written) in enumerate(report.by_process)
+                f"  process {rank} read {bytes_text(read)}, wrote {bytes_text(written)}, "
+                f"in buffers of {bytes_text(buffers)}"
+                for rank, (read, written, buffers) in enumerate(_by_process(report))
             ]
         if report.resumed_bytes:
             lines.append(
                 f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
             )
     return lines + matching_lines(conversion)
+
+
+def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
+    """What each process read, wrote, and allocated for that."""
+    pairs = zip(report.by_process, report.buffers_by_process, strict=True)
+    return [(read, written, buffers) for (read, written), buffers in pairs]
 
 
 def _bytes_per_s(report: ConversionReport) -> float | None:
@@ -153,7 +160,8 @@ def _as_json(
         "bytes_per_s": _bytes_per_s(report),
         "was_complete": report.was_complete,
         "by_process": [
-            {"read_bytes": read, "written_bytes": written} for read, written in report.by_process
+            {"read_bytes": read, "written_bytes": written, "buffer_bytes": buffers}
+            for read, written, buffers in _by_process(report)
         ],
         "files": [file_json(file.stored) for file in arrangement.files],
         **matching_json(conversion),

@@ -74,7 +74,10 @@ quiet_option = click.option(
     "--quiet", "-q", is_flag=True, help="No progress and no report; errors are still said."
 )
 threads_option = click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="At most N threads. [default: 4]"
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="At most N threads in a process. [default: 4 on a machine]",
 )
 memory_option = click.option(
     "--memory",
