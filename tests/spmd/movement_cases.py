@@ -426,6 +426,12 @@ def _classes(x: Array, num_classes: int, axis: int, part: Part | None) -> Array:
     return (np.arange(start, start + count).reshape(shape) == np.expand_dims(x, place)).astype(int)
 
 
+@case("checked_index", lambda x, size: np.where(x < 0, x + size, x))
+def _checked_index(draw: Draw) -> Trial:
+    size = draw(st.integers(6, 12))
+    return Trial([values(draw, draw(shapes()), -size, size)], {"size": size})
+
+
 @case("one_hot", _classes)
 def _one_hot(draw: Draw) -> Trial:
     shape = draw(shapes(0, 2))

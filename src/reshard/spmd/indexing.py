@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
-from reshard.spmd import elementwise
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.data_types import kind_of
 from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.library import library_of
+from reshard.spmd.local_functions import index_out_of_range
 from reshard.spmd.manipulation import (
     broadcast_shapes,
     broadcast_to,
@@ -48,24 +48,26 @@ def cut(x: Any, cuts: Mapping[int, Cut]) -> Any:
 
 @of_arrays
 def take(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
-    """Elements of an axis, by their indices."""
+    """Elements of an axis, by their indices.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
     if axis is None:
         if x.ndim != 1:
             raise SpecError(f"take of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
     place = axis_of(x.ndim, axis)
-    _check_known(indices, x.shape[place])
-    chosen = _counted_from_start(operands(x, indices)[1], x.shape[place])
-    return call("take", (x, chosen), {"axis": place})
+    return call("take", places_in(x, place, indices), {"axis": place})
 
 
 @of_arrays
 def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
-    """Elements along an axis, by indices for each place of the other axes."""
+    """Elements along an axis, by indices for each place of the other axes.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
     place = axis_of(x.ndim, axis)
-    _check_known(indices, x.shape[place])
-    x, chosen = operands(x, indices)
-    chosen = _counted_from_start(chosen, x.shape[place])
+    x, chosen = places_in(x, place, indices)
     shape = broadcast_shapes(
         *((*given[:place], *given[place + 1 :]) for given in (x.shape, chosen.shape))
     )
@@ -75,15 +77,28 @@ def take_along_axis(x: Any, indices: Any, /, *, axis: int = -1) -> Any:
     return call("take_along_axis", (x, chosen), {"axis": place})
 
 
+def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
+    """An array and indices of an axis of it, as operands, the indices counted from its start.
+
+    Raises:
+        ArrayIndexError: an index that is out of range, on every process.
+        UsageError: what is no array of whole numbers.
+    """
+    size = x.shape[axis]
+    if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
+        _check_known(indices, size)
+        found = indices.astype(np.int64)
+        return operands(x, np.where(found < 0, found + size, found))
+    x, found = operands(x, indices)
+    return [x, _counted_from_start(found, size)]
+
+
 def _counted_from_start(indices: Any, size: int) -> Any:
-    kind = (
-        kind_of(indices.type.dtype) if isinstance(indices, ArrayValue) else type(indices).__name__
-    )
+    is_array = isinstance(indices, ArrayValue)
+    kind = kind_of(indices.type.dtype) if is_array else type(indices).__name__
     if kind not in ("signed integer", "unsigned integer"):
         raise UsageError(f"indices of kind {kind}; give an array of whole numbers")
-    if kind == "unsigned integer":
-        return indices
-    return elementwise.where(elementwise.less(indices, 0), elementwise.add(indices, size), indices)
+    return call("checked_index", (indices,), {"size": size})
 
 
 def repeated_places(x: ArrayValue, repeats: Any, size: int) -> Any:
@@ -172,20 +187,14 @@ def _gathered(x: Any, items: list[Any]) -> Any:
             index = _index(place, size)
         flat = index if flat is None else flat * size + index
     merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
-    found = take(merged, reshape(flat, (-1,)), axis=0)
-    return reshape(found, (*flat.shape, *x.shape[len(items) :]))
+    return call("take", (merged, flat), {"axis": 0})
 
 
 def _index(item: Any, size: int) -> int:
     index = int(item.__index__())
     if not -size <= index < size:
-        raise _out_of_range(index, size)
+        raise index_out_of_range(index, size)
     return index % size
-
-
-def _out_of_range(index: int, size: int) -> ArrayIndexError:
-    expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
-    return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
 
 
 def _too_many(x: Any, count: int) -> ArrayIndexError:
@@ -195,11 +204,11 @@ def _too_many(x: Any, count: int) -> ArrayIndexError:
 
 
 def _check_known(indices: Any, size: int) -> None:
-    """Refuses indices out of range, where they are known here without asking other processes."""
+    """Refuses indices out of range, where they are known before anything is computed."""
     if isinstance(indices, np.ndarray) and indices.size and indices.dtype.kind in "iu":
         least, most = int(indices.min()), int(indices.max())
         if least < -size or most >= size:
-            raise _out_of_range(least if least < -size else most, size)
+            raise index_out_of_range(least if least < -size else most, size)
 
 
 def _bounds(item: slice, size: int) -> Cut:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from reshard.dtypes import DType
-from reshard.errors import UsageError
+from reshard.errors import ArrayIndexError, UsageError
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
 from reshard.spmd import window_functions
@@ -231,6 +231,32 @@ def _sorted(work: LocalWork) -> Function:
     return falling
 
 
+def index_out_of_range(index: int, size: int) -> ArrayIndexError:
+    """What to raise for an index that a dimension has not."""
+    expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
+    return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
+
+
+def _checked_index(work: LocalWork) -> Function:
+    space, size = work.library.namespace, work.attributes["size"]
+    (operand,) = work.operands
+    # Where numbers have no sign, what looks like -1 as an int64 is far out of range.
+    is_signed = operand is not None and not operand.dtype.name.startswith("uint")
+    least = -size if is_signed else 0
+
+    def counted(indices: Any) -> Any:
+        # Narrow ones could not be counted from the start without wrapping around.
+        found = space.asarray(indices, dtype=space.int64)
+        if 0 in found.shape:
+            return found
+        for index in (int(space.min(found)), int(space.max(found))):
+            if not least <= index < size:
+                raise index_out_of_range(index, size)
+        return space.where(found < 0, found + size, found)
+
+    return counted
+
+
 def _taken(work: LocalWork) -> Function | list[Function]:
     take, axis = work.library.namespace.take, work.attributes["axis"]
 
@@ -249,7 +275,10 @@ def _taken_along(work: LocalWork) -> Function | list[Function]:
 def _of_own_rows(
     work: LocalWork, whole: Function, axis: int, is_along: bool = False
 ) -> Function | list[Function]:
-    """Of indices of a table's axis that is cut, each rank finds its own; zero for the others."""
+    """Of indices of a table's axis that is cut, each rank finds its own; zero for the others.
+
+    They are counted from the start and in range, by `checked_index`.
+    """
     if not work.is_cut(0, axis):
         return whole
     library = work.library
@@ -323,12 +352,31 @@ KNOW_WHERE_THEY_LIE = frozenset({"take", "take_along_axis"})
 _LINALG = "cholesky det eigh eigvalsh inv qr slogdet solve svd svdvals"
 _FFT = "fft ifft rfft irfft hfft ihfft fftn ifftn rfftn irfftn"
 
+_DIVIDE_WHOLE_NUMBERS = frozenset({"floor_divide", "remainder"})
+
+
+def fails_by_elements(work: LocalWork) -> bool:
+    """Whether one rank's elements alone may make an operation fail, so that others must be told.
+
+    An index is out of range, a matrix singular, a whole number divided by 0.
+    """
+    if not any(
+        one and one.spec and any(d.levels for d in one.spec.dim_specs) for one in work.operands
+    ):
+        # Every rank has the same elements.
+        return False
+    if work.name in _DIVIDE_WHOLE_NUMBERS:
+        return all(one is None or "int" in one.dtype.name for one in work.operands)
+    return work.name == "checked_index" or work.name in _LINALG.split()
+
+
 _MAKERS: dict[str, Callable[[LocalWork], Function | list[Function]]] = {
     **dict.fromkeys(_LINALG.split(), _of_linalg),
     **dict.fromkeys(_FFT.split(), _of_fft),
     "argsort": _sorted,
     "astype": _cast,
     "broadcast_to": _told_shape,
+    "checked_index": _checked_index,
     "clip": _clipped,
     "concat": _joined,
     "avg_pool": _windowed,

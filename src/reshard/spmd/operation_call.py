@@ -26,7 +26,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.alignment import aligned
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
-from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork
+from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork, fails_by_elements
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.pending_sums import kept_pending, with_pending, without_pending
@@ -277,17 +277,15 @@ def _first(
         _column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)
     ]
-    try:
-        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
-    except REFUSALS as error:
-        _refuse(name, operands, runner, error)
+    is_told = fails_by_elements(work)
+    rows = _computed(name, functions, columns, operands, runner, is_told)
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _result_types(work, made, mesh, layout, runner)
     if layout is not None and layout.keeps_pending and not _may_pend(types, results):
         return _first(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = _run(name, functions, movements, types, results, is_single, runner, wrap)
+    run = _run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
     done = Call(name, attributes, options, types, runs_with, results, run)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
@@ -300,16 +298,44 @@ def _first(
     return wrapped[0] if is_single else wrapped
 
 
-def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
-    """Raise what a library raised as an error that names the operation and its operands."""
+def _computed(
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    columns: Sequence[Sequence[Any]],
+    operands: Sequence[Any],
+    runner: Runner,
+    is_told: bool,
+) -> list[Any]:
+    """What every rank here computes; where one fails by its elements, others are told."""
+    rows: list[Any] = []
+    failure = None
+    try:
+        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+    except REFUSALS as error:
+        failure = _refusal(name, operands, runner, error)
+    if is_told:
+        failure = runner.failure_of_any(failure)
+    if failure is not None:
+        raise failure
+    return rows
+
+
+def _refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
+    """What a library raised, as an error that names the operation and its operands."""
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
-        raise error
+        return error
     given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
     kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
-    raise kind(
+    refusal = kind(
         f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
         "elements that it takes, by sp.astype for instance"
-    ) from error
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
+    raise _refusal(name, operands, runner, error)
 
 
 def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
@@ -376,6 +402,7 @@ def _run(
     is_single: bool,
     runner: Runner,
     wrap: type[ArrayValue],
+    is_told: bool,
 ) -> Run:
     """What carries a compiled operation out. The common cases have the shortest way."""
     result = results[0]
@@ -383,7 +410,8 @@ def _run(
     function = functions[0]
     is_same = all(one is function for one in functions)
     arrays_only = all(one is not None for one in types)
-    if is_single and is_same and arrays_only and not any(movements) and len(types) <= 2:
+    is_plain = is_single and is_same and arrays_only and not is_told
+    if is_plain and not any(movements) and len(types) <= 2:
         if len(types) == 1:
 
             def run_one(x: Any) -> Any:
@@ -415,10 +443,7 @@ def _run(
         columns = [
             _column(operand, move, count) for operand, move in zip(operands, movements, strict=True)
         ]
-        try:
-            rows = [one(*row) for one, *row in zip(functions, *columns, strict=True)]
-        except REFUSALS as error:
-            _refuse(name, operands, runner, error)
+        rows = _computed(name, functions, columns, operands, runner, is_told)
         if is_single:
             return wrap.of_shards(result, tuple(rows), runner)
         return tuple(

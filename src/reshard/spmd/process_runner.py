@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.collectives.steps import Exchange
-from reshard.errors import MeshError
+from reshard.errors import MeshError, ReshardError, RunError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
@@ -25,6 +25,7 @@ from reshard.spmd.chosen_program import chosen_program
 from reshard.spmd.library import library
 from reshard.spmd.runner import Runner
 from reshard.spmd.shard_copies import Movement, Shards, copies
+from reshard.torch.agreement import answering, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.program_run import least_extra_bytes
 from reshard.torch.redistribution import redistribute
@@ -81,6 +82,22 @@ class OverProcesses(Runner):
 
         return moved
 
+    def failure_of_any(self, failure: Exception | None) -> Exception | None:
+        """That of the first rank that failed: all learn of it by an all-reduce of one number."""
+        count = torch.tensor(int(failure is not None), device=device_of(self.group))
+        every: list[tuple[type[Exception], str] | None]
+        every = [None] * dist.get_world_size(self.group)
+        own = None if failure is None else (_kind(failure), str(failure))
+        with answering("an operation was not finished"):
+            dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
+            if not int(count):
+                return None
+            dist.all_gather_object(every, own, self.group)
+        kind, text = next(one for one in every if one is not None)
+        told = kind(text)
+        told.__cause__ = failure
+        return told
+
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:
             return shards[0]
@@ -92,6 +109,11 @@ class OverProcesses(Runner):
 
     def __repr__(self) -> str:
         return f"over_processes() of rank {self.rank}"
+
+
+def _kind(failure: Exception) -> type[Exception]:
+    """The class to raise on every rank: one that is made of a text."""
+    return type(failure) if isinstance(failure, ReshardError) else RunError
 
 
 @lru_cache(maxsize=8)

@@ -87,6 +87,10 @@ class Runner:
             return lambda shards: shards
         return self._between(source, spec, Plan(before, after, source.dtype))
 
+    def failure_of_any(self, failure: Exception | None) -> Exception | None:
+        """Why some rank failed to compute; None where all could. All ranks get the same."""
+        return failure
+
     def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
         raise NotImplementedError
 

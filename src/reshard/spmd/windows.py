@@ -11,7 +11,7 @@ from typing import Any
 from reshard.errors import SpecError
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import operands
-from reshard.spmd.indexing import cut
+from reshard.spmd.indexing import cut, places_in
 from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axis_of
 
@@ -117,11 +117,14 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
     """The array with slices of an axis, at indices, replaced by updates, or added to ("add").
 
     `updates` have the indices' dimensions in the axis's place. Of equal indices one is set.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
     """
     if mode not in ("set", "add"):
         raise SpecError(f"mode {mode!r} of scatter; it is 'set' or 'add'")
-    given = operands(x, indices, updates)
-    return call("scatter", given, {"axis": axis_of(x.ndim, axis), "mode": mode})
+    place = axis_of(x.ndim, axis)
+    x, chosen = places_in(x, place, indices)
+    return call("scatter", operands(x, chosen, updates), {"axis": place, "mode": mode})
 
 
 @of_arrays

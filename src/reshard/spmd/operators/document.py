@@ -59,6 +59,7 @@ _EXAMPLES: dict[str, Example] = {
     "scatter": ([(100, 8), (4,), (4, 8)], {"axis": 0}),
     "dynamic_slice": ([(4, 8), (), ()], {"sizes": (4, 3)}),
     "dynamic_update_slice": ([(4, 8), (4, 3), (), ()], {}),
+    "checked_index": ([(4,)], {"size": 10}),
     "one_hot": ([(4,)], {"num_classes": 10}),
     "searchsorted": ([(8,), (4,)], {}),
     "isin": ([(4, 8), (3,)], {}),

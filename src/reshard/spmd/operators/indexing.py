@@ -113,6 +113,19 @@ def _adds(**attributes: Any) -> bool:
     return bool(attributes.get("mode", "set") == "add")
 
 
+def checked_index(shapes: Sequence[Shape], size: int) -> Inferred:
+    """Indices of an axis of this size, counted from its start; none may be out of range.
+
+    >>> print(checked_index([(4, 3)], size=10).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=3}
+    """
+    shape = one_operand("checked_index", shapes)
+    builder = RuleBuilder([shape], [shape])
+    for dim in range(len(shape)):
+        builder.factor([dim], [dim])
+    return builder.build()
+
+
 def dynamic_slice(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferred:
     """A rectangle of these sizes that begins at scalars, one per dimension.
 
@@ -198,6 +211,12 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("take", "indexing", take, (0,), note=_ROWS),
     Operator("embedding", "indexing", embedding, (0,), note=_ROWS),
     Operator("take_along_axis", "indexing", take_along_axis, (0,), note=_ROWS),
+    Operator(
+        "checked_index",
+        "indexing",
+        checked_index,
+        note="indices counted from the start; one out of range is refused on every rank",
+    ),
     Operator(
         "scatter",
         "indexing",

@@ -1,0 +1,70 @@
+"""One rank of a job in which the elements of one rank are refused: all ranks learn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reshard.spmd as sp
+from reshard import DeviceMesh, spec
+from reshard.errors import ArrayIndexError, ReshardError, UsageError
+
+MESH = DeviceMesh.of(x=2, y=2, devices=[2, 0, 3, 1])
+DATA = np.arange(35.0).reshape(7, 5)
+
+
+def expect_on_every_rank(
+    function: Callable[[], Any], kind: type[ReshardError], part: str, times: int = 2
+) -> None:
+    """All ranks raise the same, compiled or not."""
+    for _ in range(times):
+        try:
+            function()
+        except kind as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"no {kind.__name__} of {part!r} on rank {dist.get_rank()}")
+        assert part in said, said
+        every: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, said)
+        assert set(every) == {said}, every
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with sp.running(sp.over_processes()):
+        places = sp.array(np.array([0, 3, 6, 9]), spec(MESH, "x y"))
+        good = sp.array(np.array([0, 3, 6, -7]), spec(MESH, "x y"))
+        for text in ("x, -", "-, y"):
+            table = sp.array(DATA, spec(MESH, text))
+            for function in (
+                lambda at, table=table: sp.take(table, at, axis=0),
+                lambda at, table=table: table[at, 0],
+                lambda at, table=table: table[at, 0 * at],
+                lambda at, table=table: sp.take_along_axis(table, at[:, None], axis=0),
+                lambda at, table=table: sp.embedding(at, table),
+                lambda at, table=table: sp.scatter(table, at, DATA[:4]),
+            ):
+                function(good)
+                expect_on_every_rank(lambda f=function: f(places), ArrayIndexError, "index 9")
+            found = sp.take(table, good, axis=0)
+            np.testing.assert_array_equal(np.asarray(found), DATA[[0, 3, 6, 0]])
+        stack = np.stack([np.eye(3)] * 3 + [np.zeros((3, 3))])
+        matrices = sp.array(stack, spec(MESH, "x y, -, -"))
+        expect_on_every_rank(lambda: sp.linalg.inv(matrices), UsageError, "inv of float64[4, 3, 3]")
+        whole = sp.array(np.array([7, 8, 9, 10]), spec(MESH, "x y"))
+        zero = sp.array(np.array([1, 2, 3, 0]), spec(MESH, "x y"))
+        for divided in (lambda: whole // zero, lambda: whole % zero):
+            expect_on_every_rank(divided, UsageError, "int64[4]")
+        assert float(sp.sum(whole)) == 34.0
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
