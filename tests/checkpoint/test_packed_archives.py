@@ -308,6 +308,30 @@ def test_a_flipped_byte_inside_of_the_storage(packed: Path, tmp_path: Path) -> N
     assert isinstance(error, DigestError) and "bytes" in str(error) and "'t'" in str(error)
 
 
+def test_all_archives_that_are_damaged_are_listed(packed: Path) -> None:
+    """Whatever is wrong with them: the others are read and compared to the end."""
+    expected = check_digests(packed)
+    for name, bits in (("t", WHOLES["w"].bits), ("b", WHOLES["b"].bits)):
+        archive = bytearray(archive_of(packed, name))
+        archive[archive.index(bits.tobytes()) + 5] ^= 1
+        repack(packed, name, zstandard.compress(bytes(archive)))
+    opened = open_checkpoint(packed)
+    found = check_digests(opened)
+    assert [(block.tensor, block.box) for block in found.damaged] == [
+        ("b", "[0:7]"),
+        ("t", "[0:48, 0:64]"),
+    ]
+    for block in found.damaged:
+        assert "the checksum of what is unpacked is" in block.problem
+        (info,) = places(packed, block.tensor)
+        ends = f"{info.offset}:{info.offset + info.length}"
+        assert block.places == (f"{info.relative_path} bytes {ends}",)
+    assert found.digests == {
+        name: digest for name, digest in expected.digests.items() if name not in "bt"
+    }
+    assert {*found.without_digest} == {*opened}
+
+
 def test_an_archive_that_contradicts_its_beginning(packed: Path, tmp_path: Path) -> None:
     def description(value: Any) -> bytes:
         torch.save(value, tmp_path / "made")

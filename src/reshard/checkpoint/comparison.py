@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.binding import FileRange
 from reshard.checkpoint import torch_dcp
 from reshard.checkpoint.archives import damaged_ranges, item_digest, source_checksums
 from reshard.checkpoint.block_io import BlockReader, OpenFiles, Workspace, open_sources
@@ -23,7 +24,9 @@ from reshard.checkpoint.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion_run import Progress, ProgressFunction
 from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint
+from reshard.checkpoint.packed_archives import UnpackedFile
 from reshard.checkpoint.pipeline import run_in_threads
+from reshard.checkpoint.tiles import target_tiles
 from reshard.errors import FormatError
 
 
@@ -53,18 +56,26 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class DamagedBlock:
-    """A block whose bytes are not those that were written, and the bytes of the files it is in."""
+    """A block whose bytes are not those that were written, and the bytes of the files it is in.
+
+    `expected` and `found` are digests; a compressed archive that cannot be unpacked has none, but
+    a `problem`.
+    """
 
     tensor: str
     box: str
     expected: str
     found: str
     places: tuple[str, ...]
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestReport:
-    """Digests of all tensors as found, those without a recorded digest, and damaged blocks."""
+    """Digests of the tensors as found, those without a recorded digest, and damaged blocks.
+
+    A tensor with a part that cannot be unpacked has no digest.
+    """
 
     digests: dict[str, str]
     without_digest: tuple[str, ...]
@@ -205,6 +216,8 @@ def check_digests(
 ) -> DigestReport:
     """Digest every tensor, and compare with the digests that the manifest recorded.
 
+    Compressed archives are unpacked first; tensors with one that is damaged are not read further.
+
     Raises:
         CheckpointError: a checkpoint that cannot be used.
         RunError: a file that cannot be read.
@@ -218,12 +231,20 @@ def check_digests(
                 "blocks' digests; the manifest was damaged or edited"
             )
     files = open_sources(checkpoint)
-    own = [one for one in checkpoint.checksums if one.tensor in checkpoint.tensors]
+    damaged: list[DamagedBlock] = []
+    try:
+        damaged += _damaged_archives(checkpoint, files, threads)
+    except BaseException:
+        files.close()
+        raise
+    unreadable = {block.tensor for block in damaged}
+    names = [name for name in names if name not in unreadable]
+    own = [one for one in checkpoint.checksums if one.tensor in names]
     seen = source_checksums(own)
     watch = seen.add if own else None
     readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files, watch))
     sizes = _workspace_sizes([checkpoint], names)
-    total = checkpoint.size_bytes
+    total = sum(checkpoint[name].size_bytes for name in names)
 
     def work(task: tuple[str, int], memory: Workspace) -> tuple[str, int, bytes]:
         name, block = task
@@ -238,7 +259,7 @@ def check_digests(
             done += readers(name).grid.size_bytes(block)
             if progress is not None:
                 progress(Progress(done, total, 0, name))
-        damaged = [_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)]
+        damaged += [_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)]
         damaged += _damaged_items(checkpoint, files)
     finally:
         results.close()
@@ -262,8 +283,37 @@ def check_digests(
         name: tensor_digest(blocks[name][i] for i in range(len(blocks[name]))).tensor.hex()
         for name in names
     }
-    without = tuple(name for name in names if checkpoint[name].digest is None)
+    without = tuple(name for name in checkpoint if checkpoint[name].digest is None)
     return DigestReport(digests, without, tuple(damaged), done)
+
+
+def _damaged_archives(
+    checkpoint: Checkpoint, files: OpenFiles[SourceFile], threads: int
+) -> list[DamagedBlock]:
+    """The parts of tensors whose compressed archives cannot be unpacked to what was written."""
+
+    def work(task: tuple[str, str, FileRange], memory: Workspace) -> DamagedBlock | None:
+        name, box, place = task
+        file = files[place.path]
+        found = file.damage(place.start_bytes) if isinstance(file, UnpackedFile) else None
+        if found is None:
+            return None
+        archive, problem = found
+        start = archive.place.start_bytes
+        where = f"{archive.place.path} bytes {start}:{start + archive.packed_bytes}"
+        return DamagedBlock(name, box, "", "", (where,), problem)
+
+    def tasks() -> Iterator[tuple[str, str, FileRange]]:
+        for name, tensor in checkpoint.tensors.items() if checkpoint.packed else ():
+            for tile in target_tiles(tensor.stored_layout).tiles:
+                place = tensor.file_range(tile.slot, tile.number, tile.offset)
+                if place.path in checkpoint.packed and tile.bounds.elements:
+                    yield name, str(tile.bounds), place
+
+    results = run_in_threads(tasks(), work, lambda: Workspace(0, 0), threads)
+    order = {name: number for number, name in enumerate(checkpoint)}
+    damaged = [block for block in results if block is not None]
+    return sorted(damaged, key=lambda block: (order[block.tensor], block.places))
 
 
 def _damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:

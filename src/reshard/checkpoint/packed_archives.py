@@ -163,6 +163,18 @@ class UnpackedFile(SourceFile):
         super().close()
         self._scratch.close()
 
+    def damage(self, offset_bytes: int) -> tuple[PackedArchive, str] | None:
+        """Unpack the archive with the storage at `offset_bytes`; if it is damaged, it and how.
+
+        Raises RunError where there is no room, or if the packed file cannot be read.
+        """
+        number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
+        try:
+            self._unpack_once(number)
+        except (DigestError, FormatError) as error:
+            return self._archives[number], str(error)
+        return None
+
     def read_into(self, region: Region | memoryview, offset_bytes: int) -> None:
         """As `SourceFile.read_into`; unpacks what was not.
 

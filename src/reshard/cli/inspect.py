@@ -74,7 +74,7 @@ def inspect(
       attributes (plain values beside the tensors, by name), notes
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       digest_check (null without --digest) {read_bytes, without_digest,
-        damaged [{tensor, box, expected, found, places}]}
+        damaged [{tensor, box, expected, found, places, problem}]}
     """
     check_picture(drawn, as_json)
     opened = open_checkpoint(checkpoint)
@@ -175,13 +175,11 @@ def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
 
 
 def _digest_lines(found: DigestReport) -> list[str]:
-    checked = len(found.digests) - len(found.without_digest)
+    checked = sum(name not in found.without_digest for name in found.digests)
     lines = []
     for block in found.damaged:
-        lines.append(
-            f"damaged: {block.box} of {printable(block.tensor)}: its digest is {block.found}, "
-            f"{block.expected} was written"
-        )
+        problem = block.problem or f"its digest is {block.found}, {block.expected} was written"
+        lines.append(f"damaged: {block.box} of {printable(block.tensor)}: {printable(problem)}")
         lines += [f"  {printable(place)}" for place in block.places]
     if found.without_digest:
         lines += listing("no digest was recorded for", found.without_digest)
@@ -210,7 +208,12 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> dict[str, Any]:
-    digests = found.digests if found is not None else {}
+    recorded = {
+        name: tensor.digest.tensor.hex()
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.digest is not None
+    }
+    digests = found.digests if found is not None else recorded
     return {
         "path": path,
         "format": checkpoint.format,
@@ -226,8 +229,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
                 "ranks": [int(slot) for slot in tensor.layout.holders],
                 "stored_by": [int(slot) for slot in tensor.stored_slots],
                 "size_bytes": tensor.size_bytes,
-                "digest": digests.get(tensor.name)
-                or (tensor.digest.tensor.hex() if tensor.digest else None),
+                "digest": digests.get(tensor.name),
             }
             for tensor in checkpoint.tensors.values()
         ],
