@@ -74,6 +74,39 @@ def test_pending_sums_are_reduced_where_they_must_be() -> None:
     assert str(sp.astype(single, "float64").spec) == "-, - | sum(x)"
 
 
+INFINITE = np.array([[np.inf, -np.inf], [2.0, np.nan]])
+PRODUCTS = [
+    lambda xp, p, factor: p * factor[0],
+    lambda xp, p, factor: factor[1] * p,
+    lambda xp, p, factor: p @ factor,
+    lambda xp, p, factor: xp.tensordot(p, factor, axes=1),
+    lambda xp, p, factor: xp.vecdot(p[:2], factor),
+    lambda xp, p, factor: xp.linalg.outer(p[0], factor[0]),
+    lambda xp, p, factor: p * float(factor[0, 0]),
+    lambda xp, p, factor: p * complex(0, float(factor[0, 1])),
+]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_contributions_times_what_is_infinite_are_combined_first(
+    product: Any, library: str
+) -> None:
+    """`3 inf - 1 inf` is no number, and `2 inf` is one."""
+    runner = sp.in_process(library)
+    left = np.array([[3.0, -1.0], [1.0, -1.0], [0.5, 7.0]])
+    partial = sp.array(left, spec(MESH, "-, x"), runner=runner) @ np.ones((2, 2))
+    dense = left @ np.ones((2, 2))
+    for data in (np.ones((2, 2)), INFINITE, np.ones((2, 2)), INFINITE):
+        for text in ("-, -", "y, -", "-, y", "x, -", None):
+            factor = sp.array(data, None if text is None else spec(MESH, text), runner=runner)
+            with np.errstate(all="ignore"):
+                found, expected = product(sp, partial, factor), product(np, dense, data)
+            np.testing.assert_array_equal(np.asarray(found), expected)
+            if text in ("-, -", None):
+                assert ("sum(x)" in str(found.spec)) == (data is not INFINITE)
+
+
 class Calls:
     """A recorder that keeps what it sees."""
 

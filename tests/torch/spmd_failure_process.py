@@ -1,4 +1,4 @@
-"""One rank of a job in which the elements of one rank are refused: all ranks learn of it."""
+"""One rank of a job in which the elements of one rank decide: all ranks learn of it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ def expect_on_every_rank(
         assert set(every) == {said}, every
 
 
+def check_infinite_factors() -> None:
+    """Contributions meet a factor of which one rank alone has what is infinite."""
+    left = np.array([[3.0, -1.0], [0.5, 7.0]])
+    partial = sp.array(left, spec(MESH, "-, x")) @ sp.array(np.ones((2, 2)))
+    assert str(partial.spec) == "-, - | sum(x)"
+    for last in (1.0, np.inf, 1.0):
+        data = np.array([[1.0, 2.0], [3.0, last]])
+        for text in ("-, y", "-, -"):
+            factor = sp.array(data, spec(MESH, text))
+            for found, expected in (
+                (partial * factor, (left @ np.ones((2, 2))) * data),
+                (partial @ factor, left @ np.ones((2, 2)) @ data),
+            ):
+                assert ("sum(x)" in str(found.spec)) == np.isfinite(last), found.spec
+                np.testing.assert_array_equal(np.asarray(found), expected)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -63,6 +80,7 @@ def main() -> None:
         for divided in (lambda: whole // zero, lambda: whole % zero):
             expect_on_every_rank(divided, UsageError, "int64[4]")
         assert float(sp.sum(whole)) == 34.0
+        check_infinite_factors()
     dist.destroy_process_group()
 
 

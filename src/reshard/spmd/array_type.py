@@ -66,6 +66,14 @@ class ArrayType(Interned):
             return Layout.replicated(self.shape)
         return self.spec.layout(self.shape)
 
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether devices have different elements."""
+        spec = self.spec
+        if spec is None:
+            return False
+        return bool(spec.partial_axes) or any(dim.levels for dim in spec.dim_specs)
+
     def with_spec(self, spec: ShardingSpec | None) -> ArrayType:
         """The same array sharded another way."""
         return ArrayType(self.shape, self.dtype, spec)

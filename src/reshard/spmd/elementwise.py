@@ -50,7 +50,8 @@ def _binary(name: str, text: str) -> Binary:
             found = x1.runner.calls[name, x1.type, x2.type]
         except (KeyError, AttributeError, TypeError):
             found = None
-        if found is not None and x2.runner is x1.runner and not recorders:
+        is_known = found is not None and not found.factors
+        if is_known and x2.runner is x1.runner and not recorders:
             return found.run(x1, x2)
         return call(name, operands(x1, x2))
 

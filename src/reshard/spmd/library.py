@@ -81,6 +81,11 @@ class Library:
             return np.full(shape, value, dtype=beside.dtype)
         return import_module("torch").full(shape, value, dtype=beside.dtype, device=beside.device)
 
+    def is_finite(self, array: Any) -> bool:
+        """Whether all elements of one of its floating arrays are finite."""
+        space = self.namespace
+        return bool(space.all(space.isfinite(array)))
+
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """One of its arrays as a NumPy array."""
         if self.name == "numpy":

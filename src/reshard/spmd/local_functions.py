@@ -360,9 +360,7 @@ def fails_by_elements(work: LocalWork) -> bool:
 
     An index is out of range, a matrix singular, a whole number divided by 0.
     """
-    if not any(
-        one and one.spec and any(d.levels for d in one.spec.dim_specs) for one in work.operands
-    ):
+    if not any(one is not None and one.is_cut for one in work.operands):
         # Every rank has the same elements.
         return False
     if work.name in _DIVIDE_WHOLE_NUMBERS:

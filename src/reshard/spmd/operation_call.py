@@ -29,7 +29,13 @@ from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork, fails_by_elements
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.pending_sums import kept_pending, with_pending, without_pending
+from reshard.spmd.pending_sums import (
+    are_finite,
+    factors_of,
+    kept_pending,
+    with_pending,
+    without_pending,
+)
 from reshard.spmd.runner import MOST_KEPT, Runner, replicated
 from reshard.spmd.shard_copies import Movement
 
@@ -49,6 +55,8 @@ class Call:
         runs_with: the shardings that the operator runs with; None for what is not sharded.
         results: types of the results.
         run: what carries it out, on the operands.
+        factors: operands that contributions are multiplied by. Where one of them is infinite,
+            the contributions are combined before: `3 inf - 1 inf` is no number, `2 inf` is.
     """
 
     name: str
@@ -58,6 +66,7 @@ class Call:
     runs_with: tuple[ShardingSpec | None, ...]
     results: tuple[ArrayType, ...]
     run: Run
+    factors: tuple[int, ...] = ()
 
 
 class Recorder(Protocol):
@@ -112,7 +121,7 @@ def call(
         key = (*key, _key(attributes or {}), _key(options or {}))
     runner = _runner(name, operands)
     found = runner.calls.get(key)
-    if found is None:
+    if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
         return _first(name, operands, attributes or {}, options or {}, runner, key)
     results = found.run(*operands)
     if recorders:
@@ -254,6 +263,16 @@ def _first(
         )
     else:
         runs_with = layout.runs_with
+    factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
+    if factors and not are_finite(factors, operands, runner):
+        key = (*key, "contributions combined before")
+        found = runner.calls.get(key)
+        if found is None:
+            return _first(name, operands, attributes, options, runner, key, False)
+        made_again = found.run(*operands)
+        if recorders:
+            _tell(found, operands, made_again)
+        return made_again
     ranks = runner.ranks(mesh)
     movements = [
         None if one is None or one.spec is spec or spec is None else runner.movement(one, spec)
@@ -286,7 +305,7 @@ def _first(
         return _first(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = _run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
-    done = Call(name, attributes, options, types, runs_with, results, run)
+    done = Call(name, attributes, options, types, runs_with, results, run, factors)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
     runner.calls[key] = done

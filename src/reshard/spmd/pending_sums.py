@@ -6,6 +6,9 @@ applied to each contribution by itself where that gives contributions to its res
     each    f(a0 + a1, b0 + b1) = f(a0, b0) + f(a1, b1)    add: both pending along the same axes
     one     f(a0 + a1, b) = f(a0, b) + f(a1, b)            multiply: one pending, the other whole
 
+The second holds for finite `b` only: `3 inf - 1 inf` is no number, and `2 inf` is one. So factors
+are looked at before (`are_finite`).
+
 An axis along which that does not hold is reduced first; the operand is then resharded from
 contributions to what the operation needs, so that a pending operand of a sharded one is
 reduce-scattered.
@@ -13,13 +16,16 @@ reduce-scattered.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
+from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.operators.operator import Operator
+from reshard.spmd.runner import Runner
 
 
 def kept_pending(
@@ -65,6 +71,46 @@ def _uses(one: ArrayType | None, axis: Axis) -> bool:
 def without_pending(spec: ShardingSpec) -> ShardingSpec:
     """The sharding that is left when all contributions are combined."""
     return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
+
+
+def factors_of(
+    operands: Sequence[Any], runs_with: Sequence[ShardingSpec | None]
+) -> tuple[int, ...]:
+    """The operands by which an operation multiplies contributions, and which may be infinite.
+
+    Args:
+        operands: arrays and numbers.
+        runs_with: the shardings that the operation runs with.
+    """
+    return tuple(
+        number
+        for number, (operand, spec) in enumerate(zip(operands, runs_with, strict=True))
+        if not (spec is not None and spec.partial_axes) and _may_be_infinite(operand)
+    )
+
+
+def _may_be_infinite(operand: Any) -> bool:
+    if not isinstance(operand, ArrayValue):
+        return isinstance(operand, float | complex)
+    return not operand.type.dtype.name.startswith(("bool", "int", "uint"))
+
+
+def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) -> bool:
+    """Whether these operands are finite on every rank; all ranks find the same.
+
+    Where they are cut, ranks tell each other. Without elements, arrays are taken for finite.
+    """
+    all_are, is_cut = True, False
+    for number in factors:
+        factor = operands[number]
+        if not isinstance(factor, ArrayValue):
+            all_are = all_are and cmath.isfinite(factor)
+        elif not runner.is_abstract:
+            # Copies of one array are looked at once.
+            shards = {id(shard): shard for shard in factor._shards}.values()
+            all_are = all_are and all(map(runner.library.is_finite, shards))
+            is_cut = is_cut or factor.type.is_cut
+    return not runner.on_any_rank(not all_are) if is_cut else all_are
 
 
 def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:

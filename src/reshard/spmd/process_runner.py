@@ -82,16 +82,21 @@ class OverProcesses(Runner):
 
         return moved
 
+    def on_any_rank(self, is_so: bool) -> bool:
+        """By an all-reduce of one number."""
+        count = torch.tensor(int(is_so), device=device_of(self.group))
+        with answering("an operation was not finished"):
+            dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
+            return bool(count)
+
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
-        """That of the first rank that failed: all learn of it by an all-reduce of one number."""
-        count = torch.tensor(int(failure is not None), device=device_of(self.group))
+        """That of the first rank that failed."""
+        if not self.on_any_rank(failure is not None):
+            return None
         every: list[tuple[type[Exception], str] | None]
         every = [None] * dist.get_world_size(self.group)
         own = None if failure is None else (_kind(failure), str(failure))
         with answering("an operation was not finished"):
-            dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
-            if not int(count):
-                return None
             dist.all_gather_object(every, own, self.group)
         kind, text = next(one for one in every if one is not None)
         told = kind(text)

@@ -87,6 +87,10 @@ class Runner:
             return lambda shards: shards
         return self._between(source, spec, Plan(before, after, source.dtype))
 
+    def on_any_rank(self, is_so: bool) -> bool:
+        """Whether something is so on any rank. All ranks ask, and get the same answer."""
+        return is_so
+
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
