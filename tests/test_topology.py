@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.errors import LayoutError
-from reshard.topology import Link, Topology
+from reshard.topology import Device, Link, Topology
 
 FAST, SLOW = Link(400e9, 2e-6), Link(50e9, 10e-6)
 
@@ -49,8 +49,10 @@ def test_equal_topologies_are_one() -> None:
         Topology([0, 0, 1, 1, 2, 2], [0, 0, 1], FAST, SLOW, SLOW),
         Topology([0, 1, 0, 1, 2, 2], [0, 0, 1], FAST, SLOW),
         Topology([0, 0, 1, 1, 2, 2], [0, 1, 1], FAST, SLOW),
+        Topology([0, 0, 1, 1, 2, 2], [0, 0, 1], FAST, SLOW, device=Device(1e12)),
     ]
-    assert len({topology, *others}) == 6
+    assert pickle.loads(pickle.dumps(others[-1])) is others[-1]
+    assert len({topology, *others}) == 7
 
 
 def test_nobody_can_change_one() -> None:
@@ -91,6 +93,10 @@ def test_it_prints_its_size() -> None:
         (lambda: Link(float("inf")), "bandwidth_bytes_per_s of a link is inf"),
         (lambda: Link("fast"), "'fast'"),  # type: ignore[arg-type]
         (lambda: Link(1e9, -1), "latency_s of a link is -1; .*, 0 or more"),
+        (lambda: Device(0), "memory_bytes_per_s of a device is 0; .*, more than 0"),
+        (lambda: Device(1, (("int8", -1),)), "operations_per_s of int8 of a device is -1"),
+        (lambda: Device(1, (("int8", 1), ("int8", 2))), "gives a type twice"),
+        (lambda: Device(1, 3), "operations_per_s is 3; pairs"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:

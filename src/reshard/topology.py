@@ -12,7 +12,8 @@ the smallest box that holds both::
 
 What is planned depends on who shares a host alone. Bandwidths and latencies are for telling
 how long a plan takes, and may be left out where nobody asks that. `Overhead` is what takes time
-beside messages, and slows them, where somebody has measured it.
+beside messages, and slows them, where somebody has measured it. `Device` is how fast a rank
+computes, for telling how long a traced function takes.
 """
 
 from __future__ import annotations
@@ -119,6 +120,56 @@ class Overhead:
 NO_OVERHEAD = Overhead()
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """How fast the device of one rank computes, and reads and writes its memory.
+
+    Args:
+        memory_bytes_per_s: that it reads and writes.
+        operations_per_s: pairs of an element type's name and the additions and multiplications
+            that it does in a second where it multiplies matrices of such elements; kept sorted.
+
+    Raises LayoutError for a speed that cannot be.
+
+    >>> device = Device(3.35e12, (("bfloat16", 989e12), ("float32", 67e12)))
+    >>> device.operations_for("bfloat16") / 1e12, device.operations_for("int64") / 1e12
+    (989.0, 67.0)
+    """
+
+    memory_bytes_per_s: float
+    operations_per_s: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            pairs = tuple(sorted((str(name), rate) for name, rate in self.operations_per_s))
+        except (TypeError, ValueError):
+            raise LayoutError(
+                f"operations_per_s is {self.operations_per_s!r}; pairs of an element type's name "
+                "and a speed were expected"
+            ) from None
+        speeds = [("memory_bytes_per_s", self.memory_bytes_per_s)]
+        speeds += [(f"operations_per_s of {name}", rate) for name, rate in pairs]
+        for name, value in speeds:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value <= 0:
+                raise LayoutError(
+                    f"{name} of a device is {value!r}; a finite number, more than 0, was expected"
+                )
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise LayoutError(f"operations_per_s gives a type twice: {pairs}; give each once")
+        object.__setattr__(self, "memory_bytes_per_s", float(self.memory_bytes_per_s))
+        rates = tuple((name, float(rate)) for name, rate in pairs)
+        object.__setattr__(self, "operations_per_s", rates)
+
+    def operations_for(self, dtype: str) -> float | None:
+        """Additions and multiplications a second with elements of a type.
+
+        Of a type that is not given, as many as of the slowest one that is; None where none is.
+        """
+        rates = dict(self.operations_per_s)
+        return rates.get(dtype, min(rates.values(), default=None))
+
+
 class Topology(Interned):
     """Ranks on hosts, hosts in racks, and the links between them. Interned.
 
@@ -128,6 +179,7 @@ class Topology(Interned):
         racks: the rack of each host, shape `(hosts,)`, numbered alike; one rack when None.
         within_host, between_hosts, between_racks: links, None where not known.
         overhead: what takes time beside; nothing by default.
+        device: how fast each rank computes; None where not known.
 
     Raises:
         LayoutError: no ranks, numbers with gaps, a wrong number of racks.
@@ -147,6 +199,7 @@ class Topology(Interned):
         between_hosts: Link | None = None,
         between_racks: Link | None = None,
         overhead: Overhead = NO_OVERHEAD,
+        device: Device | None = None,
     ) -> None:
         self.rank_host = _numbers(hosts, "host", "rank")
         self.ranks = len(self.rank_host)
@@ -162,6 +215,7 @@ class Topology(Interned):
         self.between_hosts = between_hosts
         self.between_racks = between_racks
         self.overhead = overhead
+        self.device = device
 
     @classmethod
     def of(
@@ -174,6 +228,7 @@ class Topology(Interned):
         between_hosts: Link | None = None,
         between_racks: Link | None = None,
         overhead: Overhead = NO_OVERHEAD,
+        device: Device | None = None,
     ) -> Topology:
         """Hosts with equally many ranks each, numbered host by host.
 
@@ -200,6 +255,7 @@ class Topology(Interned):
             between_hosts,
             between_racks,
             overhead,
+            device,
         )
 
     @classmethod
@@ -213,12 +269,15 @@ class Topology(Interned):
         return cls([number.setdefault(name, len(number)) for name in names], None, **links)
 
     def interning_key(self) -> object:
-        links = (self.within_host, self.between_hosts, self.between_racks, self.overhead)
-        return (self.rank_host.tobytes(), self.host_rack.tobytes(), links)
+        return (self.rank_host.tobytes(), self.host_rack.tobytes(), self._speeds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        links = (self.within_host, self.between_hosts, self.between_racks, self.overhead)
-        return (Topology, (self.rank_host, self.host_rack, *links))
+        return (Topology, (self.rank_host, self.host_rack, *self._speeds))
+
+    @property
+    def _speeds(self) -> tuple[Link | None, Link | None, Link | None, Overhead, Device | None]:
+        links = (self.within_host, self.between_hosts, self.between_racks)
+        return (*links, self.overhead, self.device)
 
     def host_of(self, ranks: ArrayLike) -> IntArray:
         """The host of each rank, in the shape of `ranks`.

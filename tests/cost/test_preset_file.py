@@ -38,6 +38,8 @@ def test_shipped_presets_load_and_give_their_sources(name: str) -> None:
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert len(comments) >= 5
     assert preset.topology().ranks == preset.ranks_per_host
+    assert preset.device is not None and preset.topology().device is preset.device
+    assert preset.device.operations_for("float32") is not None
     if preset.between_hosts is not None:
         near, far = preset.within_host, preset.between_hosts
         assert near.bandwidth_bytes_per_s > far.bandwidth_bytes_per_s
@@ -50,6 +52,10 @@ def test_what_they_say() -> None:
     assert (h100.ranks_per_host, h100.library) == (8, "nccl")
     assert h100.within_host.bandwidth_bytes_per_s == 450e9
     assert h100.between_hosts == Link(50e9, 14e-6)
+    assert h100.device is not None
+    assert h100.device.operations_for("bfloat16") == 989e12
+    # Of a type that is not listed, as of the slowest that is.
+    assert h100.device.operations_for("int32") == 67e12
     assert load_preset("gb200-nvl72").topology(hosts=2).ranks == 144
     assert load_preset("tpu-v5p").library == "xla"
     assert load_preset("gloo-host").topology().ranks == 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reshard.cost import FORMULAS, LIBRARIES, Preset, load_preset, preset_text, shipped_presets
 from reshard.cost.preset_file import read_preset
 from reshard.errors import LayoutError, ReshardError, UsageError
-from reshard.topology import NO_OVERHEAD, Link, Overhead
+from reshard.topology import NO_OVERHEAD, Device, Link, Overhead
 
 links = st.builds(Link, st.floats(1e-3, 1e15), latency_s=st.floats(0, 1e3))
 maybe = st.none() | links
@@ -22,6 +22,14 @@ overheads = st.builds(
     shared_messages=maybe,
     shared_copies=maybe,
     collectives=st.dictionaries(st.sampled_from(sorted(FORMULAS)), links).map(
+        lambda found: tuple(found.items())
+    ),
+)
+rates = st.floats(1e-3, 1e18)
+devices = st.builds(
+    Device,
+    rates,
+    st.dictionaries(st.sampled_from(["bfloat16", "float32", "int8", "float8_e4m3fn"]), rates).map(
         lambda found: tuple(found.items())
     ),
 )
@@ -39,6 +47,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
         links,
         maybe,
         overhead=st.just(NO_OVERHEAD) | overheads,
+        device=st.none() | devices,
     ),
     texts,
 )
@@ -95,3 +104,38 @@ def test_an_overhead_may_be_given_in_part() -> None:
 def test_overheads_that_cannot_be(text: str, error: type[ReshardError], message: str) -> None:
     with pytest.raises(error, match=message):
         read_preset((START + text).encode(), "it.toml")
+
+
+def test_a_device_may_be_given_in_part() -> None:
+    preset = read_preset((START + "[device]\nmemory_bytes_per_s = 2").encode(), "it")
+    assert preset.device == Device(2.0) == preset.topology(1).device
+    assert Device(2.0).operations_for("float32") is None
+    assert read_preset(START.encode(), "it").topology().device is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[device]\nspeed = 1", r"\[device\] has the keys \['speed'\]; memory_bytes_per_s"),
+        ("[device.operations_per_s]\nint8 = 1", r"\[device\] has the keys \['operations_per_s'\]"),
+        ("[device]\nmemory_bytes_per_s = 0", r"\[device\]: memory_bytes_per_s of a device is 0"),
+        ('[device]\nmemory_bytes_per_s = "fast"', "memory_bytes_per_s of a device is 'fast'"),
+        ("[device]\nmemory_bytes_per_s = true", "memory_bytes_per_s of a device is True"),
+        ("[device]\nmemory_bytes_per_s = inf", "memory_bytes_per_s of a device is inf"),
+        ("device = 3", "device is 3; dict was expected"),
+        ("[device]\nmemory_bytes_per_s = 1\noperations_per_s = 3", "operations_per_s = 3"),
+        (
+            "[device]\nmemory_bytes_per_s = 1\n[device.operations_per_s]\nbfloat16 = -1",
+            "operations_per_s of bfloat16 of a device is -1",
+        ),
+        (
+            "[device]\nmemory_bytes_per_s = 1\n[device.operations_per_s]\nfloat33 = 1",
+            r"\[device\]: .*float33",
+        ),
+    ],
+)
+def test_devices_that_cannot_be(text: str, message: str) -> None:
+    # A key stands above all tables.
+    content = START + text if text.startswith("[") else text + START
+    with pytest.raises(LayoutError, match=message):
+        read_preset(content.encode(), "it.toml")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reshard.cost.formulas import check_kind, check_library
 from reshard.errors import LayoutError
-from reshard.topology import NO_OVERHEAD, Link, Overhead, Topology
+from reshard.topology import NO_OVERHEAD, Device, Link, Overhead, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Preset:
         hosts_per_rack: hosts that `between_hosts` joins; all of them when None.
         between_racks: the link beyond.
         overhead: what takes time beside messages; nothing by default.
+        device: how fast a rank computes; None where not known.
 
     Raises:
         LayoutError: a number of ranks or hosts below 1, or racks without a link between them.
@@ -38,6 +39,7 @@ class Preset:
     hosts_per_rack: int | None = None
     between_racks: Link | None = None
     overhead: Overhead = NO_OVERHEAD
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         check_library(self.library)
@@ -71,4 +73,5 @@ class Preset:
             between_hosts=self.between_hosts,
             between_racks=self.between_racks,
             overhead=self.overhead,
+            device=self.device,
         )

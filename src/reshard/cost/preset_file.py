@@ -36,6 +36,13 @@
     [overhead.collectives.all-reduce]   # the link between ranks of a host for this kind
     bandwidth_bytes_per_s = 5e8
     latency_s = 200e-6
+
+    [device]                            # optional: of one rank, see reshard.topology.Device
+    memory_bytes_per_s = 3.35e12
+
+    [device.operations_per_s]           # optional: additions and multiplications, by element type
+    bfloat16 = 989e12
+    float32 = 67e12
 """
 
 from __future__ import annotations
@@ -49,8 +56,9 @@ from typing import Any
 
 from reshard.cost.links import LEVELS
 from reshard.cost.preset import Preset
+from reshard.dtypes import dtype
 from reshard.errors import LayoutError, UsageError
-from reshard.topology import NO_OVERHEAD, Link, Overhead
+from reshard.topology import NO_OVERHEAD, Device, Link, Overhead
 
 _REQUIRED = {"name": str, "library": str, "ranks_per_host": int, "within_host": dict}
 _OPTIONAL = {
@@ -59,11 +67,13 @@ _OPTIONAL = {
     "between_hosts": dict,
     "between_racks": dict,
     "overhead": dict,
+    "device": dict,
 }
 _OVERHEAD_LINKS = ("copies", "shared_messages", "shared_copies")
 _OVERHEAD_NUMBERS = ("call_s", "step_s", "combining")
 _OVERHEAD = {"collectives", *_OVERHEAD_NUMBERS, *_OVERHEAD_LINKS}
 _LINK = {"bandwidth_bytes_per_s", "latency_s"}
+_DEVICE = {"memory_bytes_per_s", "operations_per_s"}
 
 
 def shipped_presets() -> tuple[str, ...]:
@@ -137,6 +147,8 @@ def read_preset(content: bytes, where: str) -> Preset:
     fields: dict[str, Any] = {"description": ""} | table | links
     if "overhead" in table:
         fields["overhead"] = _overhead(table["overhead"], where)
+    if "device" in table:
+        fields["device"] = _device(table["device"], where)
     try:
         return Preset(**fields)
     except LayoutError as error:
@@ -157,6 +169,13 @@ def preset_text(preset: Preset, comment: str = "") -> str:
     [within_host]
     bandwidth_bytes_per_s = 2000000000.0
     latency_s = 0.0001
+    <BLANKLINE>
+    [device]
+    memory_bytes_per_s = 10000000000.0
+    <BLANKLINE>
+    [device.operations_per_s]
+    float32 = 50000000000.0
+    float64 = 25000000000.0
     >>> read_preset(preset_text(preset).encode(), "it") == preset
     True
     """
@@ -179,6 +198,11 @@ def preset_text(preset: Preset, comment: str = "") -> str:
         if link is not None:
             lines += ["", f"[{key}]", f"bandwidth_bytes_per_s = {link.bandwidth_bytes_per_s!r}"]
             lines.append(f"latency_s = {link.latency_s!r}")
+    if preset.device is not None:
+        lines += ["", "[device]", f"memory_bytes_per_s = {preset.device.memory_bytes_per_s!r}"]
+        if preset.device.operations_per_s:
+            lines += ["", "[device.operations_per_s]"]
+            lines += [f"{name} = {rate!r}" for name, rate in preset.device.operations_per_s]
     return "\n".join([*lines, ""])
 
 
@@ -202,6 +226,22 @@ def _overhead(table: dict[str, Any], where: str) -> Overhead:
         return Overhead(**fields, collectives=tuple(collectives.items()))
     except LayoutError as error:
         raise LayoutError(f"{where}: [overhead]: {error}") from error
+
+
+def _device(table: dict[str, Any], where: str) -> Device:
+    if "memory_bytes_per_s" not in table or not set(table) <= _DEVICE:
+        raise LayoutError(
+            f"{where}: [device] has the keys {sorted(table)}; memory_bytes_per_s, and where known "
+            "a table [device.operations_per_s], were expected"
+        )
+    rates = table.get("operations_per_s", {})
+    if type(rates) is not dict:
+        raise LayoutError(f"{where}: [device] has operations_per_s = {rates!r}; a table by type")
+    try:
+        pairs = tuple((dtype(name).name, rate) for name, rate in rates.items())
+        return Device(table["memory_bytes_per_s"], pairs)
+    except (LayoutError, UsageError) as error:
+        raise LayoutError(f"{where}: [device]: {error}") from error
 
 
 def _link(table: object, where: str, key: str) -> Link:
