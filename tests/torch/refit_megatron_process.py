@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import reshard
 from conformance.test_megatron_models import Model
 from refit_models import expect, expect_same, laid_out, module_of
-from reshard.errors import ShardError
+from reshard.errors import ReshardError, ShardError
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_ranks import MegatronRanks
 from reshard.torch import MegatronModel, Refit, refit
@@ -37,10 +38,109 @@ def chunks_of(model: Model, rank: int, is_empty: bool) -> list[torch.nn.Module] 
     if not model.offset <= rank < model.offset + model.world:
         return None
     chunks: list[list[Any]] = [[] for _ in range(model.vpp)]
-    for chunk, name, array, says in model.entries(rank):
+    for chunk, name, array, of in model.entries(rank):
+        # Megatron marks experts only where ranks share them.
+        says = {name: said for name, said in of.items() if name != "is_expert" or model.ep > 1}
         value = torch.from_numpy(array.copy()).to(torch.float32)
         chunks[chunk].append((name, torch.zeros_like(value) if is_empty else value, says))
     return [module_of(parameters) for parameters in chunks]
+
+
+def process_groups(model: Model) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank that Megatron would have made; every rank takes part."""
+    ranks, found = model.names.ranks, {}
+    assert isinstance(ranks, MegatronRanks)
+    called = {"etp": "expt_tp", "edp": "expt_dp"}
+    for axis in ("tp", "cp", "pp", "dp", "ep", "etp", "edp"):
+        for members in ranks.groups(axis):
+            made = dist.new_group(list(members))
+            if dist.get_rank() in members:
+                found[called.get(axis, axis)] = made
+    return found
+
+
+def of_groups(
+    model: Model, groups: dict[str, dist.ProcessGroup], is_empty: bool, kind: int
+) -> MegatronModel | None:
+    """A rank's model, which says where it is by its process groups only, in one of three ways."""
+    chunks = chunks_of(model, dist.get_rank(), is_empty)
+    if chunks is None:
+        return None
+    if kind == 0:
+        return MegatronModel(chunks, groups=groups)
+    if kind == 1:
+        # Copies are known without groups of their own.
+        least = {axis: one for axis, one in groups.items() if "d" not in axis}
+        return MegatronModel(chunks, groups=SimpleNamespace(**least))
+    chunks[0].pg_collection = SimpleNamespace(**groups)  # type: ignore[assignment]
+    return MegatronModel(chunks)
+
+
+def with_live_groups() -> None:
+    """Ranks, stages, layers and experts are found from process groups alone."""
+    models = MODELS | {"tp2 etp1": Model(tp=2, pp=1, dp=2, ep=1, etp=1, vpp=1, offset=0)}
+    every = [(name, model, process_groups(model)) for name, model in models.items()]
+    pairs = [
+        (every[i], every[(i + step) % len(every)]) for i in range(len(every)) for step in (1, 3)
+    ]
+    for number, ((before, source, ours), (after, target, theirs)) in enumerate(pairs):
+        found = of_groups(target, theirs, True, number % 3)
+        given = of_groups(source, ours, False, (number + 1) % 3)
+        if number % 4 == 0 and given is not None:
+            # Sizes on one side; they are what num_experts completes.
+            given = MegatronModel(given.chunks, replace(source.names, num_experts=None))
+        refit(given, found, num_experts=4)
+        expected = chunks_of(target, dist.get_rank(), is_empty=False)
+        for one, other in zip(found.chunks if found else [], expected or [], strict=True):
+            expect_same(one.state_dict(), other.state_dict(), f"by groups, {before} to {after}")
+
+
+def groups_that_cannot_be() -> None:
+    """What one rank says wrong, all raise."""
+    rank, model = dist.get_rank(), MODELS["tp2 pp2"]
+    groups, chunks = process_groups(model), chunks_of(model, rank, is_empty=False)
+    alone = [dist.new_group([one]) for one in range(4)][rank]
+    right = MegatronModel(chunks, groups=groups)
+    for wrong, told in (
+        (MegatronModel(chunks), "rank 2: a MegatronModel without names, process groups"),
+        (MegatronModel(chunks, groups={"tpp": 3}), "rank 2: groups ['tpp']; they are along tp"),
+        (MegatronModel(chunks, groups={"tp": 3}), "rank 2: the group along tp is 3"),
+        (MegatronModel(chunks, groups={}), "rank 2: groups={} has none along"),
+        (MegatronModel(chunks, groups=groups | {"tp": alone}), "the group [2, 3] along tp, but ra"),
+        (MegatronModel(None, groups=groups), "rank 2: TypeError"),
+        (MegatronModel([], groups=groups), "rank 2 0 of"),
+        (MegatronModel(chunks, groups=groups, stack="layers"), "of 'layers'"),
+        (None, "in its group along pp, which has no part of the model"),
+        (MegatronModel(chunks[0].decoder.layers, groups=groups), "one has [0] layers"),
+        (
+            MegatronModel(module_of([("decoder.layers.5.w", torch.ones(1), {})]), groups=groups),
+            "chunk 0 has the layers 5 of 'decoder.layers'",
+        ),
+        (
+            MegatronModel(chunks, model.names, groups=groups),
+            "a MegatronModel with names and groups",
+        ),
+    ):
+        refused(wrong if rank == 2 else right, told, num_experts=4)
+    refused(
+        right,
+        "num_experts=None explains",
+        source=of_groups(MODELS["dp4 ep4"], process_groups(MODELS["dp4 ep4"]), False, 0),
+    )
+    refused(right, "num_experts=0", num_experts=0)
+    refused(right, "num_experts=True", num_experts=True if rank == 1 else 4)
+    named = MegatronModel(chunks, model.names)
+    refused(named, "num_experts=8, but the model's names are of 4", num_experts=8)
+    refused(None, "no rank has a MegatronModel", source=None, num_experts=8)
+
+
+def refused(target: Any, told: str, source: Any = None, **options: Any) -> None:
+    try:
+        Refit.prepare(source, target, **options)
+    except ReshardError as error:
+        expect(told in str(error), f"{told!r} is not in {error}")
+        return
+    raise SystemExit(f"nothing was raised where {told!r} was expected")
 
 
 def between_all_pairs() -> None:
@@ -154,6 +254,8 @@ def main() -> None:
     between_megatrons_own_pairs()
     if dist.get_world_size() == 4:
         between_all_pairs()
+        with_live_groups()
+        groups_that_cannot_be()
         with_offsets()
         with_what_attributes_leave_out()
     dist.barrier()

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reshard.errors import NotationError
+from reshard.notation.megatron_groups import Ranks
 from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_ranks import MegatronRanks, places_along
+from reshard.notation.megatron_ranks import places_along
 
 # `experts.weight1` and `experts.weight2` are the stacked weights of all of a rank's experts.
 _EXPERT = re.compile(
@@ -35,7 +36,7 @@ class MegatronNames:
     """Local names to global ones and back, for the ranks of one model.
 
     Args:
-        ranks: the parallel groups.
+        ranks: the parallel groups: `MegatronRanks`, or `MegatronGrids`.
         layers: how many layers each stage has; None where names count over the model already.
         num_experts: in the whole model; None for a model without experts.
         stack: the module whose numbered layers the pipeline shares out. Others, such as the
@@ -45,6 +46,7 @@ class MegatronNames:
         NotationError: layers for another number of stages, or experts that the ranks cannot
             share equally.
 
+    >>> from reshard.notation.megatron_ranks import MegatronRanks
     >>> names = MegatronNames(MegatronRanks(pp=2, dp=2, ep=2), PipelineLayers.windows([5, 7]), 4)
     >>> names.global_name("decoder.layers.0.mlp.experts.linear_fc1.weight1", rank=3)
     'decoder.layers.5.mlp.experts.linear_fc1.weight3'
@@ -52,7 +54,7 @@ class MegatronNames:
     1
     """
 
-    ranks: MegatronRanks
+    ranks: Ranks
     layers: PipelineLayers | None = None
     num_experts: int | None = None
     stack: str = "decoder.layers"
@@ -108,6 +110,7 @@ class MegatronNames:
 
         Raises NotationError for a layer or expert that is not there.
 
+        >>> from reshard.notation.megatron_ranks import MegatronRanks
         >>> names = MegatronNames(MegatronRanks(dp=4, ep=4), num_experts=8)
         >>> names.local_name("experts.local_experts.5.linear_fc1.bias")
         'experts.local_experts.1.linear_fc1.bias'

@@ -28,7 +28,7 @@ from reshard.cut_rules import Ceil, CutRule, Heads, Padded, Sizes, ceil_sizes
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RuleError, SpecError
 from reshard.mesh import DeviceMesh
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.notation.megatron_groups import Ranks
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
 Shape = tuple[int, ...]
@@ -61,6 +61,7 @@ class MegatronParameter:
             not there, or two descriptions of one cut.
         RuleError: `partition_sizes` that do not add up to the local length.
 
+    >>> from reshard.notation.megatron_ranks import MegatronRanks
     >>> gated = MegatronParameter(MegatronRanks(tp=2), (8, 4), True, partition_stride=2)
     >>> gated.global_shape
     (16, 4)
@@ -68,7 +69,7 @@ class MegatronParameter:
     tp@stride2[8,8], -
     """
 
-    ranks: MegatronRanks
+    ranks: Ranks
     shape: Shape | tuple[Shape, ...]
     tensor_model_parallel: bool = False
     partition_dim: int = 0

@@ -12,6 +12,7 @@ together, the rosters say what each parameter of the whole model is:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -62,6 +63,7 @@ class LocalParameter:
         )
 
 
+_OTHER_LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
 Roster = Mapping[str, LocalParameter] | Iterable[tuple[str, LocalParameter]]
 
 
@@ -86,15 +88,15 @@ def gather_parameters(
     (8, 2)
     """
     ranks = names.ranks
-    expected = range(ranks.offset, ranks.offset + ranks.world_size)
+    expected = sorted(ranks.dense.devices)
     if set(rosters) != set(expected):
         missing = sorted(set(expected) - set(rosters))
         raise SpecError(
-            f"no roster of rank {missing[0]}; give one for each of the ranks {expected.start} to "
-            f"{expected.stop - 1}"
+            f"no roster of rank {missing[0]}; give one for each of the ranks {expected[0]} to "
+            f"{expected[-1]}"
             if missing
             else f"a roster of rank {min(set(rosters) - set(expected))}; the ranks are "
-            f"{expected.start} to {expected.stop - 1}"
+            f"{expected[0]} to {expected[-1]}"
         )
     found: dict[str, dict[int, LocalParameter]] = {}
     for rank in expected:
@@ -139,6 +141,11 @@ def _parameter(
         raise SpecError(
             f"{name!r} is on stages {list(places['pp'])}, but a layer is on one; the ranks count "
             "their layers from 0, so say how many each stage has: MegatronNames(ranks, layers)"
+        )
+    if len(places["pp"]) > 1 and _OTHER_LAYER.search(name):
+        raise SpecError(
+            f"{name!r} is on stages {list(places['pp'])}, but a layer is on one; the pipeline "
+            f"shares out the layers of {names.stack!r}, so name another stack where they are its"
         )
     absent = [
         rank

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.layout import Layout
+from reshard.notation.megatron_groups import MegatronGrids
 from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_rosters import LocalParameter
 from reshard.recipes.fusion import Fusion
@@ -39,16 +40,25 @@ from reshard.torch.sides import check_writable, local_of
 class MegatronModel:
     """A rank's model chunks, whose parameters carry Megatron's attributes.
 
+    Where the ranks are among each other, either `names` say by sizes, or `groups` by what runs.
+
     Args:
         chunks: a module, or one for each virtual stage of this rank.
         names: the ranks, and how they name their layers and experts; the same on every rank.
         parameters: what the attributes leave out, by local name: fields of `LocalParameter`
             such as `heads`, `true_length` or `is_expert`.
+        groups: this rank's process groups, in place of names: an object or a table with those of
+            torch as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`, `expt_dp` (or `edp`), as
+            far as there are any. Without either, the `pg_collection` that the first chunk has.
+            They have global ranks, so no offset counts; the layers of all stages are counted.
+        stack: the module whose numbered layers the pipeline shares out, where groups are given.
     """
 
     chunks: torch.nn.Module | Sequence[torch.nn.Module]
-    names: MegatronNames
+    names: MegatronNames | None = None
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Any = None
+    stack: str = "decoder.layers"
 
 
 class LaidModel(dict[str, Any]):
@@ -107,6 +117,9 @@ def list_tensors(
     """
     found = _Lister(naming, stacks, first_rank)
     names = model.names if isinstance(model, MegatronModel) else None
+    if names is not None and isinstance(names.ranks, MegatronGrids):
+        # Process groups have global ranks.
+        found.first_rank = first_rank = 0
     try:
         if isinstance(model, MegatronModel):
             found.add_megatron(model)
@@ -130,7 +143,7 @@ class _Lister:
     ) -> None:
         self._naming = naming
         self._stacks = stacks
-        self._first_rank = first_rank
+        self.first_rank = first_rank
         self.entries: list[Entry] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
@@ -142,7 +155,7 @@ class _Lister:
         own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
-            value, layout = value[0], moved_by(value[1], self._first_rank)
+            value, layout = value[0], moved_by(value[1], self.first_rank)
         if value is None and layout is not None:
             self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
             return
@@ -171,14 +184,18 @@ class _Lister:
         return (own_name, found) if isinstance(found, Fusion) else (found, None)
 
     def add_megatron(self, model: MegatronModel) -> None:
-        one = isinstance(model.chunks, torch.nn.Module)
-        chunks = [model.chunks] if one else list(model.chunks)
-        rank = torch.distributed.get_rank() - self._first_rank
-        for number, chunk in enumerate(chunks):
+        names = model.names
+        if names is None:
+            raise UsageError("a MegatronModel without names; give them, or let the refit find them")
+        rank = torch.distributed.get_rank() - self.first_rank
+        for number, chunk in enumerate(chunks_of(model)):
             for own_name, value in tensors_of(chunk):
-                says = model.parameters.get(own_name, {})
-                parameter = _said(own_name, LocalParameter.of(value), says)
-                whole = model.names.global_name(own_name, rank, number)
+                whole = names.global_name(own_name, rank, number)
+                parameter = LocalParameter.of(value)
+                if names.expert(whole) is not None:
+                    # Megatron marks them only where ranks share the experts between them.
+                    parameter = replace(parameter, is_expert=True)
+                parameter = _said(own_name, parameter, model.parameters.get(own_name, {}))
                 name, fusion = self._named(whole)
                 local = self._local(name, value)
                 if local is None:
@@ -252,6 +269,12 @@ class _Lister:
         found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
         fusion = found if isinstance(found, Fusion) else None
         self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
+
+
+def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
+    """A model's chunks."""
+    one = isinstance(model.chunks, torch.nn.Module)
+    return [model.chunks] if one else list(model.chunks)
 
 
 def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

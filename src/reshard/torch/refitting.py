@@ -27,6 +27,7 @@ from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
 from reshard.torch.naming import Naming, tied_root
 from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
+from reshard.torch.process_groups import Given
 from reshard.torch.refit_parts import RefitPart
 from reshard.torch.refit_planning import Matching, Planning, PlanningReport, planned
 from reshard.torch.refit_stages import Stages
@@ -64,6 +65,7 @@ class Refit:
         target_names: Naming | None = None,
         ties: Mapping[str, str] | None = None,
         stacks: Mapping[str, str] | None = None,
+        num_experts: int | None = None,
         cast: Cast = False,
         strict: bool = True,
         source_offset: int = 0,
@@ -88,12 +90,15 @@ class Refit:
             ties: names that mean the same tensor as another name.
             stacks: patterns of stacked tensors with those of their members, such as
                 `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
+            num_experts: in the whole model, where Megatron's ranks number their own from 0, and
+                the names given with a `MegatronModel` do not say it.
             cast: whether a target may have another type than its source, for all or by name;
                 or the type that it has then. The narrower of both travels.
             strict: whether a source that fills nothing is an error. A target without a source
                 always is.
             source_offset, target_offset: the global rank of the rank that layouts given with
-                tensors, or Megatron's ranks, call 0. DTensors have global ranks already.
+                tensors, or Megatron's ranks, call 0. DTensors and process groups have global
+                ranks already.
             transforms: what makes targets of other elements, by their common names or patterns;
                 the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
@@ -115,6 +120,7 @@ class Refit:
             "extra_bytes": extra_bytes,
             "ties": _in_order(ties),
             "stacks": stacks,
+            "num_experts": num_experts,
             "cast": _in_order(cast),
             "strict": strict,
             "transforms": transforms,
@@ -128,7 +134,10 @@ class Refit:
                 "or leave it out. A program of collectives moves one tensor on one mesh: "
                 "redistribute(..., method='program')"
             )
-        agree(Intent({k: repr(v).encode() for k, v in options.items()}, problem), group)
+        given = Given.of(source, target, num_experts)
+        parts = {k: repr(v).encode() for k, v in options.items()}
+        notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
+        source, target = given.named(notes, group)
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
         check_memory(before, after, ties or {})
