@@ -107,6 +107,38 @@ def test_contributions_times_what_is_infinite_are_combined_first(
                 assert ("sum(x)" in str(found.spec)) == (data is not INFINITE)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("text", ["x, y", "y x, -", "-, x y", "-, x / y", "y, -", "y@balanced, x"])
+def test_running_totals_of_a_cut_axis_stay_in_shards(text: str, library: str) -> None:
+    numbers = RANDOM.integers(-9, 9, size=(13, 20))
+    at = spec(MESH, text)
+    for data in (numbers / 9, numbers, numbers.astype(np.int8), numbers[:, :2], numbers[:0]):
+        x = sp.array(data, at, runner=sp.in_process(library))
+        for axis in (0, 1):
+            for function, dense in (
+                (sp.cumulative_sum, np.cumsum),
+                (sp.cumulative_prod, np.cumprod),
+            ):
+                with np.errstate(all="ignore"):
+                    found, expected = function(x, axis=axis), dense(data, axis)
+                assert np.asarray(found).dtype == expected.dtype
+                if expected.dtype.kind == "i":
+                    np.testing.assert_array_equal(np.asarray(found), expected)
+                else:
+                    np.testing.assert_allclose(np.asarray(found), expected, 1e-12, 1e-12)
+                if data.shape == (13, 20) and "@" not in text:
+                    assert found.spec is at
+
+
+def test_running_totals_exchange_one_element_a_part() -> None:
+    kind = sp.array(np.zeros((600, 4)), spec(MESH, "y, x"))
+    traced = sp.trace(lambda x: sp.cumulative_sum(x, axis=0), kind)
+    # An all-reduce of 2 rows of 2 numbers between 3 ranks, for each of 2 columns of ranks.
+    assert traced.moved_bytes == 2 * 2 * 2 * (2 * 2 * 8)
+    pending = sp.array(A, spec(MESH, "-, x")) @ sp.array(B, spec(MESH, "-, y"))
+    same(sp.cumulative_sum(pending, axis=1), (A @ B).cumsum(1))
+
+
 class Calls:
     """A recorder that keeps what it sees."""
 

@@ -168,6 +168,7 @@ def test_answers_are_found_once() -> None:
         ("max_pool", [(8,)], {"window": (2, 2)}, "more dimensions"),
         ("max_pool", [(8, 8)], {"window": (2, 2), "strides": (1,)}, "one of each"),
         ("cumulative_sum", [(2, 3)], {}, "along which"),
+        ("cumulative_sum", [(2, 3)], {"axis": 1, "parts": (1, 1)}, "must make it up"),
         ("layer_norm", [(4, 8), (4,)], {}, "must have their sizes"),
         ("batch_norm", [(4, 8)] + [(4,)] * 4, {}, "vectors of axis 1"),
         ("cross_entropy", [(4, 10), (10,)], {}, "labels (10,)"),

@@ -7,7 +7,7 @@ those whose part may be empty, and those with other names or arguments in the li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -331,6 +331,22 @@ def _scattered(work: LocalWork) -> Function:
     return window_functions.scatter(work.library, work.attributes["axis"], work.attributes["mode"])
 
 
+def _running(work: LocalWork) -> Function:
+    options = dict(work.attributes)
+    parts, axis = options.pop("parts", None), options["axis"]
+    scan = partial(_found(work, work.library.namespace, work.name), **options)
+    if parts is None or work.is_cut(0, axis):
+        # A part that is cut off is all of one that begins anew.
+        return scan
+    ends = np.cumsum(parts).tolist()
+    windows = [
+        (slice(None),) * axis + (slice(end - size, end),)
+        for end, size in zip(ends, parts, strict=True)
+    ]
+    concat = work.library.namespace.concat
+    return lambda x: concat([scan(x[window]) for window in windows], axis=axis)
+
+
 def _largest(work: LocalWork) -> Function:
     return window_functions.top_k(work.library, work.attributes["k"], work.attributes["axis"])
 
@@ -346,8 +362,32 @@ def _einsum(work: LocalWork) -> Function:
     return lambda *arrays: einsum(text, *arrays)
 
 
-KNOW_WHERE_THEY_LIE = frozenset({"take", "take_along_axis"})
-"""Operators whose functions mind where a rank's part lies, along every factor that asks for it."""
+def is_plain(spec: ShardingSpec) -> bool:
+    """Whether every part of a dimension is one stretch of it."""
+    return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
+
+
+def stretches(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
+    """The lengths of the parts of a dimension that have elements, in order."""
+    cut = spec.dim_specs[axis]
+    lengths = cut.table(spec.mesh, size).local_lengths if cut.levels else [size]
+    return tuple(int(length) for length in lengths if length)
+
+
+def knows_where_it_lies(
+    name: str,
+    specs: Sequence[ShardingSpec],
+    shapes: Sequence[tuple[int, ...]],
+    attributes: Mapping[str, Any],
+) -> bool:
+    """Whether a rank's function minds where its part lies, along every factor that asks for it."""
+    if not all(map(is_plain, specs)):
+        return False
+    if attributes.get("parts") is not None:
+        axis = attributes["axis"]
+        return stretches(specs[0], axis, shapes[0][axis]) == tuple(attributes["parts"])
+    return name in ("take", "take_along_axis")
+
 
 _LINALG = "cholesky det eigh eigvalsh inv qr slogdet solve svd svdvals"
 _FFT = "fft ifft rfft irfft hfft ihfft fftn ifftn rfftn irfftn"
@@ -379,6 +419,8 @@ _MAKERS: dict[str, Callable[[LocalWork], Function | list[Function]]] = {
     "concat": _joined,
     "avg_pool": _windowed,
     "convolution": _windowed,
+    "cumulative_prod": _running,
+    "cumulative_sum": _running,
     "diagonal": _diagonal,
     "dynamic_slice": _at_numbers,
     "dynamic_update_slice": _at_numbers,

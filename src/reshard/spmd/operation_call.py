@@ -26,7 +26,7 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.alignment import aligned
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
-from reshard.spmd.local_functions import KNOW_WHERE_THEY_LIE, LocalWork, fails_by_elements
+from reshard.spmd.local_functions import LocalWork, fails_by_elements, knows_where_it_lies
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.pending_sums import (
@@ -207,7 +207,7 @@ def laid_out(
         tuple(specs),
         tuple(shapes),
         tuple(inferred.result_shapes),
-        () if operator.name in KNOW_WHERE_THEY_LIE and _is_plain(specs) else inferred.adjusted,
+        () if knows_where_it_lies(operator.name, specs, shapes, attributes) else inferred.adjusted,
     )
     if any(
         spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in results
@@ -224,13 +224,6 @@ def laid_out(
         tuple(with_pending(spec, axes, reduction) for spec in results),
         tuple(inferred.result_shapes),
         bool(axes),
-    )
-
-
-def _is_plain(specs: Sequence[ShardingSpec]) -> bool:
-    """Whether every part of a dimension is one stretch of it."""
-    return all(
-        level.rule.is_default for spec in specs for dim in spec.dim_specs for level in dim.levels
     )
 
 

@@ -18,6 +18,7 @@ from reshard.spmd import data_types, elementwise
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axes_of, axis_of
+from reshard.spmd.running_totals import running_totals
 
 Axis = int | Sequence[int] | None
 
@@ -180,7 +181,7 @@ def _running(name: str, x: Any, axis: int | None, dtype: object, include_initial
         axis = 0
     wide = _summed_type(x, dtype)
     x = data_types.astype(x, wide)
-    attributes: dict[str, Any] = {"axis": axis_of(x.ndim, axis)}
+    place = axis_of(x.ndim, axis)
     if include_initial:
-        attributes["include_initial"] = True
-    return call(name, (x,), attributes)
+        return call(name, (x,), {"axis": place, "include_initial": True})
+    return running_totals(name, x, place)

@@ -140,17 +140,31 @@ def _is_still(
 
 
 def cumulative(
-    shapes: Sequence[Shape], axis: int | None = None, include_initial: bool = False
+    shapes: Sequence[Shape],
+    axis: int | None = None,
+    include_initial: bool = False,
+    parts: Sequence[int] | None = None,
 ) -> Inferred:
     """Running totals along an axis; one more element with the initial value.
 
+    With lengths of parts, the totals begin anew at each: a device that has one part needs no other.
+
     >>> print(cumulative([(4, 8)], axis=1).rule)
     ([i, j]) -> ([i, j]) {i=4, j=8} permutation={j}
+    >>> print(cumulative([(4, 8)], axis=1, parts=(3, 3, 2)).rule)
+    ([i, j]) -> ([i, j]) {i=4, j=8}
     """
     shape = one_operand("a cumulative operator", shapes)
     if axis is None and len(shape) != 1:
         raise SpecError(f"running totals of {shape} without an axis; say along which")
     place = axis_of(len(shape), axis or 0)
+    if parts is not None:
+        if include_initial or sum(parts) != shape[place]:
+            raise SpecError(f"parts {tuple(parts)} of {shape[place]}; they must make it up")
+        builder = RuleBuilder([shape], [shape])
+        for dim in range(len(shape)):
+            builder.factor([dim], [dim], adjusted=dim == place)
+        return builder.build()
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])
     return kept(shape, result, moved=[] if result[place] == 1 else [place])
 
