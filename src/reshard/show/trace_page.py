@@ -26,6 +26,8 @@ from reshard.show.trace_table import (
     number_texts,
     sharding_text,
     summary,
+    time_headers,
+    time_texts,
 )
 
 if TYPE_CHECKING:
@@ -90,8 +92,14 @@ def _figures(trace: Trace) -> list[Figure]:
         Figure("moves", bytes_text(trace.moved_bytes)),
         Figure("peak memory", bytes_text(peak), ranks_text(fullest, 24)),
     ]
-    if trace.seconds_s is not None:
-        figures.append(Figure("time of moves", duration_text(trace.seconds_s)))
+    if trace.seconds_s is not None and trace.inserted_s is not None:
+        inserted = duration_text(trace.inserted_s)
+        if trace.counts_compute:
+            said = f"{inserted} of it collectives"
+            figures.append(Figure("estimated time", duration_text(trace.seconds_s), said))
+        else:
+            said = "collectives only: no device is known"
+            figures.append(Figure("estimated time", inserted, said))
     return figures
 
 
@@ -119,8 +127,7 @@ def _memory(trace: Trace) -> list[str]:
 
 def _operations(trace: Trace) -> str:
     heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
-    if trace.topology is not None:
-        heads.append("time")
+    heads += time_headers(trace)
     numbers = number_texts(trace)
     rows = [
         _row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
@@ -132,14 +139,14 @@ def _operations(trace: Trace) -> str:
             inserted_text(one),
             bytes_text(one.moved_bytes) if one.moved_bytes else "-",
             bytes_text(max(one.live_bytes)),
-            duration_text(one.seconds_s) if one.seconds_s else "-",
+            *time_texts(trace, one),
         ]
         for index, (number, kind) in enumerate(
             zip(one.operation.results, one.results, strict=True)
         ):
             first = (str(place), f"%{number}", call_text(one.operation, numbers))
             words = first if not index else ("", f"%{number}", "")
-            rest = texts if not index else [""] * 4
+            rest = texts if not index else []
             rows.append(_row(*words, str(kind), sharding_text(kind), heads, rest))
     returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
     listed = element(
@@ -171,7 +178,8 @@ def _row(
     heads: list[str],
     rest: list[str] | None = None,
 ) -> str:
-    texts = [value, operation, array, sharding, *(rest or [""] * 4)][: len(heads) - 1]
+    texts = [value, operation, array, sharding, *(rest or [])]
+    texts += [""] * (len(heads) - 1 - len(texts))
     cells = [
         element("td", escaped(text), class_="amount")
         if column > 4
@@ -191,24 +199,29 @@ def _ranks(trace: Trace) -> list[str]:
             for step in reshard.program.steps:
                 sent[: len(step.sent_elements)] += step.sent_elements * width
                 received[: len(step.received_elements)] += step.received_elements * width
-    kinds: dict[tuple[int, int, int], list[int]] = {}
+    kinds: dict[tuple[float, ...], list[int]] = {}
     for rank in trace.ranks:
-        amounts = (int(sent[rank]), int(received[rank]), trace.peak_bytes[rank])
+        amounts: tuple[float, ...] = (int(sent[rank]), int(received[rank]), trace.peak_bytes[rank])
+        if trace.compute_s is not None:
+            amounts += (trace.compute_s[rank],)
         kinds.setdefault(amounts, []).append(rank)
     ordered = sorted(kinds.items(), key=lambda kind: (-max(kind[0][:2]), -kind[0][2], kind[1]))
     rows = [
         element(
             "tr",
             element("th", escaped(short_rank_text(sorted(ranks), 24)), scope="row"),
-            *(element("td", bytes_text(amount)) for amount in amounts),
+            *(element("td", bytes_text(int(amount))) for amount in amounts[:3]),
+            *(element("td", duration_text(seconds_s)) for seconds_s in amounts[3:]),
         )
         for amounts, ranks in ordered[:MOST_KINDS]
     ]
     left_out = sum(len(ranks) for _, ranks in ordered[MOST_KINDS:])
     if left_out:
         rest = f"and {count_text(left_out, 'rank')} that move less"
-        rows.append(element("tr", element("td", rest, colspan=4, class_="rest")))
-    heads = ("ranks", "each sends", "each receives", "each holds at most")
+        span = 4 + trace.counts_compute
+        rows.append(element("tr", element("td", rest, colspan=span, class_="rest")))
+    heads = ["ranks", "each sends", "each receives", "each holds at most"]
+    heads += ["each computes"] * trace.counts_compute
     return [
         element("h2", "Ranks"),
         element(

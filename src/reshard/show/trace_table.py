@@ -38,8 +38,7 @@ HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live
 
 def trace_table(trace: Trace) -> str:
     """The lines of the table and its summary, without a last line break."""
-    is_timed = trace.topology is not None
-    headers = [*HEADERS, "time"] if is_timed else list(HEADERS)
+    headers = [*HEADERS, *time_headers(trace)]
     numbers = number_texts(trace)
     rows = [
         [f"%{number}", name, str(kind), sharding_text(kind), *[""] * 3]
@@ -49,15 +48,15 @@ def trace_table(trace: Trace) -> str:
     count = len(rows)
     for one in trace.operations:
         rows += _rows(one, numbers)
-    if is_timed:
-        times = [""] * count
-        for one in trace.operations:
-            times += [_time(one), *[""] * (len(one.results) - 1)]
-        rows = [[*row, time] for row, time in zip(rows, times, strict=True)]
+    wide = len(headers) - len(HEADERS)
+    times = [[""] * wide] * count
+    for one in trace.operations:
+        times += [time_texts(trace, one), *[[""] * wide] * (len(one.results) - 1)]
+    rows = [[*row, *own] for row, own in zip(rows, times, strict=True)]
     returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
     return "\n".join(
         [
-            table(rows, headers, "lllllrr" + "r" * is_timed),
+            table(rows, headers, "lllllrr" + "r" * wide),
             f"returns {returned or 'nothing'}",
             *summary(trace),
         ]
@@ -76,8 +75,17 @@ def _rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
     return rows
 
 
-def _time(one: TracedOperation) -> str:
-    return duration_text(one.seconds_s) if one.seconds_s else "-"
+def time_headers(trace: Trace) -> tuple[str, ...]:
+    """The columns of times: none without a topology, one where it knows of no devices."""
+    if trace.topology is None:
+        return ()
+    return ("compute", "collectives", "time") if trace.counts_compute else ("collectives",)
+
+
+def time_texts(trace: Trace, one: TracedOperation) -> list[str]:
+    """The times of an operation, one for each of `time_headers`."""
+    times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
+    return [duration_text(times[name]) if times[name] else "-" for name in time_headers(trace)]
 
 
 def number_texts(trace: Trace) -> dict[int, str]:
@@ -160,6 +168,21 @@ def summary(trace: Trace) -> list[str]:
         f"{operations} on {ranks}, {trace.strategy}; inserted: {names or 'nothing'}",
         f"{moved} move between ranks; {who} at most {bytes_text(peak)}",
     ]
-    if trace.seconds_s is not None:
-        lines.append(f"what is inserted takes {duration_text(trace.seconds_s)}")
-    return lines
+    return lines + time_summary(trace)
+
+
+def time_summary(trace: Trace) -> list[str]:
+    """How long it takes, a sentence; none without a topology."""
+    if trace.seconds_s is None or trace.inserted_s is None:
+        return []
+    inserted = duration_text(trace.inserted_s)
+    if trace.compute_s is None:
+        return [f"collectives take {inserted}; the topology does not say how fast devices compute"]
+    least, most = min(trace.compute_s.values()), max(trace.compute_s.values())
+    each = duration_text(most)
+    if duration_text(least) != each:
+        each = f"{duration_text(least)} to {each}"
+    return [
+        f"estimated time {duration_text(trace.seconds_s)}: each rank computes {each}, "
+        f"collectives take {inserted}"
+    ]

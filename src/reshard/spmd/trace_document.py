@@ -1,6 +1,7 @@
 """A trace as a JSON document, for other programs: what its table says, with every rank's numbers.
 
-Sizes are in bytes, times in seconds, lists by rank in the order of `ranks`.
+Sizes are in bytes, times in seconds, lists by rank in the order of `ranks`. Times are null without
+a topology, and those of computing where it knows of no devices.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def trace_document(trace: Trace) -> str:
     if trace.mesh is not None:
         axes = dict(zip(trace.mesh.axis_names, trace.mesh.shape, strict=True))
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+    is_timed = trace.topology is not None
     document = {
         "strategy": trace.strategy,
         "mesh": axes,
@@ -37,10 +39,12 @@ def trace_document(trace: Trace) -> str:
         "inputs": [
             {"value": number, "name": name, **_array(kind)} for number, name, kind in inputs
         ],
-        "operations": [_operation(one) for one in trace.operations],
+        "operations": [_operation(one, is_timed) for one in trace.operations],
         "outputs": list(trace.graph.outputs),
         "moved_bytes": trace.moved_bytes,
         "peak_bytes": list(trace.peak_bytes.values()),
+        "compute_s": None if trace.compute_s is None else list(trace.compute_s.values()),
+        "inserted_s": trace.inserted_s,
         "seconds_s": trace.seconds_s,
     }
     return json.dumps(document, indent=1)
@@ -54,7 +58,7 @@ def _array(kind: ArrayType | None) -> dict[str, Any]:
     return {"dtype": kind.dtype.name, "shape": list(kind.shape), "sharding": sharding}
 
 
-def _operation(one: TracedOperation) -> dict[str, Any]:
+def _operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
     results = zip(one.operation.results, one.results, strict=True)
     return {
         "operator": one.operation.operator,
@@ -65,6 +69,9 @@ def _operation(one: TracedOperation) -> dict[str, Any]:
         "before": [_reshard(reshard) for reshard in one.before],
         "after": [_reshard(reshard) for reshard in one.after],
         "live_bytes": list(one.live_bytes),
+        "compute_s": list(one.compute_s) or None,
+        "inserted_s": one.inserted_s if is_timed else None,
+        "seconds_s": one.seconds_s if is_timed else None,
     }
 
 

@@ -83,6 +83,7 @@ class TracedOperation:
         live_bytes: the most memory that each rank holds meanwhile, in the order of the mesh's
             devices: arguments, values still to be used, and what reshards need beside them.
         held_bytes: what each rank holds when the operation begins.
+        compute_s: seconds that each rank computes; empty where no device is known.
     """
 
     operation: Operation
@@ -94,6 +95,7 @@ class TracedOperation:
     after: tuple[InsertedReshard, ...] = ()
     live_bytes: tuple[int, ...] = field(default=())
     held_bytes: tuple[int, ...] = field(default=())
+    compute_s: tuple[float, ...] = field(default=())
 
     @property
     def reshards(self) -> Iterator[InsertedReshard]:
@@ -112,6 +114,16 @@ class TracedOperation:
         return sum(one.moved_bytes for one in self.reshards)
 
     @property
-    def seconds_s(self) -> float:
+    def inserted_s(self) -> float:
         """How long what is inserted takes; 0 without a topology."""
         return sum(one.seconds_s for one in self.reshards)
+
+    @property
+    def busiest_s(self) -> float:
+        """How long the rank computes that computes longest; 0 where no device is known."""
+        return max(self.compute_s, default=0.0)
+
+    @property
+    def seconds_s(self) -> float:
+        """How long all of it takes: what is inserted, and the rank that computes longest."""
+        return self.inserted_s + self.busiest_s

@@ -2,9 +2,9 @@
 
 `trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
 arrays without elements. That tells, for every operation, on which shards it runs, what is
-resharded before and after it, and by which collectives; what that moves and how long it takes;
-and how much memory each rank holds meanwhile. With a strategy other than "eager", shardings are
-propagated over the whole graph first.
+resharded before and after it, and by which collectives; what that moves; how long that and the
+computing take; and how much memory each rank holds meanwhile. With a strategy other than "eager",
+shardings are propagated over the whole graph first.
 
     operation        runs with         inserted              then
     x @ w            x, k . k, -       all-gather(k)         x, -
@@ -12,6 +12,7 @@ propagated over the whole graph first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from reshard.spmd.placement import explicit_reshards
 from reshard.spmd.propagation import propagate_graph
 from reshard.spmd.runner import Runner, replicated, runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.trace_compute import with_compute
 from reshard.spmd.trace_document import trace_document
 from reshard.spmd.trace_memory import held_bytes, with_memory
 from reshard.spmd.traced_operation import InsertedReshard, TracedOperation
@@ -103,8 +105,32 @@ class Trace:
         return sum(one.moved_bytes for one in self.operations)
 
     @property
-    def seconds_s(self) -> float | None:
+    def counts_compute(self) -> bool:
+        """Whether times have those of computing: whether the topology knows of devices."""
+        return self.topology is not None and self.topology.device is not None
+
+    @property
+    def inserted_s(self) -> float | None:
         """How long all that is inserted takes; None without a topology."""
+        if self.topology is None:
+            return None
+        return sum(one.inserted_s for one in self.operations)
+
+    @cached_property
+    def compute_s(self) -> Mapping[int, float] | None:
+        """How long each rank computes; None without a topology that knows of devices."""
+        if not self.counts_compute:
+            return None
+        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
+        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
+
+    @property
+    def seconds_s(self) -> float | None:
+        """How long the function takes; None without a topology.
+
+        One operation after the other, each as long as on the rank that computes longest, since
+        collectives wait for all. Where the topology knows of no devices, what is inserted alone.
+        """
         if self.topology is None:
             return None
         return sum(one.seconds_s for one in self.operations)
@@ -192,8 +218,8 @@ def trace(
             PyTorch, and lists, tuples and dictionaries of them. All else is passed as it is.
         strategy: "eager": each operation by itself, as it is carried out at once; "basic",
             "aggressive" or "cost": shardings are propagated over the whole function first.
-        topology: the hosts of the ranks and the links between them, for times, and for "cost";
-            hosts of eight H100 for that when None.
+        topology: the hosts of the ranks, the links between them and their devices, for times, and
+            for "cost"; hosts of eight H100 for that when None.
 
     Raises:
         UsageError: an unknown strategy; a function that asks for elements, as `if x > 0:` does,
@@ -218,6 +244,9 @@ def trace(
         if strategy == "eager"
         else _propagated(recorded, strategy, mesh, topology)
     )
+    ranks = (0,) if mesh is None else mesh.devices
+    if topology is not None:
+        topology.host_of(ranks)
     runner = AbstractRunner()
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
@@ -228,14 +257,16 @@ def trace(
             arrays[number] = runner.array(known, ShardedArray)
     watcher = _Watcher(topology)
     values = _carried_out(recorded, shardings, arrays, watcher)
-    ranks = (0,) if mesh is None else mesh.devices
+    operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
+    if topology is not None and topology.device is not None:
+        operations = with_compute(operations, ranks, topology.device)
     return Trace(
         recorded.graph,
         strategy,
         mesh,
         recorded.names,
         tuple(inputs),
-        with_memory(recorded.graph, inputs, watcher.found, ranks),
+        operations,
         tuple(values[number].type for number in recorded.graph.outputs),
         topology,
         recorded,
