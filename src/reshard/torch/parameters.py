@@ -76,6 +76,8 @@ class LaidModel(dict[str, Any]):
 
 # What torch calls the state of a module that is no tensor.
 _EXTRA_STATE = "_extra_state"
+# What torch.compile calls the module inside the one that it gives.
+_COMPILED = "_orig_mod."
 
 Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
 
@@ -280,7 +282,10 @@ def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
 def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a module or a state dict has by name; what is no tensor of a module is left out."""
     if isinstance(model, torch.nn.Module):
-        state = model.state_dict(keep_vars=True)
+        state = {
+            name.replace(_COMPILED, ""): value
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
         return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
     if isinstance(model, Mapping):
         return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
