@@ -457,9 +457,30 @@ def test_a_file_replaced_by_one_of_another_shape_beside_a_manifest(whole: Path) 
         ({"to": "tp=2", "rules": ["weight=-, - | sum(tp)"]}, "partial"),
         ({"to": "tp=2", "rules": ["weight=xx, -"]}, "xx"),
         ({"to": "tp=2", "recipe": "auto"}, "config.json"),
+        ({"to": "tp=2", "rules": "*=tp, -"}, "give a list of them"),
+        ({"to": "tp=2", "rules": None}, "give a list of them"),
+        ({"to": "tp=2", "rules": [("*", "tp, -")]}, "expected a text pattern=spec"),
+        ({"to": "tp=2", "recipe": 3}, "give a name, or the path of a TOML file"),
+        ({"to": "tp=2", "recipe": "llama", "options": {"vocabulary": 3}}, "expected a text"),
+        ({"to": "tp=2", "recipe": "llama", "options": "vocabulary=pad"}, "give a dict, or a list"),
+        ({"to": "2", "strategy": 3}, "a strategy named 3"),
+        ({"to": "full", "most_file_bytes": -1}, "whole number from 1"),
+        ({"to": "full", "most_file_bytes": "5GB"}, "whole number from 1"),
+        ({"to": "full", "memory_bytes": "64MiB"}, "whole number from 0"),
+        ({"to": "full", "threads": 0}, "whole number from 1"),
+        ({"to": "full", "threads": -2}, "whole number from 1"),
     ],
 )
 def test_arguments(whole: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ReshardError, match=says):
         checkpoint.convert(whole, whole.parent / "target", **options)
     assert os.listdir(whole.parent) == ["source"]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model", ["model"]])
+def test_what_is_no_path(whole: Path, path: Any) -> None:
+    with pytest.raises(UsageError, match="give a path"):
+        checkpoint.open(path)
+    if not isinstance(path, bytes):
+        with pytest.raises(UsageError, match="give a path"):
+            checkpoint.plan_conversion(whole, path, to="full")

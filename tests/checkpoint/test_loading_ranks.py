@@ -165,3 +165,35 @@ def test_a_partial_layout(tmp_path: Path) -> None:
 def test_arrays_that_do_not_fit(tmp_path: Path, out: dict[str, Any], match: str) -> None:
     layouts = {"w": Layout.replicated((4, 4))}
     refused(tmp_path, ShardError, match, layouts=layouts, out=out)
+
+
+def test_arrays_that_cannot_be_filled(tmp_path: Path) -> None:
+    layouts = {"w": Layout.replicated((4, 4))}
+    locked = np.zeros((4, 4), np.float32)
+    locked.setflags(write=False)
+    for out, match in (({"w": locked}, "cannot be written"), ({"w": 3}, "expected a NumPy array")):
+        refused(tmp_path, ShardError, match, layouts=layouts, out=out)
+
+
+def test_nothing_is_written_where_one_array_does_not_fit(tmp_path: Path) -> None:
+    """Not even padding."""
+    padded = spec(DeviceMesh.of(x=3), "x@pad, -").layout((4, 4))
+    write_file(tmp_path / "model.safetensors", {n: tensor("float32", (4, 4), 1) for n in "vw"})
+    out = {"v": np.ones((2, 4), np.float32), "w": np.ones((9, 9), np.float32)}
+    with pytest.raises(ShardError, match="'w'"):
+        checkpoint.load(tmp_path, {"v": padded, "w": padded}, rank=2, out=out)
+    assert (out["v"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"layouts": None}, "layouts of NoneType"),
+        ({"layouts": {"w": "tp, -"}}, "the layout of 'w' is 'tp, -'"),
+        ({"layouts": {}, "rank": -1}, "rank -1; ranks are"),
+        ({"layouts": {}, "rank": "0"}, "rank '0'; ranks are"),
+        ({"layouts": {}, "out": []}, "out of list; give a dict"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], match: str) -> None:
+    refused(tmp_path, UsageError, match, **arguments)

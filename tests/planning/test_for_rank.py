@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 import reshard
-from reshard.errors import PlanError
+from reshard.errors import LayoutError, PlanError
 from reshard.layout import Layout
 from reshard.planning.transfers import Transfers
 from reshard.runs import RunTable
@@ -107,6 +108,13 @@ def test_a_sharding_is_not_yet_a_layout() -> None:
     spec = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
     with pytest.raises(PlanError, match="the source is ShardingSpec"):
         reshard.plan(spec, spec)
+
+
+@pytest.mark.parametrize("rank", [-1, 0.5, "0", None, False])
+def test_a_rank_that_cannot_be(rank: Any) -> None:
+    plan = reshard.plan(Layout.replicated((4,)), Layout.replicated((4,), 2))
+    with pytest.raises(LayoutError, match=r"-1|whole numbers"):
+        plan.for_rank(rank)
 
 
 def test_bytes_need_a_dtype() -> None:

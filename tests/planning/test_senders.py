@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reshard
 from planning.test_shares import Classes, least_largest_load
 from reshard.dtypes import dtype
-from reshard.errors import PlanError
+from reshard.errors import PlanError, UsageError
 from reshard.layout import Layout
 from reshard.planning.job import Job, JobItem, Sources
 from reshard.planning.transfers import Transfers
@@ -73,8 +73,27 @@ def test_a_rank_that_cannot_be_is_refused() -> None:
     layout = Layout.replicated((2,))
     job = Job([JobItem.between_ranks("a", dtype("int8"), layout, layout)])
     assert job.for_rank(0).count == 1
-    with pytest.raises(PlanError, match="rank -1; ranks are numbered from 0"):
-        job.for_rank(-1)
+    for rank in (-1, 1.5, "0", True, None):
+        with pytest.raises(PlanError, match=f"rank {rank!r}; ranks are whole numbers from 0"):
+            job.for_rank(rank)  # type: ignore[arg-type]
+
+
+def test_what_is_no_job() -> None:
+    layout = Layout.replicated((2,))
+    item = JobItem.between_ranks("a", "int8", layout, layout)
+    assert item.dtype is dtype("int8")
+    with pytest.raises(UsageError, match="float99"):
+        JobItem.between_ranks("a", "float99", layout, layout)
+    with pytest.raises(PlanError, match="a tensor named 3"):
+        JobItem.between_ranks(3, "int8", layout, layout)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="the target is None, not a Layout"):
+        JobItem.between_ranks("a", "int8", layout, None)  # type: ignore[arg-type]
+    for items in (None, 3, ["a"], [item, item.plan]):
+        with pytest.raises(PlanError, match=r"expected items|give its items"):
+            Job(items)  # type: ignore[arg-type]
+    for seconds in (item.plan, Job([item])):
+        with pytest.raises(PlanError, match="give a Topology"):
+            seconds.estimate("dgx")
 
 
 def test_senders_are_balanced_or_stable() -> None:

@@ -185,8 +185,11 @@ class Conversion:
         """How many threads fit into `memory_bytes`.
 
         Raises:
-            UsageError: not even one does.
+            UsageError: not even one does, or numbers that cannot be.
         """
+        for what, given, least in (("a memory limit", memory_bytes, 0), ("threads", most, 1)):
+            if given is not None and (type(given) is not int or given < least):
+                raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
         fit = memory_bytes // self.workspace_bytes
         if fit < 1:
             raise UsageError(
@@ -262,6 +265,8 @@ def plan_conversion(
         RunError: a target that the system does not let us look at.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if not isinstance(target, str | os.PathLike):
+        raise UsageError(f"a target {target!r}; give a path")
     target = Path(target)
     with refusals_explained("look at the target", target):
         _check_apart(
@@ -271,7 +276,9 @@ def plan_conversion(
         )
     if format not in (None, *FORMATS):
         raise UsageError(f"unknown format {format!r}; expected one of {', '.join(FORMATS)}")
-    parsed = tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules)
+    parsed = _parse_rules(rules)
+    if most_file_bytes is not None and (type(most_file_bytes) is not int or most_file_bytes < 1):
+        raise UsageError(f"files of at most {most_file_bytes!r} bytes; give a whole number from 1")
     mesh, world_size = _parse_target(to)
     by_recipe = strategy is not None and find_strategy(strategy).function is recipe_strategy
     _refuse(by_recipe and recipe is not None, "a recipe", f"the strategy {strategy!r}")
@@ -367,6 +374,17 @@ def assign_tensors(
     )
 
 
+def _parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise UsageError(f"rules {rules!r}; give a list of them, such as ['*.weight=tp, -']")
+    parsed = []
+    for rule in rules:
+        if not isinstance(rule, str | Rule):
+            raise UsageError(f"the rule {rule!r}; expected a text pattern=spec, or a Rule")
+        parsed.append(rule if isinstance(rule, Rule) else Rule.parse(rule))
+    return tuple(parsed)
+
+
 def _refuse(condition: bool, what: str, other: str) -> None:
     if condition:
         raise UsageError(f"{other} cannot go together with {what}; leave one of them out")
@@ -403,8 +421,8 @@ def find_recipe(
     """
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
-    if os.fspath(recipe) != "auto":
-        return load_recipe(os.fspath(recipe))
+    if recipe != "auto":
+        return load_recipe(os.fspath(recipe) if isinstance(recipe, os.PathLike) else recipe)
     config = read_config(checkpoint)
     if config is None:
         raise UsageError(

@@ -104,8 +104,8 @@ def load(
 
     Raises:
         CheckpointError: a tensor that the checkpoint has not.
-        UsageError: a layout of another shape, or a partial one.
-        ShardError: an array in `out` that does not fit.
+        UsageError: a layout of another shape, a partial one, or none; a rank that cannot be.
+        ShardError: an array in `out` that does not fit, or cannot be written.
         RunError: a file that cannot be read.
 
     >>> import tempfile, numpy as np, reshard
@@ -121,6 +121,11 @@ def load(
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
+        raise UsageError(f"rank {rank!r}; ranks are whole numbers from 0")
+    for what, given in (("layouts", layouts), ("out", out if out is not None else {})):
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{what} of {type(given).__name__}; give a dict by tensor name")
     arrays: dict[str, NDArray[Any]] = {}
     reads: list[_Read] = []
     for name, layout in layouts.items():
@@ -134,10 +139,12 @@ def load(
             else _given(tensor, out, shape)
         )
         arrays[name] = array
-        if layout.is_padded and out is not None:
-            array[...] = np.zeros((), dtype=array.dtype)
         for read in _reads(tensor, layout, rank, array):
             reads += _split(read)
+    for name in arrays if out is not None else ():
+        # Only now does every array fit.
+        if layouts[name].is_padded:
+            arrays[name][...] = np.zeros((), dtype=arrays[name].dtype)
     files = open_sources(checkpoint)
 
     def work(read: _Read, buffer: AlignedBuffer) -> None:
@@ -162,6 +169,11 @@ def _new_buffer() -> AlignedBuffer:
 
 
 def _local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, ...] | None:
+    if not isinstance(layout, Layout):
+        raise UsageError(
+            f"the layout of {tensor.name!r} is {layout!r}; a sharding becomes one with the shape: "
+            f"spec.layout({tensor.shape})"
+        )
     if layout.shape != tensor.shape:
         raise UsageError(
             f"the layout of {tensor.name!r} is for shape {list(layout.shape)}, the checkpoint has "
@@ -181,6 +193,10 @@ def _given(
     array = out.get(tensor.name)
     if array is None:
         raise ShardError(f"`out` has no array for {tensor.name!r}")
+    if not isinstance(array, np.ndarray):
+        raise ShardError(f"`out` has {array!r} for {tensor.name!r}; expected a NumPy array")
+    if not array.flags.writeable:
+        raise ShardError(f"the array for {tensor.name!r} cannot be written; give one that can")
     if tuple(array.shape) != shape or array.dtype.itemsize != tensor.dtype.itemsize_bytes:
         raise ShardError(
             f"the array for {tensor.name!r} is {array.dtype} {list(array.shape)}; the rank's part "

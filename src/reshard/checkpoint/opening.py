@@ -27,7 +27,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.checkpoint.safetensors_header import read_header
 from reshard.checkpoint.source_file import FileIdentity
 from reshard.checkpoint.torch_dcp_rank_metadata import is_rank_metadata, rank_metadata_names
-from reshard.errors import CheckpointError, FormatError
+from reshard.errors import CheckpointError, FormatError, UsageError
 
 SUFFIX = ".safetensors"
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
@@ -41,10 +41,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Only headers are read. Everything that can be wrong without reading the tensors is found.
 
     Raises:
+        UsageError: what is no path.
         CheckpointError: nothing there, or nothing that is a checkpoint.
         FormatError: a file that is damaged, or not of its format.
         CoverageError: shards that do not make whole tensors.
     """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
     try:
         return _open(Path(path))
     except OSError as error:

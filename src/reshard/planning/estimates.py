@@ -93,12 +93,14 @@ def plan_estimate(plan: Plan, topology: Topology) -> Estimate:
             "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
             "dtype='bfloat16')"
         )
+    _check_topology(topology)
     part = exchange_part(plan, plan.dtype.itemsize_bytes, topology)
     return Estimate((part,), topology.overhead.call_s)
 
 
 def job_estimate(job: Job, topology: Topology) -> Estimate:
     """The seconds of a job between ranks, see `Job.estimate`."""
+    _check_topology(topology)
     for item in job.items:
         _check_between_ranks(item)
     found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
@@ -132,6 +134,11 @@ def staged_estimate(staged: StagedJob) -> Estimate:
         ),
         staged.topology.overhead.call_s,
     )
+
+
+def _check_topology(topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise PlanError(f"seconds on {topology!r}; give a Topology, such as one of Topology.of")
 
 
 def _transfers_part(

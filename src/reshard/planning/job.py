@@ -23,12 +23,13 @@ import numpy as np
 
 from reshard.binding import Binding
 from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.layout import Layout
 from reshard.planning.job_transfers import JobTransfers
 from reshard.planning.line import Bundle, Line, find_line
 from reshard.planning.needs import find_needs
-from reshard.planning.plan import Plan
+from reshard.planning.plan import Plan, plan
 from reshard.planning.senders import (
     BundleTransfers,
     sent_bytes,
@@ -48,7 +49,12 @@ Sources = Literal["balanced", "stable"]
 
 @dataclass(frozen=True, slots=True)
 class JobItem:
-    """One tensor of a job. Raises PlanError where a binding is not of the plan's layout."""
+    """One tensor of a job; `dtype` may be given as a name, or as NumPy's or torch's.
+
+    Raises:
+        PlanError: a name that is no text, a binding that is not of the plan's layout.
+        UsageError: a dtype that is none.
+    """
 
     name: str
     dtype: DType
@@ -57,6 +63,9 @@ class JobItem:
     target: Binding
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PlanError(f"a tensor named {self.name!r}; expected a text")
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
         for side, binding, layout in (
             ("source", self.source, self.plan.source),
             ("target", self.target, self.plan.target),
@@ -68,12 +77,16 @@ class JobItem:
                 )
 
     @classmethod
-    def between_ranks(cls, name: str, dtype: DType, source: Layout, target: Layout) -> JobItem:
-        """A tensor whose slots are the memories of the ranks of the same numbers."""
+    def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
+        """A tensor whose slots are the memories of the ranks of the same numbers.
+
+        Raises PlanError for layouts of different shapes, or what is no layout.
+        """
+        kind = as_dtype(dtype)
         return cls(
             name,
-            dtype,
-            Plan(source, target, dtype),
+            kind,
+            plan(source, target, kind),
             Binding.to_ranks(source),
             Binding.to_ranks(target),
         )
@@ -96,6 +109,8 @@ class Job:
     sources: Sources
 
     def __init__(self, items: Iterable[JobItem], sources: Sources = "balanced") -> None:
+        if not isinstance(items, Iterable):
+            raise PlanError(f"a job of {items!r}; give its items, such as a list")
         object.__setattr__(self, "items", tuple(items))
         object.__setattr__(self, "sources", sources)
         if sources not in ("balanced", "stable"):
@@ -105,6 +120,8 @@ class Job:
             )
         names: set[str] = set()
         for item in self.items:
+            if not isinstance(item, JobItem):
+                raise PlanError(f"{item!r} in a job; expected items, such as JobItem.between_ranks")
             if item.name in names:
                 raise PlanError(f"tensor {item.name!r} appears twice in one job")
             names.add(item.name)
@@ -142,8 +159,8 @@ class Job:
         >>> print(job.for_rank(1)["a"])
         1 -> 2 [3:6]
         """
-        if rank < 0:
-            raise PlanError(f"rank {rank}; ranks are numbered from 0")
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
+            raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
         return self._named(transfers_of_rank(self.line, rank, self.sources == "stable"))
 
     def _named(self, found: Iterable[BundleTransfers]) -> JobTransfers:

@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import PlanError
+from reshard.errors import LayoutError, PlanError
 from reshard.interning import Interned
 from reshard.layout import Layout
 from reshard.planning.bound import lower_bound_elements
@@ -139,7 +139,12 @@ class Plan(Interned):
         return boxes if self.holders.is_exclusive else join_boxes(boxes)
 
     def for_rank(self, rank: int) -> Transfers:
-        """What one rank receives, keeps and sends, found without the others' part."""
+        """What one rank receives, keeps and sends, found without the others' part.
+
+        Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+            raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
         received = self.expand(self.routes_into(rank))
         sent = self.expand(self.routes_out_of(rank))
         if not len(sent):

@@ -40,6 +40,8 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     >>> load_recipe("llama").model_types
     ('llama',)
     """
+    if not isinstance(name_or_path, str | Path):
+        raise RecipeError(f"a recipe {name_or_path!r}; give a name, or the path of a TOML file")
     if isinstance(name_or_path, Path) or _is_path(name_or_path):
         return _load_file(Path(name_or_path), ())
     if name_or_path not in shipped_recipes():

@@ -198,10 +198,17 @@ def parse_options(options: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
     >>> parse_options(["vocabulary=pad128", "etp="])
     {'vocabulary': 'pad128', 'etp': ''}
     """
+    if isinstance(options, str) or not isinstance(options, Iterable):
+        raise RecipeError(f"options {options!r}; give a dict, or a list of texts name=value")
     if isinstance(options, Mapping):
+        for name, value in options.items():
+            if not isinstance(value, str):
+                raise RecipeError(f"the option {name!r} is {value!r}; expected a text")
         return dict(options)
     found: dict[str, str] = {}
     for text in options:
+        if not isinstance(text, str):
+            raise RecipeError(f"the option {text!r}; expected a text name=value")
         name, equals, value = (word.strip() for word in text.partition("="))
         if not equals or not name or name in found:
             wrong = "is given twice; give it once" if name in found else "has no name or no value"

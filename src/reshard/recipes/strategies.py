@@ -113,6 +113,8 @@ def strategy(name: str) -> Strategy:
     >>> strategy("Round_Robin").name
     'round_robin'
     """
+    if not isinstance(name, str):
+        raise RecipeError(f"a strategy named {name!r}; expected a text")
     found = _strategies.get(name.casefold())
     if found is None:
         near = difflib.get_close_matches(name.casefold(), _strategies)
