@@ -235,7 +235,7 @@ def test_torch_tensors_are_written_in_place() -> None:
     assert torch.equal(weight.T, out[3])
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True, np.int64(0)])
 def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any) -> None:
     out = columns()
     with pytest.raises(UsageError, match="threads="):
@@ -243,7 +243,50 @@ def test_a_number_of_threads_that_cannot_be_is_refused(threads: Any) -> None:
     assert all((array == 1).all() for array in out.values())
 
 
+def test_a_number_of_threads_may_be_numpys() -> None:
+    found = ROWS_TO_COLUMNS.run(rows(), columns(), threads=np.int64(2))  # type: ignore[arg-type]
+    assert not any(array.any() for array in found.values())
+
+
 # Jobs and programs.
+
+
+@pytest.mark.parametrize(
+    ("arrays", "out", "message"),
+    [
+        (None, None, "what is given is a NoneType; give arrays by tensor and slot"),
+        ({"b": {}, 1: {}}, None, r"no arrays for tensor 'a'; got \['b', 1\]"),
+        ({"a": {}}, None, "no array of 'a' for slot 0; the source holds data on slots"),
+        ({"a": [np.zeros(2)]}, None, "what is given of 'a' is a list"),
+        ({"a": rows() | {3: np.zeros(2)}}, None, r"the array of slot 3 of 'a' has shape \[2\]"),
+        ({"a": rows() | {3: None}}, None, "the array of slot 3 of 'a' is a NoneType"),
+        (
+            {"a": {rank: torch.zeros((2, 4), device="meta") for rank in MESH.devices}},
+            None,
+            "the array of slot 0 of 'a' is a tensor on device meta",
+        ),
+        (
+            {"a": {rank: array.astype(int) for rank, array in rows().items()}},
+            None,
+            "arrays of 'a' of int64 for a plan of float32",
+        ),
+        ({"a": rows()}, [columns()], "out is a list; give arrays by tensor and slot"),
+        ({"a": rows()}, {"b": columns(), 1: {}}, r"'a' in out; got \['b', 1\]"),
+        ({"a": rows()}, {"a": {}}, "no array of 'a' for slot 0 in out"),
+    ],
+)
+def test_arrays_that_do_not_fit_a_job_are_refused_by_the_tensors_name(
+    arrays: Any, out: Any, message: str
+) -> None:
+    source, target = ROWS_TO_COLUMNS.source, ROWS_TO_COLUMNS.target
+    item = reshard.JobItem.between_ranks("a", dtype("float32"), source, target)
+    job = reshard.Job([item])
+    with pytest.raises(ShardError, match=message):
+        job.run(arrays, out)
+    if out is None:
+        staged = StagedJob(job, Topology.of(hosts=4, ranks_per_host=2))
+        with pytest.raises(ShardError, match=message):
+            staged.run(arrays)
 
 
 def test_a_job_writes_to_given_arrays_of_all_its_tensors() -> None:

@@ -9,7 +9,7 @@ loaded already, and never imported here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,8 +42,8 @@ class ArrayKind(Protocol):
 
     dtype: DType
 
-    def storage(self, array: Any) -> Storage:
-        """The array's elements, sharing its memory."""
+    def storage(self, array: Any, name: str = "the array") -> Storage:
+        """The array's elements, sharing its memory. Raises ShardError where that cannot be."""
 
     def writable(self, array: Any, name: str) -> Storage:
         """The same, to be written. Raises ShardError where it cannot be; `name` says whose."""
@@ -71,13 +71,13 @@ class NumpyArrays:
         self._numpy_dtype: np.dtype[Any] = example.dtype
         self.dtype = as_dtype(example.dtype)
 
-    def storage(self, array: Any) -> Storage:
+    def storage(self, array: Any, name: str = "the array") -> Storage:
         return np.asarray(array).view(self.dtype.storage)
 
     def writable(self, array: Any, name: str) -> Storage:
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise ShardError(f"{name} is read-only; give one that can be written")
-        return self.storage(array)
+        return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
         return storage.view(self._numpy_dtype)
@@ -124,16 +124,32 @@ class TorchTensors:
         carriers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
         self._carrier = getattr(self._torch, carriers.get(self.dtype.itemsize_bytes, "complex128"))
 
-    def storage(self, array: Any) -> Storage:
+    def storage(self, array: Any, name: str = "the array") -> Storage:
         if array.device.type != "cpu":
             raise ShardError(
-                f"a tensor on device {array.device}; plan.run works on CPU memory, move it with "
-                "tensor.cpu() first"
+                f"{name} is a tensor on device {array.device}; this works on CPU memory, move it "
+                "with tensor.cpu() first"
             )
         if array.layout != self._torch.strided:
-            raise ShardError(f"a tensor of layout {array.layout}; dense tensors are expected")
-        plain = array.detach().resolve_conj().resolve_neg()
-        viewed: Storage = plain.view(self._carrier).numpy()
+            raise ShardError(
+                f"{name} is a tensor of layout {array.layout}; dense tensors are expected"
+            )
+        try:
+            missing_bytes = _missing_bytes(array)
+            plain = array.detach().resolve_conj().resolve_neg()
+            viewed: Storage = plain.view(self._carrier).numpy()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise ShardError(
+                f"{name} is a {type(array).__name__} whose memory cannot be shared ({reason}); "
+                "give a plain tensor, for a DTensor its to_local()"
+            ) from error
+        if missing_bytes > 0:
+            # NumPy would take memory of its own in its place, with anything in it.
+            raise ShardError(
+                f"{name} is a tensor whose memory was freed: {missing_bytes} bytes are not there, "
+                "as in parameters that FSDP keeps sharded; gather it first, or give the shards"
+            )
         return viewed.view(self.dtype.storage)
 
     def writable(self, array: Any, name: str) -> Storage:
@@ -142,7 +158,7 @@ class TorchTensors:
                 f"{name} is a conjugate or negative that torch computes when it is read; give "
                 "the tensor itself"
             )
-        return self.storage(array)
+        return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
         carrier = self._torch.empty((), dtype=self._carrier).numpy().dtype
@@ -185,6 +201,16 @@ class TorchTensors:
         return self.storage(tensor.to(self._torch_dtype).contiguous())
 
 
+def _missing_bytes(tensor: Any) -> int:
+    """How many bytes behind the end of its memory a tensor would need. At most 0: none."""
+    if tensor.numel() == 0:
+        return 0
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dims)
+    there_bytes: int = tensor.untyped_storage().nbytes()
+    return int((last + 1) * tensor.element_size() - there_bytes)
+
+
 def is_integer(dtype: DType) -> bool:
     """Whether elements are whole numbers or truth values."""
     return dtype.name.startswith(("int", "uint", "bool"))
@@ -209,6 +235,35 @@ def check_by_slot(arrays: object, name: str) -> None:
         )
 
 
+def check_by_name(arrays: object, name: str) -> None:
+    """Raise ShardError for what is no table of tensors' arrays by name.
+
+    >>> check_by_name([{0: np.zeros(2)}], "out")
+    Traceback (most recent call last):
+        ...
+    reshard.errors.ShardError: out is a list; give arrays by tensor and slot, such as {'w': {0:
+    array}}
+    """
+    if not isinstance(arrays, Mapping):
+        raise ShardError(
+            f"{name} is a {type(arrays).__name__}; give arrays by tensor and slot, such as "
+            "{'w': {0: array}}"
+        )
+
+
+def in_order(keys: Iterable[Any]) -> list[Any]:
+    """Keys as an error lists them: in their order, where they have one.
+
+    >>> in_order([2, 1]), in_order([2, "1"])
+    ([1, 2], [2, '1'])
+    """
+    found = list(keys)
+    try:
+        return sorted(found)
+    except TypeError:
+        return found
+
+
 def kind_of(array: Any, name: str) -> ArrayKind:
     """The kind of an array; `name` says whose it is.
 
@@ -222,6 +277,11 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(array, torch.Tensor):
+            if not _has_shape(array):
+                raise ShardError(
+                    f"{name} is a {type(array).__name__} without a shape, nested or not yet "
+                    "initialized; dense tensors are expected"
+                )
             return TorchTensors(array)
         if isinstance(array, np.ma.MaskedArray):
             # Its mask would stay behind, and what it hides would show.
@@ -233,6 +293,13 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     raise ShardError(
         f"{name} is a {type(array).__name__}; NumPy arrays and torch CPU tensors are expected"
     )
+
+
+def _has_shape(tensor: Any) -> bool:
+    try:
+        return tensor.shape is not None
+    except RuntimeError:
+        return False
 
 
 def check_reduction(reduction: str, dtype: DType) -> None:

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from reshard.errors import UsageError
 from reshard.execution.arrays import Storage
 
@@ -130,11 +132,12 @@ def checked_threads(threads: int | None) -> int:
     """
     if threads is None:
         return available_threads()
-    if not isinstance(threads, int) or threads < 1:
+    is_number = isinstance(threads, int | np.integer) and not isinstance(threads, bool)
+    if not is_number or threads < 1:
         raise UsageError(
             f"threads={threads!r}; at least one thread copies, or None for one on each processor"
         )
-    return threads
+    return int(threads)
 
 
 def carry_out(copies: Iterable[Copy], threads: int) -> None:

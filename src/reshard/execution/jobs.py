@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage
+from reshard.execution.arrays import ArrayKind, Storage, check_by_name, in_order
 from reshard.execution.cells import cell_arrays, clear_pads
 from reshard.execution.copies import Copy, carry_out, checked_threads
-from reshard.execution.local import check_shards, finish_contributions
+from reshard.execution.local import check_shards, finish_contributions, source_storages
 from reshard.execution.outputs import (
     NamedStorage,
     check_apart,
@@ -62,18 +62,7 @@ def run_job(
     [1, 2, 3]
     """
     workers = checked_threads(threads)
-    kinds = {}
-    for item in job.items:
-        if item.name not in arrays:
-            raise ShardError(f"no arrays for tensor {item.name!r}; got {sorted(arrays)}")
-        kinds[item.name] = check_shards(item.plan, arrays[item.name])
-    held = {
-        item.name: {
-            slot: kinds[item.name].storage(arrays[item.name][slot])
-            for slot in item.plan.source.holders
-        }
-        for item in job.items
-    }
+    kinds, held = given_sources(job, arrays)
     if out is None:
         filled = {i.name: new_storages(i.plan.target, kinds[i.name]) for i in job.items}
     else:
@@ -103,14 +92,33 @@ def run_job(
     return results
 
 
+def given_sources(
+    job: Job, arrays: Mapping[str, Mapping[int, Any]]
+) -> tuple[dict[str, ArrayKind], dict[str, dict[int, Storage]]]:
+    """The kind of each tensor's source arrays, and their memory.
+
+    Raises ShardError for a tensor or an array that is missing, or does not fit the source.
+    """
+    check_by_name(arrays, "what is given")
+    kinds, held = {}, {}
+    for item in job.items:
+        name, tensor = item.name, f" of {item.name!r}"
+        if name not in arrays:
+            raise ShardError(f"no arrays for tensor {name!r}; got {in_order(arrays)}")
+        kinds[name] = check_shards(item.plan, arrays[name], tensor)
+        held[name] = source_storages(item.plan, kinds[name], arrays[name], tensor)
+    return kinds, held
+
+
 def _given(
     job: Job, kinds: Mapping[str, ArrayKind], out: Mapping[str, Mapping[int, Any]]
 ) -> dict[str, dict[int, Storage]]:
     """The memory of all arrays in `out`. Raises ShardError for one that does not fit."""
+    check_by_name(out, "out")
     found = {}
     for item in job.items:
         if item.name not in out:
-            raise ShardError(f"no arrays for tensor {item.name!r} in out; got {sorted(out)}")
+            raise ShardError(f"no arrays for tensor {item.name!r} in out; got {in_order(out)}")
         tensor = f" of {item.name!r}"
         layout = item.plan.target
         found[item.name] = given_storages(layout, kinds[item.name], out[item.name], tensor)

@@ -24,6 +24,7 @@ from reshard.execution.arrays import (
     check_by_slot,
     check_reduction,
     identity,
+    in_order,
     kind_of,
 )
 from reshard.execution.cells import cell_arrays, clear_pads, element_positions
@@ -78,7 +79,7 @@ def run(
     """
     workers = checked_threads(threads)
     kind = check_shards(plan, shards)
-    source = {slot: kind.storage(shards[slot]) for slot in plan.source.holders}
+    source = source_storages(plan, kind, shards)
     target = storages_to_fill(plan.target, kind, out, source)
     cells = cell_arrays(plan.target, target)
     copies = list(route_copies(plan, kind, cell_arrays(plan.source, source), cells))
@@ -90,42 +91,62 @@ def run(
     return {slot: out[slot] for slot in target}
 
 
-def check_shards(plan: Plan, shards: Mapping[int, Any]) -> ArrayKind:
-    """The kind of the arrays of a plan's source. Raises ShardError where they do not fit it."""
-    check_by_slot(shards, "what is given")
+def check_shards(plan: Plan, shards: Mapping[int, Any], tensor: str = "") -> ArrayKind:
+    """The kind of the arrays of a plan's source. Raises ShardError where they do not fit it.
+
+    `tensor` is what errors call the tensor, where a run has several.
+    """
+    check_by_slot(shards, f"what is given{tensor}")
     holders = plan.source.holders
     missing = [slot for slot in holders if slot not in shards]
     if missing:
         raise ShardError(
-            f"no array for slot {missing[0]}; the source holds data on slots {list(holders)}, "
-            f"got {sorted(shards)}"
+            f"no array{tensor} for slot {missing[0]}; the source holds data on slots "
+            f"{list(holders)}, got {in_order(shards)}"
         )
     if not holders:
-        raise ShardError("the source layout holds nothing, so there is nothing to run on")
-    kinds = {slot: kind_of(shards[slot], f"the array of slot {slot}") for slot in holders}
+        raise ShardError(f"the source layout{tensor} holds nothing, so there is nothing to run on")
+    kinds = {slot: kind_of(shards[slot], source_name(slot, tensor)) for slot in holders}
     kind = kinds[holders[0]]
     for slot, other in kinds.items():
         found, expected = tuple(shards[slot].shape), plan.source.local_shape(slot)
         if found != expected:
             raise ShardError(
-                f"the array of slot {slot} has shape {list(found)}, but the source layout says "
-                f"{list(expected or ())}"
+                f"{source_name(slot, tensor)} has shape {list(found)}, but the source layout "
+                f"says {list(expected or ())}"
             )
         if other.dtype is not kind.dtype or type(other) is not type(kind):
             raise ShardError(
-                f"the array of slot {slot} is {type(other).__name__} of {other.dtype.name}, "
+                f"{source_name(slot, tensor)} is {type(other).__name__} of {other.dtype.name}, "
                 f"that of slot {holders[0]} {type(kind).__name__} of {kind.dtype.name}; "
                 "all must be alike"
             )
     if plan.dtype is not None and kind.dtype is not plan.dtype:
         raise ShardError(
-            f"arrays of {kind.dtype.name} for a plan of {plan.dtype.name}; nothing is cast"
+            f"arrays{tensor} of {kind.dtype.name} for a plan of {plan.dtype.name}; nothing is cast"
         )
     for reduction in {plan.source.reduction, plan.target.reduction} - {None}:
         # Where only the target is a mean, its contributions are copies: nothing is divided.
         if reduction != "mean" or plan.source.reduction == "mean":
             check_reduction(str(reduction), kind.dtype)
     return kind
+
+
+def source_storages(
+    plan: Plan, kind: ArrayKind, shards: Mapping[int, Any], tensor: str = ""
+) -> dict[int, Storage]:
+    """The memory of a plan's source arrays, that were checked.
+
+    Raises ShardError where it is elsewhere, or cannot be shared; `tensor` as in `check_shards`.
+    """
+    return {
+        slot: kind.storage(shards[slot], source_name(slot, tensor)) for slot in plan.source.holders
+    }
+
+
+def source_name(slot: int, tensor: str = "") -> str:
+    """What an error calls the array that was given for a slot."""
+    return f"the array of slot {slot}{tensor}"
 
 
 def finish_contributions(plan: Plan, kind: ArrayKind, cells: Mapping[int, Storage]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage, check_by_slot, kind_of
+from reshard.execution.arrays import ArrayKind, Storage, check_by_slot, in_order, kind_of
 from reshard.layout import Layout
 
 # Two arrays of one memory are told apart by solving for indices of a common element; what takes
@@ -85,7 +85,7 @@ def given_storages(
     if missing:
         raise ShardError(
             f"no array{tensor} for slot {missing[0]} in out; the target holds data on slots "
-            f"{list(layout.holders)}, got {sorted(out)}"
+            f"{list(layout.holders)}, got {in_order(out)}"
         )
     found = {}
     for slot in layout.holders:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reshard.collectives.steps import Permute
 from reshard.errors import ShardError
-from reshard.execution.arrays import check_by_slot
+from reshard.execution.arrays import check_by_slot, in_order
 from reshard.execution.copies import Copy, carry_out, checked_threads
-from reshard.execution.local import check_shards
+from reshard.execution.local import check_shards, source_storages
 from reshard.execution.outputs import storages_to_fill
 from reshard.planning.plan import Plan
 from reshard.sharding import ShardingSpec
@@ -71,8 +71,7 @@ def run_program(
     kind = check_shards(direct, shards)
     if out is not None:
         # The last step reads what the steps before made: what is wrong has to be found here.
-        sources = {slot: kind.storage(shards[slot]) for slot in direct.source.holders}
-        storages_to_fill(direct.target, kind, out, sources)
+        storages_to_fill(direct.target, kind, out, source_storages(direct, kind, shards))
     found: Mapping[int, Array] = shards
     for step in program.steps:
         found = run_step(step, found, out if step is program.steps[-1] else None, threads)
@@ -103,7 +102,7 @@ def _check_ranks(source: ShardingSpec, plan: Plan, shards: Mapping[int, Array]) 
         holders = source.layout(plan.source.shape).holders
         raise ShardError(
             f"no array for rank {missing[0]}; `{source}` holds data on ranks {list(holders)}, "
-            f"got {sorted(shards)}"
+            f"got {in_order(shards)}"
         )
 
 
@@ -114,8 +113,9 @@ def _permuted(
     threads: int | None,
 ) -> dict[int, Array]:
     """Whole shards that change places are copied as they are."""
-    kind = check_shards(Plan(step.source_layout, step.source_layout), shards)
-    held = {slot: kind.storage(shards[slot]) for slot in step.source_layout.holders}
+    unmoved = Plan(step.source_layout, step.source_layout)
+    kind = check_shards(unmoved, shards)
+    held = source_storages(unmoved, kind, shards)
     target = storages_to_fill(step.target_layout, kind, out, held)
     carry_out(
         # An empty shard may have another shape than the one it is taken from.

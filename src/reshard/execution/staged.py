@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.errors import ShardError
 from reshard.execution.cells import cell_arrays, clear_pads
 from reshard.execution.copies import available_threads, carry_out
-from reshard.execution.local import check_shards, finish_contributions
+from reshard.execution.jobs import given_sources
+from reshard.execution.local import finish_contributions
 from reshard.execution.outputs import new_storages
 from reshard.execution.transfer_copies import transfer_copies
 
@@ -34,17 +34,12 @@ def run_staged(
         ShardError: a tensor or an array that is missing, or has another shape or dtype.
     """
     workers = available_threads()
-    kinds = {}
-    for item in staged.job.items:
-        if item.name not in shards:
-            raise ShardError(f"no arrays for tensor {item.name!r}; got {sorted(shards)}")
-        kinds[item.name] = check_shards(item.plan, shards[item.name])
+    kinds, sources = given_sources(staged.job, shards)
     results: dict[str, dict[int, Array]] = {}
     for number, item in enumerate(staged.job.items):
         plan, kind = item.plan, kinds[item.name]
-        source = {slot: kind.storage(shards[item.name][slot]) for slot in plan.source.holders}
         target = new_storages(plan.target, kind)
-        source_cells = cell_arrays(plan.source, source)
+        source_cells = cell_arrays(plan.source, sources[item.name])
         target_cells = cell_arrays(plan.target, target)
         clear_pads(plan.target, target_cells)
         exchange, fan_out = staged.transfers(number)
