@@ -3,7 +3,8 @@
 NumPy's main namespace follows the standard, so it says what is right: values, shapes and element
 types. Each function is called on all element types that the standard gives it, on arrays of 0 to
 3 dimensions, sizes of 0 and 1 among them, sharded at random over a mesh of 2x3. The standard's own
-suite is on no package index, so this is not it.
+suite is on no package index, so this is not it; what else that tests is in `test_array_api_details`
+and `test_array_api_indices`.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def calls() -> dict[str, list[tuple[Callable[..., Any], list[Any]]]]:
         "can_cast": [
             (lambda xp: [xp.can_cast("int8", "int16"), xp.can_cast("float64", "int8")], [])
         ],
-        "finfo": [(lambda xp: [xp.finfo(xp.float32).eps], [])],
+        "finfo": [(lambda xp: [float(xp.finfo(xp.float32).eps)], [])],
         "iinfo": [(lambda xp: [xp.iinfo(xp.int16).max], [])],
         "isdtype": [
             (lambda xp, kind=kind: [xp.isdtype(xp.int8, kind), xp.isdtype(xp.float32, kind)], [])

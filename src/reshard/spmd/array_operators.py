@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import ShardError, UsageError
@@ -33,6 +34,11 @@ class ArrayOperators:
     """What an array does when an operator, or a function of NumPy, is applied to it."""
 
     __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        raise NotImplementedError
 
     @property
     def ndim(self) -> int:
@@ -170,6 +176,16 @@ class ArrayOperators:
 
     def __getitem__(self, key: Any) -> Any:
         return getitem(self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.ndim:
+            raise TypeError("an array of no dimensions has no parts to go through")
+        return (self[index] for index in range(self.shape[0]))
+
+    def __contains__(self, value: Any) -> bool:
+        from reshard.spmd.statistics import any as any_of
+
+        return bool(any_of(e.equal(self, value)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise ShardError(

@@ -20,6 +20,7 @@ from reshard.spmd import elementwise
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
+from reshard.spmd.data_types import check_device
 from reshard.spmd.manipulation import broadcast_to, reshape
 from reshard.spmd.runner import runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
@@ -60,6 +61,7 @@ def asarray(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """Data as an array in shards: see `array`. Raises UsageError where it cannot share memory."""
+    check_device(device, obj if isinstance(obj, ArrayValue) else None)
     if copy is False and not isinstance(obj, ArrayValue) and not hasattr(obj, "shape"):
         raise UsageError(f"{type(obj).__name__} without a copy; leave out copy=False")
     if copy and hasattr(obj, "__array__") and not isinstance(obj, ArrayValue):
@@ -79,8 +81,16 @@ def _nested(data: Any) -> Any:
 
 
 def from_dlpack(x: Any, /, *, device: object = None, copy: bool | None = None) -> ShardedArray:
-    """Another library's array, by the DLPack protocol."""
-    return array(np.from_dlpack(x))
+    """Another library's array, by the DLPack protocol. Raises UsageError for one that has none."""
+    check_device(device)
+    try:
+        found = np.from_dlpack(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"from_dlpack of a {type(x).__name__}: {error}; give another library's array, on the "
+            "CPU"
+        ) from error
+    return array(np.array(found) if copy else found)
 
 
 def full(
@@ -92,6 +102,7 @@ def full(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """An array of one number."""
+    check_device(device)
     sizes = _shape(shape)
     value = np.full((), fill_value, dtype=_own(dtype))
     runner = runner_for()
@@ -120,7 +131,8 @@ def zeros(
     >>> zeros((3, 2), spec=spec(DeviceMesh.of(x=2), "x, -")).shards[1].tolist()
     [[0.0, 0.0]]
     """
-    return full(shape, 0, dtype="float64" if dtype is None else dtype, spec=spec)
+    wanted = "float64" if dtype is None else dtype
+    return full(shape, 0, dtype=wanted, device=device, spec=spec)
 
 
 def ones(
@@ -131,7 +143,8 @@ def ones(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """An array of ones, of `float64` when no type is given."""
-    return full(shape, 1, dtype="float64" if dtype is None else dtype, spec=spec)
+    wanted = "float64" if dtype is None else dtype
+    return full(shape, 1, dtype=wanted, device=device, spec=spec)
 
 
 def empty(
@@ -142,7 +155,7 @@ def empty(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """An array whose elements mean nothing: they are zeros, for it never changes."""
-    return zeros(shape, dtype=dtype, spec=spec)
+    return zeros(shape, dtype=dtype, device=device, spec=spec)
 
 
 @of_arrays
@@ -150,6 +163,7 @@ def full_like(
     x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None
 ) -> ShardedArray:
     """An array of one number, with the shape and the sharding of another."""
+    check_device(device, x)
     wanted = x.dtype if dtype is None else as_dtype(dtype)
     value = elementwise.whole(x, np.full((), fill_value, dtype=wanted.numpy))
     spec = x.type.spec
@@ -160,19 +174,19 @@ def full_like(
 @of_arrays
 def zeros_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Zeros with the shape and the sharding of another array."""
-    return full_like(x, 0, dtype=dtype)
+    return full_like(x, 0, dtype=dtype, device=device)
 
 
 @of_arrays
 def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Ones with the shape and the sharding of another array."""
-    return full_like(x, 1, dtype=dtype)
+    return full_like(x, 1, dtype=dtype, device=device)
 
 
 @of_arrays
 def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
     """Elements that mean nothing, with the shape and the sharding of another array."""
-    return full_like(x, 0, dtype=dtype)
+    return full_like(x, 0, dtype=dtype, device=device)
 
 
 def arange(
@@ -186,6 +200,7 @@ def arange(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """Numbers from `start` up to `stop`, that one left out; from 0 up to `start` without it."""
+    check_device(device)
     low, high = (0, start) if stop is None else (start, stop)
     with _said(
         f"arange from {low!r} to {high!r} by {step!r}", "give numbers, and a step that is not 0"
@@ -206,6 +221,7 @@ def linspace(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """`num` numbers at equal distances."""
+    check_device(device)
     with _said(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
     ):
@@ -224,6 +240,7 @@ def eye(
     spec: ShardingSpec | None = None,
 ) -> ShardedArray:
     """Ones on a diagonal, zeros elsewhere."""
+    check_device(device)
     own = np.float64 if dtype is None else _own(dtype)
     rows, columns = _shape((n_rows, n_rows if n_cols is None else n_cols))
     with _said(f"eye with its diagonal at {k!r}", "give a whole number"):

@@ -8,7 +8,7 @@ Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
 
     Partial sums stay partial where the new type loses nothing: a float to a wider one.
     """
+    check_device(device, x)
     wanted = as_dtype(dtype)
     if wanted is x.dtype:
         return x
@@ -74,19 +75,74 @@ def _holds(dtype: DType, wanted: DType) -> object:
     return np.can_cast(dtype.numpy, wanted.numpy)
 
 
+def check_device(device: object, beside: Any = None) -> None:
+    """Raises UsageError for a device other than that where arrays are made, or that of `beside`."""
+    own = getattr(beside, "device", "cpu")
+    if device is not None and str(device) != own:
+        raise UsageError(
+            f"device {device!r}; {own!r} was expected, for shards stay where they are made: give a "
+            "tensor of that device to sp.array or sp.from_shards"
+        )
+
+
 def can_cast(from_: Any, to: object, /) -> object:
     """Whether every number of one type (or array) is one of another type too."""
     return np.can_cast(_type_of(from_).numpy, as_dtype(to).numpy)
 
 
-def finfo(type: Any, /) -> Any:
-    """What a floating type can hold: see `numpy.finfo`."""
-    return np.finfo(_type_of(type).numpy)
+class FloatInfo(NamedTuple):
+    """What a floating type can hold; of a complex one, its parts."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: DType
 
 
-def iinfo(type: Any, /) -> Any:
-    """What a type of whole numbers can hold: see `numpy.iinfo`."""
-    return np.iinfo(_type_of(type).numpy)
+class IntegerInfo(NamedTuple):
+    """What a type of whole numbers can hold."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: DType
+
+
+def finfo(type: Any, /) -> FloatInfo:
+    """What a floating type, or that of an array, can hold. Raises UsageError for another type.
+
+    >>> finfo(float32).bits, finfo(complex128).dtype
+    (32, DType('float64'))
+    """
+    known = _type_of(type)
+    if kind_of(known) not in ("real floating", "complex floating"):
+        raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
+    found = np.finfo(known.numpy)
+    return FloatInfo(
+        int(found.bits),
+        float(found.eps),
+        float(found.max),
+        float(found.min),
+        float(found.smallest_normal),
+        as_dtype(found.dtype),
+    )
+
+
+def iinfo(type: Any, /) -> IntegerInfo:
+    """What a type of whole numbers, or that of an array, can hold.
+
+    Raises UsageError for another type.
+
+    >>> iinfo(int8)
+    IntegerInfo(bits=8, max=127, min=-128, dtype=DType('int8'))
+    """
+    known = _type_of(type)
+    if kind_of(known) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"iinfo of {known}; a type of whole numbers was expected")
+    found = np.iinfo(known.numpy)
+    return IntegerInfo(found.bits, int(found.max), int(found.min), known)
 
 
 def isdtype(dtype: object, kind: Any) -> object:
@@ -108,6 +164,8 @@ def isdtype(dtype: object, kind: Any) -> object:
 
 def result_type(*arrays_and_dtypes: Any) -> DType:
     """The type that operands of these types (arrays, types, numbers) make together."""
+    if not arrays_and_dtypes:
+        raise UsageError("the type of nothing; give at least one array or type")
     given = []
     for value in arrays_and_dtypes:
         is_number = isinstance(value, int | float | complex) and not isinstance(value, DType)

@@ -13,6 +13,7 @@ import numpy as np
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd.array_arguments import of_arrays
+from reshard.spmd.data_types import check_device
 from reshard.spmd.manipulation import roll
 from reshard.spmd.operation_call import call
 from reshard.spmd.operators.shapes import axis_of
@@ -82,18 +83,25 @@ irfftn = _along_many("irfftn", "What `rfftn` transformed, back.")
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
     """The frequencies of `fft`."""
-    return _frequencies(np.fft.fftfreq(n, d), dtype)
+    return _frequencies(np.fft.fftfreq, n, d, dtype, device)
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
     """The frequencies of `rfft`."""
-    return _frequencies(np.fft.rfftfreq(n, d), dtype)
+    return _frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
-def _frequencies(found: Any, dtype: object) -> Any:
+def _frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
     from reshard.spmd.runner import runner_for
     from reshard.spmd.sharded_array import array
 
+    check_device(device)
+    if not hasattr(n, "__index__") or n < 1 or not d:
+        raise UsageError(
+            f"frequencies of {n!r} samples {d!r} apart; give 1 or more of them, and a distance "
+            "that is not 0"
+        )
+    found = function(n, d)
     return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
 
 

@@ -125,7 +125,10 @@ def getitem(x: Any, key: Any) -> Any:
         return _masked(x, items[0])
     if any(_is_mask(item) for item in items):
         raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
-    if any(_is_array(item) for item in items):
+    arrays = [place for place, item in enumerate(items) if _is_array(item)]
+    if len(arrays) == 1 and not any(map(_is_number, items)):
+        return _taken_between(x, items, arrays[0])
+    if arrays:
         return _gathered(x, items)
     return _basic(x, items)
 
@@ -146,14 +149,33 @@ def _item(item: Any) -> Any:
 def _is_array(item: Any) -> bool:
     if isinstance(item, ArrayValue):
         return True
-    return library_of(item) is not None and len(item.shape) > 0
+    return library_of(item) is not None and (len(item.shape) > 0 or _is_truth(item))
+
+
+def _is_number(item: Any) -> bool:
+    return not _is_array(item) and hasattr(item, "__index__")
+
+
+def _is_truth(item: Any) -> bool:
+    # A single truth value of NumPy is no array: it is refused, as Python's own are.
+    is_bool = str(item.dtype).removeprefix("torch.") == "bool"
+    return is_bool and not isinstance(item, np.generic)
 
 
 def _is_mask(item: Any) -> bool:
-    return _is_array(item) and str(item.dtype).removeprefix("torch.") == "bool"
+    return _is_array(item) and _is_truth(item)
 
 
 def _masked(x: Any, mask: Any) -> Any:
+    given = tuple(mask.shape)
+    fits = len(given) <= x.ndim and all(
+        one in (size, 0) for one, size in zip(given, x.shape, strict=False)
+    )
+    if not fits:
+        raise ArrayIndexError(
+            f"a mask of shape {list(given)} for shape {list(x.shape)}; give one of its leading "
+            "dimensions"
+        )
     dense = x.to_dense()
     chosen = (
         mask.to_dense()
@@ -161,6 +183,16 @@ def _masked(x: Any, mask: Any) -> Any:
         else x.runner.library.array(mask, beside=dense)
     )
     return whole(x, dense[chosen])
+
+
+def _taken_between(x: Any, items: list[Any], place: int) -> Any:
+    """Whole numbers in one array, beside slices, `...` and None: its dimensions stand in place."""
+    others = [slice(None) if n == place else item for n, item in enumerate(items)]
+    found = _basic(x, others)
+    # What stands behind is counted from the end: `...` may be ahead.
+    ahead = items[:place]
+    axis = len(ahead) if Ellipsis not in ahead else found.ndim - (len(items) - place)
+    return take(found, items[place], axis=axis)
 
 
 def _gathered(x: Any, items: list[Any]) -> Any:

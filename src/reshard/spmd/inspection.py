@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.spmd import data_types
-from reshard.spmd.data_types import BY_KIND, isdtype
+from reshard.spmd.data_types import BY_KIND, check_device, isdtype
 
 
 class NamespaceInfo:
@@ -30,6 +30,7 @@ class NamespaceInfo:
 
     def default_dtypes(self, *, device: object = None) -> dict[str, DType]:
         """The types that numbers get, by kind."""
+        check_device(device)
         return {
             "real floating": data_types.float64,
             "complex floating": data_types.complex128,
@@ -39,6 +40,7 @@ class NamespaceInfo:
 
     def dtypes(self, *, device: object = None, kind: Any = None) -> dict[str, DType]:
         """The types of a kind, or of several; all when None."""
+        check_device(device)
         return {
             one.name: one
             for types in BY_KIND.values()

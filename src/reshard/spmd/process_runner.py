@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.collectives.steps import Exchange
-from reshard.errors import MeshError, ReshardError, RunError
+from reshard.errors import MeshError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
@@ -111,6 +111,12 @@ class OverProcesses(Runner):
         if source.layout is whole:
             return shards[0]
         return self._exchanged(source, whole)(shards)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "an array over processes cannot be pickled: each process has its own shard. Pickle "
+            "x.shards and x.spec, and make it anew with sp.from_shards; or save a checkpoint"
+        )
 
     def __repr__(self) -> str:
         return f"over_processes() of rank {self.rank}"

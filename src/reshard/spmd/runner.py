@@ -134,6 +134,9 @@ class InProcess(Runner):
             gather = self._gathers[source] = copies(plan, devices, devices[:1], self.library)
         return gather(shards)[0]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (in_process, (self.library.name,))
+
     def __repr__(self) -> str:
         return f"in_process({self.library.name!r})"
 

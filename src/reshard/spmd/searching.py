@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from reshard.errors import UsageError
 from reshard.spmd import elementwise
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.elementwise import operands, whole
@@ -62,6 +63,8 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
 @of_arrays
 def nonzero(x: Any, /) -> tuple[Any, ...]:
     """The indices of what is not zero, by dimension; not sharded."""
+    if not x.ndim:
+        raise UsageError("nonzero of an array of no dimensions; it has no indices: reshape it")
     return tuple(whole(x, one) for one in x.runner.library.namespace.nonzero(x.to_dense()))
 
 
@@ -134,6 +137,8 @@ def unique_values(x: Any, /) -> Any:
 def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Any:
     """The differences of neighbours along an axis, taken `n` times."""
     place = axis_of(x.ndim, axis)
+    if not hasattr(n, "__index__") or n < 0:
+        raise UsageError(f"differences taken {n!r} times; give a whole number of 0 or more")
     parts = []
     for one in (prepend, x, append):
         if one is None:

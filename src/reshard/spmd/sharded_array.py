@@ -30,6 +30,7 @@ from reshard.spmd.pending_sums import without_pending
 from reshard.spmd.runner import Runner, runner_for
 
 Dims = Iterable[DimSpec | Sequence[str]]
+_API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
 
 
 class ShardedArray(ArrayValue, ArrayOperators):
@@ -139,10 +140,25 @@ class ShardedArray(ArrayValue, ArrayOperators):
             raise TypeError("an array of no dimensions has no length")
         return self.shape[0]
 
+    def __copy__(self) -> ShardedArray:
+        return self
+
+    def __deepcopy__(self, known: Any) -> ShardedArray:
+        # It never changes, so one is as good as two.
+        return self
+
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """The namespace of the array API for such arrays: `reshard.spmd`."""
+        """The namespace of the array API for such arrays: `reshard.spmd`.
+
+        Raises UsageError for a version of the standard that it does not have.
+        """
         import reshard.spmd
 
+        if api_version is not None and api_version not in _API_VERSIONS:
+            raise UsageError(
+                f"version {api_version!r} of the array API; this is one of "
+                f"{', '.join(_API_VERSIONS)}"
+            )
         return reshard.spmd
 
     def __dlpack__(self, **options: Any) -> Any:
