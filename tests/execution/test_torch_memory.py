@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from execution.example_arrays import MESH, Shards, plan_of
 from reshard.errors import ShardError
@@ -37,15 +36,23 @@ def cut_off(*shape: int) -> torch.Tensor:
     return tensor
 
 
-def fake(*shape: int) -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.ones(shape)
+class Wrapper(torch.Tensor):
+    """A shape whose elements are elsewhere, as DTensor is."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
+def wrapper(*shape: int) -> torch.Tensor:
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(Wrapper, shape)  # type: ignore[attr-defined]
+    return made
 
 
 BAD = [
     (freed, "is a tensor whose memory was freed: 32 bytes are not there"),
     (cut_off, "is a tensor whose memory was freed: 4 bytes are not there"),
-    (fake, r"is a FakeTensor whose memory cannot be shared \(.*\); give a plain tensor"),
+    (wrapper, r"is a Wrapper whose memory cannot be shared \(.*\); give a plain tensor"),
     (lambda *shape: torch.ones(shape, device="meta"), "is a tensor on device meta"),
     (lambda *shape: torch.ones(shape).to_sparse(), "is a tensor of layout torch.sparse_coo"),
     (

@@ -138,7 +138,7 @@ class TorchTensors:
             missing_bytes = _missing_bytes(array)
             plain = array.detach().resolve_conj().resolve_neg()
             viewed: Storage = plain.view(self._carrier).numpy()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise ShardError(
                 f"{name} is a {type(array).__name__} whose memory cannot be shared ({reason}); "
