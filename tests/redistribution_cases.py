@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,13 @@ class Case:
         return math.prod(self.mesh)
 
 
-# How many of the pairs on 2x2x2 are taken.
+# How many of the pairs on 2x2x2 are redistributed one by one, where not all are.
 SAMPLE = 60
+
+
+def sampled(pairs: list[Pair]) -> list[Pair]:
+    """Some of many pairs, always the same."""
+    return random.Random(0).sample(pairs, SAMPLE) if len(pairs) > SAMPLE else pairs
 
 
 def words(count: int, kinds: tuple[str, ...]) -> list[str]:
@@ -73,15 +79,19 @@ STRIDED_ON_4X2 = [
 ]
 
 
-def on_eight() -> list[Case]:
-    """(16, 24) between all placements on 8 and 4x2; of the 1,728 pairs on 2x2x2 a sample."""
+def placement_pairs(axes: int) -> list[Pair]:
+    """Between all placements of two dimensions, contributions on the source's side only."""
+    before, after = words(axes, ("R", "S0", "S1", "P")), words(axes, ("R", "S0", "S1"))
+    return list(itertools.product(before, after))
+
+
+def on_eight(is_all: bool) -> list[Case]:
+    """(16, 24) between all placements on 8, 4x2 and 2x2x2, and (8, 8, 8) on 2x2x2."""
     found = []
     for mesh in ((8,), (4, 2), (2, 2, 2)):
-        before = words(len(mesh), ("R", "S0", "S1", "P"))
-        after = words(len(mesh), ("R", "S0", "S1"))
-        pairs = list(itertools.product(before, after))
-        if len(pairs) > SAMPLE:
-            pairs = random.Random(0).sample(pairs, SAMPLE)
+        pairs = placement_pairs(len(mesh))
+        if not is_all:
+            pairs = sampled(pairs)
         found += [Case(mesh, (16, 24), *pair) for pair in pairs]
     for before, after in (
         ("S0 S0 S0", "S1 S1 S1"),
@@ -93,13 +103,13 @@ def on_eight() -> list[Case]:
     return found
 
 
-def plain_cases(ranks: int) -> list[Case]:
-    """The cases that DTensor can move as well."""
+def plain_cases(ranks: int, is_all: bool = False) -> list[Case]:
+    """The cases that DTensor can move as well; all of them, or a sample of the many."""
     found = on_one_axis(ranks)
     if ranks == 4:
         found += ON_2X2
     if ranks == 8:
-        found += on_eight()
+        found += on_eight(is_all)
     return found
 
 
@@ -119,13 +129,13 @@ def orders(axes: tuple[str, ...]) -> list[str]:
     return found
 
 
-def order_pairs(ranks: int) -> list[tuple[Shape, str, str]]:
-    """All orders of (17, 5) on 2x2, and of the 1,444 pairs of orders on 2x2x2 a sample."""
+def order_pairs(ranks: int, is_all: bool = False) -> list[tuple[Shape, str, str]]:
+    """From each order of (17, 5) to each, on 2x2 and, all or a sample, on 2x2x2."""
     if ranks == 4:
         texts = orders(("x", "y"))
         return [((2, 2), *pair) for pair in itertools.product(texts, repeat=2)]
     if ranks == 8:
         texts = orders(("x", "y", "z"))
         pairs = list(itertools.product(texts, repeat=2))
-        return [((2, 2, 2), *pair) for pair in random.Random(1).sample(pairs, SAMPLE)]
+        return [((2, 2, 2), *pair) for pair in (pairs if is_all else sampled(pairs))]
     return []

@@ -1,9 +1,13 @@
-"""One rank of a job that redistributes tensors, and compares them with what they must be."""
+"""One rank of a job that redistributes tensors, and compares them with what they must be.
+
+Argument: `all`, for thousands of pairs one by one, of which there is a sample otherwise.
+"""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import sys
 import warnings
 from typing import Any
 
@@ -16,11 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import reshard
-from redistribution_cases import Case, order_pairs, plain_cases, strided_cases
+from redistribution_cases import Case, order_pairs, placement_pairs, plain_cases, strided_cases
 from reshard.layout import Box, Layout
+from reshard.planning.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import Contents, contents_of_spec, reduced, shards_of
-from reshard.torch import Redistribution, redistribute
+from reshard.torch import Redistribution, redistribute, refit
 from reshard.torch.distributed_tensor import sharding_of_placements
 
 MESHES: dict[tuple[int, ...], TorchMesh] = {}
@@ -145,9 +150,9 @@ def check_gradient(case: Case) -> None:
     check_equal(ours.to_local(), theirs.to_local(), f"the gradient of {case}")
 
 
-def check_orders(ranks: int) -> None:
+def check_orders(ranks: int, is_all: bool) -> None:
     """Axes that cut in any order: more than placements can say."""
-    for mesh_shape, before, after in order_pairs(ranks):
+    for mesh_shape, before, after in order_pairs(ranks, is_all):
         mesh = reshard.DeviceMesh("m", mesh_shape, ("x", "y", "z")[: len(mesh_shape)])
         specs = [reshard.spec(mesh, text) for text in (before, after)]
         (value,) = contributions((17, 5), 1, "float32")
@@ -298,19 +303,55 @@ def check_gradients_across_ranks(ranks: int) -> None:
         check_equal(tensor.grad, weights[box.start[0] : box.stop[0]], "a gradient across ranks")
 
 
-def main() -> None:
+def check_every_pair_at_once() -> None:
+    """All pairs of placements of (16, 24), and of orders of (17, 5), on 2x2x2 in one exchange."""
+    sizes = (2, 2, 2)
+    mesh = reshard.DeviceMesh("m", sizes, ("x", "y", "z"))
+    cuts = {
+        words: sharding_of_placements(torch_mesh(sizes), placements(words), 2)
+        for pair in placement_pairs(3)
+        for words in pair
+    }
+    texts = {text: reshard.spec(mesh, text) for _, text, _ in order_pairs(8, is_all=True)}
+    movements = [
+        *(
+            (shape, specs[before], specs[after], (before, after))
+            for shape, specs, pairs in (
+                ((16, 24), cuts, placement_pairs(3)),
+                ((17, 5), texts, [pair for _, *pair in order_pairs(8, is_all=True)]),
+            )
+            for before, after in pairs
+        )
+    ]
+    source, target, expected = {}, {}, {}
+    for number, (shape, before, after, _) in enumerate(movements):
+        contents, name = contents_of(before, shape), str(number)
+        dense = contributions(shape, contents.contributions, "float32")
+        source[name] = given(contents, dense), before.layout(shape)
+        expected[name] = wanted(after, shape, reduced(contents.reduction, dense))
+        target[name] = torch.zeros_like(expected[name]), after.layout(shape)
+    done = refit(source, target, planning="centralized")
+    for name, value in expected.items():
+        check_equal(target[name][0], value, movements[int(name)][-1])
+    least = sum(4 * Plan(source[name][1], target[name][1]).moved_elements for name in expected)
+    COUNTS.append(("all pairs at once", least, done.received_bytes, done.sent_bytes))
+
+
+def main(is_all: bool) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     ranks = dist.get_world_size()
     warnings.filterwarnings("ignore", message="ComplexHalf")
     torch._logging.set_logs(all=40)
-    plain = plain_cases(ranks)
+    plain = plain_cases(ranks, is_all)
     for case in plain:
         check_case(case, is_dtensors=True)
     for case in strided_cases(ranks):
         check_case(case, is_dtensors=False)
     for case in [one for one in plain if "P" not in one.after][::5]:
         check_gradient(case)
-    check_orders(ranks)
+    check_orders(ranks, is_all)
+    if ranks == 8:
+        check_every_pair_at_once()
     check_other_meshes(ranks)
     check_bare_layouts(ranks)
     check_order_of_contributions(ranks)
@@ -321,4 +362,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(is_all="all" in sys.argv)

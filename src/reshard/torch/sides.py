@@ -146,7 +146,9 @@ def checked_local(
 
 def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     """Raise ShardError for a target that has elements twice, or shares memory with the source."""
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+    steps = zip(out.stride(), out.shape, strict=True)
+    # NumPy's tensors without elements have such strides too.
+    if out.numel() and any(stride == 0 and size > 1 for stride, size in steps):
         raise ShardError(
             f"out has strides {list(out.stride())}, so that elements of it are one; give it "
             "memory of its own"
