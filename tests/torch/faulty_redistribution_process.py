@@ -21,9 +21,10 @@ from reshard.collectives import Program, find_program
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.topology import Link, Topology
-from reshard.torch import redistribute
+from reshard.torch import is_usable, redistribute
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, Exchange
 from reshard.torch.group_rounds import GroupRounds
+from reshard.torch.usability import mark_unusable
 
 TIMEOUT_S = 3
 SHAPE = (12, 12)
@@ -145,6 +146,19 @@ def disagreements() -> None:
         ),
     )
     tensor = own()
+    if rank == 1:
+        mark_unusable(tensor)
+    expect(
+        RunError,
+        "rank 1: ShardError: tensor, torch.float32 of shape [4, 12], is partly new and partly old",
+        lambda: redistribute(tensor, columns, source=rows),
+    )
+    tensor.fill_(1)
+    redistribute(tensor, columns, source=rows)
+    filled = torch.zeros(columns.local_shape(rank))
+    mark_unusable(filled)
+    redistribute(tensor, columns, source=rows, out=filled)
+    assert is_usable(filled)
     expect(
         RunError,
         "out shares memory with the tensor itself",
@@ -302,8 +316,14 @@ def in_the_middle(fail: Callable[[], None]) -> None:
     out = torch.zeros(columns.local_shape(rank))
     # Tiny messages: most are not yet posted when the rank fails.
     begun = redistribute(own(), columns, source=rows, out=out, async_op=True, extra_bytes=64)
-    expect(RunError, "not usable" if rank != 1 else "out of memory", begun.wait)
+    told = f"out, torch.float32 of shape {list(out.shape)}, is partly new and not usable"
+    expect(RunError, told if rank != 1 else "out of memory", begun.wait)
     expect(RunError, "not usable", begun.wait)
+    assert not begun.is_usable
+    assert not is_usable(out)
+    # What the user writes is the user's.
+    out.zero_()
+    assert is_usable(out)
 
 
 def out_of_memory() -> None:

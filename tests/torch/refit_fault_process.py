@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from refit_models import CUTS, expect, expect_same, laid_out, layouts_of, values, zeros
 from reshard.errors import PlanError, ReshardError, RunError
-from reshard.torch import Refit, Transform
+from reshard.torch import Refit, Transform, is_usable
+from reshard.torch.usability import mark_unusable
 
 FAULTY = 1
 TIMEOUT_S = 5
@@ -89,11 +90,20 @@ def fails_in_the_middle(at: str, kills: bool) -> None:
         raise SystemExit("a rank failed, and this one knows nothing of it")
     expect(time.monotonic() - begun_s < 4 * TIMEOUT_S, "too late")
     expect(not done.is_usable, "a target that is partly new counts as usable")
+    expect(not any(is_usable(t) for t, _ in target.values()), "its tensors count as usable")
     if kills:
         return
     done.renew(new_group(PATIENT_S))
     done.run()
     expect(done.is_usable, "not usable after a good run")
+    expect(all(is_usable(t) for t, _ in target.values()), "its tensors do not count as usable")
+    mark_unusable(next(iter(target.values()))[0])
+    try:
+        Refit.prepare(target, laid_out(zeros(values()), layouts_of(3))).run()
+    except RunError as error:
+        expect("embed.weight of the source is partly new and partly old" in str(error), str(error))
+    else:
+        raise SystemExit("a source that is partly new was taken")
     rows = {name: cut if name != "down.weight" else "tp, -" for name, cut in CUTS.items()}
     expect_same(target, laid_out(values(), layouts_of(3, rows)), "after a failure")
 

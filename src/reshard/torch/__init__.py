@@ -11,6 +11,7 @@ from reshard.torch.recipe_models import by_recipe
 from reshard.torch.redistribution import Redistribution, redistribute
 from reshard.torch.refitting import Refit, refit
 from reshard.torch.transforms import BlockQuantized, Cast, Transform
+from reshard.torch.usability import is_usable
 
 __all__ = [
     "BlockQuantized",
@@ -22,6 +23,7 @@ __all__ = [
     "Refit",
     "Transform",
     "by_recipe",
+    "is_usable",
     "layout_of",
     "load",
     "rank_of",

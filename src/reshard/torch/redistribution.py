@@ -47,6 +47,7 @@ from reshard.torch.sides import (
     checked_local,
     shape_of,
 )
+from reshard.torch.usability import is_usable, mark_unusable, mark_usable
 
 
 class Redistribution:
@@ -74,7 +75,16 @@ class Redistribution:
         self.program = prepared.program
         self.received_bytes = run.received_bytes
         self.sent_bytes = run.sent_bytes
-        run.start()
+        try:
+            run.start()
+        except BaseException:
+            self._mark_out(False)
+            raise
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the result, or `out`, is that of this redistribution: once it is done."""
+        return self._is_done
 
     @property
     def extra_bytes(self) -> int:
@@ -109,13 +119,21 @@ class Redistribution:
             confirm(self._group)
         except BaseException as error:
             self._run.has_failed = True
+            self._mark_out(False)
             if isinstance(error, ReshardError):
-                told = "out is" if prepared.out is not None else "the result is"
-                raise RunError(f"{error}; {told} partly new and not usable") from error
+                what = "the result"
+                if prepared.out is not None:
+                    what = f"out, {prepared.dtype} of shape {list(prepared.out.shape)},"
+                raise RunError(f"{error}; {what} is partly new and not usable") from error
             raise
-        if prepared.out is not None and prepared.local is not None:
-            _tell_autograd(prepared.local)
+        self._mark_out(True)
         self._is_done = True
+
+    def _mark_out(self, is_usable: bool) -> None:
+        out, local = self._prepared.out, self._prepared.local
+        if out is not None and local is not None:
+            _tell_autograd(local)
+            (mark_usable if is_usable else mark_unusable)(out)
 
 
 def redistribute(
@@ -382,6 +400,11 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         before = Side.of(request.source, shape, "source")
     after = Side.of(request.target, before.layout.shape, "target")
     if isinstance(tensor, torch.Tensor):
+        if not is_usable(tensor):
+            raise ShardError(
+                f"tensor, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and partly "
+                "old after a run into it that failed; fill it again"
+            )
         _check_said(request, tensor.dtype, before.layout.shape)
         dtype = tensor.dtype
     elif tensor is not None:

@@ -32,6 +32,7 @@ from reshard.torch.refit_parts import RefitPart
 from reshard.torch.refit_planning import Matching, Planning, PlanningReport, planned
 from reshard.torch.refit_stages import Stages
 from reshard.torch.transforms import Transform
+from reshard.torch.usability import is_usable, mark_unusable, mark_usable
 
 
 class Refit:
@@ -168,6 +169,9 @@ class Refit:
             with torch.inference_mode():
                 self._stages.run()
         except BaseException as error:
+            for tensor in self._prepared.after.tensors.values():
+                torch.autograd.graph.increment_version(tensor)
+                mark_unusable(tensor)
             if isinstance(error, ReshardError):
                 raise RunError(
                     f"{error}; the target is partly new and partly old, and not usable"
@@ -176,6 +180,7 @@ class Refit:
         for tensor in self._prepared.after.tensors.values():
             # Messages are written behind autograd's back.
             torch.autograd.graph.increment_version(tensor)
+            mark_usable(tensor)
         self.is_usable = True
 
     def _problem(self) -> str | None:
@@ -188,6 +193,9 @@ class Refit:
         for side in (self._prepared.before, self._prepared.after):
             for name, address in side.moved():
                 return f"{name} is at another address than when it was prepared ({address:#x})"
+        for name, tensor in self._prepared.before.tensors.items():
+            if not is_usable(tensor):
+                return f"{name} of the source is partly new and partly old after a run that failed"
         return None
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
