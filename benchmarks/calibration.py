@@ -10,18 +10,26 @@ Expected before the first run: estimates within 30 % of medians, and the choice 
 choice counts as right where it takes at most 10 % longer, and how many are right to the letter is
 printed beside.
 
+With `--folder` the preset and every measurement are kept there as soon as they are taken. A run
+that is called again goes on behind them, and only reports where nothing is left. Nothing more is
+measured after `--budget` seconds.
+
     python benchmarks/calibration.py [--seconds 60] [--largest-mib 64] [--sizes-mib 256 16]
                                      [--repeat 5] [--passes 2] [--preset FILE] [--json FILE]
+                                     [--folder FOLDER] [--budget 330]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,51 +83,115 @@ class Row:
         return "  ".join([*cells, f"{self.chosen:8} {self.loses:5.2f}"])
 
 
+class Times:
+    """Measurements by case, size and way. Those of a folder are read from there, and kept there."""
+
+    def __init__(self, folder: Path | None, is_kept: bool) -> None:
+        self._path = None if folder is None else folder / "times.jsonl"
+        self._is_kept = is_kept
+        self.taken: dict[tuple[str, int, str], list[float]] = {}
+        if self._path is not None and self._path.exists():
+            whole, newline, rest = self._path.read_text().rpartition("\n")
+            for line in whole.splitlines():
+                self._add(*json.loads(line))
+            if rest and is_kept:
+                # An interrupted run has left a part of a line.
+                self._path.write_text(whole + newline)
+
+    def _add(self, case: str, size_mib: int, way: str, seconds_s: float) -> None:
+        self.taken.setdefault((case, size_mib, way), []).append(seconds_s)
+
+    def add(self, case: str, size_mib: int, way: str, seconds_s: float) -> None:
+        self._add(case, size_mib, way, seconds_s)
+        if self._path is not None and self._is_kept:
+            with self._path.open("a") as file:
+                file.write(json.dumps([case, size_mib, way, seconds_s]) + "\n")
+
+    def least(self, case: str, size_mib: int) -> int:
+        """How often every way of a case was measured that was measured at all; 0 for none."""
+        of = [
+            len(s) for (name, size, _), s in self.taken.items() if (name, size) == (case, size_mib)
+        ]
+        return min(of, default=0)
+
+    @property
+    def medians(self) -> dict[tuple[str, int, str], float]:
+        return {key: statistics.median(times) for key, times in self.taken.items()}
+
+
 def run_as_rank(options: argparse.Namespace) -> None:
     """Calibration and all cases, on one rank of the job."""
     import torch
     import torch.distributed as dist
 
-    from reshard.cost import load_preset, preset_text
-    from reshard.torch.calibration import calibrate
-
+    begun_s = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch._logging.set_logs(all=40)
     is_first = dist.get_rank() == 0
-    if options.preset is None:
-        found = calibrate(seconds_s=options.seconds, largest_bytes=options.largest_mib * MIB)
-        text = preset_text(found.preset)
-        if is_first:
-            print(text)
-            print(f"{found.rounds} rounds, half within {found.fitted.typical_error:.0%}\n")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "calibrated.toml"
-            path.write_text(text)
-            topology = load_preset(path).topology()
-    else:
-        topology = load_preset(options.preset).topology()
-    taken: dict[tuple[str, int, str], list[float]] = {}
-    for _ in range(options.passes):
+    folder = None if options.folder is None else Path(options.folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    times = Times(folder, is_first)
+    topology = topology_of(options, folder, is_first)
+    is_over = torch.zeros(1)
+    for turns in range(options.repeat, options.passes * options.repeat + 1, options.repeat):
         for size_mib in options.sizes_mib:
             for case in options.cases:
+                is_over[0] = (
+                    options.budget is not None and time.monotonic() - begun_s > options.budget
+                )
+                # The first rank's clock counts, so that all end together.
+                dist.broadcast(is_over, 0)
+                if is_over or times.least(case, size_mib) >= turns:
+                    continue
                 ways = ways_of(case, size_mib, 64 * MIB, ("out", "program"))
                 for turn in range(options.repeat + 1):
                     for way, (action, result_bytes) in ways.items():
                         seconds_s = measured(action, result_bytes).seconds_s
                         if turn:
-                            taken.setdefault((case, size_mib, way), []).append(seconds_s)
-    medians = {key: statistics.median(times) for key, times in taken.items()}
+                            times.add(case, size_mib, way, seconds_s)
+    medians = times.medians
     # All ranks together make the meshes of torch that a row needs.
     rows = [row_of(case, size, medians, topology) for case, size, way in medians if way == "out"]
     if is_first:
         report(rows)
+        turns = Counter(len(of) for of in times.taken.values())
+        told = ", ".join(f"{n} medians of {of}" for of, n in sorted(turns.items()))
+        print(told + ("; the time is over, call it again to go on" if is_over else ""), flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
     dist.barrier()
     sys.stdout.flush()
     # Now and then torch 2.13 aborts while the interpreter takes its threads down.
     os._exit(0)
+
+
+def topology_of(options: argparse.Namespace, folder: Path | None, is_first: bool) -> object:
+    """What is measured of this machine now, or was before."""
+    import torch.distributed as dist
+
+    from reshard.cost import load_preset, preset_text
+    from reshard.torch.calibration import calibrate
+
+    kept = None if folder is None else folder / "preset.toml"
+    if options.preset is not None:
+        return load_preset(options.preset).topology()
+    if kept is not None and kept.exists():
+        return load_preset(kept).topology()
+    # No rank may find the file that another writes.
+    dist.barrier()
+    found = calibrate(seconds_s=options.seconds, largest_bytes=options.largest_mib * MIB)
+    text = preset_text(found.preset)
+    if is_first:
+        print(text)
+        print(f"{found.rounds} rounds, half within {found.fitted.typical_error:.0%}\n")
+        if kept is not None:
+            kept.write_text(text)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "calibrated.toml"
+        path.write_text(text)
+        return load_preset(path).topology()
 
 
 def row_of(
@@ -156,9 +228,19 @@ def report(rows: list[Row]) -> None:
     exact = sum(row.loses == 1 for row in both)
     print(
         f"the choice is the quicker way in {right} of {len(both)} cases with a program, give or "
-        f"take {MARGIN - 1:.0%}; in {exact} to the letter",
-        flush=True,
+        f"take {MARGIN - 1:.0%}; in {exact} to the letter"
     )
+    for way, size_mib in itertools.product(
+        ("exchange", "program"), sorted({r.size_mib for r in rows})
+    ):
+        of = [
+            (getattr(row, f"{way}_estimate_s") / getattr(row, f"{way}_s"), row.case)
+            for row in rows
+            if row.size_mib == size_mib and getattr(row, f"{way}_s") is not None
+        ]
+        mean = statistics.geometric_mean(ratio for ratio, _ in of) if of else 1.0
+        far = ", ".join(f"{c} {r:.2f}" for r, c in sorted(of) if abs(r - 1) > WITHIN) or "none"
+        print(f"{way:8} {size_mib:4} MiB: estimates are {mean:.2f} of the medians; far off: {far}")
 
 
 def main() -> None:
@@ -171,6 +253,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--preset", help="a file of an earlier calibration, instead of a new one")
     parser.add_argument("--json", help="a file for the rows")
+    parser.add_argument(
+        "--folder", help="where the preset and measurements are kept, to go on from"
+    )
+    parser.add_argument("--budget", type=float, help="seconds after which nothing is begun")
     options = parser.parse_args()
     if is_rank():
         run_as_rank(options)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard
 from reshard.layout import Layout
+from reshard.planning.job import Job
+from reshard.planning.plan import Plan
 
 Values = dict[str, torch.Tensor]
 
@@ -123,3 +126,46 @@ def local_of(value: Any) -> torch.Tensor | None:
     if isinstance(value, tuple):
         value = value[0]
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def refused(call: Any, kind: type[Exception], text: str) -> str:
+    """What a call raises; ends the process where that is another error, or none."""
+    try:
+        call()
+    except kind as error:
+        expect(text in str(error), f"{text!r} is not in {error}")
+        return str(error)
+    raise SystemExit(f"nothing was raised where {text!r} was expected")
+
+
+class Allocations(TorchDispatchMode):
+    """What is allocated and planned meanwhile, but for the few numbers ranks agree with."""
+
+    def __enter__(self) -> Any:
+        self.large: list[str] = []
+        self.planned: list[str] = []
+        self._made = {kind: kind.__init__ for kind in (Plan, Job)}
+        for kind, made in self._made.items():
+
+            def counted(one: Any, *args: Any, made: Any = made, **named: Any) -> None:
+                self.planned.append(type(one).__name__)
+                made(one, *args, **named)
+
+            kind.__init__ = counted
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for kind, made in self._made.items():
+            kind.__init__ = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if (
+            isinstance(found, torch.Tensor)
+            and found.untyped_storage().data_ptr() not in given
+            and found.numel() > 16
+        ):
+            self.large.append(f"{func} {tuple(found.shape)}")
+        return found

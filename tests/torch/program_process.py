@@ -309,6 +309,41 @@ def check_choice() -> None:
     assert found.extra_bytes > 0
 
 
+def check_default() -> None:
+    """Without a topology: a program where contributions become replicas, and it is worth it."""
+    ranks = dist.get_world_size()
+    mesh = reshard.DeviceMesh.of(x=ranks)
+    partial, whole, rows = (reshard.spec(mesh, t) for t in ("-, - | sum(x)", "-, -", "x, -"))
+    ran: list[Program] = []
+
+    def recorded(program: Program, *arguments: Any) -> ProgramRun:
+        ran.append(program)
+        return ProgramRun(program, *arguments)
+
+    redistribution.ProgramRun = recorded  # type: ignore
+    try:
+        for rows_of, source, target, options, is_program in (
+            (512, partial, whole, {}, True),
+            (8, partial, whole, {}, False),
+            (512, partial, rows, {}, False),
+            (512, rows, whole, {}, False),
+            (512, partial, whole, {"method": "exchange"}, False),
+            (512, partial, whole, {"async_op": True}, False),
+            (512, partial, whole, {"extra_bytes": 64}, False),
+        ):
+            shape = (rows_of, 300)
+            own = shards(source, shape, "float32")[dist.get_rank()]
+            given = {"source": source, "shape": shape}
+            found = redistribute(own, target, **given, **options)
+            found = found.wait() if isinstance(found, Redistribution) else found
+            assert bool(ran) == is_program, (rows_of, source, target, options)
+            ran.clear()
+            expected = redistribute(own, target, **given, method="exchange")
+            assert bits(found) == bits(expected)
+    finally:
+        redistribution.ProgramRun = ProgramRun  # type: ignore[misc]
+
+
 def check_memory() -> None:
     """A shard between source and target counts; what lies in either does not."""
     mesh = reshard.DeviceMesh.of(x=2, y=2)
@@ -389,6 +424,7 @@ def main() -> None:
         check_reductions()
         check_dtensors()
         check_choice()
+        check_default()
         check_memory()
         check_part_of_the_job()
     check_programs()

@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard
 from refit_models import (
     CUTS,
+    Allocations,
     Values,
     distributed,
     expect,
     expect_same,
     laid_out,
     layouts_of,
+    refused,
     values,
     whole,
     zeros,
 )
 from reshard.errors import RunError, ShardError
-from reshard.planning.job import Job
 from reshard.planning.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
@@ -73,7 +73,7 @@ def collocated() -> None:
     after = distributed(values(7), mesh4, TP)
     for name, value in source.items():
         value.to_local().copy_(after[name].to_local())
-    with _Allocations() as seen:
+    with Allocations() as seen:
         done.run()
     expect(not seen.large, f"the second run allocates {seen.large}")
     expect(not seen.planned, f"the second run plans {seen.planned}")
@@ -88,39 +88,6 @@ def collocated() -> None:
         for name in source
     )
     expect(bound.tolist() == [least, least], f"{bound.tolist()} bytes moved, {least} are needed")
-
-
-class _Allocations(TorchDispatchMode):
-    """What is allocated and planned meanwhile, but for the few numbers ranks agree with."""
-
-    def __enter__(self) -> Any:
-        self.large: list[str] = []
-        self.planned: list[str] = []
-        self._made = {kind: kind.__init__ for kind in (Plan, Job)}
-        for kind, made in self._made.items():
-
-            def counted(one: Any, *args: Any, made: Any = made, **named: Any) -> None:
-                self.planned.append(type(one).__name__)
-                made(one, *args, **named)
-
-            kind.__init__ = counted
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for kind, made in self._made.items():
-            kind.__init__ = made
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        if (
-            isinstance(found, torch.Tensor)
-            and found.untyped_storage().data_ptr() not in given
-            and found.numel() > 16
-        ):
-            self.large.append(f"{func} {tuple(found.shape)}")
-        return found
 
 
 def disjoint() -> None:
@@ -248,7 +215,7 @@ def modules() -> None:
     expect_same(untied.state_dict(), source.state_dict(), "a target that is not tied")
     with torch.no_grad():
         source.norm.bias.data = torch.ones(4)
-    _refused(done.run, RunError, "rank 1: norm.bias is at another address")
+    refused(done.run, RunError, "rank 1: norm.bias is at another address")
     expect(done.is_usable, "nothing was written, but the target is not usable")
 
 
@@ -337,7 +304,7 @@ def experts() -> None:
     refit(stacked if dist.get_rank() == 2 else None, plain, stacks=stacks)
     expect_same(plain, experts, "a plain stack")
     wrong = {"experts.up": (torch.zeros(3, 6, 4), together["experts.up"])}
-    _refused(lambda: refit(wrong, back, stacks=stacks), ShardError, "experts.0.up: rank 0 has no")
+    refused(lambda: refit(wrong, back, stacks=stacks), ShardError, "experts.0.up: rank 0 has no")
 
 
 def recipes() -> None:
@@ -412,12 +379,12 @@ def quantised() -> None:
             for local, _ in target.values():
                 local.zero_()
             done.run()
-    _refused(
+    refused(
         lambda: refit(source, target, transforms={"*.w": block}, extra_bytes=256),
         reshard.errors.UsageError,
         "is transformed",
     )
-    _refused(
+    refused(
         lambda: refit(source, target, transforms={"*.w": BlockQuantized((8, 2))}),
         RunError,
         "cuts a block of 8",
@@ -463,7 +430,7 @@ def refusals() -> None:
     if rank == 2:
         source["embed.weight"] = (torch.zeros(1, 8), source["embed.weight"][1])
     for planning in ("local", "centralized"):
-        told = _refused(
+        told = refused(
             partial(Refit.prepare, source, target, planning=planning), ShardError, "do not fit"
         )
         for line in (
@@ -478,47 +445,41 @@ def refusals() -> None:
         dist.all_gather_object(every, told)
         expect(len(set(every)) == 1, f"ranks say different things: {every}")
     expect_same({n: t for n, t in target.items() if n in before}, before, "refused")
-    _refused(
+    refused(
         lambda: refit(values() if rank else {"w": 5}, None, strict=False),
         ShardError,
         "rank 0: 'w' is a int",
     )
-    _refused(lambda: refit(None, None, extra_bytes=64 + rank), reshard.errors.PlanError, "extra")
-    _refused(
+    refused(lambda: refit(None, None, extra_bytes=64 + rank), reshard.errors.PlanError, "extra")
+    refused(
         lambda: refit(values(), None, source_names=lambda name: name[rank - 99]),
         ShardError,
         "rank 3: IndexError",
     )
-    _refused(lambda: refit({}, {"w": torch.zeros(1).expand(4)}), ShardError, "strides [0]")
-    _refused(lambda: refit({}, {}, planning="none"), RunError, "planning='none'")
-    _refused(lambda: refit({}, {}, method="program"), RunError, "moves all tensors in one exchange")
-    _refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
-    _refused(lambda: refit({}, {}, extra_bytes="8"), RunError, "extra_bytes='8'")
-    _refused(lambda: refit({}, {}, transforms={"w": BlockQuantized}), RunError, "give a Transform")
+    refused(lambda: refit({}, {"w": torch.zeros(1).expand(4)}), ShardError, "strides [0]")
+    refused(lambda: refit({}, {}, planning="none"), RunError, "planning='none'")
+    refused(lambda: refit({}, {}, method="fast"), RunError, "method='fast'; it is one of 'auto'")
+    both = values(), zeros(values())
+    told = refused(lambda: refit(*both, method="program"), reshard.errors.PlanError, "no program")
+    expect("norm: a side of it is not a DTensor" in told, told)
+    refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
+    refused(lambda: refit({}, {}, extra_bytes="8"), RunError, "extra_bytes='8'")
+    refused(lambda: refit({}, {}, transforms={"w": BlockQuantized}), RunError, "give a Transform")
     one = torch.zeros(4)
     # Only one rank has two tensors in one place, and would notice.
     twice = {"a": one, "b": one} if rank == 1 else None
     circle = {"a": "b", "b": "a"}
-    _refused(lambda: refit({"a": one + 1}, twice, ties=circle), RunError, "ties go round")
-    _refused(lambda: refit({"a": one}, None, source_names=3), ShardError, "names by 3")
-    _refused(lambda: refit({"a": one}, None, stacks={"a": 3}), ShardError, "members 3")
+    refused(lambda: refit({"a": one + 1}, twice, ties=circle), RunError, "ties go round")
+    refused(lambda: refit({"a": one}, None, source_names=3), ShardError, "names by 3")
+    refused(lambda: refit({"a": one}, None, stacks={"a": 3}), ShardError, "members 3")
     mine = zeros(values())
-    _refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")
+    refused(lambda: refit(mine, {"norm": mine["norm"]}, strict=False), ShardError, "share memory")
     both = Net(1)
-    _refused(lambda: refit(Net(2, is_tied=False), both), ShardError, "declare ties")
+    refused(lambda: refit(Net(2, is_tied=False), both), ShardError, "declare ties")
 
 
 def Layout_whole(shape: tuple[int, ...]) -> reshard.Layout:  # noqa: N802
     return reshard.spec(reshard.DeviceMesh.of(tp=4), "tp, -").layout(shape)
-
-
-def _refused(call: Any, kind: type[Exception], text: str) -> str:
-    try:
-        call()
-    except kind as error:
-        expect(text in str(error), f"{text!r} is not in {error}")
-        return str(error)
-    raise SystemExit(f"nothing was raised where {text!r} was expected")
 
 
 CASES = [

@@ -23,6 +23,16 @@ def test_fused_parameters_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_fusion_process.py", 4))
 
 
+def test_tensors_that_move_by_programs() -> None:
+    expect_all_end_well(run_ranks("refit_program_process.py", 4, "moves"))
+
+
+def test_where_a_rank_is_killed_between_steps_of_programs_all_raise() -> None:
+    ended = run_ranks("refit_program_process.py", 4, "killed", timeout_s=100)
+    told = "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [0, 7, 0, 0], told
+
+
 def test_models_by_recipes_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_recipe_process.py", 4))
 

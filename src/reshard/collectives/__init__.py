@@ -1,6 +1,7 @@
 """Collective programs: the steps, the searches, and what they find."""
 
 from reshard.collectives.choice import Choice, choose
+from reshard.collectives.division import Division, divide
 from reshard.collectives.program import Program
 from reshard.collectives.search import SEARCHES, STEPS, find_program
 from reshard.collectives.steps import (
@@ -22,6 +23,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Choice",
+    "Division",
     "Exchange",
     "JointAllToAll",
     "Permute",
@@ -30,5 +32,6 @@ __all__ = [
     "Slice",
     "Step",
     "choose",
+    "divide",
     "find_program",
 ]

@@ -23,6 +23,7 @@ from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.notation.megatron_refit import reconcile
 from reshard.planning.plan import Plan
+from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.members import (
     Member,
     Piece,
@@ -57,6 +58,7 @@ class Match:
             travels; or of what has arrived. Empty without one.
         made_of: the tensor that the transform is for.
         why: what made_at follows from.
+        specs: the shardings that the layouts are of, where both are known.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Match:
     made_at: Where = ""
     made_of: str = ""
     why: str = ""
+    specs: tuple[ShardingSpec, ShardingSpec] | None = None
 
     @property
     def is_transformed(self) -> bool:
@@ -163,7 +166,7 @@ class _Matching:
         if transform is not None:
             return self._transformed(name, Member(served_by, held), Member(name, wanted), transform)
         travels = self._travels(name, held, wanted)
-        return [Match(name, served_by, name, source, target, travels)]
+        return [Match(name, served_by, name, source, target, travels, specs=_specs(held, wanted))]
 
     def _pieces(self, name: str, wanted: Held, members: Mapping[str, Member]) -> list[Match]:
         """The moves of all pieces of a tensor that one side fuses."""
@@ -315,6 +318,20 @@ def _are_alike(held: Held, wanted: Held) -> bool:
 
 def _stands_for(name: str, held: Held) -> tuple[str, ...]:
     return (name,) if held.fusion is None else held.fusion.members
+
+
+def _specs(held: Held, wanted: Held) -> tuple[ShardingSpec, ShardingSpec] | None:
+    """The shardings of both sides. A plain tensor on all ranks of a mesh is replicated there."""
+    if held.spec is not None and wanted.spec is not None:
+        return held.spec, wanted.spec
+    known = held.spec or wanted.spec
+    if known is None:
+        return None
+    everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in held.layout.shape])
+    plain = wanted if held.spec is not None else held
+    if everywhere.layout(held.layout.shape) is not plain.layout:
+        return None
+    return (held.spec or everywhere), (wanted.spec or everywhere)
 
 
 def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:

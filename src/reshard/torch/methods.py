@@ -4,8 +4,10 @@
 2. `"program"`: `find_program`'s, between shardings over the same devices. One that cannot be is an
    error. A `Program` of one's own is likewise taken as it is.
 3. `"auto"`: with a topology, what `reshard.collectives.choose` says is quicker, if its memory
-   suffices. Without one nothing is known of what bytes and messages cost, and the exchange is
-   taken: it moves the fewest bytes, in any memory.
+   suffices. Without one the exchange is taken, which moves the fewest bytes in any memory; but for
+   contributions that become replicas. Those are combined once by a program, and on every rank by
+   the exchange, so the program is taken where it moves less, and the bytes that it saves outweigh
+   its messages, each counted as so many bytes (`assumed_topology`).
 
 The answer follows from what all ranks know, so they find the same; the digest of it is compared
 before anything moves.
@@ -25,12 +27,17 @@ from reshard.collectives.search import find_program
 from reshard.collectives.steps import Exchange
 from reshard.errors import PlanError, UsageError
 from reshard.sharding import ShardingSpec
-from reshard.topology import Topology
+from reshard.topology import Link, Topology
 from reshard.torch.program_run import least_extra_bytes
 from reshard.torch.sides import Side
 
 Method = str | Program
 METHODS = ("auto", "exchange", "program")
+
+# For how many bytes a message counts where no topology says so: what travels in its latency.
+# Loopback TCP has some 100 KB, links of 50 to 450 GB/s have about a megabyte.
+MESSAGE_COUNTS_BYTES = {"gloo": 1 << 17}
+_OTHER_MESSAGE_COUNTS_BYTES = 1 << 20
 
 
 def program_for(
@@ -54,11 +61,9 @@ def program_for(
         raise UsageError(
             f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}, or a Program"
         )
-    if topology is not None and not isinstance(topology, Topology):
-        raise UsageError(
-            f"topology is a {type(topology).__name__}; give a reshard.topology.Topology, such as "
-            "load_preset(...).topology()"
-        )
+    problem = topology_problem(topology)
+    if problem is not None:
+        raise UsageError(problem)
     if method == "exchange":
         return None
     ranks = dist.get_world_size(group)
@@ -73,7 +78,8 @@ def program_for(
                 f"{list(method.shape)}, which are not the source and target; find one for these"
             )
         return _fitting(method, dtype, ranks, extra_bytes)
-    if method == "auto" and topology is None:
+    is_combined = source.layout.contributions > target.layout.contributions
+    if method == "auto" and topology is None and not is_combined:
         return None
     if source.spec is None or target.spec is None:
         if method == "auto":
@@ -84,13 +90,26 @@ def program_for(
             "mesh with placements, or take method='exchange'"
         )
     shape = source.layout.shape
-    if topology is None or method == "program":
+    if method == "program":
         return _fitting(_found(source.spec, target.spec, shape), dtype, ranks, extra_bytes)
-    library = "gloo" if dist.get_backend(group) == "gloo" else "nccl"
-    program = _quicker(source.spec, target.spec, shape, dtype, topology, library)
+    library = library_of(group)
+    is_known = topology is not None
+    slots = max(source.layout.slots, target.layout.slots)
+    topology = topology or assumed_topology(slots, library)
+    program = _quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
     if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
         return None
     return program
+
+
+def topology_problem(topology: object) -> str | None:
+    """Why something cannot be a topology; None where it can, or none is given."""
+    if topology is None or isinstance(topology, Topology):
+        return None
+    return (
+        f"topology is a {type(topology).__name__}; give a reshard.topology.Topology, such as "
+        "load_preset(...).topology()"
+    )
 
 
 def _found(source: ShardingSpec, target: ShardingSpec, shape: tuple[int, ...]) -> Program:
@@ -124,10 +143,33 @@ def _quicker(
     dtype: torch.dtype,
     topology: Topology,
     library: str,
+    is_known: bool,
 ) -> Program | None:
-    """The program where it is the quicker one, else None."""
+    """The program where it is the quicker one, else None.
+
+    On a topology that is only assumed, it has to move less than the exchange, too.
+    """
     choice = choose(source, target, shape, dtype, topology, library=library)
-    return choice.program if choice.method == "program" and choice.program.steps else None
+    is_less = choice.program.moved_elements < choice.plan.moved_elements
+    if choice.method == "exchange" or not choice.program.steps or not (is_known or is_less):
+        return None
+    return choice.program
+
+
+def library_of(group: dist.ProcessGroup | None) -> str:
+    """Whose collectives a process group has: a key of `reshard.cost.LIBRARIES`."""
+    return "gloo" if dist.get_backend(group) == "gloo" else "nccl"
+
+
+@lru_cache(maxsize=64)
+def assumed_topology(ranks: int, library: str) -> Topology:
+    """Ranks of one host, between whom a message counts as `MESSAGE_COUNTS_BYTES`.
+
+    Its seconds are none: only their order counts.
+    """
+    counts = MESSAGE_COUNTS_BYTES.get(library, _OTHER_MESSAGE_COUNTS_BYTES)
+    link = Link(bandwidth_bytes_per_s=1.0, latency_s=counts)
+    return Topology.of(hosts=1, ranks_per_host=ranks, within_host=link)
 
 
 def program_back(

@@ -165,8 +165,10 @@ class _Lister:
             raise UsageError(
                 f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
             )
+        spec = None
         if layout is None and isinstance(value, DTensor):
-            layout = sharding_of(value).layout(tuple(value.shape))
+            spec = sharding_of(value)
+            layout = spec.layout(tuple(value.shape))
         local = self._local(name, value)
         if local is None:
             return
@@ -178,7 +180,9 @@ class _Lister:
         self._keep(name, value, local if held else None)
         shape = tuple(local.shape) if held else None
         dtype = as_dtype(value.dtype).name
-        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
+        self.entries.append(
+            Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name, spec=spec)
+        )
 
     def _named(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""

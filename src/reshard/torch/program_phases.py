@@ -29,7 +29,7 @@ from reshard.collectives.steps import AllGather, AllReduce, Exchange, Permute, S
 from reshard.layout import Box, Layout
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
-from reshard.torch.messages import transfers_of
+from reshard.torch.messages import aligned, transfers_of
 
 LOCAL = "local"
 MESSAGES = "messages"
@@ -109,9 +109,23 @@ class Phases:
         return max(map(self.between_elements, range(len(self.phases))), default=0)
 
     @property
+    def own_elements(self) -> tuple[int, ...]:
+        """Elements of each memory that is neither source nor target, the most of any rank."""
+        roots = {self.root(place) for place in range(len(self.places))}
+        return tuple(
+            self.places[root].largest_elements for root in sorted(roots - {0, len(self.phases)})
+        )
+
+    @property
     def peers(self) -> int:
         """The most other ranks in any rank's group."""
         return max((len(g) - 1 for p in self.phases for g in p.step.groups), default=0)
+
+
+def between_bytes(program: Program, itemsize_bytes: int) -> int:
+    """Bytes between source and target of a program all of whose shards are kept to the end."""
+    found = phases_of(program, program.source.mesh.devices[0])
+    return sum(aligned(elements * itemsize_bytes) for elements in found.own_elements)
 
 
 @lru_cache(maxsize=256)

@@ -6,9 +6,13 @@ says which. Memory is taken when a shard is first wanted, and given back when no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from reshard.torch.program_phases import Phases, shard_box
+
+Memory = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class Places:
@@ -18,7 +22,8 @@ class Places:
         phases: of this rank.
         rank: this one.
         source, target: its local tensors, None where it has none.
-        dtype, device: of them.
+        dtype, device: of what lies in neither.
+        memory: gives that memory, by shape and dtype; new one by default.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class Places:
         target: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
+        memory: Memory | None = None,
     ) -> None:
         self._phases = phases
         self._rank = rank
@@ -36,6 +42,7 @@ class Places:
         self._taken: dict[int, torch.Tensor] = {}
         self._dtype = dtype
         self._device = device
+        self._memory = memory
 
     def at(self, number: int) -> torch.Tensor | None:
         """The shard at a place; None where this rank has none."""
@@ -56,8 +63,13 @@ class Places:
                 corners = zip(around.start, box.start, box.stop, strict=True)
                 return outer[tuple(slice(a - low, b - low) for low, a, b in corners)]
         if number not in self._taken:
-            self._taken[number] = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._taken[number] = self._new(shape)
         return self._taken[number]
+
+    def _new(self, shape: Sequence[int]) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory(shape, self._dtype)
+        return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
 
     @property
     def held_bytes(self) -> int:

@@ -171,7 +171,8 @@ def redistribute(
         extra_bytes: the most memory beyond source and target, on each rank.
         method: "exchange" for messages of what each rank lacks; "program" for the collectives
             that `reshard.collectives.find_program` finds, or a `Program` to run; "auto" for the
-            quicker one of both on `topology`, and the exchange where none is given.
+            quicker one of both on `topology`. Where none is given that is the exchange, but for
+            contributions that become replicas, of which a program moves less.
         topology: the hosts of the ranks and the links between them; the same on all ranks.
 
     Returns:
@@ -424,8 +425,12 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     device = own.device if own is not None else _device(group)
     local = _target_local(request.out, after, dtype, own, device)
     transfers = transfers_of(plan, rank)
+    method = request.method
+    if request.async_op and method == "auto" and request.topology is None:
+        # A program would run in `wait`, and not in the background.
+        method = "exchange"
     program = program_for(
-        request.method, request.topology, before, after, dtype, group, request.extra_bytes
+        method, request.topology, before, after, dtype, group, request.extra_bytes
     )
     out, most_bytes = request.out, request.extra_bytes
     return _Prepared(

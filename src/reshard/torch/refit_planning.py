@@ -21,6 +21,7 @@ from reshard.errors import ReshardError, ShardError
 from reshard.torch.matching import Cast, match
 from reshard.torch.metadata import gather, scatter
 from reshard.torch.naming import fitting
+from reshard.torch.refit_methods import RefitMethods
 from reshard.torch.refit_parts import RefitPart, RefitPlan, staging_limit_bytes
 from reshard.torch.rosters import Roster, assemble
 from reshard.torch.transforms import Transform
@@ -43,6 +44,8 @@ class PlanningReport:
         made_at_source: the tensors, of those that this rank has a part in, that transforms make
             before they are sent.
         made_at_target: likewise those that they make of what has arrived, and why.
+        programs: likewise those that move by a program of collectives, with its steps and why.
+        exchanged: likewise why all others do not, where programs are thought of.
     """
 
     planning: str
@@ -53,6 +56,8 @@ class PlanningReport:
     planning_s: float
     made_at_source: tuple[str, ...] = ()
     made_at_target: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+    exchanged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Matching:
     strict: bool
     transforms: Mapping[str, Transform]
     extra_bytes: int
+    methods: RefitMethods = field(default_factory=RefitMethods)
 
     def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
         """The transform of every tensor that one makes; what it makes besides has none."""
@@ -95,7 +101,8 @@ class Matching:
                 f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
                 f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
             )
-        return RefitPlan(tuple(matches), staging_limit_bytes(self.extra_bytes))
+        staging_bytes = staging_limit_bytes(self.extra_bytes)
+        return RefitPlan(tuple(matches), staging_bytes, self.methods.of(matches, staging_bytes))
 
 
 def _names(rosters: Mapping[int, Roster]) -> set[str]:
@@ -145,8 +152,21 @@ def planned(
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
+        *_methods_told(part),
     )
     return part, report
+
+
+def _methods_told(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
+    """What moves by programs, and why the rest does not, by name."""
+    programs, exchanged = dict[str, str](), dict[str, str]()
+    for one in part.items:
+        if one.chosen.program is not None:
+            steps = ", ".join(map(str, one.chosen.program.steps))
+            programs[one.match.name] = f"{steps}: {one.chosen.why}"
+        elif one.chosen.why:
+            exchanged[one.match.name] = one.chosen.why
+    return programs, exchanged
 
 
 def plan_or_error(

@@ -8,6 +8,14 @@ Batches run one after the other, in the same memory::
                     made at the source  ->  exchange, straight into the target
 
 A part without transformed tensors has only batch 0, and all the memory for its messages.
+
+A batch has one stage, or as many as the longest program in it has steps. The first steps of all
+programs travel with what is exchanged, in one exchange of messages; then the second steps of all::
+
+    stage 0   exchanged tensors, first steps     source -> target, source -> next shard
+    stage 1   second steps                       shard  -> shard or target
+
+Shards between steps lie in the source, in the target (`program_phases`), or in the batch's memory.
 """
 
 from __future__ import annotations
@@ -20,11 +28,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.agreement import confirm
 from reshard.torch.exchange import Exchange, complete_contributions
 from reshard.torch.matching import Match
 from reshard.torch.messages import Movement, aligned
+from reshard.torch.program_phases import LOCAL, phases_of
+from reshard.torch.program_places import Places
 from reshard.torch.refit_parts import DIRECT, PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.spans import Span
 from reshard.torch.transforms import Transform
@@ -32,12 +43,10 @@ from reshard.torch.transforms import Transform
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One batch: its messages, and what transforms do before and after them."""
+    """What travels at once: messages, and the movements that they are of."""
 
     exchange: Exchange
     movements: list[Movement]
-    before: list[Callable[[], None]]
-    after: list[Callable[[], None]]
 
     def move(self) -> None:
         """Raises RunError where a message does not come."""
@@ -45,6 +54,15 @@ class Stage:
         for movement in self.movements:
             if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
                 complete_contributions(movement.plan, dist.get_rank(), movement.target)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Stages, one behind the other, and what transforms do before and after them."""
+
+    stages: list[Stage]
+    before: list[Callable[[], None]]
+    after: list[Callable[[], None]]
 
 
 class _Arena:
@@ -87,28 +105,32 @@ class Stages:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._source, self._target, self._transforms = source, target, transforms
-        self._group = group
-        shared: torch.Tensor | None = None
+        self._group, self._device = group, device
         self._arena = _Arena(0, device)
         if part.batches > 1:
             self._arena = _Arena(part.staging_bytes, device)
             extra_bytes -= staging_limit_bytes(extra_bytes)
-            shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
-        self.stages = []
-        for number in range(part.batches):
+        listed = [_Listed() for _ in range(part.batches)]
+        for number, found in enumerate(listed):
             self._arena.clear()
-            items = [item for item in part.items if item.batch == number]
-            found = _Listed()
-            for item in items:
-                self._list(item, found)
-            exchange = Exchange(
-                found.movements, dist.get_rank(), group, device, extra_bytes, memory=shared
+            for item in part.items:
+                if item.batch == number:
+                    self._list(item, found)
+        shared: torch.Tensor | None = None
+        if sum(len(found.movements) for found in listed) > 1:
+            shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
+        self.batches = []
+        for found in listed:
+            exchanges = (
+                Exchange(movements, dist.get_rank(), group, device, extra_bytes, memory=shared)
+                for movements in found.movements
             )
-            self.stages.append(Stage(exchange, found.movements, found.before, found.after))
-        exchanges = [stage.exchange for stage in self.stages]
-        self.sent_bytes = sum(exchange.sent_bytes for exchange in exchanges)
-        self.received_bytes = sum(exchange.received_bytes for exchange in exchanges)
-        own_bytes = sum(exchange.extra_bytes for exchange in exchanges)
+            stages = list(map(Stage, exchanges, found.movements))
+            self.batches.append(Batch(stages, found.before, found.after))
+        every = [stage.exchange for batch in self.batches for stage in batch.stages]
+        self.sent_bytes = sum(exchange.sent_bytes for exchange in every)
+        self.received_bytes = sum(exchange.received_bytes for exchange in every)
+        own_bytes = sum(exchange.extra_bytes for exchange in every)
         self.extra_bytes = self._arena.memory.numel() + (
             own_bytes if shared is None else shared.numel()
         )
@@ -119,13 +141,48 @@ class Stages:
         dtype = getattr(torch, as_dtype(match.dtype).name)
         source = self._source.get(match.source_name)
         target = self._target.get(match.target_name)
+        if item.chosen.program is not None:
+            self._list_program(item.chosen.program, source, target, dtype, found)
+            return
         if match.made_at:
             source, target = self._staged(match, source, target, dtype, found)
         elif match.source_span is not None:
             source = match.source_span.of(source, rank)
         if match.target_span is not None:
             target = match.target_span.of(target, rank)
-        found.movements.append(Movement.of(item.plan, item.transfers, rank, source, target, dtype))
+        movement = Movement.of(item.plan, item.transfers, rank, source, target, dtype)
+        found.movements[0].append(movement)
+
+    def _list_program(
+        self,
+        program: Program,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        dtype: torch.dtype,
+        found: _Listed,
+    ) -> None:
+        """The steps of a program that move anything, each in a stage of its own."""
+        rank = dist.get_rank()
+        phases = phases_of(program, rank)
+        places = Places(phases, rank, source, target, dtype, self._device, self._arena.tensor)
+        stage = 0
+        for number, phase in enumerate(phases.phases):
+            is_there = phases.is_view(number)
+            if is_there and phase.kind == LOCAL:
+                continue
+            transfers = phase.transfers(rank)
+            movement = Movement.of(
+                phase.plan,
+                transfers.moving if is_there else transfers,
+                rank,
+                places.at(number),
+                places.at(number + 1),
+                dtype,
+            )
+            if stage == len(found.movements):
+                found.movements.append([])
+            found.movements[stage].append(movement)
+            stage += 1
 
     def _staged(
         self,
@@ -167,12 +224,13 @@ class Stages:
         fails: before each batch that transforms have a part in, ranks tell each other.
         """
         error: Exception | None = None
-        for number, stage in enumerate(self.stages):
+        for number, batch in enumerate(self.batches):
             if number != DIRECT:
-                error = error or _error_of(stage.before)
+                error = error or _error_of(batch.before)
                 confirm(self._group, error)
-            stage.move()
-            error = _error_of(stage.after)
+            for stage in batch.stages:
+                stage.move()
+            error = _error_of(batch.after)
         confirm(self._group, error)
 
 
@@ -188,9 +246,9 @@ def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
 
 @dataclass(slots=True, eq=False)
 class _Listed:
-    """A batch while it is listed: movements, what transforms do, and their memory by name."""
+    """A batch while it is listed: movements by stage, what transforms do, their memory by name."""
 
-    movements: list[Movement] = field(default_factory=list)
+    movements: list[list[Movement]] = field(default_factory=lambda: [[]])
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     made: dict[tuple[str, Span | None], dict[str, torch.Tensor]] = field(default_factory=dict)

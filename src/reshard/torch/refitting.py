@@ -22,12 +22,15 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.topology import Topology
 from reshard.torch.agreement import Intent, agree, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
+from reshard.torch.methods import METHODS, library_of, topology_problem
 from reshard.torch.naming import Naming, tied_root
 from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
 from reshard.torch.process_groups import Given
+from reshard.torch.refit_methods import RefitMethods
 from reshard.torch.refit_parts import RefitPart
 from reshard.torch.refit_planning import Matching, Planning, PlanningReport, planned
 from reshard.torch.refit_stages import Stages
@@ -74,6 +77,7 @@ class Refit:
         transforms: Mapping[str, Transform] | None = None,
         planning: Planning = "local",
         method: str = "auto",
+        topology: Topology | None = None,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> Refit:
@@ -103,21 +107,27 @@ class Refit:
             transforms: what makes targets of other elements, by their common names or patterns;
                 the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
-            method: "exchange" moves all tensors in one exchange of messages; "auto" does so too.
-                Programs of collectives move one tensor on one mesh, so "program" is refused.
+            method: "exchange" moves all tensors in one exchange of messages; "program" every
+                tensor by the collectives that `reshard.collectives.find_program` finds; "auto"
+                each by what is quicker on `topology`. Without one, programs are taken for
+                contributions that become replicas, where they move less.
+            topology: the hosts of the ranks and the links between them; the same on all ranks.
             extra_bytes: the most memory beyond both models, on each rank.
             group: of all ranks that have a part of either; all ranks when None.
 
         Raises:
             ShardError: on every rank, all names, shapes and types that do not fit.
-            PlanError, RunError: on every rank, ranks that mean different things or cannot.
+            PlanError, RunError: on every rank, ranks that mean different things or cannot, or
+                tensors without a program where programs are asked for.
+            LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank that is none of the group's.
         """
         if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; it does not call this")
         options = {
             "planning": planning,
-            "method": "exchange" if method == "auto" else method,
+            "method": method,
+            "topology": topology.interning_key() if isinstance(topology, Topology) else topology,
             "extra_bytes": extra_bytes,
             "ties": _in_order(ties),
             "stacks": stacks,
@@ -129,12 +139,9 @@ class Refit:
         problem = _problem_of(ties or {}, transforms or {}, extra_bytes)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
-        if method not in ("auto", "exchange"):
-            problem = (
-                f"method={method!r}; a refit moves all tensors in one exchange, so give 'exchange' "
-                "or leave it out. A program of collectives moves one tensor on one mesh: "
-                "redistribute(..., method='program')"
-            )
+        if method not in METHODS:
+            problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
+        problem = problem or topology_problem(topology)
         given = Given.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
@@ -142,7 +149,8 @@ class Refit:
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
         check_memory(before, after, ties or {})
-        matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes)
+        methods = RefitMethods(method, topology, library_of(group))
+        matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
         part, report = planned(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)

@@ -23,6 +23,7 @@ from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_parameters import MegatronParameter
 from reshard.notation.megatron_rosters import LocalParameter, gather_parameters
 from reshard.recipes.fusion import Fusion
+from reshard.sharding import ShardingSpec
 
 Shape = tuple[int, ...]
 _SHOWN_RANKS = 4
@@ -41,6 +42,7 @@ class Entry:
         fusion: how its members lie in it, where it is fused; by common names.
         own_name: what the model calls it, before names become common; of Megatron's over the
             whole model.
+        spec: the sharding that the layout is of, where the rank knows it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Entry:
     chunk: int = 0
     fusion: Fusion | None = None
     own_name: str = ""
+    spec: ShardingSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class Roster:
 class Held:
     """A tensor of the whole model. `parameter` is what Megatron's ranks say, if they do.
 
-    `fusion` says how its members lie in it, where it is fused.
+    `fusion` says how its members lie in it, where it is fused; `spec` is the sharding that the
+    layout is of, where ranks know it.
     """
 
     dtype: str
@@ -80,6 +84,7 @@ class Held:
     parameter: MegatronParameter | None = None
     first_rank: int = 0
     fusion: Fusion | None = None
+    spec: ShardingSpec | None = None
 
 
 def moved_by(layout: Layout, ranks: int) -> Layout:
@@ -219,7 +224,7 @@ def _held(
         return None
     if first.layout is not None:
         problems += _misfits(name, first.layout, by_rank, side)
-        return Held(dtype, first.layout)
+        return Held(dtype, first.layout, spec=first.spec)
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
         told = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())

@@ -1,0 +1,140 @@
+"""Which of many tensors go by programs of collectives, and which in one exchange?
+
+All that have no program travel in one exchange. Programs run beside it and beside one another:
+their first steps with the exchange, then the second steps of all, and so on, so that a wait
+between two steps is there once however many tensors there are::
+
+    stage 0                stage 1          stage 2
+    a, b: all of them
+    c: reduce-scatter      c: all-gather
+    d: all-to-all          d: permute       d: all-gather
+
+1. Bytes and copies of the tensors add up. A stage has the latency of what has the longest in it.
+2. For every number of stages those tensors go by their program that need at most so many, and
+   whose bytes take less time by it.
+3. The number that takes the least time is chosen; of equals the smallest. So all tensors stay in
+   the exchange where programs save nothing.
+
+Times are summed in the order of the tensors, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.collectives.estimates import program_estimate
+from reshard.collectives.program import Program
+from reshard.cost.estimate import Part
+from reshard.errors import PlanError
+from reshard.planning.estimates import exchange_part
+from reshard.planning.plan import Plan
+from reshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How one tensor can go: in the exchange by its part of it, or by the parts of a program."""
+
+    exchange: Part
+    program: tuple[Part, ...]
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of its bytes and copies in the exchange."""
+        return self.exchange.transfer_s + self.exchange.copy_s
+
+    @property
+    def program_s(self) -> float:
+        """Seconds of its bytes and copies in all steps."""
+        return sum((part.transfer_s + part.copy_s for part in self.program), 0.0)
+
+    @property
+    def stages(self) -> int:
+        """How many of the steps take any time."""
+        return len(self.program)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which tensors go by their program, of shape `(tensors,)`, and the seconds both ways take.
+
+    Args:
+        by_program: for each tensor, in their order.
+        ways: likewise what it takes by either way.
+        seconds_s: of all tensors, as divided.
+        exchange_s: of all tensors, if all went in the exchange.
+    """
+
+    by_program: tuple[bool, ...]
+    ways: tuple[Ways, ...]
+    seconds_s: float
+    exchange_s: float
+
+
+def divide(
+    tensors: Sequence[tuple[Plan, Program]], topology: Topology, library: str = "nccl"
+) -> Division:
+    """The quickest division of tensors that move together.
+
+    Args:
+        tensors: each as its plan, with a dtype, and a program from its source to its target.
+        topology: the hosts of the ranks, and the links.
+        library: a key of `reshard.cost.LIBRARIES`.
+
+    Raises:
+        PlanError: a plan without a dtype.
+        UsageError: an unknown library.
+        LayoutError: a rank that the topology has not, or a link that it does not know.
+
+    >>> import reshard
+    >>> from reshard.collectives import find_program
+    >>> from reshard.cost import load_preset
+    >>> mesh = reshard.DeviceMesh.of(x=4)
+    >>> tensors = []
+    >>> for text in ("-, - | sum(x)", "x, -"):
+    ...     ends = reshard.spec(mesh, text), reshard.spec(mesh, "-, -")
+    ...     plan = reshard.plan(*(end.layout((4096, 64)) for end in ends), dtype="float32")
+    ...     tensors.append((plan, find_program(*ends, (4096, 64))))
+    >>> divide(tensors, load_preset("gloo-host").topology(), "gloo").by_program
+    (True, False)
+    """
+    found: dict[tuple[Plan, Program], Ways] = {}
+    for plan, program in tensors:
+        # Layers of a model move alike.
+        if (plan, program) not in found:
+            found[plan, program] = _ways(plan, program, topology, library)
+    ways = tuple(found[pair] for pair in tensors)
+    most = max((one.stages for one in ways), default=0)
+    choices = [
+        # A program without steps moves nothing, and copies nothing either.
+        tuple(0 < one.stages <= stages and one.program_s < one.exchange_s for one in ways)
+        for stages in range(most + 1)
+    ]
+    call_s = topology.overhead.call_s
+    seconds_s = [call_s + _seconds(ways, choice) for choice in choices]
+    best = seconds_s.index(min(seconds_s))
+    return Division(choices[best], ways, seconds_s[best], seconds_s[0])
+
+
+def _ways(plan: Plan, program: Program, topology: Topology, library: str) -> Ways:
+    if plan.dtype is None:
+        raise PlanError("a plan without a dtype, whose bytes nobody knows; give it one")
+    by_program = program_estimate(program, plan.dtype, topology, library)
+    return Ways(
+        exchange_part(plan, plan.dtype.itemsize_bytes, topology),
+        tuple(part for part in by_program.parts if part.seconds_s),
+    )
+
+
+def _seconds(ways: Sequence[Ways], by_program: Sequence[bool]) -> float:
+    """Seconds of all stages: the longest latency of each, and the bytes of all tensors."""
+    latency_s: list[float] = []
+    moving_s = 0.0
+    for one, is_chosen in zip(ways, by_program, strict=True):
+        parts = one.program if is_chosen else (one.exchange,)
+        latency_s += [0.0] * (len(parts) - len(latency_s))
+        for stage, part in enumerate(parts):
+            latency_s[stage] = max(latency_s[stage], part.latency_s)
+        moving_s += one.program_s if is_chosen else one.exchange_s
+    return sum(latency_s, moving_s)
