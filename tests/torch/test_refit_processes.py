@@ -37,6 +37,10 @@ def test_models_by_recipes_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_recipe_process.py", 4))
 
 
+def test_latent_attention_and_shared_experts() -> None:
+    expect_all_end_well(run_ranks("refit_latent_process.py", 4))
+
+
 def test_consumers_that_are_compiled_or_captured() -> None:
     expect_all_end_well(run_ranks("refit_compiled_process.py", 2))
 
