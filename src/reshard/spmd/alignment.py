@@ -4,8 +4,9 @@ Each device needs, of every operand, exactly what its part of the results asks f
 factor of the operator's rule is cut one way in all tensors:
 
 1. every operand proposes, for each factor of a dimension, the axes that cut it there;
-2. proposals are taken, those of the largest operands first, where the factor is not cut yet and
-   the axes are free: the others are resharded;
+2. proposals are taken, those of the largest operands first, where the factor is not cut yet, as
+   far as their axes are free; where one goes on from a cut that was taken (`x y` from `x`), so far
+   as its axes are left: the others are resharded;
 3. a factor that the operator needs whole, or whose parts would not meet (a slice's shorter
    result, a reshape whose parts do not divide), is not cut;
 4. the results are cut as their factors are; axes of reduced factors hold contributions.
@@ -103,17 +104,46 @@ def _chosen(
                 proposals.append((-math.prod(shape), number, factor, cut))
     cuts: Cuts = {}
     used: list[Axis] = []
-    for _, _, factor, cut in sorted(proposals, key=lambda one: one[:3]):
-        if factor in blocked or factor in cuts or any(_meet(a, b) for a in cut.axes for b in used):
-            continue
-        cuts[factor] = cut
-        used += cut.axes
+    proposals = sorted((one for one in proposals if one[2] not in blocked), key=lambda one: one[:3])
+    for _, _, factor, cut in proposals:
+        free = _free_prefix(cut, used)
+        if factor not in cuts and free is not None:
+            cuts[factor] = free
+            used += free.axes
+    for _, _, factor, cut in proposals:
+        taken = cuts.get(factor)
+        longer = None if taken is None else _continued(taken, cut, used)
+        if longer is not None:
+            used += longer.axes
+            cuts[factor] = longer
     while True:
         loose = _without_major(rule, mesh, cuts)
         if not loose:
             return cuts
         for factor in loose:
             del cuts[factor]
+
+
+def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
+    """The cut, or what is left of it before the first axis in use; None where that is nothing."""
+    taken = [any(_meet(axis, other) for other in used) for axis in cut.axes]
+    if not any(taken):
+        return cut
+    count = taken.index(True)
+    return DimSpec(cut.axes[:count]) if count and _is_flat(cut) else None
+
+
+def _continued(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
+    """A cut that goes on from one that was taken, as far as axes are free; None where it cannot."""
+    if not (_is_flat(taken) and _is_flat(cut)) or cut.axes[: len(taken.axes)] != taken.axes:
+        return None
+    more = _free_prefix(DimSpec(cut.axes[len(taken.axes) :]), used)
+    return DimSpec([*taken.axes, *more.axes]) if more is not None and more.axes else None
+
+
+def _is_flat(cut: DimSpec) -> bool:
+    """Whether it is the plain cut over all its axes at once."""
+    return len(cut.levels) == 1 and cut.levels[0].rule.is_default
 
 
 def _meet(one: Axis, other: Axis) -> bool:
