@@ -37,6 +37,10 @@ def test_models_by_recipes_between_four_ranks() -> None:
     expect_all_end_well(run_ranks("refit_recipe_process.py", 4))
 
 
+def test_megatrons_pairs_between_twelve_ranks() -> None:
+    expect_all_end_well(run_ranks("refit_pairs_process.py", 12))
+
+
 def test_latent_attention_and_shared_experts() -> None:
     expect_all_end_well(run_ranks("refit_latent_process.py", 4))
 
