@@ -294,3 +294,19 @@ def test_the_example_runs() -> None:
     program = Path(__file__).parent.parent.parent / "examples" / "propagation.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
     assert "reduced over tp from `dp, - | sum(tp)` to `dp, -`" in done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["basic", "aggressive"])
+def test_maxima_are_no_sums(strategy: str) -> None:
+    """A result that is asked for as a sum is what the operator makes, and then moves."""
+    mesh = DeviceMesh.of(x=2)
+    rule = "([i, j]) -> ([i]) {i=8, j=8} reduction={j:max}"
+    graph = Graph.of([(8, 8)], [("max", [0], rule)], [1])
+    given = {0: spec(mesh, "-, x"), 1: spec(mesh, "- | sum(x)")}
+    placed = explicit_reshards(propagate_graph(graph, given, strategy=strategy))
+    assert str(placed.results[0][0]) == "- | max(x)"
+    assert [(str(move.source), str(move.target)) for move in placed.moved] == [
+        ("- | max(x)", "-"),
+        ("-", "- | sum(x)"),
+        ("- | sum(x)", "-"),
+    ]

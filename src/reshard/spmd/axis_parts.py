@@ -136,6 +136,19 @@ class Sharding(NamedTuple):
         return any(self.dims)
 
 
+def are_alike(one: Sharding, other: Sharding) -> bool:
+    """Whether a tensor lies the same in both: cut alike, and with contributions of one kind.
+
+    >>> part = ((0, 1, 2, 0),)
+    >>> one = Sharding(((),), (True,), (), part, "sum")
+    >>> opened, highest = one._replace(is_closed=(False,)), one._replace(reduction="max")
+    >>> are_alike(one, opened), are_alike(one, highest)
+    (True, False)
+    """
+    is_other_sum = bool(one.partial) and one.reduction != other.reduction
+    return one.dims == other.dims and one.partial == other.partial and not is_other_sum
+
+
 class AxisTable:
     """The shardings of one mesh in integers. `AxisTable.of(mesh)` is the table of a mesh.
 

@@ -40,16 +40,18 @@ class Way:
         cuts: axes of each factor.
         kept: axes along which contributions are carried through.
         partial: positions of the operands that have those.
+        reduction: how those combine.
     """
 
     cuts: tuple[Parts, ...]
     kept: Parts = ()
     partial: tuple[int, ...] = ()
+    reduction: str = "sum"
 
     def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
         """The shardings of the operands."""
         return tuple(
-            self._sharding(rule, place, self.kept if place in self.partial else (), "sum")
+            self._sharding(rule, place, self.kept if place in self.partial else (), self.reduction)
             for place in range(len(rule.operands))
         )
 
@@ -59,7 +61,7 @@ class Way:
         axes: Parts = ()
         for part in sorted((*self.kept, *reduced)):
             axes = joined(axes, part)
-        operator = rule.reduction_operator if reduced else "sum"
+        operator = rule.reduction_operator if reduced else self.reduction
         first = len(rule.operands)
         return tuple(
             self._sharding(rule, first + place, axes, operator)
@@ -113,6 +115,8 @@ def ways_of(
     pieces: Parts,
     known: Sequence[Sequence[Sharding]],
     mesh: DeviceMesh,
+    reductions: Sequence[str] = ("sum",),
+    in_any_order: bool = False,
 ) -> list[Way]:
     """The ways in which an operation may run.
 
@@ -122,6 +126,8 @@ def ways_of(
         pieces: of the mesh's axes.
         known: the shardings of its tensors, as other strategies have them: one list a strategy.
         mesh: whose axes they are.
+        reductions: how contributions that may be carried through combine.
+        in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
     """
     rule = operation.rule
     found: dict[Way, None] = {Way(((),) * len(rule.sizes)): None}
@@ -134,7 +140,8 @@ def ways_of(
         cuts = tuple(common_axes(rule, tensors, elements, mesh))
         if _may_run(rule, cuts, _cuttable(rule, tuple(shapes))):
             found[Way(cuts)] = None
-    for way in _all_ways(rule, tuple(shapes), pieces, _carried(operation, len(rule.operands))):
+    carried = _carried(operation, len(rule.operands), reductions)
+    for way in _all_ways(rule, tuple(shapes), pieces, carried, in_any_order):
         found.setdefault(way)
         if len(found) >= MOST_WAYS:
             break
@@ -148,12 +155,19 @@ def _count(shape: Sequence[int]) -> int:
     return found
 
 
-def _carried(operation: Operation, count: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of operands that may have contributions together."""
+Carried = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
+    """Reductions, and sets of operands that may have such contributions together."""
     known = operators.get(operation.operator)
     if known is None:
         return ()
-    return known.partial_operands(count, "sum", **operation.attributes)
+    return tuple(
+        (reduction, operands)
+        for reduction in reductions
+        for operands in known.partial_operands(count, reduction, **operation.attributes)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -203,29 +217,35 @@ def _all_ways(
     rule: OpShardingRule,
     shapes: tuple[tuple[int, ...], ...],
     pieces: Parts,
-    carried: tuple[tuple[int, ...], ...],
+    carried: Carried,
+    in_any_order: bool,
 ) -> tuple[Way, ...]:
     cuttable = _cuttable(rule, shapes)
-    is_sum = not rule.reduction or rule.reduction_operator == "sum"
     places: list[tuple[str, int]] = [("unused", 0)]
     places += [("factor", factor) for factor in sorted(cuttable)]
-    if is_sum:
-        places += [("carried", number) for number in range(len(carried))]
+    # What is carried and what is reduced here is one sum, or one maximum.
+    places += [
+        ("carried", number)
+        for number, (reduction, _) in enumerate(carried)
+        if not rule.reduction or rule.reduction_operator == reduction
+    ]
     found: dict[Way, None] = {}
-    for chosen in itertools.product(places, repeat=len(pieces)):
-        cuts: list[Parts] = [()] * len(rule.sizes)
-        kept: dict[int, Parts] = {}
-        for piece, (kind, number) in zip(pieces, chosen, strict=True):
-            if kind == "factor":
-                cuts[number] = joined(cuts[number], piece)
-            elif kind == "carried":
-                kept[number] = joined(kept.get(number, ()), piece)
-        if len(kept) > 1 or not _may_run(rule, cuts, cuttable):
-            continue
-        number, axes = next(iter(kept.items()), (0, ()))
-        found[Way(tuple(cuts), axes, carried[number] if axes else ())] = None
-        if len(found) >= MOST_WAYS:
-            break
+    for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
+        for chosen in itertools.product(places, repeat=len(ordered)):
+            cuts: list[Parts] = [()] * len(rule.sizes)
+            kept: dict[int, Parts] = {}
+            for piece, (kind, number) in zip(ordered, chosen, strict=True):
+                if kind == "factor":
+                    cuts[number] = joined(cuts[number], piece)
+                elif kind == "carried":
+                    kept[number] = joined(kept.get(number, ()), piece)
+            if len(kept) > 1 or not _may_run(rule, cuts, cuttable):
+                continue
+            number, axes = next(iter(kept.items()), (0, ()))
+            reduction, operands = carried[number] if axes else ("sum", ())
+            found[Way(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
+            if len(found) >= MOST_WAYS:
+                return tuple(found)
     return tuple(found)
 
 

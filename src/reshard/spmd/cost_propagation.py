@@ -13,27 +13,43 @@ of a value and those in which operations read and make it (`cost_model`)::
 
 The least sum is found exactly where the graph lets it be (`least_sum`: chains, trees, and
 graphs in which few values are alive at once), else by descent from what the other strategies
-say. The answer has no clock in it.
+say.
+
+Movements are priced by the programs that are run. Those take milliseconds to find, so a small graph
+begins with bounds, and only what looks best is priced, until nothing else can be better. In a large
+one formulas choose first; what they choose is priced, and changed where that shows something
+better. Either way the answer's seconds are those of its programs. There is no clock in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from reshard.dtypes import dtype
+from reshard.dtypes import DType, dtype
 from reshard.sharding import ShardingSpec
-from reshard.spmd.axis_parts import AxisTable, Sharding
+from reshard.spmd.axis_parts import AxisTable, Sharding, are_alike
 from reshard.spmd.cost_candidates import Way, pieces_of, shardings_of, ways_of
 from reshard.spmd.cost_model import CostModel, Machine
 from reshard.spmd.graph import Graph
-from reshard.spmd.least_sum import Sum, Table
+from reshard.spmd.least_sum import FloatArray, Sum, Table
 from reshard.spmd.propagation import PropagatedGraph, Run, propagate_graph
 from reshard.spmd.sharding_rule import OpShardingRule
 
 OTHERS = ("aggressive", "basic")
+# Operations of a graph whose least sum is looked for by prices of programs, and in how many rounds.
+MOST_JUDGED = 16
+MOST_ROUNDS = 256
+# How often what formulas chose is changed.
+MOST_CHANGES = 4
+# Operations of a graph that is small enough for axes to be tried in every order.
+SMALL = 4
+
+Movement = tuple[Sharding, Sharding, tuple[int, ...], DType]
+"""From a sharding to another, of a value of a shape and element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,8 @@ class CostedGraph:
     Args:
         propagated: the shardings, and what each operation runs with.
         seconds_s: estimated time of all operations and movements, one behind the other.
-        is_exact: whether no choice among the candidates takes less.
+        is_exact: whether no choice among the candidates takes less, each movement priced by its
+            program.
         others_s: the same time for the shardings of the other strategies, each operation run in
             the way that suits those best.
     """
@@ -93,20 +110,76 @@ def propagate_by_cost(
     table = AxisTable.of(mesh)
     problem = _Problem(graph, table, CostModel(table, machine or Machine()))
     problem.candidates(annotations, dict(outputs or {}), bases)
+    found = None
+    if exact is not False and len(graph.operations) <= MOST_JUDGED:
+        found = _exact(problem, problem.sum(bounds=True))
+    is_exact = found is not None
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
     starts = [problem.start(number) for number in range(len(bases))]
-    others = [total.value(total.descended(start, ways, sweeps=0)) for start in starts]
-    chosen = None if exact is False else total.eliminated()
-    is_exact = chosen is not None
-    if chosen is None:
-        chosen = min((total.descended(start, ways) for start in starts), key=total.value)
+    others = [total.descended(start, ways, sweeps=0) for start in starts]
+    problem.price(others)
+    chosen = found if found is not None else _near(problem, total, others, exact)
     return CostedGraph(
         problem.answer(chosen, bases[0]),
         total.value(chosen),
         is_exact,
-        dict(zip(OTHERS, others, strict=True)),
+        dict(zip(OTHERS, map(total.value, others), strict=True)),
     )
+
+
+Choices = tuple[int, ...]
+
+
+def _exact(problem: _Problem, total: Sum) -> Choices | None:
+    """The least sum with every movement priced by its program; None where that takes too long.
+
+    Prices begin as bounds that no program stays below. The least sum of those is found, the
+    movements in it get the price of their programs, and so on until it has no bound in it: then
+    every other choice takes as long even by its bounds.
+    """
+    for _ in range(MOST_ROUNDS):
+        chosen = total.eliminated()
+        if chosen is None or not problem.price([chosen]):
+            return chosen
+    return None
+
+
+def _near(problem: _Problem, total: Sum, others: Sequence[Choices], exact: bool | None) -> Choices:
+    """The least sum by formulas, changed as long as prices of programs show something better."""
+    ways = range(len(problem.graph.values), len(total.choices))
+    chosen = None if exact is False else total.eliminated()
+    if chosen is None:
+        chosen = min((total.descended(other, ways) for other in others), key=total.value)
+    seen = [chosen, *others]
+    for _ in range(MOST_CHANGES):
+        if not problem.price(seen):
+            break
+        seen.append(total.descended(min(seen, key=total.value), ways))
+    problem.price(seen)
+    return min(seen, key=total.value)
+
+
+class Ends(NamedTuple):
+    """Movements of values of one shape and type: from each sharding to each that is read, or back.
+
+    Args:
+        own: the shardings that the value may have.
+        others: in which operations read or make it.
+        is_read: whether it goes to those, not from them.
+        shape, element: of the value.
+    """
+
+    own: tuple[Sharding, ...]
+    others: tuple[Sharding, ...]
+    is_read: bool
+    shape: tuple[int, ...]
+    element: DType
+
+    def movement(self, one: Sharding, other: Sharding) -> Movement:
+        """That between two of the shardings."""
+        ends = (one, other) if self.is_read else (other, one)
+        return (*ends, self.shape, self.element)
 
 
 class _Problem:
@@ -116,13 +189,16 @@ class _Problem:
         self.graph = graph
         self.table = table
         self.model = model
-        self.itemsize = [_itemsize_bytes(value.dtype) for value in graph.values]
+        self._bounds = False
+        self.elements = [dtype(value.dtype) for value in graph.values]
         self.values: list[list[Sharding]] = []
         self.ways: list[list[Way]] = []
         self.known: list[list[Sharding]] = []
         self.asked: dict[int, Sharding] = {}
         self._reads: dict[tuple[OpShardingRule, Way], Run] = {}
-        self._tables: dict[object, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
+        self._seconds: dict[object, FloatArray] = {}
+        self._tables: dict[Ends, FloatArray] = {}
+        self._priced: dict[Movement, float] = {}
 
     def candidates(
         self,
@@ -142,6 +218,8 @@ class _Problem:
             ]
             for base in bases
         ]
+        reductions = _reductions(graph, given.values())
+        is_small = len(graph.operations) <= SMALL
         around: list[dict[Sharding, None]] = [{} for _ in graph.values]
         found: dict[object, list[Way]] = {}
         for operation in graph.operations:
@@ -150,7 +228,9 @@ class _Problem:
             shapes = [graph.values[value].shape for value in places]
             key = (operation.operator, operation.rule, str(operation.attributes), known)
             if key not in found:
-                found[key] = ways_of(operation, shapes, pieces, known, table.mesh)
+                found[key] = ways_of(
+                    operation, shapes, pieces, known, table.mesh, reductions, is_small
+                )
             self.ways.append(found[key])
             for way in found[key]:
                 reads, makes = self.run(operation.rule, way)
@@ -174,55 +254,94 @@ class _Problem:
             found = self._reads[rule, way] = (way.reads(rule), way.makes(rule))
         return found
 
-    def sum(self) -> Sum:
-        """The seconds of all choices."""
-        graph = self.graph
-        count = len(graph.values)
+    def sum(self, *, bounds: bool = False) -> Sum:
+        """The seconds of all choices, movements by formulas; or by bounds where that is asked."""
+        self._bounds = bounds
+        self._tables = {}
+        count = len(self.graph.values)
         tables: list[Table] = []
-        for number, operation in enumerate(graph.operations):
-            variable = count + number
-            ways = self.ways[number]
-            places = (*operation.operands, *operation.results)
-            size = max((self.itemsize[value] for value in places), default=4)
-            seconds = [self.model.compute_s(operation.rule, way.cuts, size) for way in ways]
-            tables.append(Table((variable,), np.array(seconds)))
-            runs = [self.run(operation.rule, way) for way in ways]
-            for position, value in enumerate(places):
-                is_operand = position < len(operation.operands)
-                ends = tuple((*reads, *makes)[position] for reads, makes in runs)
-                found = self._movements(value, ends, is_operand)
-                tables.append(Table((value, variable), found))
-        for place, target in self.asked.items():
-            value = graph.outputs[place]
-            found = self._movements(value, (target,), True)
-            tables.append(Table((value,), found[:, 0]))
+        for number in range(len(self.graph.operations)):
+            tables.append(Table((count + number,), self._compute(number)))
+            for value, ends in self._ends(number):
+                tables.append(Table((value, count + number), self._movements(ends)))
+        for value, ends in self._asked():
+            tables.append(Table((value,), self._movements(ends)[:, 0]))
         choices = (*map(len, self.values), *map(len, self.ways))
         return Sum(choices, tables)
 
-    def _movements(
-        self, value: int, ends: tuple[Sharding, ...], is_operand: bool
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        """Seconds between each sharding of a value and each one that is read or made."""
+    def price(self, answers: Iterable[Sequence[int]]) -> bool:
+        """Price by its program each movement of some answers. Whether that was not done before."""
+        count = len(self.graph.values)
+        new: dict[Movement, None] = {}
+        for chosen in answers:
+            for number in range(len(self.graph.operations)):
+                for value, ends in self._ends(number):
+                    other = ends.others[chosen[count + number]]
+                    new[ends.movement(ends.own[chosen[value]], other)] = None
+            for value, ends in self._asked():
+                new[ends.movement(ends.own[chosen[value]], ends.others[0])] = None
+        waiting = {one for one in new if one not in self._priced and not are_alike(*one[:2])}
+        self._priced |= {one: self.model.program_s(*one) for one in new if one in waiting}
+        for ends, table in self._tables.items() if waiting else ():
+            for row, one in enumerate(ends.own):
+                for column, other in enumerate(ends.others):
+                    movement = ends.movement(one, other)
+                    if movement in waiting:
+                        table[row, column] = self._priced[movement]
+        return bool(waiting)
+
+    def _compute(self, number: int) -> FloatArray:
+        """Seconds that an operation computes in each of its ways."""
+        operation, ways = self.graph.operations[number], self.ways[number]
+        places = (*operation.operands, *operation.results)
+        tensors = tuple((self.graph.values[v].shape, self.elements[v]) for v in places)
+        # Equal operations share one list of ways.
+        key = (operation.operator, operation.rule, tensors, id(ways))
+        found = self._seconds.get(key)
+        if found is None:
+            name, rule = operation.operator, operation.rule
+            found = np.array([self.model.compute_s(name, rule, way.cuts, tensors) for way in ways])
+            self._seconds[key] = found
+        return found
+
+    def _ends(self, number: int) -> Iterator[tuple[int, Ends]]:
+        """What may move before and after an operation: values, and where from and to."""
+        operation = self.graph.operations[number]
+        runs = [self.run(operation.rule, way) for way in self.ways[number]]
+        values = (*operation.operands, *operation.results)
+        columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
+        for position, (value, others) in enumerate(zip(values, columns, strict=True)):
+            yield value, self._between(value, others, position < len(operation.operands))
+
+    def _asked(self) -> Iterator[tuple[int, Ends]]:
+        for place, target in self.asked.items():
+            value = self.graph.outputs[place]
+            yield value, self._between(value, (target,), True)
+
+    def _between(self, value: int, others: tuple[Sharding, ...], is_read: bool) -> Ends:
         shape = self.graph.values[value].shape
-        key = (tuple(self.values[value]), ends, is_operand, shape, self.itemsize[value])
-        found = self._tables.get(key)
+        return Ends(tuple(self.values[value]), others, is_read, shape, self.elements[value])
+
+    def _movements(self, ends: Ends) -> FloatArray:
+        """Seconds between each sharding of a value and each one that is read or made."""
+        found = self._tables.get(ends)
         if found is None:
             found = np.array(
                 [
-                    [
-                        self.model.movement_s(
-                            own if is_operand else end,
-                            end if is_operand else own,
-                            shape,
-                            self.itemsize[value],
-                        )
-                        for end in ends
-                    ]
-                    for own in self.values[value]
+                    [self._movement_s(ends.movement(one, other)) for other in ends.others]
+                    for one in ends.own
                 ]
             )
-            self._tables[key] = found
+            self._tables[ends] = found
         return found
+
+    def _movement_s(self, movement: Movement) -> float:
+        found = self._priced.get(movement)
+        if found is not None:
+            return found
+        source, target, shape, element = movement
+        seconds_s = self.model.bound_s if self._bounds else self.model.movement_s
+        return seconds_s(source, target, shape, element.itemsize_bytes)
 
     def start(self, base: int) -> tuple[int, ...]:
         """The choices nearest to what another strategy says."""
@@ -259,5 +378,8 @@ def _whole(shape: Sequence[int]) -> Sharding:
     return Sharding(((),) * len(shape), (True,) * len(shape))
 
 
-def _itemsize_bytes(name: str) -> int:
-    return dtype(name).itemsize_bytes
+def _reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
+    """How contributions combine, wherever there may be some."""
+    found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
+    found += [one.reduction for one in given if one.reduction is not None]
+    return tuple(dict.fromkeys(["sum", *found]))

@@ -23,7 +23,7 @@ from typing import Literal
 
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
-from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, are_apart, joined
+from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, are_alike, are_apart, joined
 from reshard.spmd.common_axes import Axes, common_axes
 from reshard.spmd.factor_shardings import FactorSharding, collected, updated
 from reshard.spmd.graph import Operation
@@ -187,12 +187,12 @@ class _Placing:
             target = self.state[value]
             found = cut[count + position]._replace(
                 partial=contributed,
-                reduction=(target.reduction or rule.reduction_operator) if contributed else None,
+                reduction=self._combining(operation, kept) if contributed else None,
             )
             made.append(self.spec(found))
             at = (number, "result", position)
-            less = self._reduced(value, at, found, target.partial)
-            if (less.dims, less.partial) != (target.dims, target.partial):
+            less = self._reduced(value, at, found, _staying(found, target))
+            if not are_alike(less, target):
                 self.move(value, at, less, target)
         self.operands.append(tuple(map(self.spec, cut[:count])))
         self.results.append(tuple(made))
@@ -242,8 +242,15 @@ class _Placing:
 
     def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
         """Write a movement down, if there is one: contributions and cuts at once."""
-        if (source.dims, source.partial) != (target.dims, target.partial):
-            self.move(value, place, source, target, difference(source.partial, target.partial))
+        if not are_alike(source, target):
+            combined = difference(source.partial, _staying(source, target))
+            self.move(value, place, source, target, combined)
+
+    def _combining(self, operation: Operation, kept: Parts) -> str:
+        """How the contributions combine that an operation makes, or carries."""
+        carried = [self.state[value] for value in operation.operands] if kept else []
+        found = [one.reduction for one in carried if one.partial and one.reduction]
+        return found[0] if found else operation.rule.reduction_operator
 
     def _kept(self, operation: Operation, wanted: Parts) -> Parts:
         """Partial axes that operands keep, since the operator passes contributions on.
@@ -282,6 +289,11 @@ class _Placing:
 
 def _whole(ndim: int) -> Sharding:
     return Sharding(((),) * ndim, (True,) * ndim)
+
+
+def _staying(source: Sharding, target: Sharding) -> Parts:
+    """The contributions of a sharding that another has as well: of one kind, along these axes."""
+    return target.partial if source.reduction == target.reduction else ()
 
 
 def _less(sharding: Sharding, combined: Parts) -> Sharding:
