@@ -64,6 +64,16 @@ def test_quicker_algorithms_flip_the_choice() -> None:
     assert ring.method == doubling.method == "program"
 
 
+def test_equals_are_exchanged_where_collectives_are_messages() -> None:
+    for side in (8, 8192):
+        tuned, messages = (chosen("x y z, -", "-, -", side, library=n) for n in ("nccl", "gloo"))
+        assert (tuned.method, messages.method) == ("program", "exchange")
+        assert messages.program_estimate.seconds_s == messages.exchange_estimate.seconds_s
+        assert messages.reason == "both take as long, and gloo's collectives are messages too"
+    # What moves less is taken all the same.
+    assert chosen("-, - | sum(x y z)", "-, -", 8192, library="gloo").method == "program"
+
+
 def test_memory_leaves_the_exchange() -> None:
     free = chosen("x y z, -", "-, x y", 64)
     assert free.method == "program"

@@ -2,7 +2,8 @@
 
 The exchange moves the fewest bytes. A program may move more, in fewer messages: small tensors
 wait for messages, large ones for bytes. Both are estimated on a topology, and the quicker one
-is chosen; of equals the program, for libraries tune collectives.
+is chosen; of equals the program, for libraries tune collectives. With gloo it is the exchange,
+since there `reshard.torch` runs collectives as messages, too, and step by step.
 
 An exchange is sent in rounds of limited size, so it fits any memory; a program may not.
 Whole numbers are summed, then multiplied and added in one order, and each such step rounds alike
@@ -116,7 +117,12 @@ def choose(
     by_program = program_estimate(program, kind, topology, library)
     by_exchange = plan.estimate(topology)
     method, reason = _decided(
-        program, by_program, by_exchange, program.extra_bytes(kind.itemsize_bytes), memory_bytes
+        program,
+        by_program,
+        by_exchange,
+        program.extra_bytes(kind.itemsize_bytes),
+        memory_bytes,
+        library,
     )
     return Choice(method, reason, program, plan, by_program, by_exchange)
 
@@ -127,6 +133,7 @@ def _decided(
     by_exchange: Estimate,
     extra_bytes: int,
     memory_bytes: int | None,
+    library: str,
 ) -> tuple[str, str]:
     if not program.steps:
         return "program", "every rank has what it needs"
@@ -139,6 +146,8 @@ def _decided(
             f"{memory_bytes:,}",
         )
     if by_program.seconds_s == by_exchange.seconds_s:
+        if library == "gloo":
+            return "exchange", "both take as long, and gloo's collectives are messages too"
         return "program", "both take as long, and collectives are tuned"
     method, less, more = "program", by_program, by_exchange
     if by_exchange.seconds_s < by_program.seconds_s:
