@@ -37,6 +37,7 @@ def llama(folder: Path) -> None:
         folder / "llama-3-8b",
         **{
             "model.embed_tokens.weight": np.ones((32, 16), np.float32),
+            f"{at}.mlp.gate_proj.weight": np.ones((24, 16), np.float32),
             f"{at}.mlp.up_proj.weight": np.ones((24, 16), np.float32),
             f"{at}.mlp.down_proj.weight": np.ones((16, 24), np.float32),
             f"{at}.self_attn.q_proj.weight": np.ones((16, 16), np.float32),

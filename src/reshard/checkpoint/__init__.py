@@ -33,6 +33,7 @@ from reshard.checkpoint.conversion_run import (
 )
 from reshard.checkpoint.loading import load, read_tensor
 from reshard.checkpoint.opening import open_checkpoint
+from reshard.checkpoint.renaming import Names
 from reshard.mesh import DeviceMesh
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
@@ -72,6 +73,8 @@ def convert(
     format: str | None = None,
     replicas: str = "once",
     most_file_bytes: int | None = None,
+    source_names: Names | None = None,
+    target_names: Names | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     threads: int | None = None,
     overwrite: bool = False,
@@ -100,6 +103,8 @@ def convert(
         format=format,
         replicas=replicas,
         most_file_bytes=most_file_bytes,
+        source_names=source_names,
+        target_names=target_names,
     )
     return run_conversion(
         conversion,

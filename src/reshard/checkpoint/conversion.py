@@ -28,6 +28,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.durability import refusals_explained
 from reshard.checkpoint.file_io import SourceFile
 from reshard.checkpoint.opening import open_checkpoint, read_config
+from reshard.checkpoint.renaming import Names, in_names_of, in_recipe_names, names_of
 from reshard.checkpoint.torch_dcp_arrangement import arrange_torch_dcp
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -35,6 +36,8 @@ from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.planning.job import Job, JobItem
 from reshard.planning.plan import Plan
 from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.fused_sharding import fused_spec
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, load_recipe
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
@@ -58,6 +61,8 @@ class Request:
     strategy: str | None
     replicas: str
     most_file_bytes: int | None
+    source_names: str | None = None
+    target_names: str | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,8 @@ def plan_conversion(
     format: str | None = None,
     replicas: str = "once",
     most_file_bytes: int | None = None,
+    source_names: Names | None = None,
+    target_names: Names | None = None,
 ) -> Conversion:
     """Plan a conversion; reads headers, writes nothing.
 
@@ -257,6 +264,9 @@ def plan_conversion(
             `to`, when None.
         replicas: `once` stores one copy of equal shards, `every` one for each rank.
         most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
+        source_names, target_names: what the tensors are called there, and which are fused, where
+            that is not as in the recipe: a convention of it, such as `megatron`, or a table as
+            `Recipe.naming` gives it. Rules are for the recipe's names.
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -291,6 +301,9 @@ def plan_conversion(
             f"the option {next(iter(chosen_options))!r} without a recipe that has it; name the "
             "recipe"
         )
+    config = read_config(checkpoint) if chosen is not None else None
+    from_names = names_of("source_names", source_names, chosen, config)
+    to_names = names_of("target_names", target_names, chosen, config)
     request = Request(
         mesh.text if mesh else str(to),
         tuple(f"{rule.pattern}={rule.spec}" for rule in parsed),
@@ -299,7 +312,17 @@ def plan_conversion(
         strategy,
         replicas,
         most_file_bytes,
+        None if from_names is None else from_names.text,
+        None if to_names is None else to_names.text,
     )
+    if from_names is not None:
+        checkpoint = in_recipe_names(checkpoint, from_names.table)
+    by_own_names, names = checkpoint, {name: name for name in checkpoint}
+    fused: dict[str, Fusion] = {}
+    if to_names is not None:
+        checkpoint, names, fused = in_names_of(checkpoint, to_names.table)
+    # A recipe may be there for its names alone.
+    is_for_names = from_names is not None or to_names is not None
     metadata = {
         key: value
         for key, value in checkpoint.metadata.items()
@@ -319,7 +342,7 @@ def plan_conversion(
     if mesh is None and world_size is None:
         _refuse(format == sharded_safetensors.FORMAT, "to 'full'", f"the format {format}")
         _refuse(bool(parsed), "to 'full'", "rules")
-        _refuse(chosen is not None, "to 'full'", "a recipe")
+        _refuse(chosen is not None and not is_for_names, "to 'full'", "a recipe")
         _refuse(strategy is not None, "to 'full'", "a strategy")
         whole = {
             name: PlannedTensor(tensor.dtype, Layout.whole(tensor.shape, [0], 1))
@@ -334,14 +357,20 @@ def plan_conversion(
     if by_recipe and mesh is None and world_size is not None:
         mesh = DeviceMesh.of(tp=world_size)
     if mesh is not None and (strategy is None or by_recipe):
-        assignment = assign_tensors(checkpoint, mesh, parsed, chosen)
-        planned = {
-            name: PlannedTensor(checkpoint.tensors[name].dtype, assignment.layouts[name], str(spec))
-            for name, spec in assignment.specs.items()
-        }
+        assignment = assign_tensors(by_own_names, mesh, parsed, chosen)
+        storage_axes = chosen.players(mesh).get("fsdp", ()) if chosen is not None else ()
+        shapes = {name: tensor.shape for name, tensor in by_own_names.tensors.items()}
+        planned = {}
+        for name, tensor in checkpoint.tensors.items():
+            spec, layout = assignment.specs[names[name]], assignment.layouts[names[name]]
+            if name in fused:
+                spec = fused_spec(name, fused[name], assignment.specs, shapes, storage_axes)
+                layout = spec.layout(tensor.shape)
+            planned[name] = PlannedTensor(tensor.dtype, layout, str(spec))
         return Conversion(checkpoint, target, arranged(planned), request, assignment)
-    _refuse(bool(parsed), f"the strategy {strategy or 'simple'!r}", "rules")
-    _refuse(chosen is not None, f"the strategy {strategy or 'simple'!r}", "a recipe")
+    by_strategy = f"the strategy {strategy or 'simple'!r}"
+    _refuse(bool(parsed), by_strategy, "rules")
+    _refuse(chosen is not None and not is_for_names, by_strategy, "a recipe")
     place = find_strategy(strategy or "simple")
     layouts = place(
         {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()},

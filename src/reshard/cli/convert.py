@@ -56,7 +56,7 @@ def convert(
       reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
       reshard convert llama-tp4 llama-tp2 --to tp=2,dp=2 --rule '*.weight=tp, -'
       reshard convert llama-tp4 llama-whole --to full --max-file 5GB
-      reshard convert llama-3-8b llama-3 --to 3
+      reshard convert llama-3-8b llama-megatron --to tp=2 --recipe llama --target-names megatron
 
     \b
     A rule is a glob on tensor names and how these are cut, an item a dimension:

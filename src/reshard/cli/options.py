@@ -130,6 +130,13 @@ _CONVERSION_OPTIONS = (
     ),
     option_option,
     click.option(
+        "--source-names",
+        metavar="NAME",
+        help="Whose names the source has, and what it fuses: a convention of the recipe, such as "
+        "megatron. [default: the recipe's own, Hugging Face's]",
+    ),
+    click.option("--target-names", metavar="NAME", help="The same of the target: megatron, vllm."),
+    click.option(
         "--strategy",
         metavar="NAME",
         help="Place tensors by a policy, instead of rules: simple (in turn), balanced (by bytes), "

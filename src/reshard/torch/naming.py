@@ -13,16 +13,13 @@ Two models are matched in names that both have in common:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from functools import lru_cache
 from typing import TypeVar
 
 from reshard.errors import UsageError
 from reshard.recipes.fusion import Fusion
+from reshard.recipes.name_patterns import Meaning, by_pattern, expression
 
-Meaning = str | Fusion
 Naming = Mapping[str, str] | Mapping[str, Meaning] | Callable[[str], Meaning]
 Value = TypeVar("Value")
 
@@ -56,7 +53,7 @@ def meaning(name: str, naming: Naming | None) -> Meaning:
         return name
     found: object = name
     if isinstance(naming, Mapping):
-        found = naming[name] if name in naming else _by_pattern(name, naming)
+        found = naming[name] if name in naming else by_pattern(name, naming)
     elif callable(naming):
         found = naming(name)
     else:
@@ -80,7 +77,7 @@ def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
     """
     if not stacks:
         return None
-    found = stacks[name] if name in stacks else _by_pattern(name, stacks)
+    found = stacks[name] if name in stacks else by_pattern(name, stacks)
     if found == name:
         return None
     if not isinstance(found, str):
@@ -101,7 +98,7 @@ def fitting(name: str, table: Mapping[str, Value]) -> Value | None:
     if name in table:
         return table[name]
     patterns = (pattern for pattern in table if "*" in pattern)
-    return next((table[one] for one in patterns if _expression(one).fullmatch(name)), None)
+    return next((table[one] for one in patterns if expression(one).fullmatch(name)), None)
 
 
 def serving_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:
@@ -132,28 +129,3 @@ def tied_root(name: str, ties: Mapping[str, str]) -> str:
         if seen[-1] in seen[:-1]:
             raise UsageError(f"ties go round in a circle: {' -> '.join(seen)}")
     return seen[-1]
-
-
-def _by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
-    for pattern, entry in table.items():
-        if "*" not in pattern:
-            continue
-        found = _expression(pattern).fullmatch(name)
-        if found and isinstance(entry, str):
-            return _filled_in(entry, found.groups())
-        if found and isinstance(entry, Fusion):
-            members = tuple(_filled_in(member, found.groups()) for member in entry.members)
-            return replace(entry, members=members)
-    return name
-
-
-@lru_cache(maxsize=1024)
-def _expression(pattern: str) -> re.Pattern[str]:
-    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
-
-
-def _filled_in(entry: str, found: tuple[str, ...]) -> str:
-    first, *others = entry.split("*")
-    if len(others) > len(found):
-        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")
-    return first + "".join(f"{text}{rest}" for text, rest in zip(found, others, strict=False))

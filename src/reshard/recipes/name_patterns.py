@@ -1,0 +1,81 @@
+"""What is a name in other names, by a table of patterns, and the other way round?
+
+A table says of names of one convention what they are in a recipe's: `*` in a pattern stands for any
+text, and takes the place of the same `*` in the entry. An entry is a name, or a `Fusion` of names::
+
+    "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
+    "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"
+
+Read backwards, the first entry that gives a name is what it is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard.errors import UsageError
+from reshard.recipes.fusion import Fusion
+
+Meaning = str | Fusion
+
+
+class Called(NamedTuple):
+    """What a name is called: a name, or the fused parameter of that name, of these members."""
+
+    name: str
+    fusion: Fusion | None = None
+
+
+def by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
+    """The entry of the first pattern that a name fits, filled in; the name where none fits.
+
+    >>> by_pattern("layers.3.up", {"layers.*": "decoder.*"})
+    'decoder.3.up'
+    """
+    for pattern, entry in table.items():
+        if "*" not in pattern:
+            continue
+        found = expression(pattern).fullmatch(name)
+        if found and isinstance(entry, str):
+            return _filled_in(entry, found.groups())
+        if found and isinstance(entry, Fusion):
+            return _fusion_filled_in(entry, found.groups())
+    return name
+
+
+def called(name: str, table: Mapping[str, Meaning]) -> Called | None:
+    """What a table's convention calls the name of a recipe; None where it says nothing of it.
+
+    >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
+    >>> called("layers.3.down", table).name, called("layers.3.up", table).fusion.members
+    ('layers.3.fc2', ('layers.3.gate', 'layers.3.up'))
+    """
+    for theirs, own in table.items():
+        for member in own.members if isinstance(own, Fusion) else (own,):
+            found = expression(member).fullmatch(name)
+            if found is None:
+                continue
+            fusion = _fusion_filled_in(own, found.groups()) if isinstance(own, Fusion) else None
+            return Called(_filled_in(theirs, found.groups()), fusion)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def expression(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern, with a group for what each `*` stands for."""
+    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
+
+
+def _fusion_filled_in(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
+    return replace(fusion, members=tuple(_filled_in(member, found) for member in fusion.members))
+
+
+def _filled_in(entry: str, found: tuple[str, ...]) -> str:
+    first, *others = entry.split("*")
+    if len(others) > len(found):
+        raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")
+    return first + "".join(f"{text}{rest}" for text, rest in zip(found, others, strict=False))
