@@ -16,3 +16,7 @@ def test_what_one_rank_s_elements_refuse_is_raised_on_all() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_networks_are_made_of_over_processes(ranks: int) -> None:
     expect_all_end_well(run_ranks("spmd_network_process.py", ranks))
+
+
+def test_where_other_systems_are_wrong_over_processes() -> None:
+    expect_all_end_well(run_ranks("spmd_trap_process.py", 6))
