@@ -34,7 +34,7 @@ from reshard.errors import LayoutError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.axis_parts import AxisTable, Parts, Sharding, are_alike, size_of
+from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, are_alike, size_of
 from reshard.spmd.chosen_program import chosen_program
 from reshard.spmd.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.sharding_rule import OpShardingRule
@@ -110,29 +110,26 @@ class CostModel:
         """The time in which a tensor of `shape` goes from one sharding to another, by formulas."""
         if are_alike(source, target):
             return 0.0
-        held_bytes = local_elements(shape, source.dims) * itemsize_bytes
-        leaving = [
-            (dim, part)
-            for dim, (old, new) in enumerate(zip(source.dims, target.dims, strict=True))
-            for part in old[_same(old, new) :]
-        ]
-        coming = {
-            part[:3]
-            for old, new in zip(source.dims, target.dims, strict=True)
-            for part in new[_same(old, new) :]
-        }
+        leaving: list[Part] = []
+        coming: set[tuple[int, int, int]] = set()
+        for old, new in zip(source.dims, target.dims, strict=True):
+            if old != new:
+                same = _same(old, new)
+                leaving += old[same:]
+                coming.update(part[:3] for part in new[same:])
         kept = target.partial if source.reduction == target.reduction else ()
-        reduced = tuple(part for part in source.partial if part not in kept)
-        taken = {part[:3] for part in (*reduced, *(part for _, part in leaving))}
+        reduced = [part for part in source.partial if part not in kept]
         # Axes that nothing else uses cut at once, and all that follows is of what is left.
-        held_bytes = -(-held_bytes // math.prod(size for *_, size in coming - taken))
+        taken = {part[:3] for part in (*reduced, *leaving)}
+        held_bytes = local_elements(shape, source.dims) * itemsize_bytes
+        held_bytes = -(-held_bytes // math.prod(part[2] for part in coming - taken))
         scattered = tuple(part for part in reduced if part[:3] in coming)
         added = tuple(part for part in reduced if part[:3] not in coming)
         total = self._seconds("reduce-scatter", scattered, held_bytes)
         held_bytes = -(-held_bytes // size_of(scattered))
         total += self._seconds("all-reduce", added, held_bytes)
-        moving = tuple(part for _, part in leaving if part[:3] in coming)
-        gathered = tuple(part for _, part in leaving if part[:3] not in coming)
+        moving = tuple(part for part in leaving if part[:3] in coming)
+        gathered = tuple(part for part in leaving if part[:3] not in coming)
         kept_bytes = local_elements(shape, target.dims) * itemsize_bytes
         total += self._seconds("all-to-all", moving, min(held_bytes, kept_bytes))
         return total + self._seconds("all-gather", gathered, kept_bytes)

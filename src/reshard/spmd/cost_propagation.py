@@ -181,6 +181,15 @@ class Ends(NamedTuple):
         ends = (one, other) if self.is_read else (other, one)
         return (*ends, self.shape, self.element)
 
+    def put(self, table: FloatArray, movement: Movement, seconds_s: float) -> None:
+        """Write the seconds of a movement into a table of these, wherever it is in it."""
+        source, target, shape, element = movement
+        one, other = (source, target) if self.is_read else (target, source)
+        if shape != self.shape or element is not self.element or one not in self.own:
+            return
+        columns = [place for place, end in enumerate(self.others) if end == other]
+        table[self.own.index(one), columns] = seconds_s
+
 
 class _Problem:
     """Candidates and tables of one graph. Variables: values first, then operations."""
@@ -197,6 +206,7 @@ class _Problem:
         self.asked: dict[int, Sharding] = {}
         self._reads: dict[tuple[OpShardingRule, Way], Run] = {}
         self._seconds: dict[object, FloatArray] = {}
+        self._ends_of: dict[int, list[tuple[int, Ends]]] = {}
         self._tables: dict[Ends, FloatArray] = {}
         self._priced: dict[Movement, float] = {}
 
@@ -280,14 +290,11 @@ class _Problem:
                     new[ends.movement(ends.own[chosen[value]], other)] = None
             for value, ends in self._asked():
                 new[ends.movement(ends.own[chosen[value]], ends.others[0])] = None
-        waiting = {one for one in new if one not in self._priced and not are_alike(*one[:2])}
-        self._priced |= {one: self.model.program_s(*one) for one in new if one in waiting}
-        for ends, table in self._tables.items() if waiting else ():
-            for row, one in enumerate(ends.own):
-                for column, other in enumerate(ends.others):
-                    movement = ends.movement(one, other)
-                    if movement in waiting:
-                        table[row, column] = self._priced[movement]
+        waiting = [one for one in new if one not in self._priced and not are_alike(*one[:2])]
+        for movement in waiting:
+            self._priced[movement] = self.model.program_s(*movement)
+            for ends, table in self._tables.items():
+                ends.put(table, movement, self._priced[movement])
         return bool(waiting)
 
     def _compute(self, number: int) -> FloatArray:
@@ -304,14 +311,19 @@ class _Problem:
             self._seconds[key] = found
         return found
 
-    def _ends(self, number: int) -> Iterator[tuple[int, Ends]]:
+    def _ends(self, number: int) -> Sequence[tuple[int, Ends]]:
         """What may move before and after an operation: values, and where from and to."""
-        operation = self.graph.operations[number]
-        runs = [self.run(operation.rule, way) for way in self.ways[number]]
-        values = (*operation.operands, *operation.results)
-        columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
-        for position, (value, others) in enumerate(zip(values, columns, strict=True)):
-            yield value, self._between(value, others, position < len(operation.operands))
+        found = self._ends_of.get(number)
+        if found is None:
+            operation = self.graph.operations[number]
+            runs = [self.run(operation.rule, way) for way in self.ways[number]]
+            values = (*operation.operands, *operation.results)
+            columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
+            found = self._ends_of[number] = [
+                (value, self._between(value, others, position < len(operation.operands)))
+                for position, (value, others) in enumerate(zip(values, columns, strict=True))
+            ]
+        return found
 
     def _asked(self) -> Iterator[tuple[int, Ends]]:
         for place, target in self.asked.items():
