@@ -107,7 +107,7 @@ def groups_that_cannot_be() -> None:
         (MegatronModel(chunks, groups={"tp": 3}), "rank 2: the group along tp is 3"),
         (MegatronModel(chunks, groups={}), "rank 2: groups={} has none along"),
         (MegatronModel(chunks, groups=groups | {"tp": alone}), "the group [2, 3] along tp, but ra"),
-        (MegatronModel(None, groups=groups), "rank 2: TypeError"),
+        (MegatronModel(None, groups=groups), "rank 2: a MegatronModel of None; give a module"),
         (MegatronModel([], groups=groups), "rank 2 0 of"),
         (MegatronModel(chunks, groups=groups, stack="layers"), "of 'layers'"),
         (None, "in its group along pp, which has no part of the model"),
@@ -129,6 +129,11 @@ def groups_that_cannot_be() -> None:
     )
     refused(right, "num_experts=0", num_experts=0)
     refused(right, "num_experts=True", num_experts=True if rank == 1 else 4)
+    refused(MegatronModel(chunks, "names"), "names='names'; give MegatronNames", num_experts=4)
+    said = {"*.norm.wieght": {"heads": 2}, "embedding.weight": {"heads": 24}}
+    told = "*.norm.wieght: no rank of the target has such a parameter"
+    refused(MegatronModel(chunks, model.names, said), told)
+    refused(MegatronModel(chunks, model.names, [3]), "parameters=[3] of a MegatronModel")
     named = MegatronModel(chunks, model.names)
     refused(named, "num_experts=8, but the model's names are of 4", num_experts=8)
     refused(None, "no rank has a MegatronModel", source=None, num_experts=8)
@@ -229,7 +234,7 @@ def with_what_attributes_leave_out() -> None:
     model = MegatronModel(
         module,
         MegatronNames(MegatronRanks(tp=4)),
-        {"embedding": {"true_length": 13}, "kv": {"heads": 2}},
+        {"embedding": {"true_length": 13}, "k*": {"heads": 2}},
     )
     mesh = reshard.DeviceMesh.of(tp=4)
     layouts = {

@@ -31,7 +31,7 @@ from refit_models import (
     whole,
     zeros,
 )
-from reshard.errors import RunError, ShardError
+from reshard.errors import RunError, ShardError, UsageError
 from reshard.planning.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
@@ -465,6 +465,13 @@ def refusals() -> None:
     refused(lambda: refit({}, {}, extra_bytes=8), RunError, "extra_bytes=8")
     refused(lambda: refit({}, {}, extra_bytes="8"), RunError, "extra_bytes='8'")
     refused(lambda: refit({}, {}, transforms={"w": BlockQuantized}), RunError, "give a Transform")
+    refused(lambda: refit({}, {}, stacks=["w"]), RunError, "stacks=['w']; give a table")
+    refused(lambda: refit({}, {}, stacks={3: "w"}), RunError, "stacks={3: 'w'}")
+    refused(lambda: refit({}, {}, source_offset=-1), RunError, "an offset of -1")
+    refused(lambda: refit({}, {}, target_offset="1"), RunError, "an offset of '1'")
+    told = "w: not in the target, but a transform is given for it"
+    refused(lambda: refit({}, {}, transforms={"w": BlockQuantized()}), ShardError, told)
+    refused(lambda: refit({}, {}, group="all"), UsageError, "group='all'; give a torch process")
     one = torch.zeros(4)
     # Only one rank has two tensors in one place, and would notice.
     twice = {"a": one, "b": one} if rank == 1 else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from reshard.errors import PlanError, RunError
+from reshard.errors import PlanError, RunError, UsageError
 
 _SHOWN_RANKS = 8
 _SHOWN_PROBLEMS = 20
@@ -58,6 +58,26 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """Raise UsageError where this process is none of the group's ranks, or there are no groups."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "no process group: torch.distributed is not initialised. Start the ranks with "
+            "torchrun, and call torch.distributed.init_process_group in each"
+        )
+    known = group in (None, dist.GroupMember.NON_GROUP_MEMBER)
+    if not (known or isinstance(group, dist.ProcessGroup)):
+        raise UsageError(f"group={group!r}; give a torch process group, or None for all ranks")
+    try:
+        is_member = dist.get_rank(group) >= 0
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"group={group!r} cannot be used: {_first_line(error)}") from error
+    if not is_member:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
+        )
 
 
 def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from reshard.notation.megatron_names import MegatronNames
 from reshard.notation.megatron_rosters import LocalParameter
 from reshard.recipes.fusion import Fusion
 from reshard.torch.distributed_tensor import sharding_of
-from reshard.torch.naming import Naming, meaning, member_pattern, tied_root
+from reshard.torch.naming import Naming, fitting, meaning, member_pattern, tied_root
 from reshard.torch.rosters import Entry, Roster, Shape, moved_by
 from reshard.torch.sides import check_writable, local_of
 
@@ -45,8 +45,8 @@ class MegatronModel:
     Args:
         chunks: a module, or one for each virtual stage of this rank.
         names: the ranks, and how they name their layers and experts; the same on every rank.
-        parameters: what the attributes leave out, by local name: fields of `LocalParameter`
-            such as `heads`, `true_length` or `is_expert`.
+        parameters: what the attributes leave out, by local name or pattern: fields of
+            `LocalParameter` such as `heads`, `true_length` or `is_expert`.
         groups: this rank's process groups, in place of names: an object or a table with those of
             torch as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`, `expt_dp` (or `edp`), as
             far as there are any. Without either, the `pg_collection` that the first chunk has.
@@ -135,7 +135,7 @@ def list_tensors(
     except Exception as error:
         # A function of the user's, such as one that gives names: the other ranks wait for this.
         found.problems.append(f"{type(error).__name__}: {error}")
-    roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems))
+    roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems), found.unmatched)
     return Listing(roster, found.tensors, found.locals, found.addresses)
 
 
@@ -150,6 +150,7 @@ class _Lister:
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
         self.addresses: dict[str, int] = {}
+        self.unmatched: tuple[str, ...] = ()
         self.problems: list[str] = []
 
     def add(self, given_name: str, value: Any, model_name: str) -> None:
@@ -193,6 +194,14 @@ class _Lister:
         names = model.names
         if names is None:
             raise UsageError("a MegatronModel without names; give them, or let the refit find them")
+        if not isinstance(model.parameters, Mapping):
+            raise UsageError(f"parameters={model.parameters!r} of a MegatronModel; give a table")
+        own_names = [name for chunk in chunks_of(model) for name, _ in tensors_of(chunk)]
+        self.unmatched = tuple(
+            entry
+            for entry in model.parameters
+            if not any(fitting(name, {entry: True}) for name in own_names)
+        )
         rank = torch.distributed.get_rank() - self.first_rank
         for number, chunk in enumerate(chunks_of(model)):
             for own_name, value in tensors_of(chunk):
@@ -201,7 +210,7 @@ class _Lister:
                 if names.expert(whole) is not None:
                     # Megatron marks them only where ranks share the experts between them.
                     parameter = replace(parameter, is_expert=True)
-                parameter = _said(own_name, parameter, model.parameters.get(own_name, {}))
+                parameter = _said(own_name, parameter, fitting(own_name, model.parameters) or {})
                 name, fusion = self._named(whole)
                 local = self._local(name, value)
                 if local is None:
@@ -279,8 +288,12 @@ class _Lister:
 
 def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
     """A model's chunks."""
-    one = isinstance(model.chunks, torch.nn.Module)
-    return [model.chunks] if one else list(model.chunks)
+    given = model.chunks
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    if not isinstance(given, Sequence) or not all(isinstance(c, torch.nn.Module) for c in given):
+        raise UsageError(f"a MegatronModel of {given!r}; give a module, or a list of modules")
+    return list(given)
 
 
 def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -80,6 +80,8 @@ class Given:
 
 def _with_number(model: Model, num_experts: int | None) -> Model:
     names = model.names if isinstance(model, MegatronModel) else None
+    if names is not None and not isinstance(names, MegatronNames):
+        raise UsageError(f"a MegatronModel with names={names!r}; give MegatronNames, or groups")
     if names is not None and isinstance(model, MegatronModel) and model.groups is not None:
         raise UsageError(
             "a MegatronModel with names and groups; give one of them, and num_experts to the refit"

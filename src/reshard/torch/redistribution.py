@@ -27,7 +27,7 @@ from reshard.execution.arrays import check_reduction
 from reshard.planning.plan import Plan
 from reshard.planning.transfers import Transfers
 from reshard.topology import Topology
-from reshard.torch.agreement import Intent, agree, answering, confirm
+from reshard.torch.agreement import Intent, agree, answering, check_member, confirm
 from reshard.torch.background import BackgroundExchange, next_tag
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange import (
@@ -186,10 +186,7 @@ def redistribute(
         PlanError: on every rank, ranks that mean different things.
         UsageError: a rank that is none of the group's.
     """
-    if dist.get_rank(group) < 0:
-        raise UsageError(
-            f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
-        )
+    check_member(group)
     request = _Request(
         tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
     )

@@ -91,6 +91,11 @@ class Matching:
         unclear = _names(before) - source.keys(), _names(after) - target.keys()
         source = {name: held for name, held in source.items() if name not in unclear[1]}
         target = {name: held for name, held in target.items() if name not in unclear[0]}
+        problems += [
+            f"{name}: not in the target, but a transform is given for it"
+            for name in self.transforms
+            if "*" not in name and name not in _names(after)
+        ]
         made_by = self.transforms_of(target)
         matches, more = match(source, target, self.ties, self.cast, self.strict, made_by)
         problems += more

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.topology import Topology
-from reshard.torch.agreement import Intent, agree, device_of
+from reshard.torch.agreement import Intent, agree, check_member, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
 from reshard.torch.methods import METHODS, library_of, topology_problem
@@ -120,10 +120,9 @@ class Refit:
             PlanError, RunError: on every rank, ranks that mean different things or cannot, or
                 tensors without a program where programs are asked for.
             LayoutError: on every rank, a topology without a rank or link that is needed.
-            UsageError: a rank that is none of the group's.
+            UsageError: a rank that is none of the group's, or no process groups at all.
         """
-        if dist.get_rank(group) < 0:
-            raise UsageError(f"rank {dist.get_rank()} is not in the group; it does not call this")
+        check_member(group)
         options = {
             "planning": planning,
             "method": method,
@@ -137,6 +136,7 @@ class Refit:
             "transforms": transforms,
         }
         problem = _problem_of(ties or {}, transforms or {}, extra_bytes)
+        problem = problem or _problem_of_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         if method not in METHODS:
@@ -232,6 +232,15 @@ def _problem_of(ties: object, transforms: object, extra_bytes: object) -> str | 
             tied_root(name, ties)
     except UsageError as error:
         return str(error)
+    return None
+
+
+def _problem_of_names(stacks: object, *offsets: object) -> str | None:
+    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
+        return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
+    for offset in offsets:
+        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+            return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
     return None
 
 

@@ -62,13 +62,14 @@ class Roster:
     """What one rank has of a model. `names` are those of Megatron's ranks, where it is one.
 
     `first_rank` is the global rank of that model's rank 0. `problems` are why the rank cannot
-    take part.
+    take part; `unmatched` what is said of parameters that this rank has not.
     """
 
     entries: tuple[Entry, ...] = ()
     names: MegatronNames | None = None
     first_rank: int = 0
     problems: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,13 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held],
     held: dict[str, Held] = {}
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
     parameters = _parameters(of_megatron, side, problems)
+    if of_megatron:
+        # Another rank may have what one has not.
+        nowhere = set.intersection(*(set(r.unmatched) for r in of_megatron.values()))
+        problems += [
+            f"{name}: no rank of the {side} has such a parameter, of which MegatronModel says more"
+            for name in sorted(nowhere)
+        ]
     for name, by_rank in listed.items():
         problems += _several(name, by_rank, side)
         first_of = rosters[next(iter(by_rank))]
