@@ -347,7 +347,7 @@ def check_default() -> None:
 def check_memory() -> None:
     """A shard between source and target counts; what lies in either does not."""
     mesh = reshard.DeviceMesh.of(x=2, y=2)
-    source, target = reshard.spec(mesh, "y, - | sum(x)"), reshard.spec(mesh, "x, y")
+    source, target = reshard.spec(mesh, "y, - | sum(x)"), reshard.spec(mesh, "x, -")
     shape = (64, 64)
     program = find_program(source, target, shape)
     between_bytes = 16 * 64 * 4
