@@ -11,6 +11,8 @@ and all begin and end at a barrier; medians of seven:
     dtensor   `DTensor.redistribute`
 
 Extra memory is how far resident memory of a rank rises above what it was before, less the result.
+Processor time is that of all ranks and their threads, user's and system's: other work on the
+machine changes it far less than the clock.
 
 Expected before the first run: 1.3 of raw where one side is dense (packing is one more pass over
 memory, and overlaps sending), 1.6 where neither is; at most 32 MiB extra; DTensor 5 to 10 times
@@ -59,6 +61,7 @@ CASES = {
     "S0S1-S1S0": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S1 S0")),
     "S0S0-S1S1": (Side(SQUARE, "S0 S0"), Side(SQUARE, "S1 S1")),
     "R-S0": (Side(ALL, "R"), Side(ALL, "S0")),
+   
     "1D-2D": (Side(ALL, "S0"), Side(SQUARE, "S0 S1")),
     "2-to-2-others": (Side([0, 1], "S0"), Side([2, 3], "S1")),
     "S0S1-S0R": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S0 R")),
@@ -73,10 +76,11 @@ WAYS = ("new", "out", "program", "raw", "dtensor")
 
 @dataclass(frozen=True)
 class Measured:
-    """The slowest rank's time, and the most extra memory of any rank."""
+    """The slowest rank's time, the most extra memory of any rank, all ranks' processor time."""
 
     seconds_s: float
     extra_bytes: int
+    processor_s: float
 
 
 def status_bytes(name: str) -> int:
@@ -96,14 +100,16 @@ def measured(action: Callable[[], Any], result_bytes: int) -> Measured:
     # Peak resident memory counts from here.
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = status_bytes("VmRSS")
-    start_s = time.perf_counter()
+    start_s, processor_start_s = time.perf_counter(), time.process_time()
     kept = action()
     seconds_s = time.perf_counter() - start_s
+    processor_s = torch.tensor(time.process_time() - processor_start_s, dtype=torch.float64)
     extra_bytes = status_bytes("VmHWM") - before_bytes - result_bytes
     most = torch.tensor([seconds_s, max(extra_bytes, 0)], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(processor_s)
     del kept
-    return Measured(most[0].item(), int(most[1].item()))
+    return Measured(most[0].item(), int(most[1].item()), processor_s.item())
 
 
 def shape_of(size_mib: int) -> tuple[int, int]:
@@ -186,6 +192,11 @@ def ways_of(
     return {way: ways[way] for way in chosen if way in ways}
 
 
+def to_raw(medians: dict[str, float], way: str) -> str:
+    """A way's median over raw's, where raw was measured."""
+    return f"{medians[way] / medians['raw']:6.2f}" if "raw" in medians else "     -"
+
+
 def run_as_rank(options: argparse.Namespace) -> None:
     """All cases, on one rank of the job."""
     import torch
@@ -196,7 +207,10 @@ def run_as_rank(options: argparse.Namespace) -> None:
     torch._logging.set_logs(all=40)
     is_first = dist.get_rank() == 0
     if is_first:
-        print(f"{'case':14} {'way':8} {'median':>8}  {'min-max':>13}  {'to raw':>6}  {'extra':>8}")
+        print(
+            f"{'case':14} {'way':8} {'median':>8}  {'min-max':>13}  {'to raw':>6}  "
+            f"{'processor':>9}  {'to raw':>6}  {'extra':>8}"
+        )
     told: dict[str, dict[str, float]] = {}
     for case in options.cases:
         ways = ways_of(case, options.size_mib, options.extra_mib * MIB, options.ways)
@@ -208,15 +222,15 @@ def run_as_rank(options: argparse.Namespace) -> None:
                 if turn:
                     taken[way].append(found)
         medians = {way: statistics.median(one.seconds_s for one in taken[way]) for way in taken}
+        processor = {way: statistics.median(one.processor_s for one in taken[way]) for way in taken}
         for way, of_way in taken.items():
             seconds_s = [one.seconds_s for one in of_way]
             extra_mib = max(one.extra_bytes for one in of_way) / MIB
             if is_first:
-                to_raw = f"{medians[way] / medians['raw']:6.2f}" if "raw" in medians else "     -"
                 print(
                     f"{case:14} {way:8} {medians[way]:6.3f} s  "
-                    f"{min(seconds_s):6.3f}-{max(seconds_s):6.3f}  "
-                    f"{to_raw}  {extra_mib:4.0f} MiB",
+                    f"{min(seconds_s):6.3f}-{max(seconds_s):6.3f}  {to_raw(medians, way)}  "
+                    f"{processor[way]:7.3f} s  {to_raw(processor, way)}  {extra_mib:4.0f} MiB",
                     flush=True,
                 )
         told[case] = medians

@@ -47,8 +47,14 @@ def plans(draw: st.DrawFn) -> reshard.Plan:
 
 
 @settings(max_examples=60)
-@given(st.lists(plans(), min_size=1, max_size=3), st.sampled_from([16, 48, 1 << 21]))
-def test_both_ends_of_every_message_agree(of: list[reshard.Plan], message_bytes: int) -> None:
+@given(
+    st.lists(plans(), min_size=1, max_size=3),
+    st.sampled_from([16, 48, 1 << 21]),
+    st.sampled_from([1, 4]),
+)
+def test_both_ends_of_every_message_agree(
+    of: list[reshard.Plan], message_bytes: int, in_a_turn: int
+) -> None:
     sent: dict[tuple[int, ...], Message] = {}
     received: dict[tuple[int, ...], Message] = {}
     for rank in range(RANKS):
@@ -62,7 +68,7 @@ def test_both_ends_of_every_message_agree(of: list[reshard.Plan], message_bytes:
             )
             for plan in of
         ]
-        found = messages_of(movements, rank, RANKS, message_bytes)
+        found = messages_of(movements, rank, RANKS, message_bytes, in_a_turn)
         keys = [message.key for message in found.messages]
         assert keys == sorted(keys)
         assert len(set(keys)) == len(keys)
@@ -73,7 +79,8 @@ def test_both_ends_of_every_message_agree(of: list[reshard.Plan], message_bytes:
             (sent if message.is_sent else received)[message.key] = message
     assert sent.keys() == received.keys()
     for key, message in sent.items():
-        order, _, shift, sender = key
+        order, turn, shift, number, sender = key
+        assert turn == number // in_a_turn
         assert received[key].peer == sender
         assert message.peer == (sender + shift) % RANKS
         shapes_of = [

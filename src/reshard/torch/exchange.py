@@ -23,8 +23,9 @@ slots.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +34,13 @@ import torch.distributed as dist
 
 from reshard.errors import RunError, UsageError
 from reshard.planning.plan import Plan
+from reshard.torch.host_memory import copier, empty
 from reshard.torch.messages import (
     ALIGNMENT_BYTES,
     Kept,
     Message,
     Movement,
+    Piece,
     aligned,
     cells_of,
     messages_of,
@@ -45,21 +48,25 @@ from reshard.torch.messages import (
 from reshard.torch.reductions import combine, complete
 
 DEFAULT_EXTRA_BYTES = 64 << 20
-# The most bytes of a message, and how many are under way in each direction: few enough that they
-# are still in the cache when they are sent or unpacked, and that new memory costs little.
+# The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or
+# unpacked, but gloo takes about 0.1 ms of processor time for each.
 MESSAGE_BYTES = 1 << 22
+# How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
 _MESSAGES_AHEAD = 4
+_PACKED_AHEAD = 2
+# As many go to one rank before others do: threads that wait for messages wake up less often.
+_IN_A_TURN = 4
 # The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """A message with its bytes, and each piece's part of them where they are staged."""
+    """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
 
     message: Message
     buffer: torch.Tensor
-    staged: list[tuple[torch.Tensor, torch.Tensor]]
+    copies: list[Callable[[], object]]
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +152,14 @@ class Exchange:
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
         peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
         message_bytes = message_bytes_of(extra_bytes, peers)
-        found = messages_of(movements, rank, dist.get_world_size(), message_bytes)
-        self._copies = found.kept.pop(0, [])
+        found = messages_of(
+            movements,
+            rank,
+            dist.get_world_size(),
+            message_bytes,
+            1 if self._is_grouped else _IN_A_TURN,
+        )
+        self._copies = [copier(one.target, one.source) for one in found.kept.pop(0, [])]
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
         self._steps = self._listed(found.messages, found.kept)
@@ -155,7 +168,7 @@ class Exchange:
         slots = [
             _Slots(
                 [m for m in found.messages if m.is_sent is is_sent],
-                _MESSAGES_AHEAD * peers,
+                peers * (_PACKED_AHEAD if is_sent and not self._is_grouped else _MESSAGES_AHEAD),
                 most_bytes,
                 device,
                 half,
@@ -180,7 +193,7 @@ class Exchange:
     def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
         """Steps in the order of all messages; what stays and is combined comes before them."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        digits = 2 if self._is_grouped else 4
+        digits = 2 if self._is_grouped else 5
         steps = [_Step((order, -1), kept=parts) for order, parts in kept.items()]
         for key, together in itertools.groupby(messages, lambda message: message.key[:digits]):
             prepared = [_Prepared(message, nothing, []) for message in together]
@@ -216,8 +229,8 @@ class Exchange:
         self._is_running = True
         with _Failure(self, "a message could not be sent"):
             self._post_what_can_be()
-            for one in self._copies:
-                one.target.copy_(one.source)
+            for copy in self._copies:
+                copy()
 
     def finish(self) -> None:
         """Wait for what has begun, and do the rest.
@@ -250,8 +263,8 @@ class Exchange:
         operations = []
         for one in step.messages:
             if one.message.is_sent:
-                for view, piece in one.staged:
-                    piece.copy_(view)
+                for pack in one.copies:
+                    pack()
             kind = dist.isend if one.message.is_sent else dist.irecv
             if self._is_grouped:
                 operations.append(dist.P2POp(kind, one.buffer, one.message.peer, self._group))
@@ -274,8 +287,8 @@ class Exchange:
             work.wait()
         for one in step.messages:
             if not one.message.is_sent:
-                for (view, part), piece in zip(one.staged, one.message.pieces, strict=False):
-                    put(view, part, piece.reduction)
+                for unpack in one.copies:
+                    unpack()
         for kept in step.kept:
             put(kept.target, kept.source, kept.reduction)
         step.is_done = True
@@ -316,7 +329,7 @@ class _Slots:
         self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
         if memory is None:
-            memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+            memory = empty((self.size_bytes,), torch.uint8, device)
         self._memory = memory
         self._users: list[_Step] = []
 
@@ -334,9 +347,18 @@ class _Slots:
         for piece, low in zip(prepared.message.pieces, offsets, strict=False):
             view = piece.view
             part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
-            prepared.staged.append((view, part))
+            prepared.copies.append(_copy_of(prepared.message, piece, part))
         if turn >= self._count:
             step.follows.append(self._users[turn - self._count])
+
+
+def _copy_of(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
+    """What packs a piece into its part of a message, or unpacks it."""
+    if message.is_sent:
+        return copier(part, piece.view)
+    if piece.reduction is None:
+        return copier(piece.view, part)
+    return functools.partial(combine, piece.reduction, piece.view, part)
 
 
 def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:

@@ -10,7 +10,7 @@ Both ends of a message list its pieces in the same way, so nothing but elements 
 2. A piece larger than a message is cut along its leading dimensions, so that each part is dense
    wherever the piece is. Small pieces are packed together, each at an aligned place.
 3. All messages of the exchange have one order, which both ends of each know: contributions by
-   their order of combination, then the first of all pairs before the second of any, then those
+   their order of combination, then the first few of all pairs before the next of any, then those
    to the next rank before those to the one behind it. Ranks that treat theirs in this order,
    with room for one at least, never wait for each other in a ring.
 """
@@ -92,9 +92,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """Pieces that travel together. `key` is its place in the order of all messages."""
+    """Pieces that travel together. `key` is its place in the order of all messages.
 
-    key: tuple[int, int, int, int]
+    It is the order of its contributions, its turn among its pair's, how far its receiver is
+    behind its sender, its number among its pair's, and its sender.
+    """
+
+    key: tuple[int, ...]
     peer: int
     is_sent: bool
     pieces: tuple[Piece, ...]
@@ -173,7 +177,7 @@ class Listing:
 
 
 def messages_of(
-    movements: Iterable[Movement], rank: int, ranks: int, message_bytes: int
+    movements: Iterable[Movement], rank: int, ranks: int, message_bytes: int, in_a_turn: int = 1
 ) -> RankMessages:
     """What one rank has to do for movements that every rank lists in the same order.
 
@@ -181,6 +185,7 @@ def messages_of(
         movements: with this rank's transfers and local tensors.
         rank: this rank, among `ranks`.
         message_bytes: the most bytes of a message, the same on every rank; a multiple of 16.
+        in_a_turn: how many messages go to one rank before those to another, likewise the same.
     """
     listing = Listing()
     for movement in movements:
@@ -190,7 +195,8 @@ def messages_of(
         for (order, peer), pieces in by_peer.items():
             sender, receiver = (rank, peer) if is_sent else (peer, rank)
             for number, together in enumerate(packed(pieces, message_bytes)):
-                key = (order, number, (receiver - sender) % ranks, sender)
+                shift = (receiver - sender) % ranks
+                key = (order, number // in_a_turn, shift, number, sender)
                 messages.append(Message(key, peer, is_sent, tuple(together)))
     messages.sort(key=lambda message: message.key)
     kept = {
