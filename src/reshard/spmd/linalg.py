@@ -90,6 +90,9 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
 @of_arrays
 def tensordot(x1: Any, x2: Any, /, *, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Any:
     """Products summed over pairs of axes."""
+    is_pair = isinstance(axes, Sequence) and not isinstance(axes, str) and len(axes) == 2
+    if not isinstance(axes, int) and not (is_pair and all(isinstance(n, Sequence) for n in axes)):
+        raise SpecError(f"tensordot over axes {axes!r}; give how many, or a list of axes of each")
     pairs = axes if isinstance(axes, int) else (tuple(axes[0]), tuple(axes[1]))
     return call("tensordot", operands(x1, x2), {"axes": pairs})
 
@@ -285,6 +288,8 @@ def vector_norm(
 ) -> Any:
     """The size of vectors: by default the root of the sum of squares."""
     size = elementwise.abs(x)
+    if not isinstance(ord, int | float):
+        raise UsageError(f"vector_norm of order {ord!r}; a number was expected")
     if data_types.kind_of(size.dtype) != "real floating":
         raise UsageError(f"vector_norm of {x.dtype}; floating numbers were expected")
     if ord == math.inf:

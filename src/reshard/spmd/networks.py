@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.errors import SpecError
+from reshard.errors import SpecError, UsageError
 from reshard.spmd import data_types, elementwise, statistics
-from reshard.spmd.array_arguments import of_arrays
+from reshard.spmd.array_arguments import of_arrays, whole_number
 from reshard.spmd.elementwise import (
     add,
     divide,
@@ -29,7 +29,7 @@ from reshard.spmd.elementwise import (
 from reshard.spmd.indexing import take, take_along_axis
 from reshard.spmd.manipulation import expand_dims, matrix_transpose, reshape, squeeze
 from reshard.spmd.operation_call import call
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.operators.shapes import axes_of, axis_of
 
 Axis = int | Sequence[int]
 
@@ -64,7 +64,10 @@ def gelu(x: Any, /) -> Any:
 
 @of_arrays
 def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
-    """The logarithm of the sum of exponentials along axes, without overflow."""
+    """The logarithm of the sum of exponentials along axes, without overflow; -inf of none."""
+    if 0 in x.shape:
+        nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
+        return subtract(nothing, math.inf)
     most = statistics.max(x, axis=axis, keepdims=True)
     # Where all are -inf, so is the result: nothing is taken off.
     most = where(elementwise.isfinite(most), most, 0.0)
@@ -76,6 +79,9 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
 @of_arrays
 def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     """Exponentials over their sum along axes."""
+    if 0 in x.shape:
+        axes_of(x.ndim, axis)
+        return exp(x)
     most = statistics.max(x, axis=axis, keepdims=True)
     powers = exp(subtract(x, most))
     return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
@@ -87,6 +93,20 @@ def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     return subtract(x, logsumexp(x, axis=axis, keepdims=True))
 
 
+def _last(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
+    """The last axes. Raises for weights that do not have their sizes."""
+    count = whole_number("a norm over dimensions:", dims, 1)
+    axes = axes_of(x.ndim, tuple(range(-count, 0)))
+    sizes = tuple(x.shape[axis] for axis in axes)
+    for weight in weights:
+        if weight is not None and tuple(weight.shape) != sizes:
+            raise SpecError(
+                f"a weight of shape {list(weight.shape)} for the last {count} dimensions of "
+                f"{list(x.shape)}; {list(sizes)} was expected"
+            )
+    return axes
+
+
 @of_arrays
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
@@ -95,7 +115,7 @@ def layer_norm(
 
     `weight` and `bias` have the shape of those dimensions.
     """
-    axes = tuple(range(-dims, 0))
+    axes = _last(x, dims, weight, bias)
     apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
     spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
     found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
@@ -106,7 +126,7 @@ def layer_norm(
 @of_arrays
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
     """The last `dims` dimensions over the root of their mean square."""
-    axes = tuple(range(-dims, 0))
+    axes = _last(x, dims, weight)
     size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
     found = divide(x, elementwise.sqrt(add(size, epsilon)))
     return found if weight is None else multiply(found, weight)
@@ -155,6 +175,14 @@ def attention(
     if groups == 0 or heads % groups:
         raise SpecError(f"{heads} heads of queries over {groups} of keys; give a divisor of them")
     *lead, _, length, size = queries.shape
+    if keys.shape[-1] != size or keys.shape[-2] != values.shape[-2] or values.shape[-3] != groups:
+        raise SpecError(
+            f"queries of shape {list(queries.shape)}, keys of {list(keys.shape)}, values of "
+            f"{list(values.shape)}; keys have the queries' features, values the keys' heads and "
+            "places"
+        )
+    if not size and scale is None:
+        raise UsageError("attention of queries without features has no scale; give scale=")
     if groups != heads:
         queries = reshape(queries, (*lead, groups, heads // groups, length, size))
         keys, values = expand_dims(keys, axis=-3), expand_dims(values, axis=-3)
@@ -187,9 +215,15 @@ def embedding(indices: Any, table: Any, /) -> Any:
 
 @of_arrays
 def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
-    """Ones where a class is an element's own; the classes are a new dimension."""
+    """Ones where a class is an element's own; the classes are a new dimension.
+
+    An index that is no class has no ones.
+    """
     import numpy as np
 
+    num_classes = whole_number("classes:", num_classes)
+    if data_types.kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
     place = axis_of(indices.ndim + 1, axis)
     shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
     classes = whole(indices, np.arange(num_classes).reshape(shape))
@@ -200,10 +234,13 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 @of_arrays
 def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
     """The `k` largest along an axis, falling, and where they were."""
-    found: tuple[Any, Any] = call("top_k", (x,), {"k": int(k), "axis": axis_of(x.ndim, axis)})
+    attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
+    found: tuple[Any, Any] = call("top_k", (x,), attributes)
     return found
 
 
 def einsum(subscripts: str, /, *arrays: Any) -> Any:
     """Products summed over the letters that the result has not, as `numpy.einsum` reads them."""
+    if not isinstance(subscripts, str):
+        raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
     return call("einsum", operands(*arrays), {"subscripts": subscripts})

@@ -131,6 +131,13 @@ def _kind(failure: Exception) -> type[Exception]:
 def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
     """The runner that has one shard in each process of a group; of all processes when None.
 
-    Raises MissingExtraError where `array_api_compat` is not installed.
+    Raises:
+        MissingExtraError: where `array_api_compat` is not installed.
+        UsageError: outside a `torch.distributed` job.
     """
+    if not dist.is_initialized():
+        raise UsageError(
+            "over processes, without a job of them; call torch.distributed.init_process_group "
+            "before, or compute in this process: sp.in_process('torch')"
+        )
     return OverProcesses(group)

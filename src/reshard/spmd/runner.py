@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
-from reshard.errors import MeshError
+from reshard.errors import MeshError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.planning.plan import Plan
@@ -181,6 +181,11 @@ def running(runner: Runner) -> Iterator[Runner]:
     ...     sp.ones((2, 2)).runner
     in_process('numpy')
     """
+    if not isinstance(runner, Runner):
+        raise UsageError(
+            f"running {runner!r}, a {type(runner).__name__}; give sp.in_process('numpy') or "
+            "sp.over_processes()"
+        )
     token = _chosen.set(runner)
     try:
         yield runner

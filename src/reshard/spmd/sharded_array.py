@@ -288,6 +288,8 @@ def from_shards(
     >>> from_shards(parts, (3,), spec(DeviceMesh.of(x=2), "x")).to_dense().tolist()
     [1.0, 2.0, 3.0]
     """
+    if not isinstance(shards, Mapping):
+        raise ShardError(f"shards in a {type(shards).__name__}; give a dict of them by rank")
     plain = plain_spec(spec)
     some = next(iter(shards.values()), None)
     keeper = runner_for(some) if runner is None else runner
