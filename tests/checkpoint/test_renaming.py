@@ -168,6 +168,30 @@ def test_from_one_convention_to_the_other(
     assert read_file(back / "model.safetensors") == llama()
 
 
+@pytest.mark.parametrize("to", ["full", "tp=2,ep=2,pp=2", "ep=2,etp=2"])
+def test_experts_by_name(tmp_path: Path, small_blocks: int, to: str) -> None:
+    """Gate and up of each expert are one parameter, numbered behind its name."""
+    shapes = {"model.embed_tokens.weight": (8, 4)}
+    for layer, expert in np.ndindex(2, 4):
+        of = f"model.layers.{layer}.mlp.experts.{expert}."
+        shapes |= {f"{of}gate_proj.weight": (6, 4), f"{of}up_proj.weight": (6, 4)}
+        shapes |= {f"{of}down_proj.weight": (4, 6)}
+    whole = {name: tensor("int16", shape, n) for n, (name, shape) in enumerate(shapes.items())}
+    source, made, back = (tmp_path / name for name in ("source", "made", "back"))
+    source.mkdir()
+    write_file(source / "model.safetensors", whole)
+    config = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    checkpoint.convert(source, made, to=to, recipe="auto", target_names="megatron")
+    found = checkpoint.open(made)
+    fc1 = checkpoint.read_tensor(found, "decoder.layers.1.mlp.experts.linear_fc1.weight3")
+    of = "model.layers.1.mlp.experts.3."
+    both = [whole[f"{of}{which}_proj.weight"].bits for which in ("gate", "up")]
+    assert fc1.tobytes() == np.concatenate(both).tobytes()
+    checkpoint.convert(made, back, to="full", recipe="auto", source_names="megatron")
+    assert read_file(back / "model.safetensors") == whole
+
+
 @st.composite
 def fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, Tensor], Tensor]:
     """A fusion, its members, and the fused parameter as NumPy makes it."""
@@ -336,7 +360,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"f": Fusion(("a", "b"))},
         {"to": "x=8", "rules": ["[ab]=x@heads4, -"]},
-        "several hold the same of it",
+        "several hold the same of one",
     ),
     (
         {"f": Fusion(("a", "b"))},

@@ -207,6 +207,8 @@ def _least(slots: list[int], stored_bytes: Mapping[int, int]) -> int:
     return min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))
 
 
+# Many tensors of a model are cut alike.
+@lru_cache(maxsize=4096)
 def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
     """Whether every stored shard is one box of the tensor, with nothing else in it.
 
@@ -225,6 +227,7 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
 def _offset(layout: Layout, slot: int) -> tuple[int, ...]:
     boxes = layout.boxes(slot)
     return boxes[0].start if boxes else (0,) * layout.ndim

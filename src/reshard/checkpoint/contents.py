@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ class StoredTensor:
             CoverageError: shards that leave part of the tensor out, naming the first box.
         """
         stored = self.stored_layout
-        plan = Plan(stored, Layout.whole(self.shape, [stored.slots], stored.slots + 1), self.dtype)
+        plan = Plan(stored, _whole(self.shape, stored.slots), self.dtype)
         try:
             _ = plan.routes
         except PlanError:
@@ -144,6 +144,13 @@ class StoredTensor:
                 f"{_listed(self.stored_slots)})"
             ) from None
         return plan
+
+
+# Many tensors of a model have one shape.
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...], slot: int) -> Layout:
+    """All of a tensor on the slot behind those that it is stored on."""
+    return Layout.whole(shape, [slot], slot + 1)
 
 
 @dataclass(frozen=True)

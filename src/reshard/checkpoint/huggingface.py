@@ -121,10 +121,14 @@ def _read_index(index: Path) -> Mapping[str, str]:
 def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
+    # Many tensors of a model have one shape.
+    layouts: dict[tuple[int, ...], Layout] = {}
     for name, header in zip(names, headers, strict=True):
         metadata.update(header.metadata)
         for entry in header.tensors:
-            layout = Layout.whole(entry.shape, [0], 1)
+            if entry.shape not in layouts:
+                layouts[entry.shape] = Layout.whole(entry.shape, [0], 1)
+            layout = layouts[entry.shape]
             address = FileRange(name, entry.start_bytes)
             tensors[entry.name] = StoredTensor(
                 entry.name, entry.dtype, Binding(layout, {0: address}, {})

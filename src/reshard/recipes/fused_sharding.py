@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 from reshard.block_rules import Blocks, Pieces
 from reshard.cut_rules import CutRule, Heads
@@ -74,8 +75,12 @@ def fused_spec(
                     f"{' '.join(map(str, level.axes))} below another cut; take a mesh without one"
                 )
             parts = math.prod(first.mesh.axis_size(axis) for axis in level.axes)
-            lengths = [shapes[member][at] for member in fusion.members]
-            level = Level(level.axes, _rule(name, fusion, rules, lengths, parts))
+            lengths = tuple(shapes[member][at] for member in fusion.members)
+            groups = fusion.groups if isinstance(fusion.groups, int) else 0
+            rule = _rule(groups, tuple(rules), lengths, parts)
+            if isinstance(rule, str):
+                raise RecipeError(f"{name!r} {rule}")
+            level = Level(level.axes, rule)
         elif len(set(rules)) > 1:
             raise RecipeError(f"the members of {name!r} are cut by {len(set(rules))} rules")
         levels.append(level)
@@ -83,15 +88,17 @@ def fused_spec(
     return ShardingSpec(first.mesh, cuts, first.replicated_axes, only=first.only)
 
 
+# Many layers and experts are fused alike.
+@lru_cache(maxsize=1024)
 def _rule(
-    name: str, fusion: Fusion, rules: Sequence[CutRule], lengths: Sequence[int], parts: int
-) -> CutRule:
-    if fusion.groups != 1:
-        groups = fusion.groups if isinstance(fusion.groups, int) else 0
+    groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
+) -> CutRule | str:
+    """The rule of a fused dimension of members of such lengths; or why there is none."""
+    if groups != 1:
         if parts > groups:
-            raise RecipeError(
-                f"{name!r} has its members in {groups} groups, which {parts} ranks cannot be given "
-                f"whole; cut it over at most {groups}"
+            return (
+                f"has its members in {groups} groups, which {parts} ranks cannot be given whole; "
+                f"cut it over at most {groups}"
             )
         return Heads(groups)
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
@@ -101,15 +108,15 @@ def _rule(
         for piece, length, table in zip(pieces.pieces, lengths, tables, strict=True)
     )
     if not exact:
-        raise RecipeError(
-            f"a member of {name!r} is cut by {' and '.join(sorted({r.text for r in rules}))} over "
-            f"{parts} ranks, so that several hold the same of it, or padding; inside a fused "
-            "parameter that cannot be said. Cut it over fewer ranks"
+        return (
+            f"has members cut by {' and '.join(sorted({r.text for r in rules}))} over {parts} "
+            "ranks, so that several hold the same of one, or padding; inside a fused parameter "
+            "that cannot be said. Cut it over fewer ranks"
         )
-    blocks = Blocks(tuple(lengths), rules[0])
     total = sum(lengths)
-    if len(set(rules)) == 1 and blocks.table(total, parts) is pieces.table(total, parts):
-        return blocks
-    # A key/value head and a query head differ in number, not in where they are cut.
-    plain = Blocks(tuple(lengths))
-    return plain if plain.table(total, parts) is pieces.table(total, parts) else pieces
+    # A key/value head and a query head differ in number, often not in where they are cut.
+    shared = [Blocks(lengths, rules[0])] if len(set(rules)) == 1 else []
+    for rule in (*shared, Blocks(lengths)):
+        if rule.table(total, parts) is pieces.table(total, parts):
+            return rule
+    return pieces
