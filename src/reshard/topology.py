@@ -216,6 +216,8 @@ class Topology(Interned):
         self.between_racks = between_racks
         self.overhead = overhead
         self.device = device
+        if device is not None and not isinstance(device, Device):
+            raise LayoutError(f"{device!r} is no device; give Device(memory_bytes_per_s, ...)")
 
     @classmethod
     def of(

@@ -28,9 +28,10 @@ from functools import cached_property
 import numpy as np
 
 from reshard.cost.collective import collective_cost
+from reshard.cost.formulas import check_library
 from reshard.cost.preset_file import load_preset
 from reshard.dtypes import DType
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.spmd.array_type import ArrayType
@@ -52,6 +53,8 @@ class Machine:
             the topology says when None, and as an H100 does where that says nothing.
         memory_bytes_per_s: that it reads and writes in a second; likewise.
 
+    Raises UsageError for what is no topology, an unknown library, a speed that cannot be.
+
     >>> Machine(operations_per_s=1e12).device.operations_for("bfloat16")
     1000000000000.0
     """
@@ -60,6 +63,19 @@ class Machine:
     library: str = "nccl"
     operations_per_s: float | None = None
     memory_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise UsageError(
+                f"{self.topology!r} is no Topology; give one, such as "
+                'reshard.cost.load_preset("h100-8").topology()'
+            )
+        check_library(self.library)
+        for name in ("operations_per_s", "memory_bytes_per_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value!r}; a finite number, more than 0, was expected")
 
     @property
     def device(self) -> Device:

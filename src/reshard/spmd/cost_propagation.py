@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.dtypes import DType, dtype
+from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.axis_parts import AxisTable, Sharding, are_alike
 from reshard.spmd.cost_candidates import Way, pieces_of, shardings_of, ways_of
@@ -90,6 +91,8 @@ def propagate_by_cost(
 
     Raises:
         SpecError: as `propagate_graph` does.
+        UsageError: what is no machine, or an unknown element type.
+        LayoutError: a rank that the topology has not, or a link that it does not know.
 
     >>> from reshard import DeviceMesh, spec
     >>> mesh = DeviceMesh.of(x=2)
@@ -100,6 +103,9 @@ def propagate_by_cost(
     >>> found.is_exact, str(found.propagated.values[2])
     (True, 'x, -')
     """
+    machine = Machine() if machine is None else machine
+    if not isinstance(machine, Machine):
+        raise UsageError(f"{machine!r} is no Machine; give sp.Machine(topology)")
     bases = [
         propagate_graph(graph, annotations, outputs=outputs, strategy=strategy)
         for strategy in OTHERS
@@ -108,7 +114,7 @@ def propagate_by_cost(
     if mesh is None:
         return CostedGraph(bases[0], 0.0, True, dict.fromkeys(OTHERS, 0.0))
     table = AxisTable.of(mesh)
-    problem = _Problem(graph, table, CostModel(table, machine or Machine()))
+    problem = _Problem(graph, table, CostModel(table, machine))
     problem.candidates(annotations, dict(outputs or {}), bases)
     found = None
     if exact is not False and len(graph.operations) <= MOST_JUDGED:

@@ -174,6 +174,8 @@ class Graph:
             NotationError: a line that is not an operation.
             SpecError: a graph that cannot be.
         """
+        if not isinstance(text, str):
+            raise NotationError(f"{text!r} is no text of a graph; give a str")
         lines = [line.strip() for line in text.strip().splitlines()]
         if len(lines) < 2 or not lines[-1].startswith("return"):
             raise NotationError(

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
@@ -49,11 +51,20 @@ def abstract(
 ) -> ArrayType:
     """An array without elements, for `trace`: its shape, element type and sharding.
 
+    Raises:
+        UsageError: an unknown element type; what is no shape, or no sharding.
+        SpecError: a sharding for another number of dimensions.
+
     >>> from reshard import DeviceMesh, spec
     >>> abstract((64, 32), "bfloat16", spec(DeviceMesh.of(x=2), "x, -"))
     ArrayType(bfloat16[64, 32], 'x, -')
     """
-    return ArrayType(shape, as_dtype(dtype), spec)
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
+        raise UsageError(f"{shape!r} is no shape; give whole numbers, 0 or more, as in (64, 32)")
+    if spec is not None and not isinstance(spec, ShardingSpec):
+        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+    return ArrayType(sizes, as_dtype(dtype), spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from reshard.errors import SpecError
 from reshard.mesh import Axis
 from reshard.sharding import ShardingSpec
 from reshard.spmd.axis_parts import AxisTable, Part, Parts, Sharding, are_alike, are_apart, joined
@@ -103,6 +104,8 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
     %0, operand 0 of operation 0: resharded from `-, y` to `x, y`
     %2, result 0 of operation 0: reduced over y from `x, - | sum(y)` to `x, -`
     """
+    if not isinstance(propagated, PropagatedGraph):
+        raise SpecError(f"{propagated!r} is not propagated; give what propagate_graph returns")
     if propagated.mesh is None:
         count = len(propagated.graph.operations)
         return PlacedGraph(propagated, ((),) * count, ((),) * count, ())

@@ -21,6 +21,7 @@ alike. Strategy "cost" settles them by estimated seconds: see `cost_propagation`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,12 @@ def propagate(
     >>> propagate(rule, [spec(mesh, "a, -"), spec(mesh, "-, b")], [None])[1]
     (ShardingSpec(DeviceMesh(a=2,b=2), 'a ?, b ?'),)
     """
+    merge = merge_of(strategy)
+    if not isinstance(rule, OpShardingRule):
+        raise SpecError(f"{rule!r} is no rule; give OpShardingRule.parse(text)")
     known = [*operands, *results]
+    for spec in known:
+        _check_sharding(spec)
     mesh = _common_mesh(known)
     _check_ranks(known, rule)
     if mesh is None:
@@ -117,7 +123,7 @@ def propagate(
     ways = tuple(
         Direction.NONE if factor in rule.blocked else direction for factor in range(len(rule.sizes))
     )
-    found = carried(rule, table, shardings, ways, merge_of(strategy), kind.is_elementwise)
+    found = carried(rule, table, shardings, ways, merge, kind.is_elementwise)
     specs = [
         spec if new is None else table.decoded(new, priorities_of(spec))
         for spec, new in zip(known, found, strict=True)
@@ -164,13 +170,17 @@ def propagate_graph(
         from reshard.spmd.cost_propagation import propagate_by_cost
 
         return propagate_by_cost(graph, annotations, outputs=outputs).propagated
-    asked = dict(outputs or {})
+    merge = merge_of(strategy)
+    if not isinstance(graph, Graph):
+        raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")
+    asked = _mapping(outputs or {}, "outputs")
+    annotations = _mapping(annotations, "annotations")
     _check_annotations(graph, annotations, asked)
     mesh = _common_mesh([*annotations.values(), *asked.values()])
     nothing = (None,) * len(graph.values)
     if mesh is None:
         return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
-    run = _Run(graph, AxisTable.of(mesh), merge_of(strategy))
+    run = _Run(graph, AxisTable.of(mesh), merge)
     places = {number: run.interned(spec) for number, spec in annotations.items()}
     places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
     specs = {**annotations, **{-1 - place: spec for place, spec in asked.items()}}
@@ -268,9 +278,24 @@ def _check_ranks(known: Known, rule: OpShardingRule) -> None:
             )
 
 
+def _mapping(given: object, name: str) -> dict[int, ShardingSpec]:
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{name} {given!r} are no shardings by number; give {{0: spec, ...}}")
+    return dict(given)
+
+
+def _check_sharding(spec: object) -> None:
+    if spec is not None and not isinstance(spec, ShardingSpec):
+        raise SpecError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+
+
 def _check_annotations(
     graph: Graph, annotations: Mapping[int, ShardingSpec], outputs: Mapping[int, ShardingSpec]
 ) -> None:
+    for key, spec in itertools.chain(annotations.items(), outputs.items()):
+        if not isinstance(key, int) or spec is None:
+            raise SpecError(f"{key!r}: {spec!r} is no sharding by number; give {{0: spec, ...}}")
+        _check_sharding(spec)
     for number, spec in annotations.items():
         if not 0 <= number < len(graph.values):
             raise SpecError(

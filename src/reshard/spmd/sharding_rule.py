@@ -201,6 +201,8 @@ class OpShardingRule(Interned):
         >>> OpShardingRule.parse("([i, j]) -> ([i]) {i=4, j=3} reduction={j:max}")
         OpShardingRule('([i, j]) -> ([i]) {i=4, j=3} reduction={j:max}')
         """
+        if not isinstance(text, str):
+            raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
         found = re.fullmatch(
             r"\s*\((?P<operands>[^()]*)\)\s*->\s*\((?P<results>[^()]*)\)"
             r"\s*\{(?P<sizes>[^{}]*)\}(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",

@@ -10,6 +10,7 @@ the operands' shapes. The names of the templates are those of nabla's sharding m
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Template:
                 f"{len(shapes)} shapes for {self}; give one for each of its "
                 f"{len(self.operands)} operands"
             )
+        shapes = tuple(_whole_numbers(shape, "shape") for shape in shapes)
         names = factor_names(len(self.sizes))
         sizes = list(self.sizes)
         for number, (shape, mapping) in enumerate(zip(shapes, operands, strict=True)):
@@ -119,14 +121,27 @@ def _plain(factors: Iterable[int]) -> Mapping:
     return tuple((factor,) for factor in factors)
 
 
+def _check_count(count: object, said: str) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise SpecError(f"{said}; a whole number, 0 or more, was expected")
+
+
+def _whole_numbers(values: object, what: str) -> tuple[int, ...]:
+    """Sizes or axes as a tuple. Raises SpecError for what has none."""
+    is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
+    found = tuple(values) if is_iterable and isinstance(values, Iterable) else (None,)
+    if not all(hasattr(one, "__index__") for one in found):
+        raise SpecError(f"{what} {values!r}; whole numbers were expected, as in (4, 8)")
+    return tuple(operator.index(one) for one in found)
+
+
 def matmul_template(batch_dims: int = 0) -> Template:
     """Matrix products `[..., i, k] @ [..., k, j] -> [..., i, j]` over leading batch dimensions.
 
     >>> print(matmul_template(0))
     ([i, k], [k, j]) -> ([i, j]) reduction={k}
     """
-    if batch_dims < 0:
-        raise SpecError(f"{batch_dims} batch dimensions; 0 or more were expected")
+    _check_count(batch_dims, f"{batch_dims!r} batch dimensions")
     batch = range(batch_dims)
     rows, columns, inner = batch_dims, batch_dims + 1, batch_dims + 2
     return Template(
@@ -143,8 +158,7 @@ def elementwise_template(rank: int) -> Template:
     >>> print(elementwise_template(2).rule((4, 8), (4, 8)))
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
     """
-    if rank < 0:
-        raise SpecError(f"rank {rank}; 0 or more was expected")
+    _check_count(rank, f"rank {rank!r}")
     mapping = _plain(range(rank))
     return Template((mapping,), (mapping,), (None,) * rank, repeats=True)
 
@@ -163,6 +177,7 @@ def reduce_template(
     >>> print(reduce_template(2, [0], keepdims=True).rule((4, 8)))
     ([i, j]) -> ([k, j]) {i=4, j=8, k=1} reduction={i}
     """
+    _check_count(rank, f"rank {rank!r}")
     reduced = dimensions(rank, reduce_dims)
     if reduction_operator not in REDUCTIONS:
         raise SpecError(
@@ -185,9 +200,11 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
     >>> print(transpose_template(3, (2, 0, 1)).rule((4, 8, 2)))
     ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
     """
-    axes = tuple(axis + rank if axis < 0 else axis for axis in perm)
+    _check_count(rank, f"rank {rank!r}")
+    given = _whole_numbers(perm, "permutation")
+    axes = tuple(axis + rank if axis < 0 else axis for axis in given)
     if sorted(axes) != list(range(rank)):
-        raise SpecError(f"permutation {tuple(perm)} of {rank} dimensions; name each of them once")
+        raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
     operand = [axes.index(dim) for dim in range(rank)]
     return Template((_plain(operand),), (_plain(range(rank)),), (None,) * rank)
 
@@ -198,6 +215,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
     """
+    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
     missing = len(out_shape) - len(in_shape)
     operand: list[int] = []
     result: list[int] = []
@@ -237,6 +255,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
     >>> print(reshape_template((6, 4), (8, 3)).rule((6, 4)))
     ([ij, l]) -> ([ik, m]) {i=2, j=3, k=4, l=4, m=3} need_replication={j, k, l, m}
     """
+    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
     operand, result, sizes = reshape_factors(in_shape, out_shape)
     of_operand = {factor for dim in operand for factor in dim}
     of_result = {factor for dim in result for factor in dim}
@@ -250,6 +269,8 @@ def einsum_template(text: str) -> Template:
     >>> print(einsum_template("bik,bkj->bij"))
     ([i, j, l], [i, l, k]) -> ([i, j, k]) reduction={l}
     """
+    if not isinstance(text, str):
+        raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")
     found = re.fullmatch(r"([a-zA-Z]*(?:,[a-zA-Z]*)*)->([a-zA-Z]*)", re.sub(r"\s", "", text))
     if found is None:
         raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")

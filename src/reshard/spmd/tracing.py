@@ -222,8 +222,9 @@ def trace(
             for "cost"; hosts of eight H100 for that when None.
 
     Raises:
-        UsageError: an unknown strategy; a function that asks for elements, as `if x > 0:` does,
-            uses an operator without a rule, or returns something else than arrays.
+        UsageError: an unknown strategy; what is no topology; a function that asks for elements,
+            as `if x > 0:` does, uses an operator without a rule, or returns something else than
+            arrays.
         MeshError: shardings over several meshes.
         LayoutError: a rank that the topology has not, or a link that it does not know.
 
@@ -235,6 +236,11 @@ def trace(
     >>> traced.moved_bytes, traced.peak_bytes[0]
     (1536, 1920)
     """
+    if topology is not None and not isinstance(topology, Topology):
+        raise UsageError(
+            f"{topology!r} is no Topology; give one, such as "
+            'reshard.cost.load_preset("h100-8").topology()'
+        )
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
     recorded = record(function, arguments)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any, Literal
 
+from reshard.errors import SpecError
 from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.sharding_rule import OpShardingRule
 
@@ -136,4 +138,18 @@ def _frozen(value: Any) -> Any:
 def _inferred(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attributes) -> Inferred:
     if operator.infer is None:
         return Inferred(replicated_rule(shapes), ())
-    return operator.infer(shapes, **dict(attributes.items))
+    given = dict(attributes.items)
+    try:
+        return operator.infer(shapes, **given)
+    except TypeError as error:
+        # Only what the caller gave is the caller's: anything else goes on as it is.
+        names = signature(operator.infer).parameters
+        try:
+            signature(operator.infer).bind(shapes, **given)
+        except TypeError:
+            known = ", ".join(list(names)[1:]) or "none"
+            raise SpecError(
+                f"operator {operator.name} with {', '.join(given) or 'no attributes'}: {error}; "
+                f"its attributes are {known}"
+            ) from None
+        raise

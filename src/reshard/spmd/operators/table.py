@@ -102,10 +102,18 @@ def rule_of(
     ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
     """
     operator = operator_of(name)
-    known = [tuple(shape) for shape in shapes]
+    known = [_shape(shape) for shape in shapes]
     if not operator.has_rule:
-        return replicated_rule(known, [tuple(shape) for shape in result_shapes])
+        return replicated_rule(known, [_shape(shape) for shape in result_shapes])
     return operator.rule(known, **attributes)
+
+
+def _shape(given: object) -> Shape:
+    is_shape = isinstance(given, Sequence) and not isinstance(given, str)
+    sizes = tuple(given) if is_shape and isinstance(given, Sequence) else (None,)
+    if not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
+        raise SpecError(f"{given!r} is no shape; give whole numbers, 0 or more, as in (4, 8)")
+    return sizes
 
 
 RuleFunction = Callable[..., OpShardingRule | str]
@@ -135,6 +143,13 @@ def rule(
     >>> print(rule_of("outer_sum", [(4,), (8,)]))
     ([i], [j]) -> ([i, j]) {i=4, j=8}
     """
+    if not isinstance(name, str):
+        raise SpecError(f'operator {name!r}; give its name as a str: @rule("name")')
+    if linear not in ("each", "one", "none") and not isinstance(linear, tuple):
+        raise SpecError(
+            f"linear={linear!r} of operator {name}; it is each, one, none, or the places of some "
+            "operands, as in (0, 1)"
+        )
     if name in SHIPPED and _table[name].has_rule:
         raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
 
@@ -143,6 +158,11 @@ def rule(
             found = function(shapes, **attributes)
             if isinstance(found, str):
                 found = OpShardingRule.parse(found)
+            if not isinstance(found, OpShardingRule):
+                raise SpecError(
+                    f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such "
+                    "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
+                )
             if found.operand_shapes != tuple(shapes):
                 raise SpecError(
                     f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "
