@@ -192,11 +192,25 @@ def test_numpys_functions_that_are_made_of_others(library: str) -> None:
         (np.hstack([row[0], row[1]]), [0.0, 1.0]),
         (np.vstack([x, DATA]), np.vstack([DATA, DATA])),
         (round(x / 3), np.round(DATA / 3)),
+        (np.dot(x, row), DATA @ np.arange(5.0)),
+        (np.dot(2, x), 2 * DATA),
+        (np.squeeze(x[:, None, :1]), DATA[:, 0]),
+        (np.squeeze(x[:, :1], axis=1), DATA[:, 0]),
+        (np.copy(x), DATA),
+        (np.around(x / 3), np.round(DATA / 3)),
+        (np.trace(x), np.trace(DATA)),
+        (np.diagonal(x, offset=1), np.diagonal(DATA, 1)),
+        (np.outer(row, row), np.outer(np.arange(5.0), np.arange(5.0))),
+        (np.cross(x[:, :3], x[:, 1:4]), np.cross(DATA[:, :3], DATA[:, 1:4])),
+        (np.linalg.trace(x), np.trace(DATA)),
         *zip(divmod(x, 4), divmod(DATA, 4), strict=True),
         *zip(divmod(4, x + 1), divmod(4, DATA + 1), strict=True),
     ]
     for found, expected in pairs:
         np.testing.assert_array_equal(np.asarray(found), expected)
+    assert np.shape(x) == (7, 5) and np.ndim(x) == 2 and np.size(x) == 35 and np.size(x, 1) == 5
+    with pytest.raises(UsageError, match=r"numpy\.dot of arrays of 3 and 2"):
+        np.dot(x[None], x)
     with pytest.raises(UsageError, match=r"numpy\.ravel with .*use numpy\.ravel\(a"):
         np.ravel(x, order="F")
 
@@ -208,6 +222,8 @@ def test_numpys_functions_that_are_made_of_others(library: str) -> None:
         ("reshape", r"use sp\.reshape\(x, \.\.\.\)"),
         ("astype", r"use sp\.astype\(x, \.\.\.\)"),
         ("transpose", r"use sp\.permute_dims\(x, \.\.\.\)"),
+        ("diagonal", r"use sp\.linalg\.diagonal\(x\)"),
+        ("dot", r"use numpy\.dot\(x\)"),
         ("ravel", r"use numpy\.ravel\(x\)"),
         ("tolist", r"or x\.to_dense\(\)"),
     ],

@@ -22,6 +22,7 @@ _OTHER_NAMES = {
     "absolute": "abs",
     "amax": "max",
     "amin": "min",
+    "around": "round",
     "arccos": "acos",
     "arccosh": "acosh",
     "arcsin": "asin",
@@ -42,8 +43,12 @@ _OTHER_NAMES = {
     "transpose": "permute_dims",
     "true_divide": "divide",
 }
+# What the array API has among its functions of matrices. (`sp.trace` traces a function.)
+_OF_MATRICES = ("cross", "diagonal", "outer", "trace")
 # What answers yes or no about values is asked of the whole arrays.
 _QUESTIONS = ("allclose", "array_equal", "array_equiv")
+# What is asked of a shape is asked of any array that has it.
+_ABOUT_SHAPES = ("ndim", "shape", "size")
 _REDUCED = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
 # Arguments that NumPy takes by place and the array API by name.
 _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
@@ -69,6 +74,27 @@ def _ravel(a: Any) -> Any:
     return manipulation.reshape(a, (-1,))
 
 
+def _dot(a: Any, b: Any) -> Any:
+    a, b = elementwise.operands(a, b)
+    ranks = [getattr(one, "ndim", 0) for one in (a, b)]
+    if max(ranks) > 2:
+        raise UsageError(
+            f"numpy.dot of arrays of {ranks[0]} and {ranks[1]} dimensions; use sp.matmul or "
+            "sp.tensordot"
+        )
+    return elementwise.matmul(a, b) if min(ranks) else elementwise.multiply(a, b)
+
+
+def _squeeze(a: Any, axis: int | Sequence[int] | None = None) -> Any:
+    ones = tuple(dim for dim, size in enumerate(a.shape) if size == 1)
+    return manipulation.squeeze(a, ones if axis is None else axis)
+
+
+def _copy(a: Any) -> Any:
+    """The array itself, for it never changes."""
+    return a
+
+
 def _swapaxes(a: Any, axis1: int, axis2: int) -> Any:
     order = list(range(a.ndim))
     first, second = axis_of(a.ndim, axis1), axis_of(a.ndim, axis2)
@@ -78,8 +104,11 @@ def _swapaxes(a: Any, axis1: int, axis2: int) -> Any:
 
 # What the array API has no one function for.
 _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
+    "copy": _copy,
+    "dot": _dot,
     "hstack": _hstack,
     "ravel": _ravel,
+    "squeeze": _squeeze,
     "swapaxes": _swapaxes,
     "vstack": _vstack,
 }
@@ -90,6 +119,8 @@ def instead_of(name: str) -> str:
     import reshard.spmd
 
     known = _OTHER_NAMES.get(name, name)
+    if known in _OF_MATRICES:
+        return f"use sp.linalg.{known}(x{', ...' if known in ('cross', 'outer') else ''})"
     if known in reshard.spmd.__all__ and isfunction(getattr(reshard.spmd, known)):
         asked = signature(getattr(reshard.spmd, known)).parameters.values()
         needed = [one for one in asked if one.default is one.empty]
@@ -134,13 +165,17 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
     if function.__name__ in _QUESTIONS:
         whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
         return function(*whole, **options)
+    if function.__name__ in _ABOUT_SHAPES and inputs and isinstance(inputs[0], ArrayValue):
+        return function(np.broadcast_to(0, inputs[0].type.shape), *inputs[1:], **options)
     module = str(getattr(function, "__module__", ""))
     name = _OTHER_NAMES.get(function.__name__, function.__name__)
     place: Any = reshard.spmd
     if module.startswith(("numpy.linalg", "numpy.fft")):
         place = getattr(reshard.spmd, module.split(".")[1])
+    elif name in _OF_MATRICES:
+        place = reshard.spmd.linalg
     found = getattr(place, name, None) if name in place.__all__ else None
-    said = f"reshard.spmd.{name}"
+    said = f"{place.__name__}.{name}"
     if function is getattr(np, name, None) and name in _MADE_OF_OTHERS:
         found, said = _MADE_OF_OTHERS[name], f"numpy.{name}"
     if found is None:
