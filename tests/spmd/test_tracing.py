@@ -360,6 +360,11 @@ def test_times_are_those_of_the_programs() -> None:
     assert inserted
     expected = sum(one.program.estimate("float64", topology).seconds_s for one in inserted)
     assert traced.inserted_s == pytest.approx(expected) and expected > 0
+    by_gloo = sp.trace(case.function, *case.types(), topology=topology, library="gloo")
+    expected = sum(one.program.estimate("float64", topology, "gloo").seconds_s for one in inserted)
+    assert by_gloo.inserted_s == pytest.approx(expected)
+    with pytest.raises(UsageError, match="unknown library 'mpi'"):
+        sp.trace(case.function, *case.types(), topology=topology, library="mpi")
     untimed = sp.trace(case.function, *case.types())
     assert untimed.inserted_s is untimed.seconds_s is untimed.compute_s is None
 

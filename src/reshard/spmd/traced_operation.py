@@ -24,12 +24,14 @@ class InsertedReshard:
         source: the array before.
         target: the sharding after.
         topology: by which the time is estimated; None for no times.
+        library: whose collectives take it.
     """
 
     value: int
     source: ArrayType
     target: ShardingSpec
     topology: Topology | None = None
+    library: str = "nccl"
 
     @cached_property
     def program(self) -> Program:
@@ -56,7 +58,7 @@ class InsertedReshard:
         """How long the collectives take; None without a topology."""
         if self.topology is None:
             return None
-        return self.program.estimate(self.source.dtype, self.topology)
+        return self.program.estimate(self.source.dtype, self.topology, self.library)
 
     @property
     def seconds_s(self) -> float:

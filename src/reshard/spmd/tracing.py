@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from reshard.cost.formulas import check_library
 from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -209,6 +210,7 @@ def trace(
     *arguments: Any,
     strategy: str = "eager",
     topology: Topology | None = None,
+    library: str = "nccl",
 ) -> Trace:
     """What a function on arrays in shards does, found without carrying it out.
 
@@ -220,11 +222,12 @@ def trace(
             "aggressive" or "cost": shardings are propagated over the whole function first.
         topology: the hosts of the ranks, the links between them and their devices, for times, and
             for "cost"; hosts of eight H100 for that when None.
+        library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
 
     Raises:
-        UsageError: an unknown strategy; what is no topology; a function that asks for elements,
-            as `if x > 0:` does, uses an operator without a rule, or returns something else than
-            arrays.
+        UsageError: an unknown strategy or library; what is no topology; a function that asks for
+            elements, as `if x > 0:` does, uses an operator without a rule, or returns something
+            else than arrays.
         MeshError: shardings over several meshes.
         LayoutError: a rank that the topology has not, or a link that it does not know.
 
@@ -241,6 +244,7 @@ def trace(
             f"{topology!r} is no Topology; give one, such as "
             'reshard.cost.load_preset("h100-8").topology()'
         )
+    check_library(library)
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
     recorded = record(function, arguments)
@@ -248,7 +252,7 @@ def trace(
     shardings = (
         _as_given(recorded)
         if strategy == "eager"
-        else _propagated(recorded, strategy, mesh, topology)
+        else _propagated(recorded, strategy, mesh, Machine(topology, library))
     )
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
@@ -261,7 +265,7 @@ def trace(
         inputs.append(known)
         if known is not None:
             arrays[number] = runner.array(known, ShardedArray)
-    watcher = _Watcher(topology)
+    watcher = _Watcher(topology, library)
     values = _carried_out(recorded, shardings, arrays, watcher)
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
     if topology is not None and topology.device is not None:
@@ -303,7 +307,7 @@ def _as_given(recorded: Recording) -> Shardings:
 
 
 def _propagated(
-    recorded: Recording, strategy: str, mesh: DeviceMesh | None, topology: Topology | None
+    recorded: Recording, strategy: str, mesh: DeviceMesh | None, machine: Machine
 ) -> Shardings:
     """Shardings of all values, from those of the inputs and the `with_sharding`s."""
     if mesh is None:
@@ -318,7 +322,7 @@ def _propagated(
         if action.target is not None:
             known[operation.results[0]] = action.target
     if strategy == "cost":
-        found = propagate_by_cost(graph, known, machine=Machine(topology)).propagated
+        found = propagate_by_cost(graph, known, machine=machine).propagated
     else:
         found = propagate_graph(graph, known, strategy=strategy)
     values = tuple(
@@ -364,9 +368,10 @@ def _resharded(x: Any, spec: Spec) -> Any:
 class _Watcher:
     """Makes a `TracedOperation` of every operation that it sees."""
 
-    def __init__(self, topology: Topology | None) -> None:
+    def __init__(self, topology: Topology | None, library: str) -> None:
         self.found: list[TracedOperation] = []
         self.topology = topology
+        self.library = library
         self._call: Call | None = None
 
     def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
@@ -416,4 +421,4 @@ class _Watcher:
         before = source.spec or replicated(target.mesh, source.ndim)
         if before.layout(source.shape) is target.layout(source.shape):
             return []
-        return [InsertedReshard(value, source, target, self.topology)]
+        return [InsertedReshard(value, source, target, self.topology, self.library)]
