@@ -224,6 +224,8 @@ def array(
 ) -> ShardedArray:
     """An array in shards, from data that every process has whole.
 
+    It may share memory with the data: write to neither, or give a copy.
+
     Args:
         data: an array of NumPy or PyTorch, numbers in lists, or an array in shards.
         spec: its sharding; whole when None.
