@@ -334,13 +334,14 @@ class Tally:
     def __str__(self) -> str:
         compared = ", ".join(f"{way} {count}" for way, count in self.compared.items())
         explained = ", ".join(f"{why} {count}" for why, count in self.explained.items()) or "none"
-        rare = min(self.operators.items(), key=lambda item: item[1])
+        few = [f"{name} {count}" for name, count in sorted(self.operators.items()) if count < 50]
         return (
             f"{self.programs} programs ({self.conflicts} of those compared to the end have "
             f"conflicts; Shardy crashes at {self.crashed}, and makes reshards that its own "
             f"verifier refuses for {self.refused}); compared: {compared}; deliberate differences: "
             f"{explained}; "
-            f"unexplained: {len(self.unexplained)}; rarest operator: {rare[0]} {rare[1]} times"
+            f"unexplained: {len(self.unexplained)}; {len(self.operators)} kinds of operations, fewer "
+            f"than 50 times: {', '.join(few) or 'none'}"
         )
 
 

@@ -16,9 +16,11 @@ from shardy_oracle import campaign
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("programs", type=int, help="how many")
+    parser.add_argument("programs", type=int, help="how many; 1 or more")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     chosen = parser.parse_args()
+    if chosen.programs < 1:
+        parser.error(f"{chosen.programs} programs; give 1 or more")
     tally = campaign(range(chosen.seed, chosen.seed + chosen.programs))
     print(tally)
     print("\n\n".join(tally.unexplained))
