@@ -340,8 +340,8 @@ class Tally:
             f"conflicts; Shardy crashes at {self.crashed}, and makes reshards that its own "
             f"verifier refuses for {self.refused}); compared: {compared}; deliberate differences: "
             f"{explained}; "
-            f"unexplained: {len(self.unexplained)}; {len(self.operators)} kinds of operations, fewer "
-            f"than 50 times: {', '.join(few) or 'none'}"
+            f"unexplained: {len(self.unexplained)}; {len(self.operators)} kinds of operations; "
+            f"fewer than 50 times: {', '.join(few) or 'none'}"
         )
 
 
