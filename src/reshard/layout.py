@@ -35,7 +35,7 @@ import numpy as np
 
 from reshard.errors import LayoutError
 from reshard.interning import Interned
-from reshard.runs import OWNED, PAD, IntArray, RunTable
+from reshard.runs import OWNED, PAD, IntArray, RunTable, distinct
 
 REDUCTIONS = ("sum", "max", "min", "mean", "product")
 
@@ -348,7 +348,7 @@ class Layout(Interned):
     @cached_property
     def holders(self) -> tuple[int, ...]:
         """The slots that hold a cell, in order."""
-        return tuple(np.unique(self.cell_slot).tolist())
+        return tuple(distinct(self.cell_slot).tolist())
 
     def boxes(self, slot: int) -> tuple[Box, ...]:
         """The boxes a slot owns, in the order of its memory (halos and pads left out)."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout import Placement
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 BoolArray = NDArray[np.bool_]
 
@@ -71,8 +71,8 @@ def find_copies(placement: Placement, apart: bool = False) -> Copies:
         part = placement.part[:, dimension]
         size = int(part.max(initial=0)) + 1
         if bound * size >= 2**62:
-            distinct = np.unique(code)
-            code, bound = np.searchsorted(distinct, code), len(distinct)
+            known = distinct(code)
+            code, bound = np.searchsorted(known, code), len(known)
         code, bound = code * size + part, bound * size
     # Small numbers are sorted by their digits, in time that only grows with the cells.
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
@@ -132,15 +132,3 @@ def find_in(
     at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
     found = values[at] == wanted
     return at, found if known is None else found & known
-
-
-def distinct(values: IntArray) -> IntArray:
-    """Each number once, rising. For millions of numbers sorting beats the hashes of NumPy.
-
-    >>> distinct(np.array([3, 1, 3])).tolist()
-    [1, 3]
-    """
-    rising = np.sort(values)
-    new = np.ones(len(rising), dtype=bool)
-    np.not_equal(rising[1:], rising[:-1], out=new[1:])
-    return rising[new]

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from reshard.layout import Layout
 from reshard.planning.box_meetings import Boxes, meeting_boxes
-from reshard.planning.copies import Copies, distinct, find_copies, find_in
+from reshard.planning.copies import Copies, find_copies, find_in
 from reshard.planning.part_runs import PartRuns, share_an_index
-from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, ragged_arange
+from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, distinct, ragged_arange
 
 BoolArray = NDArray[np.bool_]
 
@@ -85,7 +85,7 @@ class KeyCode:
         for dimension, size in enumerate(self._sizes):
             prefix = None
             if bound * size >= 2**62:
-                prefix = np.unique(code)
+                prefix = distinct(code)
                 code, bound = np.searchsorted(prefix, code), len(prefix)
             self._prefixes.append(prefix)
             code, bound = code * size + layout.cell_part[cells, dimension], bound * size

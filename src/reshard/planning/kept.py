@@ -18,7 +18,7 @@ import numpy as np
 from reshard.planning.bound import held_elements
 from reshard.planning.overlap import Overlap
 from reshard.planning.plan import Plan
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 
 def needed_elements(plan: Plan) -> int:
@@ -55,7 +55,7 @@ def kept_elements(plan: Plan) -> IntArray:
     shared *= combined[carried, target.cell_contribution[first]]
     # A slot that has a key twice holds it once.
     key = np.repeat(np.arange(len(key_cell)), np.diff(holders.cell_begin))
-    owned = np.unique(key * source.slots + source.cell_slot[holders.cells])
+    owned = distinct(key * source.slots + source.cell_slot[holders.cells])
     held = np.zeros((source.slots, len(first)), dtype=np.int64)
     if len(owned):
         np.add.at(held, owned % source.slots, shared[owned // source.slots])

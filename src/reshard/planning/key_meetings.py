@@ -19,10 +19,10 @@ import numpy as np
 
 from reshard.layout import Layout
 from reshard.planning.box_meetings import meeting_boxes
-from reshard.planning.copies import distinct, find_copies, find_in
+from reshard.planning.copies import find_copies, find_in
 from reshard.planning.holders import find_holders, hulls
 from reshard.planning.overlap import Overlap, overlap_of_pairs, wanted_runs
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ from reshard.planning.membership import Membership, membership
 from reshard.planning.needs import Needs
 from reshard.planning.plan import Plan
 from reshard.planning.shares import group_shares, member_shares
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 # What rounding cuts to whole boxes and rows may add to the largest load.
 _ROUNDING = 64
@@ -197,7 +197,7 @@ class _Classes:
     """
 
     def __init__(self, kinds: Membership, holder_set: IntArray) -> None:
-        used = np.unique(holder_set)
+        used = distinct(holder_set)
         numbers: dict[bytes, int] = {}
         of_used = np.zeros(len(used), dtype=np.int64)
         for i, number in enumerate(used.tolist()):

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import PlanError
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,23 @@ def membership(begin: IntArray, rank: IntArray, ranks: int) -> Membership:
     of_set = np.repeat(np.arange(sets), np.diff(begin))
     signature = np.zeros(ranks, dtype=np.uint64)
     np.add.at(signature, rank, _numbers(sets)[of_set])
-    distinct = np.unique(signature)
-    group = np.searchsorted(distinct, signature)
-    first = np.full(len(distinct), ranks, dtype=np.int64)
+    signatures = distinct(signature)
+    group = np.searchsorted(signatures, signature)
+    first = np.full(len(signatures), ranks, dtype=np.int64)
     first[group[::-1]] = np.arange(ranks)[::-1]
-    place = np.empty(len(distinct), dtype=np.int64)
-    place[np.argsort(first)] = np.arange(len(distinct))
+    place = np.empty(len(signatures), dtype=np.int64)
+    place[np.argsort(first)] = np.arange(len(signatures))
     group = place[group]
-    size = np.bincount(group, minlength=len(distinct))
-    pairs, count = np.unique(of_set * len(distinct) + group[rank], return_counts=True)
-    set_group = pairs % max(len(distinct), 1)
+    size = np.bincount(group, minlength=len(signatures))
+    pairs, count = np.unique(of_set * len(signatures) + group[rank], return_counts=True)
+    set_group = pairs % max(len(signatures), 1)
     if (count != size[set_group]).any():
         raise PlanError("sets of ranks that share a signature; report the layouts as a bug")
     return Membership(
         group,
         np.concatenate(([0], np.cumsum(size))),
         np.argsort(group, kind="stable"),
-        np.searchsorted(pairs, np.arange(sets + 1) * len(distinct)),
+        np.searchsorted(pairs, np.arange(sets + 1) * len(signatures)),
         set_group,
     )
 

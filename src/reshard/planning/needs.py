@@ -25,7 +25,7 @@ from reshard.planning.contributions import contribution_sources
 from reshard.planning.copies import Copies, find_copies
 from reshard.planning.overlap import Overlap
 from reshard.planning.routes import RouteFinder
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +149,6 @@ def _holder_sets(
     slot = copies.slot[np.repeat(copies.begin[keys], count) + ragged_arange(count)]
     of_key = np.repeat(np.arange(len(members)), [len(group) for group in members])
     # A slot with two keys of a set is in it once.
-    pairs = np.unique(np.repeat(of_key, count) * copies.slots + slot)
+    pairs = distinct(np.repeat(of_key, count) * copies.slots + slot)
     of_set, slot = np.divmod(pairs, copies.slots)
     return holder_set, np.searchsorted(of_set, np.arange(len(members) + 1)), slot

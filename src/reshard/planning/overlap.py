@@ -19,10 +19,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from reshard.planning.copies import distinct
 from reshard.planning.holders import DimensionHolders
 from reshard.planning.part_runs import PartRuns, shared_runs
-from reshard.runs import PAD, IntArray, RunTable, SingleRuns, ragged_arange
+from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.planning.box_meetings import Intervals, meeting_intervals
-from reshard.planning.copies import distinct
-from reshard.runs import IntArray, ragged_ranges
+from reshard.runs import IntArray, distinct, ragged_ranges
 
 BoolArray = NDArray[np.bool_]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.planning.copies import turns
 from reshard.planning.line import Line
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ def turn_of(line: Line, row: IntArray, receiver: IntArray) -> IntArray:
     rows = line.rows
     slot = line.kinds.member[line.kinds.member_begin[rows.kind[row]] + receiver]
     turn = np.zeros(len(row), dtype=np.int64)
-    for number in np.unique(rows.bundle[row]).tolist():
+    for number in distinct(rows.bundle[row]).tolist():
         of_bundle = np.flatnonzero(rows.bundle[row] == number)
         needs = line.bundles[number].needs
         key = needs.of_keys.target_key[rows.need[row[of_bundle]]]
