@@ -15,6 +15,7 @@ from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, check_by_name, in_order
 from reshard.execution.cells import cell_arrays, clear_pads
 from reshard.execution.copies import Copy, carry_out, checked_threads
+from reshard.execution.fresh_memory import FreshMemory
 from reshard.execution.local import check_shards, finish_contributions, source_storages
 from reshard.execution.outputs import (
     NamedStorage,
@@ -64,7 +65,9 @@ def run_job(
     workers = checked_threads(threads)
     kinds, held = given_sources(job, arrays)
     if out is None:
-        filled = {i.name: new_storages(i.plan.target, kinds[i.name]) for i in job.items}
+        memory = FreshMemory()
+        filled = {i.name: new_storages(i.plan.target, kinds[i.name], memory) for i in job.items}
+        memory.find(workers)
     else:
         filled = _given(job, kinds, out)
         check_apart(

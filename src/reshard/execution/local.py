@@ -52,7 +52,8 @@ def run(
             shape (`plan.source.local_shape(slot)`), all of one dtype and kind.
         out: arrays to write to, one for every target slot that holds something: of its local
             shape, and of the sources' dtype and kind. New arrays are made when None, which
-            takes about twice as long: the system has to find the memory first.
+            takes about twice as long, and more where memory has to come from a virtual
+            machine's host: the system has to find and clear it first.
         threads: how many copy at most; one for each processor when None. The result is the
             same for any number.
 
@@ -80,7 +81,7 @@ def run(
     workers = checked_threads(threads)
     kind = check_shards(plan, shards)
     source = source_storages(plan, kind, shards)
-    target = storages_to_fill(plan.target, kind, out, source)
+    target = storages_to_fill(plan.target, kind, out, source, workers)
     cells = cell_arrays(plan.target, target)
     copies = list(route_copies(plan, kind, cell_arrays(plan.source, source), cells))
     clear_pads(plan.target, cells)

@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard.errors import ShardError
 from reshard.execution.arrays import ArrayKind, Storage, check_by_slot, in_order, kind_of
+from reshard.execution.fresh_memory import FreshMemory
 from reshard.layout import Layout
 
 # Two arrays of one memory are told apart by solving for indices of a common element; what takes
@@ -37,10 +38,10 @@ class NamedStorage(NamedTuple):
     storage: Storage
 
 
-def new_storages(layout: Layout, kind: ArrayKind) -> dict[int, Storage]:
+def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[int, Storage]:
     """New memory for each slot that holds something: what is in it is not said."""
     return {
-        slot: np.empty(layout.local_shape(slot) or (), dtype=kind.dtype.storage)
+        slot: memory.array(layout.local_shape(slot) or (), kind.dtype.storage)
         for slot in layout.holders
     }
 
@@ -50,14 +51,20 @@ def storages_to_fill(
     kind: ArrayKind,
     out: Mapping[int, Any] | None,
     sources: Mapping[int, Storage],
+    threads: int,
 ) -> dict[int, Storage]:
     """The memory of a target's slots: new, or that of the arrays in `out`, fit for a run.
+
+    So many threads find it where it is new.
 
     Raises ShardError for an array in `out` that does not fit, or shares memory with another or
     with one of `sources`.
     """
     if out is None:
-        return new_storages(layout, kind)
+        memory = FreshMemory()
+        made = new_storages(layout, kind, memory)
+        memory.find(threads)
+        return made
     found = given_storages(layout, kind, out)
     check_apart(
         (NamedStorage(output_name(slot), array) for slot, array in found.items()),

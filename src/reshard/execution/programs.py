@@ -62,7 +62,7 @@ def run_program(
     >>> run_program(program, shards)[1].tolist()
     [[2, 3], [6, 7]]
     """
-    checked_threads(threads)
+    workers = checked_threads(threads)
     direct = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
     _check_ranks(program.source, direct, shards)
     layouts = [direct.source, *(step.target_layout for step in program.steps)]
@@ -71,7 +71,8 @@ def run_program(
     kind = check_shards(direct, shards)
     if out is not None:
         # The last step reads what the steps before made: what is wrong has to be found here.
-        storages_to_fill(direct.target, kind, out, source_storages(direct, kind, shards))
+        sources = source_storages(direct, kind, shards)
+        storages_to_fill(direct.target, kind, out, sources, workers)
     found: Mapping[int, Array] = shards
     for step in program.steps:
         found = run_step(step, found, out if step is program.steps[-1] else None, threads)
@@ -116,14 +117,15 @@ def _permuted(
     unmoved = Plan(step.source_layout, step.source_layout)
     kind = check_shards(unmoved, shards)
     held = source_storages(unmoved, kind, shards)
-    target = storages_to_fill(step.target_layout, kind, out, held)
+    workers = checked_threads(threads)
+    target = storages_to_fill(step.target_layout, kind, out, held, workers)
     carry_out(
         # An empty shard may have another shape than the one it is taken from.
         (
             Copy(target[receiver], held[sender].reshape(target[receiver].shape))
             for sender, receiver in step.pairs
         ),
-        checked_threads(threads),
+        workers,
     )
     if out is not None:
         return {receiver: out[receiver] for _, receiver in step.pairs}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reshard.execution.cells import cell_arrays, clear_pads
 from reshard.execution.copies import available_threads, carry_out
+from reshard.execution.fresh_memory import FreshMemory
 from reshard.execution.jobs import given_sources
 from reshard.execution.local import finish_contributions
 from reshard.execution.outputs import new_storages
@@ -38,7 +39,9 @@ def run_staged(
     results: dict[str, dict[int, Array]] = {}
     for number, item in enumerate(staged.job.items):
         plan, kind = item.plan, kinds[item.name]
-        target = new_storages(plan.target, kind)
+        memory = FreshMemory()
+        target = new_storages(plan.target, kind, memory)
+        memory.find(workers)
         source_cells = cell_arrays(plan.source, sources[item.name])
         target_cells = cell_arrays(plan.target, target)
         clear_pads(plan.target, target_cells)
