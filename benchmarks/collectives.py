@@ -7,8 +7,13 @@ run      a float32 tensor over 8 devices: rows to columns and the like, programs
          this process, into arrays that are there (by all threads, and by one) and into new ones.
          The peers, turn by turn: JAX on 8 virtual CPU devices, `jax.device_put` and
          `jit(identity, out_shardings)`, which make new arrays, and a plain copy by one thread of
-         as many bytes, those of all targets, into arrays that are there. Medians of the times,
-         and of the ratios of each turn; the first turn is left out.
+         as many bytes, those of all targets, into arrays that are there.
+
+In each turn each way runs twice in a row. New arrays are made of pages that the system clears, and
+has to find: `first` comes after the other ways, and where the machine is a virtual one whose host
+takes back memory that lies free for seconds, its pages may have to come from there; `again` gets
+those that its own first run gave back. Medians of the times, and of the ratios of each turn; the
+first turn is left out, and for arrays that are there, the first runs.
 
 python benchmarks/collectives.py [--repeat 5] [--size-mib 256] [--cases search run]
 """
@@ -114,8 +119,8 @@ def run_times(size_mib: int, repeat: int) -> None:
 
     print(
         f"\n{f'{size_mib} MiB over 8 devices, ms':<36} {'in place':>9} {'1 thread':>9} "
-        f"{'new':>7} {'device_put':>11} {'jit':>7} {'plain copy':>11} {'in place / copy':>16} "
-        f"{'new / JAX':>10}"
+        f"{'plain copy':>11} {'in place / copy':>16} | {'':>5} {'new':>7} {'device_put':>11} "
+        f"{'jit':>7} {'new / JAX':>10}"
     )
     for axes, before, other_axes, after in RUNS:
         source = reshard.spec(reshard.DeviceMesh.parse(axes), before)
@@ -125,13 +130,12 @@ def run_times(size_mib: int, repeat: int) -> None:
         held = reshard.plan(whole, source.layout(shape)).run({0: dense})
         expected = reshard.plan(whole, target.layout(shape)).run({0: dense})
         there = {rank: np.zeros_like(array) for rank, array in expected.items()}
-        copies = {rank: np.zeros_like(array) for rank, array in expected.items()}
         theirs, out = jax.device_put(dense, sharding(source)), sharding(target)
         compiled = jax.jit(lambda array: array, out_shardings=out)
 
-        def copy(copies: Any = copies, expected: Any = expected) -> None:
+        def copy(there: Any = there, expected: Any = expected) -> None:
             for rank, array in expected.items():
-                np.copyto(copies[rank], array)
+                np.copyto(there[rank], array)
 
         runs = {
             "in place": lambda p=program, h=held, o=there: p.run(h, o),
@@ -143,38 +147,54 @@ def run_times(size_mib: int, repeat: int) -> None:
         }
         if source.mesh.devices != target.mesh.devices:
             del runs["jit"]
-        times = by_turns(runs, repeat)
+        first, again = by_turns(runs, repeat)
+        for array in there.values():
+            array.fill(0)
+        runs["in place"]()
         assert all(np.array_equal(there[rank], expected[rank]) for rank in expected)
-        median = {name: 1e3 * statistics.median(column) for name, column in times.items()}
-        jit = f"{median['jit']:7.0f}" if "jit" in median else f"{'-':>7}"
-        over_copy = ratio(times["in place"], times["plain copy"])
-        jax_times = [min(pair) for pair in zip(times["device_put"],
-                     times.get("jit", times["device_put"]), strict=True)]  # fmt: skip
+        there_ms = {name: 1e3 * statistics.median(again[name]) for name in runs}
+        over_copy = ratio(again["in place"], again["plain copy"])
         what = f"{axes}: {before} to {other_axes}: {after}"
-        print(
-            f"{what:<36} {median['in place']:9.0f} {median['1 thread']:9.0f} {median['new']:7.0f} "
-            f"{median['device_put']:11.0f} {jit} {median['plain copy']:11.0f} {over_copy:16.2f} "
-            f"{ratio(times['new'], jax_times):10.2f}",
-            flush=True,
+        line = (
+            f"{what:<36} {there_ms['in place']:9.0f} {there_ms['1 thread']:9.0f} "
+            f"{there_ms['plain copy']:11.0f} {over_copy:16.2f}"
         )
+        for label, times in (("first", first), ("again", again)):
+            of_jax = [times[name] for name in ("device_put", "jit") if name in runs]
+            made = {
+                name: f"{1e3 * statistics.median(times[name]):.0f}" if name in runs else "-"
+                for name in ("new", "device_put", "jit")
+            }
+            print(
+                f"{line} | {label} {made['new']:>7} {made['device_put']:>11} {made['jit']:>7} "
+                f"{ratio(times['new'], [min(turn) for turn in zip(*of_jax, strict=True)]):10.2f}",
+                flush=True,
+            )
+            line = " " * len(line)
 
 
-def by_turns(runs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
-    """The seconds of each run in each of `repeat` turns, after one that is left out."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+Times = dict[str, list[float]]
+
+
+def by_turns(runs: dict[str, Callable[[], Any]], repeat: int) -> tuple[Times, Times]:
+    """The seconds of each way's first and second run in each of `repeat` turns.
+
+    One turn comes before those, and is left out.
+    """
+    times: tuple[Times, Times] = ({name: [] for name in runs}, {name: [] for name in runs})
     names = list(runs)
     for turn in range(repeat + 1):
-        # Nobody always gets the memory that the same other one has given back.
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            run = runs[name]
-            begin = time.perf_counter()
-            made = run()
-            taken = time.perf_counter() - begin
-            # Memory is given back outside of the time.
-            del made
-            if turn:
-                times[name].append(taken)
+        # Nobody always comes behind the same other one, and gets the memory that it gave back.
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            for column in times:
+                begin = time.perf_counter()
+                made = runs[name]()
+                taken = time.perf_counter() - begin
+                # Memory is given back outside of the time.
+                del made
+                if turn:
+                    column[name].append(taken)
     return times
 
 
