@@ -138,7 +138,7 @@ def main() -> None:
         start = time.perf_counter()
         costed = propagate_by_cost(graph, annotations, exact=exact)
         each_us = (time.perf_counter() - start) / count * 1e6
-        name = "cost" if costed.is_exact else "cost, descent"
+        name = "cost" if exact is None else "cost, descent"
         others = ", ".join(f"{one} {other_s:.4f} s" for one, other_s in costed.others_s.items())
         print(f"{name:12} {each_us:6.1f} us an operator; {costed.seconds_s:.4f} s ({others})")
 
