@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import DeviceMesh, checkpoint
-from reshard.errors import ShardError
+from reshard.errors import ShardError, UsageError
 
 torch = pytest.importorskip("torch")
 
@@ -140,6 +140,48 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     assert "w: shape [13, 5], stored [13, 6]" in message
     assert "h: dtype float32, stored bfloat16" in message
     assert torch.equal(state["b"], torch.full((10,), 7))
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", WHOLE)
+    state = {
+        "w": torch.zeros(13, 6, device="meta"),
+        "h": torch.zeros(5, 4, 1, dtype=torch.bfloat16).expand(5, 4, 3),
+        "b": torch.zeros(10, dtype=torch.int64).to_sparse(),
+        "s": torch.zeros((), dtype=torch.float64),
+    }
+    with pytest.raises(ShardError) as caught:
+        reshard.torch.load(tmp_path, state)
+    message = str(caught.value)
+    assert message.startswith("3 tensors do not fit")
+    assert "w: a torch.strided tensor on meta; give one dense and in memory" in message
+    assert "h: out has strides [4, 1, 0], so that elements of it are one" in message
+    assert "b: a torch.sparse_coo tensor" in message
+    assert state["s"] == 0
+
+
+def test_what_is_no_model_and_no_number_of_threads(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", WHOLE)
+    for target in (None, 3, [torch.zeros(1)]):
+        with pytest.raises(UsageError, match="a model of type"):
+            reshard.torch.load(tmp_path, target)  # type: ignore[arg-type]
+    state = {"b": torch.zeros(10, dtype=torch.int64)}
+    for threads in (0, -1, "a"):
+        with pytest.raises(UsageError, match="threads="):
+            reshard.torch.load(tmp_path, state, strict=False, threads=threads)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_module_and_autograd(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"weight": WHOLE["w"], "bias": WHOLE["w"]})
+    model = torch.nn.Module()
+    for name in ("weight", "bias"):
+        setattr(model, name, torch.nn.Parameter(torch.zeros(13, 6)))
+    version = model.weight._version
+    reshard.torch.load(tmp_path, torch.compile(model))
+    assert bits(model.weight.detach()) == WHOLE["w"].bits.tobytes()
+    # Whoever saved it for a backward is told that it has changed.
+    assert model.weight._version > version
 
 
 def test_names_of_the_checkpoint_may_be_left(tmp_path: Path) -> None:

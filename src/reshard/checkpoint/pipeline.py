@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from reshard.errors import UsageError
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -33,7 +35,11 @@ def run_in_threads(
 
     Each thread has a memory of its own, from `new_memory()`, closed at its end. An exception
     in a task is raised here, after the threads have stopped.
+
+    Raises UsageError for no threads, which would leave all of it undone.
     """
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise UsageError(f"threads={threads!r}; give a whole number from 1 up")
     iterator = iter(tasks)
     lock = threading.Lock()
     stop = threading.Event()

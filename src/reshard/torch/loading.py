@@ -11,7 +11,7 @@ them; ranks do not talk to each other.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.parameters import tensors_of
+from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -56,10 +58,11 @@ def load(
         target: what to fill. Of a module, its parameters and persistent buffers.
         strict: whether names of the checkpoint that the target has not are an error. Names
             of the target that the checkpoint has not always are.
-        threads: how many read at a time on this rank.
+        threads: how many read at a time on this rank; 4 when None.
 
     Raises:
         ShardError: names, shapes or dtypes that do not fit, all of them in one message.
+        UsageError: threads that are no number of them, or a target that is no model.
         CheckpointError: a checkpoint that cannot be used.
         RunError: a file that cannot be read.
     """
@@ -68,10 +71,10 @@ def load(
     from reshard.checkpoint.contents import Checkpoint
     from reshard.checkpoint.conversion import DEFAULT_THREADS
 
+    threads = DEFAULT_THREADS if threads is None else threads
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    state = target.state_dict() if isinstance(target, torch.nn.Module) else target
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: t for name, t in tensors_of(target) if isinstance(t, torch.Tensor)}
     _check_fit(checkpoint, tensors, strict)
     local_bytes = 0
     by_rank: dict[int, dict[str, Layout]] = {}
@@ -84,11 +87,14 @@ def load(
             for name, local in locals_.items()
         }
         out = {name: TorchTensors(local).storage(local) for name, local in beside.items()}
-        held = load_arrays(checkpoint, layouts, rank, out=out, threads=threads or DEFAULT_THREADS)
+        held = load_arrays(checkpoint, layouts, rank, out=out, threads=threads)
         for name in held:
             local_bytes += out[name].nbytes
             if beside[name] is not locals_[name]:
                 locals_[name].copy_(beside[name])
+            elif not locals_[name].is_inference():
+                # What reads a file writes behind autograd's back.
+                torch.autograd.graph.increment_version(locals_[name])
     unused = tuple(name for name in checkpoint.tensors if name not in tensors)
     return LoadReport(len(tensors), local_bytes, unused)
 
@@ -96,6 +102,17 @@ def load(
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def _unwritable(name: str, local: torch.Tensor) -> Iterator[str]:
+    """Why elements of a tensor cannot be written."""
+    if local.layout != torch.strided or local.device.type == "meta":
+        yield f"{name}: a {local.layout} tensor on {local.device}; give one dense and in memory"
+        return
+    try:
+        check_writable(local, None)
+    except ShardError as error:
+        yield f"{name}: {error}"
 
 
 def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
@@ -115,6 +132,8 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], stri
             )
         elif layout_of(tensor).contributions > 1:
             problems.append(f"{name}: partial, while a checkpoint holds values")
+        else:
+            problems += _unwritable(name, _local(tensor))
     if problems:
         more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ShardError(
