@@ -111,14 +111,22 @@ def test_all_to_alls_take_their_link_where_it_is_known() -> None:
     assert (plain.algorithm, plain.latency_s) == ("direct", 300)
 
 
-def test_gathers_on_gloo_cost_what_the_exchange_costs() -> None:
-    before, after = reshard.spec(MESH, "-, x y"), reshard.spec(MESH, "-, -")
-    choice = choose(before, after, (8, 8), "int8", topology(SHARED), library="gloo")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("-, x y", "-, -"), ("-, - | sum(x y)", "x y, -"), ("y, - | sum(x)", "y, x")],
+)
+def test_collectives_on_gloo_cost_what_the_exchange_costs(before: str, after: str) -> None:
+    ends = reshard.spec(MESH, before), reshard.spec(MESH, after)
+    # Also where a link of their kind is known, of another library.
+    kinds = (("reduce-scatter", Link(1, 1)), ("all-gather", Link(1, 1)))
+    known = dataclasses.replace(SHARED, collectives=kinds)
+    choice = choose(*ends, (8, 8), "int8", topology(known), library="gloo")
+    assert len(choice.program.steps) == 1
     assert choice.program_estimate.seconds_s == choice.exchange_estimate.seconds_s
     # A library that tunes its collectives has them of equals, gloo has not.
     assert choice.reason == "both take as long, and gloo's collectives are messages too"
     steps = dataclasses.replace(SHARED, step_s=1.0)
-    slower = choose(before, after, (8, 8), "int8", topology(steps), library="gloo")
+    slower = choose(*ends, (8, 8), "int8", topology(steps), library="gloo")
     assert slower.reason == "the exchange is quicker: its messages cost less"
 
 

@@ -46,9 +46,9 @@ def hosts(folder: Path) -> None:
     preset = found.preset
     assert (preset.ranks_per_host, preset.library) == (2, "gloo")
     assert preset.between_hosts is not None and preset.within_host != preset.between_hosts
-    assert [kind for kind, _ in preset.overhead.collectives] == ["all-reduce", "reduce-scatter"]
+    assert [kind for kind, _ in preset.overhead.collectives] == ["all-reduce"]
     subjects = {one.subject for one in found.measurements}
-    assert subjects == {*SUBJECTS, "all-reduce", "reduce-scatter"}
+    assert subjects == {*SUBJECTS, "all-reduce"}
     assert found.rounds >= 2 and len(found.fitted.ratios) == len(found.measurements)
     # A shift among two ranks is two messages a host; the host is counted, not the job.
     shifts = [one for one in found.measurements if one.name == "shift" and one.subject == SHARED]

@@ -13,7 +13,8 @@ slices                                 no time
 
 Where the topology's `Overhead` says how long copies take, they are counted with messages, and
 with a slice at the end. Where it has a link of a kind of collective within a host, that is taken,
-for all-to-alls too. With the library "gloo" gathers are messages: so `reshard.torch` runs them.
+for all-to-alls too. With the library "gloo" gathers and reduce-scatters are messages: so
+`reshard.torch` runs them.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def step_part(
     name = str(step)
     kind = step.name if isinstance(step, _FORMULAS_OF) else "all-to-all"
     by_formula = isinstance(step, _FORMULAS_OF) or topology.overhead.collective(kind) is not None
-    # On gloo gathers are run as messages.
-    if isinstance(step, AllGather) and library == "gloo":
+    # On gloo these are run as messages.
+    if isinstance(step, AllGather | ReduceScatter) and library == "gloo":
         by_formula = False
     if by_formula and not isinstance(step, Exchange | Permute | Slice):
         parts = [

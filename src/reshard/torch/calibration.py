@@ -33,8 +33,8 @@ from reshard.torch.redistribution import redistribute
 
 DEFAULT_SECONDS_S = 60.0
 DEFAULT_LARGEST_BYTES = 64 << 20
-# On gloo, gathers and all-to-alls run as messages, and cost what those do.
-KINDS_ON_GLOO = ("reduce-scatter", "all-reduce")
+# On gloo, all others run as messages, and cost what those do.
+KINDS_ON_GLOO = ("all-reduce",)
 KINDS_ELSEWHERE = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _FEWEST_ROUNDS = 2
 
