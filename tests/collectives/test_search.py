@@ -136,12 +136,17 @@ def placements(dims: int) -> list[reshard.ShardingSpec]:
     return found
 
 
-@pytest.mark.parametrize(("shape", "stride"), [((17, 5), 1), ((33, 16, 8, 1), 29)])
-def test_all_orders_of_shards(shape: tuple[int, ...], stride: int) -> None:
-    """Every order of the axes on every dimension, to every order on every other."""
+@pytest.mark.parametrize("shape", [(17, 5), (33, 16, 8, 1)])
+def test_all_orders_of_shards(shape: tuple[int, ...]) -> None:
+    """Every order of the axes on every dimension, to every order on every other.
+
+    Of four dimensions, from every way to cut them by `x`, `y` and `z` in this order: all others are
+    the same but for the names of the axes, which are as long as one another.
+    """
     specs = placements(len(shape))
     assert len(set(specs)) == len(specs) == {2: 24, 4: 120}[len(shape)]
-    for source, target in list(itertools.product(specs, specs))[::stride]:
+    sources = specs if len(shape) == 2 else specs[:20]
+    for source, target in itertools.product(sources, specs):
         program = find_program(source, target, shape)
         assert not is_exchange(program)
         assert program.moved_elements == program.lower_bound_elements
