@@ -61,7 +61,6 @@ CASES = {
     "S0S1-S1S0": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S1 S0")),
     "S0S0-S1S1": (Side(SQUARE, "S0 S0"), Side(SQUARE, "S1 S1")),
     "R-S0": (Side(ALL, "R"), Side(ALL, "S0")),
-   
     "1D-2D": (Side(ALL, "S0"), Side(SQUARE, "S0 S1")),
     "2-to-2-others": (Side([0, 1], "S0"), Side([2, 3], "S1")),
     "S0S1-S0R": (Side(SQUARE, "S0 S1"), Side(SQUARE, "S0 R")),
