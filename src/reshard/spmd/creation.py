@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import ReshardError, SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd import elementwise
 from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_type import ArrayType
 from reshard.spmd.array_value import ArrayValue
-from reshard.spmd.data_types import check_device
+from reshard.spmd.data_types import BY_KIND, astype, check_device
 from reshard.spmd.manipulation import broadcast_to, reshape
 from reshard.spmd.runner import runner_for
 from reshard.spmd.sharded_array import ShardedArray, array, plain_spec
@@ -104,7 +105,10 @@ def full(
     """An array of one number."""
     check_device(device)
     sizes = _shape(shape)
-    value = np.full((), fill_value, dtype=_own(dtype))
+    with _said(f"full of {fill_value!r}", "give one number"):
+        value = np.full((), fill_value, dtype=_own(dtype))
+    with _said(f"full of {fill_value!r}", "give one number"):
+        as_dtype(value.dtype)
     runner = runner_for()
     if spec is None:
         return array(np.full(sizes, value), runner=runner)
@@ -165,10 +169,19 @@ def full_like(
     """An array of one number, with the shape and the sharding of another."""
     check_device(device, x)
     wanted = x.dtype if dtype is None else as_dtype(dtype)
-    value = elementwise.whole(x, np.full((), fill_value, dtype=wanted.numpy))
+    value = _number_of(x, fill_value, wanted)
     spec = x.type.spec
     made: ShardedArray = broadcast_to(value, x.shape)
     return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
+
+
+def _number_of(x: Any, value: Any, dtype: DType) -> Any:
+    """A number as an array without dimensions beside `x`."""
+    is_numpys = any(dtype in types for types in BY_KIND.values())
+    with _said(f"{value!r} as {dtype}", "give a number of that type"):
+        if is_numpys:
+            return elementwise.whole(x, np.full((), value, dtype=dtype.numpy))
+        return astype(elementwise.whole(x, np.full((), value)), dtype)
 
 
 @of_arrays
@@ -269,10 +282,13 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
 
 
 def _triangle(x: Any, lower: bool, k: int) -> Any:
+    if x.ndim < 2:
+        raise SpecError(f"a triangle of shape {list(x.shape)}; matrices were expected")
+    if not hasattr(k, "__index__"):
+        raise UsageError(f"a triangle from the diagonal {k!r}; a whole number was expected")
     rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
     kept = columns - rows <= k if lower else columns - rows >= k
-    zero = np.zeros((), dtype=x.dtype.numpy)
-    return elementwise.where(elementwise.whole(x, kept), x, elementwise.whole(x, zero))
+    return elementwise.where(elementwise.whole(x, kept), x, _number_of(x, 0, x.dtype))
 
 
 @of_arrays

@@ -72,6 +72,9 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
 
 
 def _holds(dtype: DType, wanted: DType) -> object:
+    # NumPy alone has no narrow types, whose numbers every wide one has.
+    if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
+        return True
     return np.can_cast(dtype.numpy, wanted.numpy)
 
 
@@ -162,12 +165,18 @@ def isdtype(dtype: object, kind: Any) -> object:
     return known is as_dtype(kind)
 
 
+def _is_number(value: Any) -> object:
+    return isinstance(value, int | float | complex)
+
+
 def result_type(*arrays_and_dtypes: Any) -> DType:
     """The type that operands of these types (arrays, types, numbers) make together."""
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
+    types = {_type_of(one) for one in arrays_and_dtypes if not _is_number(one)}
+    if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
+        return types.pop()
     given = []
     for value in arrays_and_dtypes:
-        is_number = isinstance(value, int | float | complex) and not isinstance(value, DType)
-        given.append(value if is_number else _type_of(value).numpy)
+        given.append(value if _is_number(value) else _type_of(value).numpy)
     return as_dtype(np.result_type(*given))

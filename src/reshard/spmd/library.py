@@ -66,14 +66,21 @@ class Library:
         if self.name == "numpy":
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(data, torch.Tensor):
-                data = data.detach().cpu().numpy()
+                data = _as_numpy(data)
             return np.asarray(data, dtype=own)
         torch = import_module("torch")
         device = getattr(beside, "device", None)
         if isinstance(data, torch.Tensor):
             return data.to(dtype=own, device=device)
         # By way of NumPy, so that numbers get the same types in both libraries.
-        return torch.from_numpy(np.array(data, order="C")).to(dtype=own, device=device)
+        found = np.array(data, order="C")
+        if found.dtype.isbuiltin == 2:
+            # A type of ml_dtypes: PyTorch takes the bits, and its own name for them.
+            kind = as_dtype(found.dtype)
+            made = torch.from_numpy(found.view(kind.storage)).view(self.own_dtype(kind))
+        else:
+            made = torch.from_numpy(found)
+        return made.to(dtype=own, device=device)
 
     def filled(self, shape: tuple[int, ...], value: Any, beside: Any) -> Any:
         """A new array of one number, of the element type and on the device of `beside`."""
@@ -90,11 +97,27 @@ class Library:
         """One of its arrays as a NumPy array."""
         if self.name == "numpy":
             return np.asarray(array)
-        found: np.ndarray[Any, Any] = array.detach().cpu().resolve_conj().numpy()
-        return found
+        return _as_numpy(array)
 
     def __repr__(self) -> str:
         return f"<Library {self.name}>"
+
+
+def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor's elements in an array of NumPy.
+
+    Raises MissingExtraError for a type that NumPy has by `ml_dtypes` only, where that is absent.
+    """
+    torch = import_module("torch")
+    plain = tensor.detach().cpu().resolve_conj()
+    kind = as_dtype(tensor.dtype)
+    found: np.ndarray[Any, Any]
+    try:
+        found = plain.numpy()
+    except TypeError:
+        bits = getattr(torch, f"int{8 * kind.itemsize_bytes}")
+        found = plain.contiguous().view(bits).numpy().view(kind.numpy)
+    return found
 
 
 @lru_cache(maxsize=2)

@@ -165,12 +165,12 @@ def _greatest(work: LocalWork) -> list[Function]:
 
 def _identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
     """Least for `max`, greatest for `min`."""
-    numbers = work.library.dtype_of(x).numpy
+    name = work.library.dtype_of(x).name
     sign = -1.0 if work.name == "max" else 1.0
-    if numbers.kind == "b":
+    if name == "bool":
         value: Any = work.name == "min"
-    elif numbers.kind in "iu":
-        value = np.iinfo(numbers).min if work.name == "max" else np.iinfo(numbers).max
+    elif "int" in name:
+        value = np.iinfo(name).min if work.name == "max" else np.iinfo(name).max
     else:
         value = sign * np.inf
     return work.library.filled(shape, value, x)

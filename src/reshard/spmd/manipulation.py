@@ -12,6 +12,7 @@ from reshard.spmd.array_arguments import of_arrays
 from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.elementwise import operands
 from reshard.spmd.operation_call import call
+from reshard.spmd.operators.shapes import axis_of
 
 Axis = int | Sequence[int]
 
@@ -35,7 +36,7 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
 @of_arrays
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     """The array repeated to a shape."""
-    wanted = tuple(shape)
+    wanted = tuple(_sizes(shape))
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
@@ -49,7 +50,7 @@ def broadcast_arrays(*arrays: Any) -> list[Any]:
 @of_arrays
 def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
     """A new dimension of size 1, at that place of the result."""
-    return call("expand_dims", (x,), {"axis": _axes(axis, x.ndim + 1)[0]})
+    return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
 
 
 @of_arrays
@@ -64,6 +65,8 @@ def squeeze(x: Any, /, axis: Axis) -> Any:
 @of_arrays
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
     """Dimensions in another order: dimension `d` of the result is `axes[d]`."""
+    if not isinstance(axes, Iterable):
+        raise SpecError(f"permutation {axes!r} of {x.ndim} dimensions; name each of them once")
     return call("permute_dims", (x,), {"axes": tuple(axes)})
 
 
@@ -155,7 +158,7 @@ def _one_type(arrays: Sequence[Any]) -> list[Any]:
 @of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Arrays one behind the other along an axis; flattened first when it is None."""
-    made = _one_type(arrays)
+    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if axis is None:
         made, axis = [reshape(one, (-1,)) for one in made], 0
     return call("concat", made, {"axis": _axes(axis, made[0].ndim)[0]})
@@ -164,7 +167,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     """Arrays of one shape along a new axis."""
-    made = _one_type(arrays)
+    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
     place = _axes(axis, made[0].ndim + 1)[0]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from reshard.errors import UsageError
 from reshard.spmd import elementwise
 from reshard.spmd.array_arguments import of_arrays
+from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.elementwise import operands, whole
 from reshard.spmd.indexing import cut
 from reshard.spmd.manipulation import broadcast_to, concat, reshape
@@ -93,8 +96,6 @@ class UniqueInverse(NamedTuple):
 
 def _unique(x: Any) -> UniqueAll:
     """By NumPy in both libraries: PyTorch lacks the first places."""
-    import numpy as np
-
     library = x.runner.library
     values, indices, inverse, counts = np.unique(
         library.numpy(x.to_dense()),
@@ -144,6 +145,8 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
         if one is None:
             continue
         (one,) = operands(x, one)[1:]
+        if not isinstance(one, ArrayValue):
+            one = whole(x, np.asarray(one))
         if one.ndim == 0:
             one = broadcast_to(one, (*x.shape[:place], 1, *x.shape[place + 1 :]))
         parts.append(one)

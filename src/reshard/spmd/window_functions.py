@@ -105,8 +105,8 @@ def pooling(
 
 def _least(library: Library, x: Any) -> float:
     """What no number is less than."""
-    numbers = library.dtype_of(x).numpy
-    return int(np.iinfo(numbers).min) if numbers.kind in "iu" else -math.inf
+    name = library.dtype_of(x).name
+    return int(np.iinfo(name).min) if "int" in name else -math.inf
 
 
 def dynamic_slice(sizes: Sequence[int], shape: Sequence[int]) -> Function:
