@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import reshard
@@ -286,6 +286,42 @@ def casts_and_transforms() -> None:
     )
 
 
+def other_meshes_and_memory() -> None:
+    """Devices in another order and shape, a part of the job, views, and tensors of an engine."""
+    turned, everyone = DeviceMesh("cpu", [3, 1, 2, 0]), list(range(4))
+    some = dist.new_group([1, 2, 3])
+    half = DeviceMesh("cpu", [2, 3, 1])
+    for devices, before, after, ranks, group in (
+        (turned, SUM, mesh(), everyone, None),
+        (turned, Shard(0), turned, everyone, None),
+        (turned, LARGEST, DeviceMesh("cpu", everyone), everyone, None),
+        (half, SUM, half, [1, 2, 3], some),
+    ):
+        if dist.get_rank() not in ranks:
+            continue
+        shape = (12, 10)
+        if isinstance(before, Shard):
+            local = torch.arange(30.0).view(3, 10) + 100 * dist.get_rank()
+        else:
+            local = torch.full(shape, 2.0) * torch.arange(10) + dist.get_rank()
+        own = DTensor.from_local(local, devices, [before], run_check=False)
+        found = []
+        for method in ("program", "exchange"):
+            wide = torch.zeros(*shape, 2)
+            with torch.inference_mode():
+                view = wide[..., 1] if method == "program" else torch.zeros(shape)
+            whole = [Replicate()] * after.ndim
+            target = DTensor.from_local(view, after, whole, run_check=False)
+            for _ in range(2):
+                done = refit({"w": own}, {"w": target}, method=method, group=group)
+                by_program = {"w"} if method == "program" else set()
+                expect(set(done.report.programs) == by_program, f"{done.report}")
+            found.append(view.clone())
+            expect(not wide[..., 0].any(), "elements beside the target changed")
+        expect(found[0].equal(found[1]), f"{devices}, {before}: {found}")
+    dist.barrier()
+
+
 def refusals() -> None:
     """Before anything is written, on every rank."""
     rank = dist.get_rank()
@@ -366,6 +402,7 @@ CASES: dict[str, Sequence[Callable[[], None]]] = {
         runs_again_without_plans,
         in_batches,
         casts_and_transforms,
+        other_meshes_and_memory,
         refusals,
         lambda: fails_between_steps(kills=False),
     ],
