@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
-from reshard.errors import SpecError, UsageError
+from reshard.errors import MissingExtraError, SpecError, UsageError
 
 MESH = DeviceMesh.of(x=2, y=3)
 DATA = np.arange(35.0).reshape(7, 5)
@@ -72,6 +73,25 @@ def test_arrays_are_made_read_and_cast(name: str) -> None:
     with sp.running(sp.in_process("numpy")):
         again = sp.array(torch.tensor([0.5, 1.0]).to(getattr(torch, name)))
     assert again.dtype.name == name and np.asarray(again).astype(float).tolist() == [0.5, 1.0]
+
+
+def test_what_pytorch_can_needs_no_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = brain(), np.zeros(7, np.int64)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for function in (
+        *(sp.mean, sp.var, sp.std, sp.softmax, sp.layer_norm, sp.rms_norm, sp.gelu, sp.tril),
+        *(sp.zeros_like, sp.max, sp.sum, sp.sort, sp.linalg.vector_norm),
+        lambda x: sp.astype(sp.astype(x, "float32"), "bfloat16"),
+        lambda x: sp.concat([x, x]),
+        lambda x: sp.cross_entropy(x, labels),
+        lambda x: sp.attention(x[None], x[None], x[None]),
+        lambda x: (x @ x.T) * x[:, :1],
+        lambda x: sp.cumulative_sum(x, axis=0),
+        lambda x: sp.convolution(x[None, None], x[None, None, :2, :2]),
+    ):
+        assert function(x).dtype.name == "bfloat16"
+    with pytest.raises(MissingExtraError, match="ml_dtypes"):
+        np.asarray(x)
 
 
 def test_sums_that_wait_stay_so_in_a_wider_type() -> None:

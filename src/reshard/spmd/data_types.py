@@ -75,6 +75,8 @@ def _holds(dtype: DType, wanted: DType) -> object:
     # NumPy alone has no narrow types, whose numbers every wide one has.
     if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
         return True
+    if wanted.itemsize_bytes <= dtype.itemsize_bytes:
+        return False
     return np.can_cast(dtype.numpy, wanted.numpy)
 
 
