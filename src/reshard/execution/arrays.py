@@ -283,7 +283,8 @@ def kind_of(array: Any, name: str) -> ArrayKind:
                     "initialized; dense tensors are expected"
                 )
             return TorchTensors(array)
-        if isinstance(array, np.ma.MaskedArray):
+        # Loaded by whoever made such an array; by others not, it takes a while.
+        if "numpy.ma" in sys.modules and isinstance(array, np.ma.MaskedArray):
             # Its mask would stay behind, and what it hides would show.
             raise ShardError(f"{name} is masked; give its values, array.filled()")
         if isinstance(array, np.ndarray | np.generic):

@@ -21,6 +21,7 @@ from reshard.execution.cells import cell_arrays
 from reshard.execution.local import finish_contributions
 from reshard.execution.transfer_copies import transfer_copies
 from reshard.planning.transfers import Transfers
+from reshard.runs import distinct
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
@@ -53,7 +54,7 @@ def target_shard(
     """
     rows = transfers.take(transfers.target_slot == rank)
     kind = kind_of(next(iter(shards.values())), "the source's array")
-    senders = np.unique(rows.source_slot).tolist()
+    senders = distinct(rows.source_slot).tolist()
     sources = cell_arrays(plan.source, {slot: kind.storage(shards[slot]) for slot in senders})
     filled = np.zeros(plan.target.local_shape(rank) or (), dtype=kind.dtype.storage)
     targets = cell_arrays(plan.target, {rank: filled})
