@@ -81,6 +81,9 @@ CASES: list[tuple[Callable[[], Any], type[ReshardError], str]] = [
     (lambda: sp.tensordot(x(), x(), axes="a"), SpecError, "axes 'a'; give how many"),
     (lambda: sp.linalg.vector_norm(x(), ord="z"), UsageError, "order 'z'; a number"),
     (lambda: sp.running("numpy").__enter__(), UsageError, "running 'numpy', a str"),
+    (lambda: sp.linalg.matrix_rank(x(), rtol="a"), UsageError, "rtol 'a'; a number"),
+    (lambda: sp.var(x(), correction="a"), UsageError, "correction 'a'"),
+    (lambda: sp.recording(None).__enter__(), UsageError, "recording by None"),
     (lambda: sp.over_processes(), UsageError, "init_process_group"),
     (lambda: sp.from_shards([1], (3,), spec(MESH, "x")), ShardError, "a dict of them by rank"),
 ]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from reshard.errors import SpecError, UsageError
 from reshard.spmd import data_types, elementwise, statistics
 from reshard.spmd.array_arguments import of_arrays
+from reshard.spmd.array_value import ArrayValue
 from reshard.spmd.elementwise import matmul, operands
 from reshard.spmd.manipulation import expand_dims, matrix_transpose, reshape, roll
 from reshard.spmd.operation_call import call
@@ -182,6 +183,8 @@ def _cutoff(x: Any, s: Any, rtol: Any) -> Any:
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
     largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
     relative = operands(x, rtol)[1]
+    if not isinstance(relative, ArrayValue | int | float):
+        raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
     if not isinstance(relative, int | float) and relative.ndim:
         relative = expand_dims(relative, axis=-1)
     return elementwise.multiply(largest, relative)

@@ -85,7 +85,12 @@ recorders: list[Recorder] = []
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """A recorder sees the operations inside."""
+    """A recorder sees the operations inside. Raises UsageError for what is none."""
+    if not hasattr(recorder, "record") or not hasattr(recorder, "record_reshard"):
+        raise UsageError(
+            f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "
+            "record and record_reshard was expected: see sp.Recorder"
+        )
     recorders.append(recorder)
     try:
         yield

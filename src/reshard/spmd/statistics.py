@@ -145,6 +145,8 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 
 
 def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
+    if not isinstance(correction, int | float):
+        raise UsageError(f"a correction {correction!r} of a variance; a number was expected")
     apart = elementwise.subtract(x, _mean(x, axis, True))
     squares = elementwise.square(elementwise.abs(apart))
     count = _counted(x.shape, axis) - correction
