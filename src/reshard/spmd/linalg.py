@@ -183,7 +183,8 @@ def _cutoff(x: Any, s: Any, rtol: Any) -> Any:
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
     largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
     relative = operands(x, rtol)[1]
-    if not isinstance(relative, ArrayValue | int | float):
+    is_known = isinstance(relative, ArrayValue | int | float)
+    if not is_known:
         raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
     if not isinstance(relative, int | float) and relative.ndim:
         relative = expand_dims(relative, axis=-1)
