@@ -81,18 +81,18 @@ def verify(
 
 def _named(
     left: str, right: str, left_names: str | None, right_names: str | None, recipe: str | None
-) -> list[Checkpoint]:
+) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""
     given = {"--left-names": left_names, "--right-names": right_names}
-    opened = [open_checkpoint(path) for path in (left, right)]
     if left_names is None and right_names is None:
         if recipe is not None:
             raise UsageError("--recipe without --left-names or --right-names; leave it out")
-        return opened
+        return [left, right]
+    opened = [open_checkpoint(path) for path in (left, right)]
     configs = [read_config(one) for one in opened]
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
     chosen = find_recipe(recipe or "auto", with_config)
-    found = []
+    found: list[str | Checkpoint] = []
     for option, checkpoint, config in zip(given, opened, configs, strict=True):
         other = next((one for one in (config, *configs) if one is not None), None)
         named = names_of(option, given[option], chosen, other)
