@@ -7,8 +7,8 @@ ranks share, and those that are staged take turns in a few slots of memory::
     receives   r0  r1  r2  r3  r4 ...
     slots      A   B   -   A   B          - is dense: sent or received where it lies
 
-1. Once, messages are listed and slots are given out; a message follows the one that has its
-   slot before.
+1. Once, messages are listed and slots are given out; a message follows those that have its slot
+   before. Several ranks that are sent the same are sent it from one slot, packed once.
 2. `start` posts what follows nothing: receives, and sends once they are packed. Then it copies
    what stays.
 3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
@@ -54,8 +54,9 @@ MESSAGE_BYTES = 1 << 22
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
 _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
-# As many go to one rank before others do: threads that wait for messages wake up less often.
-_IN_A_TURN = 4
+# As many go to one rank before others do: threads that wait for messages wake up less often. They
+# are still packed when the next rank's turn comes, which may be sent the same.
+_IN_A_TURN = _PACKED_AHEAD
 # The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
 
@@ -168,6 +169,7 @@ class Exchange:
         slots = [
             _Slots(
                 [m for m in found.messages if m.is_sent is is_sent],
+                is_sent and not self._is_grouped,
                 peers * (_PACKED_AHEAD if is_sent and not self._is_grouped else _MESSAGES_AHEAD),
                 most_bytes,
                 device,
@@ -313,11 +315,15 @@ class _Failure:
 
 
 class _Slots:
-    """Equal places of memory, that the staged messages of one direction have in turn."""
+    """Equal places of memory, that the staged messages of one direction have in turn.
+
+    Where they are shared, what has been packed for one rank is sent from there to others too.
+    """
 
     def __init__(
         self,
         messages: Sequence[Message],
+        are_shared: bool,
         most: int,
         most_bytes: int,
         device: torch.device,
@@ -331,7 +337,9 @@ class _Slots:
         if memory is None:
             memory = empty((self.size_bytes,), torch.uint8, device)
         self._memory = memory
-        self._users: list[_Step] = []
+        self._are_shared = are_shared
+        self._users: list[list[_Step]] = []
+        self._buffers: list[tuple[list[Any], torch.Tensor]] = []
 
     def give(self, prepared: _Prepared, step: _Step) -> None:
         """Give a message of a step its bytes, and let the step follow the one that has them."""
@@ -340,16 +348,23 @@ class _Slots:
             prepared.buffer = direct
             return
         turn = len(self._users)
-        self._users.append(step)
+        contents = prepared.message.contents if self._are_shared else []
+        for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
+            if self._buffers[number][0] == contents:
+                prepared.buffer = self._buffers[number][1]
+                self._users[number].append(step)
+                return
+        self._users.append([step])
         begin = turn % self._count * self._slot_bytes
         offsets = prepared.message.offsets
         prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
+        self._buffers.append((contents, buffer))
         for piece, low in zip(prepared.message.pieces, offsets, strict=False):
             view = piece.view
             part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
             prepared.copies.append(_copy_of(prepared.message, piece, part))
         if turn >= self._count:
-            step.follows.append(self._users[turn - self._count])
+            step.follows += self._users[turn - self._count]
 
 
 def _copy_of(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:

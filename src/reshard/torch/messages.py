@@ -116,6 +116,14 @@ class Message:
         return [*begins, begins[-1] + sizes[-1]]
 
     @property
+    def contents(self) -> list[Any]:
+        """Which memory it carries, and as what: messages with equal contents carry the same."""
+        return [
+            (one.view.data_ptr(), one.view.shape, one.view.stride(), one.view.dtype, one.dtype)
+            for one in self.pieces
+        ]
+
+    @property
     def direct(self) -> torch.Tensor | None:
         """The bytes of its only piece where they lie dense in the local tensor."""
         (first, *others) = self.pieces

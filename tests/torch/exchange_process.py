@@ -1,0 +1,91 @@
+"""One rank of a job: what several ranks are sent is packed once, in whatever memory there is."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from reshard.layout import Box, Layout
+from reshard.torch import exchange as exchange_module
+from reshard.torch.exchange import Exchange
+from reshard.torch.messages import Movement
+
+ROWS, COLUMNS = 90, 48
+# The columns that each of ranks 1 to 3 receives; rank 0 has all.
+WANTED = {1: (0, 30), 2: (0, 30), 3: (7, 48)}
+
+
+def movement_of(rank: int, dtype: torch.dtype) -> Movement:
+    shape = (ROWS, COLUMNS)
+    source = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
+    boxes = [(slot, Box((0, low), (ROWS, high))) for slot, (low, high) in sorted(WANTED.items())]
+    target = Layout.from_boxes(shape, boxes)
+    plan = reshard.plan(source, target, dtype="float32")
+    own = torch.zeros(shape) if rank == 0 else None
+    low, high = WANTED.get(rank, (0, 0))
+    local = None if rank == 0 else torch.zeros((ROWS, high - low), dtype=dtype)
+    return Movement.of(plan, plan.for_rank(rank), rank, own, local, dtype)
+
+
+def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
+    """Move it twice; how many pieces were packed, or unpacked, each time."""
+    rank, copies = dist.get_rank(), [0]
+    made = exchange_module.copier
+
+    def counting(target: torch.Tensor, source: torch.Tensor) -> object:
+        copy = made(target, source)
+
+        def counted() -> None:
+            copies[0] += 1
+            copy()
+
+        return counted
+
+    movement = movement_of(rank, dtype)
+    exchange_module.copier = counting  # type: ignore[assignment]
+    try:
+        exchange = Exchange(
+            [movement], rank, None, torch.device("cpu"), limit_bytes, is_grouped=is_grouped
+        )
+    finally:
+        exchange_module.copier = made
+    assert exchange.extra_bytes <= limit_bytes
+    for turn in range(2):
+        whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + turn
+        if movement.source is not None:
+            movement.source.copy_(whole)
+        exchange.run()
+        if movement.target is not None:
+            low, high = WANTED[rank]
+            expected = whole[:, low:high].to(dtype)
+            assert torch.equal(movement.target, expected)
+    assert copies[0] % 2 == 0
+    return copies[0] // 2
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    is_first = dist.get_rank() == 0
+    for dtype in (torch.float32, torch.bfloat16):
+        # Rows of a message in each limit, and so pieces of ranks 1 and 2 together, and of rank 3.
+        for limit_bytes in (64, 1 << 11, 1 << 13, 1 << 20):
+            message = limit_bytes // 4
+            pieces = []
+            for low, high in (WANTED[1], WANTED[3]):
+                row_bytes = (high - low) * dtype.itemsize
+                if row_bytes > message:
+                    pieces.append(ROWS * -(-row_bytes // (message // 16 * 16)))
+                else:
+                    pieces.append(-(-ROWS // (message // row_bytes)))
+            found = check(limit_bytes, dtype, is_grouped=False)
+            # A row, or a part of one, is dense: it is sent where it lies unless it is cast.
+            if is_first and (message >= 2 * 48 * dtype.itemsize or dtype is torch.bfloat16):
+                assert found == sum(pieces), (found, pieces, limit_bytes, dtype)
+        check(1 << 13, dtype, is_grouped=True)
+
+
+if __name__ == "__main__":
+    main()
