@@ -323,13 +323,12 @@ def check_default() -> None:
     redistribution.ProgramRun = recorded  # type: ignore
     try:
         for rows_of, source, target, options, is_program in (
-            (512, partial, whole, {}, True),
+            (2304, partial, whole, {}, True),
             (8, partial, whole, {}, False),
-            (512, partial, rows, {}, False),
-            (512, rows, whole, {}, False),
-            (512, partial, whole, {"method": "exchange"}, False),
-            (512, partial, whole, {"async_op": True}, False),
-            (512, partial, whole, {"extra_bytes": 64}, False),
+            (2304, partial, rows, {}, False),
+            (2304, rows, whole, {}, False),
+            (2304, partial, whole, {"method": "exchange"}, False),
+            (2304, partial, whole, {"async_op": True}, False),
         ):
             shape = (rows_of, 300)
             own = shards(source, shape, "float32")[dist.get_rank()]

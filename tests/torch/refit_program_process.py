@@ -168,7 +168,7 @@ def chosen_without_a_topology() -> None:
     expect(not done.report.programs, f"{done.report}")
     expect(done.report.exchanged["swapped"] == why, f"{done.report}")
     _expect_bits(target, exchanged(source), "small")
-    shape = (1024, 513)
+    shape = (2048, 513)
     large = tensor(shape, [SUM, SUM], 3, torch.float32)
     both = {**source, "large": large}
     target = {**target, "large": tensor(shape, [Replicate(), Replicate()], 9, torch.float32)}
@@ -189,7 +189,7 @@ def chosen_without_a_topology() -> None:
     expect("large" in done.report.programs, f"{done.report}")
     found = plain["large"].numpy().tobytes()
     expect(found == bits(target)["large"], "a plain target on all ranks")
-    halves = {"large": (torch.zeros(256, 513), rows_of(shape))}
+    halves = {"large": (torch.zeros(512, 513), rows_of(shape))}
     done = refit({"large": target["large"]}, halves)
     expect(halves["large"][0].equal(plain["large"].chunk(4)[dist.get_rank()]), "a layout")
 

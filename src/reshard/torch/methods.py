@@ -34,10 +34,10 @@ from reshard.torch.sides import Side
 Method = str | Program
 METHODS = ("auto", "exchange", "program")
 
-# For how many bytes a message counts where no topology says so: what travels in its latency.
-# Loopback TCP has some 100 KB, links of 50 to 450 GB/s have about a megabyte.
-MESSAGE_COUNTS_BYTES = {"gloo": 1 << 17}
-_OTHER_MESSAGE_COUNTS_BYTES = 1 << 20
+# For how many bytes a message counts where no topology says so, all that is done for it included.
+# Links of 50 to 450 GB/s carry about a megabyte in its latency; between four ranks of gloo on one
+# host programs are quicker from sizes on that follow from as much.
+MESSAGE_COUNTS_BYTES = 1 << 20
 
 
 def program_for(
@@ -95,7 +95,7 @@ def program_for(
     library = library_of(group)
     is_known = topology is not None
     slots = max(source.layout.slots, target.layout.slots)
-    topology = topology or assumed_topology(slots, library)
+    topology = topology or assumed_topology(slots)
     program = _quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
     if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
         return None
@@ -162,13 +162,12 @@ def library_of(group: dist.ProcessGroup | None) -> str:
 
 
 @lru_cache(maxsize=64)
-def assumed_topology(ranks: int, library: str) -> Topology:
+def assumed_topology(ranks: int) -> Topology:
     """Ranks of one host, between whom a message counts as `MESSAGE_COUNTS_BYTES`.
 
     Its seconds are none: only their order counts.
     """
-    counts = MESSAGE_COUNTS_BYTES.get(library, _OTHER_MESSAGE_COUNTS_BYTES)
-    link = Link(bandwidth_bytes_per_s=1.0, latency_s=counts)
+    link = Link(bandwidth_bytes_per_s=1.0, latency_s=MESSAGE_COUNTS_BYTES)
     return Topology.of(hosts=1, ranks_per_host=ranks, within_host=link)
 
 

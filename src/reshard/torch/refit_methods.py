@@ -53,12 +53,10 @@ class RefitMethods:
     Args:
         method: "auto", "exchange" or "program".
         topology: the hosts of the ranks and the links between them, where known.
-        library: whose process group it is, a key of `reshard.cost.LIBRARIES`.
     """
 
     method: str = "exchange"
     topology: Topology | None = None
-    library: str = "gloo"
 
     def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[Chosen, ...]:
         """The method of every tensor, in their order.
@@ -84,7 +82,7 @@ class RefitMethods:
         topology = self.topology
         if topology is None:
             ranks = [max(plan.source.slots, plan.target.slots) for plan, _ in tensors]
-            topology = assumed_topology(max(ranks, default=1), self.library)
+            topology = assumed_topology(max(ranks, default=1))
         division = divide(tensors, topology, _RUN_AS)
         divided = zip(division.by_program, division.ways, strict=True)
         chosen = []

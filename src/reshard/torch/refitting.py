@@ -26,7 +26,7 @@ from reshard.topology import Topology
 from reshard.torch.agreement import Intent, agree, check_member, device_of
 from reshard.torch.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.matching import Cast, Match
-from reshard.torch.methods import METHODS, library_of, topology_problem
+from reshard.torch.methods import METHODS, topology_problem
 from reshard.torch.naming import Naming, tied_root
 from reshard.torch.parameters import Listing, Model, check_memory, list_tensors
 from reshard.torch.process_groups import Given
@@ -149,7 +149,7 @@ class Refit:
         before = list_tensors(source, source_names, stacks, source_offset)
         after = list_tensors(target, target_names, stacks, target_offset)
         check_memory(before, after, ties or {})
-        methods = RefitMethods(method, topology, library_of(group))
+        methods = RefitMethods(method, topology)
         matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
         part, report = planned(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
