@@ -10,6 +10,7 @@ import torch
 
 import reshard.spmd as sp
 from reshard import DeviceMesh, spec
+from reshard.errors import ShardError
 from spmd.eager_cases import ONE_OPERAND, TWO_OPERANDS, Case, specs
 from spmd.test_eager_exhaustively import dense
 
@@ -38,3 +39,14 @@ def test_tensors_keep_their_type() -> None:
     total = sp.sum(x @ x.T, axis=0)
     assert torch.equal(total.to_dense(), torch.full((3,), 12.0, dtype=torch.bfloat16))
     assert x.shards[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_tensor_whose_memory_was_freed_is_refused(library: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    parameter.untyped_storage().resize_(0)
+    with (
+        sp.running(sp.in_process(library)),
+        pytest.raises(ShardError, match=r"shape \(3, 4\) whose memory was freed: 48 bytes"),
+    ):
+        sp.array(parameter, spec(MESH, "x, y"))

@@ -135,7 +135,7 @@ class TorchTensors:
                 f"{name} is a tensor of layout {array.layout}; dense tensors are expected"
             )
         try:
-            missing_bytes = _missing_bytes(array)
+            freed_bytes = missing_bytes(array)
             plain = array.detach().resolve_conj().resolve_neg()
             viewed: Storage = plain.view(self._carrier).numpy()
         except (RuntimeError, TypeError) as error:
@@ -144,10 +144,10 @@ class TorchTensors:
                 f"{name} is a {type(array).__name__} whose memory cannot be shared ({reason}); "
                 "give a plain tensor, for a DTensor its to_local()"
             ) from error
-        if missing_bytes > 0:
+        if freed_bytes > 0:
             # NumPy would take memory of its own in its place, with anything in it.
             raise ShardError(
-                f"{name} is a tensor whose memory was freed: {missing_bytes} bytes are not there, "
+                f"{name} is a tensor whose memory was freed: {freed_bytes} bytes are not there, "
                 "as in parameters that FSDP keeps sharded; gather it first, or give the shards"
             )
         return viewed.view(self.dtype.storage)
@@ -201,8 +201,11 @@ class TorchTensors:
         return self.storage(tensor.to(self._torch_dtype).contiguous())
 
 
-def _missing_bytes(tensor: Any) -> int:
-    """How many bytes behind the end of its memory a tensor would need. At most 0: none."""
+def missing_bytes(tensor: Any) -> int:
+    """How many bytes behind the end of its memory a tensor would need. At most 0: none.
+
+    FSDP frees the memory of parameters that it keeps sharded, and the tensors stay.
+    """
     if tensor.numel() == 0:
         return 0
     dims = zip(tensor.shape, tensor.stride(), strict=True)

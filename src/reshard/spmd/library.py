@@ -15,7 +15,8 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import MissingExtraError, UsageError
+from reshard.errors import MissingExtraError, ShardError, UsageError
+from reshard.execution.arrays import missing_bytes
 
 
 class Library:
@@ -61,7 +62,10 @@ class Library:
         return isinstance(value, sys.modules["torch"].Tensor)
 
     def array(self, data: Any, dtype: DType | None = None, beside: Any = None) -> Any:
-        """Data as one of its arrays, on the device of `beside`; its own arrays are not copied."""
+        """Data as one of its arrays, on the device of `beside`; its own arrays are not copied.
+
+        Raises ShardError for a tensor whose memory was freed.
+        """
         own = None if dtype is None else self.own_dtype(dtype)
         if self.name == "numpy":
             torch = sys.modules.get("torch")
@@ -71,6 +75,7 @@ class Library:
         torch = import_module("torch")
         device = getattr(beside, "device", None)
         if isinstance(data, torch.Tensor):
+            _check_memory(data)
             return data.to(dtype=own, device=device)
         # By way of NumPy, so that numbers get the same types in both libraries.
         found = np.array(data, order="C")
@@ -103,12 +108,27 @@ class Library:
         return f"<Library {self.name}>"
 
 
+def _check_memory(tensor: Any) -> None:
+    """Raises ShardError for a tensor whose memory was freed."""
+    try:
+        freed_bytes = missing_bytes(tensor)
+    except RuntimeError:
+        return  # One without memory of its own, fake or batched or sparse: PyTorch's to judge.
+    if freed_bytes > 0:
+        raise ShardError(
+            f"a tensor of shape {tuple(tensor.shape)} whose memory was freed: {freed_bytes} bytes "
+            "are not there, as in parameters that FSDP keeps sharded; gather it first"
+        )
+
+
 def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     """A tensor's elements in an array of NumPy.
 
-    Raises MissingExtraError for a type that NumPy has by `ml_dtypes` only, where that is absent.
+    Raises MissingExtraError for a type that NumPy has by `ml_dtypes` only, where that is absent,
+    and ShardError where the tensor's memory was freed.
     """
     torch = import_module("torch")
+    _check_memory(tensor)
     plain = tensor.detach().cpu().resolve_conj()
     kind = as_dtype(tensor.dtype)
     found: np.ndarray[Any, Any]

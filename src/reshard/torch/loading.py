@@ -86,7 +86,7 @@ def load(
             name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
             for name, local in locals_.items()
         }
-        out = {name: TorchTensors(local).storage(local) for name, local in beside.items()}
+        out = {name: TorchTensors(local).storage(local, name) for name, local in beside.items()}
         held = load_arrays(checkpoint, layouts, rank, out=out, threads=threads)
         for name in held:
             local_bytes += out[name].nbytes
