@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from reshard.errors import RunError, UsageError
 from reshard.planning.plan import Plan
-from reshard.torch.host_memory import copier, empty
+from reshard.torch.host_memory import copier, empty_bytes
 from reshard.torch.messages import (
     ALIGNMENT_BYTES,
     Kept,
@@ -335,7 +335,7 @@ class _Slots:
         self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
         if memory is None:
-            memory = empty((self.size_bytes,), torch.uint8, device)
+            memory = empty_bytes(self.size_bytes, device)
         self._memory = memory
         self._are_shared = are_shared
         self._users: list[list[_Step]] = []

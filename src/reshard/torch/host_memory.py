@@ -8,17 +8,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-# Below it, large pages save less than asking for them costs.
-_ADVISED_BYTES = 4 << 20
-_LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 # Rows as long as this are quicker by `memcpy`.
 _ROW_BYTES = 1 << 10
 # An element that is copied as it is, by its bytes. NumPy knows all of these, as it does not all
@@ -32,25 +27,16 @@ _WORDS = {
 }
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A dense tensor of `shape`, of any values; on the CPU of large pages where there are some.
+def empty_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of any values, to stage in; on the CPU of large pages where there are some.
 
-    >>> empty((2, 3), torch.int8, torch.device("cpu")).shape
-    torch.Size([2, 3])
+    >>> empty_bytes(6, torch.device("cpu")).shape
+    torch.Size([6])
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    size_bytes = tensor.numel() * dtype.itemsize
-    if device.type == "cpu" and size_bytes >= _ADVISED_BYTES and _LARGE_PAGES is not None:
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        whole_bytes = tensor.data_ptr() + size_bytes - begin
-        # Only advice: a system that does not take it has the memory all the same.
-        _system().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole_bytes), _LARGE_PAGES)
-    return tensor
-
-
-@functools.cache
-def _system() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    if device.type != "cpu":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    # NumPy asks for large pages itself.
+    return torch.from_numpy(np.empty(size_bytes, np.uint8))
 
 
 def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
