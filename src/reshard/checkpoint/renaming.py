@@ -256,16 +256,8 @@ def _together(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredT
     at, first = fusion.dimension, members[0]
     lengths = {}
     for one in members:
-        apart = (*one.shape[:at], *one.shape[at + 1 :])
-        if (
-            at >= len(one.shape)
-            or one.dtype is not first.dtype
-            or apart
-            != (
-                *first.shape[:at],
-                *first.shape[at + 1 :],
-            )
-        ):
+        is_alike = one.dtype is first.dtype and _without(one.shape, at) == _without(first.shape, at)
+        if not is_alike or at >= len(one.shape):
             raise RecipeError(
                 f"{name!r} cannot be fused of {first.name!r}, {first.dtype.name} "
                 f"{list(first.shape)}, and {one.name!r}, {one.dtype.name} {list(one.shape)}"
@@ -291,6 +283,10 @@ def _together(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredT
                 for box in boxes:
                     moved += _moved(box, one.dtype.itemsize_bytes, at, begin, begin + size, ahead)
     return _bound(name, first, shape, moved)
+
+
+def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
+    return (*shape[:dimension], *shape[dimension + 1 :])
 
 
 def _stretches(name: str, fusion: Fusion, length: int) -> tuple[Stretch, ...]:

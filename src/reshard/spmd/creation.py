@@ -107,13 +107,12 @@ def full(
     sizes = _shape(shape)
     with _said(f"full of {fill_value!r}", "give one number"):
         value = np.full((), fill_value, dtype=_own(dtype))
-    with _said(f"full of {fill_value!r}", "give one number"):
-        as_dtype(value.dtype)
+        element = as_dtype(value.dtype)
     runner = runner_for()
     if spec is None:
         return array(np.full(sizes, value), runner=runner)
     plain = plain_spec(spec)
-    kind = ArrayType(sizes, as_dtype(value.dtype), plain)
+    kind = ArrayType(sizes, element, plain)
     shards = tuple(
         runner.library.array(np.full(kind.layout.local_shape(rank) or (), value))
         for rank in runner.ranks(plain.mesh)

@@ -145,7 +145,7 @@ def _with_names(
     return found[0], found[1]
 
 
-def _told(model: Any) -> _Told:
+def _told(model: MegatronModel) -> _Told:
     try:
         return _Told(_ranks_of(model), tuple(_layers(model)), model.stack)
     except ReshardError as error:
