@@ -34,6 +34,11 @@ def every_array_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_memory, "LARGE_ARRAY_BYTES", 1)
 
 
+@pytest.fixture
+def arrays_of_4_mib_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_memory, "LARGE_ARRAY_BYTES", 4 * MIB)
+
+
 def slow_clock(monkeypatch: pytest.MonkeyPatch, page_s: float) -> None:
     ticks: Iterator[float] = (tick * page_s for tick in itertools.count())
     monkeypatch.setattr(fresh_memory.time, "thread_time", lambda: next(ticks))
@@ -71,6 +76,7 @@ def test_arrays_are_dense_writable_and_apart(shape: tuple[int, ...], kind: type)
 
 
 @ONLY_ON_LINUX
+@pytest.mark.usefixtures("arrays_of_4_mib_are_large")
 def test_large_arrays_begin_at_a_large_page_and_are_there() -> None:
     memory = FreshMemory()
     array = memory.array((5 * MIB,), np.dtype(np.uint8))
@@ -82,6 +88,14 @@ def test_large_arrays_begin_at_a_large_page_and_are_there() -> None:
     flags, resident_kib = smaps_of(array)
     if "nh" not in flags.split():
         assert resident_kib == 4 * 1024
+
+
+@ONLY_ON_LINUX
+def test_smaller_arrays_are_memory_that_the_process_may_have_already() -> None:
+    memory = FreshMemory()
+    small, large = (memory.array((size,), np.dtype(np.uint8)) for size in (32 * MIB - 1, 32 * MIB))
+    assert small.base is None
+    assert large.base is not None
 
 
 @ONLY_ON_LINUX
@@ -102,6 +116,7 @@ def test_where_large_pages_are_slow_the_rest_is_small(
 
 
 @ONLY_ON_LINUX
+@pytest.mark.usefixtures("arrays_of_4_mib_are_large")
 def test_where_they_are_quick_all_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_clock(monkeypatch, page_s=1e-5)
     memory = FreshMemory()
@@ -114,6 +129,7 @@ def test_where_they_are_quick_all_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @ONLY_ON_LINUX
+@pytest.mark.usefixtures("arrays_of_4_mib_are_large")
 @pytest.mark.parametrize("module", ["numpy", "torch"])
 def test_memory_goes_with_the_last_array_that_shows_it(
     monkeypatch: pytest.MonkeyPatch, module: str

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# From here on large pages are asked for, as NumPy does.
-LARGE_ARRAY_BYTES = 4 << 20
+# Memory of smaller arrays the C library keeps when it is given back, and has it there at once the
+# next time: glibc's mallopt(3), M_MMAP_THRESHOLD, which rises to this and no further.
+LARGE_ARRAY_BYTES = 32 << 20
 _LARGE_PAGE_BYTES = 2 << 20
 # The smallest page of any system: one write to each finds a large page of small ones, too.
 _SMALL_PAGE_BYTES = 4 << 10
