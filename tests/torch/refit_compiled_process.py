@@ -8,13 +8,12 @@ Arguments: backends of torch.compile; without, one that needs no compiler of C++
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rank_cases import run_cases
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -106,15 +105,5 @@ def by_its_own_names() -> None:
     expect_same(inner, Net(6).state_dict(), "a module of compiled parts")
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for case in (compiled, captured, by_its_own_names):
-        case()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
+    run_cases((compiled, captured, by_its_own_names))

@@ -6,12 +6,12 @@ has of it by NumPy's rules: nothing comes from `reshard.recipes.fusion`.
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 
 import reshard
 from refit_models import expect, expect_same, laid_out, module_of, whole, zeros
@@ -355,15 +355,5 @@ CASES = [
 ]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for case in CASES:
-        case()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
+    run_cases(CASES)

@@ -7,7 +7,6 @@ compared with what NumPy cuts.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from rank_cases import run_cases
 
 from refit_models import expect, expect_same, module_of
 from reshard.errors import ShardError
@@ -261,15 +261,5 @@ CASES = [
 ]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for case in CASES:
-        case()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
+    run_cases(CASES)

@@ -5,13 +5,13 @@ A case that fails ends the process with what differs.
 
 from __future__ import annotations
 
-import os
 import pickle
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -508,15 +508,5 @@ CASES = [
 ]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for case in CASES:
-        case()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
-    # Now and then torch 2.13 aborts while the interpreter takes its threads down.
-    os._exit(0)
+    run_cases(CASES)
