@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 
 import reshard
-from reshard.collectives import find_program, search
+from reshard.collectives import find_program
+from reshard.collectives.search import find_program as search
 from reshard.sharding import ShardingSpec
 
 CASES = Path(__file__).parents[1] / "tests" / "conformance" / "same_mesh_reshards.json"

@@ -149,7 +149,7 @@ def naively(source: Path, target: Path, case: Case) -> Turn:
 
 def by_direct_copy(source: Path, target: Path, case: Case) -> Turn:
     """Every byte read and written once, with several regions in flight."""
-    from reshard.checkpoint.file_io import AlignedBuffer, SourceFile, TargetFile, sync_folder
+    from reshard.checkpoint.files.file_io import AlignedBuffer, SourceFile, TargetFile, sync_folder
 
     region_bytes, threads = 4 * MIB, 4
 

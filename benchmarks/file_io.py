@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.checkpoint.file_io import AlignedBuffer, SourceFile, TargetFile, sync_folder
+from reshard.checkpoint.files.file_io import AlignedBuffer, SourceFile, TargetFile, sync_folder
 
 MIB = 1024 * 1024
 

@@ -56,8 +56,8 @@ from llama import llama_shapes
 
 import reshard
 from reshard.layout import Box, Layout
-from reshard.planning.job import Job, JobItem
-from reshard.planning.plan import Plan
+from reshard.plans.job import Job, JobItem
+from reshard.plans.plan import Plan
 from reshard.recipes.assignment import assign
 from reshard.recipes.library import load_recipe
 

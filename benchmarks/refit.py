@@ -63,7 +63,7 @@ def run_as_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import reshard
-    from reshard.planning.plan import Plan
+    from reshard.plans.plan import Plan
     from reshard.torch import Refit
 
     torch.set_num_threads(1)

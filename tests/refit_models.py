@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reshard
 from reshard.layout import Layout
-from reshard.planning.job import Job
-from reshard.planning.plan import Plan
+from reshard.plans.job import Job
+from reshard.plans.plan import Plan
 
 Values = dict[str, torch.Tensor]
 

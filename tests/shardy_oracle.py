@@ -22,13 +22,13 @@ from reshard.errors import SpecError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.notation.shardy import parse_shardy
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.axis_parts import AxisTable
-from reshard.spmd.factor_shardings import collected
-from reshard.spmd.graph import Graph, Operation, Value
-from reshard.spmd.placement import PlacedGraph, explicit_reshards
-from reshard.spmd.propagation import PropagatedGraph, propagate_graph
-from reshard.spmd.rule_builder import replicated_rule
-from reshard.spmd.sharding_rule import OpShardingRule
+from reshard.spmd.propagation.axis_parts import AxisTable
+from reshard.spmd.propagation.factor_shardings import collected
+from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.propagation.placement import PlacedGraph, explicit_reshards
+from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_graph
+from reshard.spmd.rules.rule_builder import replicated_rule
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 from shardy_programs import random_program
 from shardy_writer import Program
 

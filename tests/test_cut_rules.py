@@ -20,7 +20,7 @@ from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlock
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Nested, Padded, Sizes, Windows
 from reshard.errors import RuleError
 from reshard.layout import Layout
-from reshard.planning.plan import plan
+from reshard.plans.plan import plan
 from reshard.runs import PAD, RunTable
 
 lengths = st.integers(0, 60)

@@ -133,7 +133,7 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
 from __future__ import annotations
 import reshard.layout as where
 from reshard import mesh
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from reshard.cli import main
@@ -147,8 +147,8 @@ def later():
     assert imported_modules(ast.parse(program)) == {
         "reshard.layout",
         "reshard.mesh",
-        "reshard.planning.plan",
-        "reshard.show.pictures",
+        "reshard.plans.plan",
+        "reshard.show.pictures.text_picture",
     }
 
 

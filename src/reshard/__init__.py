@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis, DeviceMesh
-from reshard.planning.job import Job, JobItem
-from reshard.planning.plan import Plan, plan
+from reshard.plans.job import Job, JobItem
+from reshard.plans.plan import Plan, plan
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.sharding_text import spec
 
 if TYPE_CHECKING:
     from reshard import checkpoint
-    from reshard.planning.batches import batches
-    from reshard.planning.relabelling import relabel
-    from reshard.planning.rounds import message_rounds
-    from reshard.planning.stages import StagedJob
+    from reshard.plans.hosts.staged_job import StagedJob
+    from reshard.plans.relabelling import relabel
+    from reshard.plans.schedule.batches import batches
+    from reshard.plans.schedule.rounds import message_rounds
     from reshard.topology import Link, Topology
 
 __version__ = "0.1.0"
@@ -57,11 +57,11 @@ __all__ = [
 # Loaded when they are first used, so that importing reshard stays quick.
 _LOADED_LATER = {
     "Link": "reshard.topology",
-    "StagedJob": "reshard.planning.stages",
+    "StagedJob": "reshard.plans.hosts.staged_job",
     "Topology": "reshard.topology",
-    "batches": "reshard.planning.batches",
-    "message_rounds": "reshard.planning.rounds",
-    "relabel": "reshard.planning.relabelling",
+    "batches": "reshard.plans.schedule.batches",
+    "message_rounds": "reshard.plans.schedule.rounds",
+    "relabel": "reshard.plans.relabelling",
 }
 
 

@@ -365,8 +365,8 @@ class Layout(Interned):
         return tuple(boxes)
 
     def to_json(self) -> str:
-        """This layout as a short JSON document, see `reshard.planning.serialization`."""
-        from reshard.planning.serialization import layout_to_json
+        """This layout as a short JSON document, see `reshard.plans.documents.plan_document`."""
+        from reshard.plans.documents.plan_document import layout_to_json
 
         return layout_to_json(self)
 
@@ -376,7 +376,7 @@ class Layout(Interned):
 
         Raises ReshardError for a text that is no layout's document.
         """
-        from reshard.planning.serialization import layout_from_json
+        from reshard.plans.documents.plan_document import layout_from_json
 
         return layout_from_json(text)
 

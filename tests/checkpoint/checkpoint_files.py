@@ -22,7 +22,7 @@ import safetensors
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reshard.checkpoint import blocks
+from reshard.checkpoint.blocks import grid as blocks
 from reshard.dtypes import ALL_DTYPES, DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.mesh import DeviceMesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.checkpoint import blocks
+from reshard.checkpoint.blocks import grid as blocks
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 
-from reshard.checkpoint import blocks, conversion_run, plan_conversion, run_conversion
-from reshard.checkpoint.processes import running_processes
+from reshard.checkpoint import plan_conversion, run_conversion
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.conversion import run as conversion_run
+from reshard.checkpoint.conversion.processes import running_processes
 from reshard.errors import ReshardError
 
 

@@ -120,7 +120,7 @@ class _Countdown:
     """Counts the calls that change something, and ends the process at the one it is told."""
 
     def __init__(self, kill_at: int | None, synced: Path | None) -> None:
-        from reshard.checkpoint import staging
+        from reshard.checkpoint.conversion import staging
 
         self.kill_at = kill_at
         self.synced = synced
@@ -210,7 +210,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
 
 def _serve() -> None:
     import reshard.checkpoint  # noqa: F401  (so that the children need not)
-    import reshard.checkpoint.blocks as blocks
+    import reshard.checkpoint.blocks.grid as blocks
 
     blocks.block_digest(b"")
     for line in sys.stdin:

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint.faulty_process import FaultyProcesses, Outcome, lose_what_was_not_synced
 from checkpoint.model_files import contents
-from reshard.checkpoint.staging import staging_folder
+from reshard.checkpoint.conversion.staging import staging_folder
 
 
 class Case:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from reshard.checkpoint import staging
-from reshard.checkpoint.staging import Staging
+from reshard.checkpoint.conversion import staging
+from reshard.checkpoint.conversion.staging import Staging
 
 OLD = {"weights": b"old weights", "config.json": b"{}", "inner/tokenizer": b"old words"}
 NEW = {"weights-0": b"new 0", "weights-1": b"new 1", "inner/tokenizer": b"new words"}

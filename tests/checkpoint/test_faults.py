@@ -18,14 +18,14 @@ import pytest
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard.checkpoint import (
     ConversionReport,
-    blocks,
     convert,
     plan_conversion,
     read_tensor,
     run_conversion,
 )
-from reshard.checkpoint.file_io import TargetFile
-from reshard.checkpoint.staging import staging_folder
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.conversion.staging import staging_folder
+from reshard.checkpoint.files.file_io import TargetFile
 from reshard.errors import InterruptedRunError, RunError, SourceChangedError, UsageError
 
 BLOCK_BYTES = 64 * 1024

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from reshard.checkpoint import plan_conversion
-from reshard.checkpoint.safetensors_header import build_header
+from reshard.checkpoint.formats.safetensors_header import build_header
 from reshard.dtypes import dtype
 
 MIB = 1 << 20

@@ -25,8 +25,8 @@ from checkpoint.checkpoint_files import (
 from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint import renaming
-from reshard.checkpoint.conversion import plan_conversion
-from reshard.checkpoint.sharded_safetensors import shard_file_name
+from reshard.checkpoint.conversion.conversion import plan_conversion
+from reshard.checkpoint.formats.sharded_safetensors import shard_file_name
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
 from reshard.recipes.fusion import Fusion

@@ -29,8 +29,8 @@ from checkpoint.small_conversion import (
     start,
     write_files,
 )
-from reshard.checkpoint import staging
-from reshard.checkpoint.staging import Staging, staging_folder
+from reshard.checkpoint.conversion import staging
+from reshard.checkpoint.conversion.staging import Staging, staging_folder
 from reshard.errors import ReshardError, RunError, UsageError
 
 

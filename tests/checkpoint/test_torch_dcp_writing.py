@@ -29,11 +29,11 @@ from checkpoint.checkpoint_files import (
     write_file,
 )
 from checkpoint.faulty_process import FaultyProcesses
+from checkpoint.formats.torch_dcp.test_reader import DTYPES, FIXTURES, as_torch, bits_of, edit
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
-from checkpoint.test_torch_dcp import DTYPES, FIXTURES, as_torch, bits_of, edit
 from reshard import checkpoint
-from reshard.checkpoint.conversion_run import run_conversion
-from reshard.checkpoint.opening import open_checkpoint
+from reshard.checkpoint.conversion.run import run_conversion
+from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli import main
 from reshard.errors import DigestError, FormatError, RecipeError, UsageError
 from reshard.recipes.rules import Rule

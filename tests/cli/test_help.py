@@ -17,7 +17,7 @@ from reshard.cli.program import program
 
 COMMANDS = ("inspect", "plan", "convert", "verify", "explain")
 GROUPS = ("recipe",)
-# Its examples start a job, and are those of tests/cli/test_calibrate.py.
+# Its examples start a job, and are those of tests/cli/commands/test_calibrate.py.
 OF_JOBS = ("calibrate",)
 
 

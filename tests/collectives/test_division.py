@@ -12,7 +12,7 @@ import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import Exchange, Program, divide, find_program
 from reshard.errors import LayoutError, PlanError, UsageError
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.topology import Link, Overhead, Topology
 
 MESH = reshard.DeviceMesh.of(x=2, y=4)

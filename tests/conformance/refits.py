@@ -6,9 +6,9 @@ from typing import Any
 
 import reshard
 from conformance.checked_movement import Side, check
-from reshard.notation.megatron_parameters import MegatronParameter
-from reshard.notation.megatron_ranks import MegatronRanks
-from reshard.notation.megatron_refit import Reconciled
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
+from reshard.megatron.tensor_pairs import Reconciled
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import contents_of_spec
 

@@ -19,11 +19,11 @@ from conformance.refits import cut, moved, operations, side, whole
 from reshard.cut_rules import CutRule
 from reshard.dtypes import dtype
 from reshard.errors import SpecError
-from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_parameters import MegatronParameter
-from reshard.notation.megatron_ranks import MegatronRanks
-from reshard.notation.megatron_refit import Reconciled, reconcile, reconcile_all
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
+from reshard.megatron.tensor_pairs import Reconciled, reconcile, reconcile_all
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.testing.oracle import contents_of_spec, shards_of
 

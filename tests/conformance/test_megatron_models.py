@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reshard
-from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_parameters import MegatronParameter
-from reshard.notation.megatron_ranks import MegatronRanks
-from reshard.notation.megatron_refit import reconcile_all
-from reshard.notation.megatron_rosters import LocalParameter, gather_parameters
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
+from reshard.megatron.rosters import LocalParameter, gather_parameters
+from reshard.megatron.tensor_pairs import reconcile_all
 
 Array = NDArray[np.int64]
 LAYERS, EXPERTS = 4, 4

@@ -8,9 +8,9 @@ import pytest
 
 from conformance.refits import cut, moved, operations, uneven, whole
 from reshard.errors import RuleError, SpecError
-from reshard.notation.megatron_parameters import MegatronParameter
-from reshard.notation.megatron_ranks import MegatronRanks
-from reshard.notation.megatron_refit import reconcile, reconcile_all
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
+from reshard.megatron.tensor_pairs import reconcile, reconcile_all
 
 
 def test_uneven_cuts() -> None:

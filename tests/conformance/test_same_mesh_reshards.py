@@ -26,8 +26,8 @@ from reshard.collectives import (
     Slice,
     find_program,
 )
-from reshard.collectives.exact_search import exact_outcome
-from reshard.collectives.problems import problem_of
+from reshard.collectives.search.exact import exact_outcome
+from reshard.collectives.search.problems import problem_of
 from reshard.testing.oracle import contents_of_spec, shards_of
 
 Case = dict[str, Any]

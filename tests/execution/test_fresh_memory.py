@@ -22,7 +22,7 @@ from reshard.dtypes import dtype
 from reshard.execution import fresh_memory
 from reshard.execution.fresh_memory import FreshMemory
 from reshard.execution.outputs import NamedStorage, check_apart
-from reshard.planning.stages import StagedJob
+from reshard.plans.hosts.staged_job import StagedJob
 from reshard.topology import Topology
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from reshard.errors import PlanError, ShardError, UsageError
 from reshard.execution import copies, route_copies
 from reshard.execution.outputs import NamedStorage, check_apart
 from reshard.mesh import Axis
-from reshard.planning.stages import StagedJob
+from reshard.plans.hosts.staged_job import StagedJob
 from reshard.testing.oracle import NO_ELEMENT, Contents, dense_of, reduced, shards_of
 from reshard.testing.strategies import movements
 from reshard.topology import Topology

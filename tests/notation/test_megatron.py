@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import LayoutError, MeshError, NotationError
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
 from reshard.notation.megatron import megatron_text, parse_megatron
-from reshard.notation.megatron_parameters import MegatronParameter
-from reshard.notation.megatron_ranks import MegatronRanks
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.testing.strategies import rules
 

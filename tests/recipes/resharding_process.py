@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import reshard
-from reshard.checkpoint.processes import running_processes
-from reshard.recipes.resharding import TensorMetadata, create_strategy
+from reshard.checkpoint.conversion.processes import running_processes
+from reshard.recipes.resharding.strategies import TensorMetadata, create_strategy
 
 
 def main(folder: Path, sources: int, targets: int) -> None:

@@ -12,7 +12,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
 from reshard.collectives import ReduceScatter, find_program
 from reshard.errors import ShardError, SpecError, UsageError
-from reshard.spmd.operation_call import Call
+from reshard.spmd.shards.operation_call import Call
 
 MESH = DeviceMesh.of(x=2, y=3)
 RANDOM = np.random.default_rng(3)

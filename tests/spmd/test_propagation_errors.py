@@ -10,11 +10,11 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError, NotationError, ReshardError, SpecError, UsageError
-from reshard.spmd.graph import Graph
 from reshard.spmd.operators import table
-from reshard.spmd.placement import explicit_reshards
-from reshard.spmd.propagation import propagate, propagate_graph
-from reshard.spmd.sharding_rule import OpShardingRule
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.propagation.placement import explicit_reshards
+from reshard.spmd.propagation.propagation import propagate, propagate_graph
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.topology import Device, Link, Topology
 
 MESH = DeviceMesh.of(x=2, y=2)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
-from reshard.spmd.rule_builder import Inferred
-from reshard.spmd.sharding_rule import Mapping, OpShardingRule
+from reshard.spmd.rules.rule_builder import Inferred
+from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule
 from spmd import movement_cases, numerical_cases, operator_cases
 from spmd.operator_cases import Array, Case, Part, Trial
 

@@ -13,8 +13,8 @@ from refit_models import expect, part, whole
 from reshard.errors import RunError
 from reshard.layout import Layout
 from reshard.torch import redistribute
-from reshard.torch.background import BackgroundExchange
-from reshard.torch.exchange import Exchange
+from reshard.torch.exchange.background import BackgroundExchange
+from reshard.torch.exchange.exchange import Exchange
 
 PATIENCE_S = 60
 SHAPE = (96, 300)

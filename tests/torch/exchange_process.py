@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import reshard
 from reshard.layout import Box, Layout
-from reshard.torch import exchange as exchange_module
-from reshard.torch.exchange import Exchange
-from reshard.torch.messages import Movement
+from reshard.torch.exchange import exchange as exchange_module
+from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.messages import Movement
 
 ROWS, COLUMNS = 90, 48
 # The columns that each of ranks 1 to 3 receives; rank 0 has all.

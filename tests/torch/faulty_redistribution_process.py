@@ -22,8 +22,8 @@ from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
-from reshard.torch.exchange import DEFAULT_EXTRA_BYTES, Exchange
-from reshard.torch.group_rounds import GroupRounds
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange
+from reshard.torch.exchange.group_rounds import GroupRounds
 from reshard.torch.usability import mark_unusable
 
 TIMEOUT_S = 3

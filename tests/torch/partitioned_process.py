@@ -25,10 +25,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import reshard
 from reshard.errors import PlanError, RunError, ShardError, UsageError
-from reshard.notation.partitioned import PartitionedShard
-from reshard.torch import partitioned_tensor
+from reshard.notation.dtensor.partitioned import PartitionedShard
 from reshard.torch.distributed_tensor import sharding_of_placements
-from reshard.torch.partitioned_tensor import PartitionedTensor
+from reshard.torch.partitioned import partitioned_tensor
+from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 
 Matrix = tuple[tuple[int, ...], ...]
 

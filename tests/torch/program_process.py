@@ -28,8 +28,8 @@ from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import contents_of_spec, shards_of
 from reshard.topology import Link, Topology
 from reshard.torch import Redistribution, redistribute, redistribution
-from reshard.torch.program_groups import process_group
-from reshard.torch.program_run import ProgramRun, least_extra_bytes
+from reshard.torch.programs.groups import process_group
+from reshard.torch.programs.run import ProgramRun, least_extra_bytes
 
 ALWAYS = {
     "derandomize": True,

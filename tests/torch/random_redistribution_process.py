@@ -33,8 +33,8 @@ from reshard.testing.strategies import (
     whole_layouts,
 )
 from reshard.torch import Redistribution, redistribute
-from reshard.torch.exchange import Exchange, complete_contributions
-from reshard.torch.messages import Movement
+from reshard.torch.exchange.exchange import Exchange, complete_contributions
+from reshard.torch.exchange.messages import Movement
 
 DTYPES = ("float32", "float64", "complex64", "bfloat16", "int16", "uint8")
 ALWAYS = {

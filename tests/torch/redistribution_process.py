@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import reshard
 from redistribution_cases import Case, order_pairs, placement_pairs, plain_cases, strided_cases
 from reshard.layout import Box, Layout
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import Contents, contents_of_spec, reduced, shards_of
 from reshard.torch import Redistribution, redistribute, refit

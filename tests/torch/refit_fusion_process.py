@@ -17,8 +17,8 @@ import reshard
 from refit_models import expect, expect_same, laid_out, module_of, whole, zeros
 from reshard.errors import ShardError
 from reshard.layout import Layout
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import MegatronRanks
 from reshard.recipes.fusion import Fusion
 from reshard.torch import BlockQuantized, MegatronModel, Refit, refit
 

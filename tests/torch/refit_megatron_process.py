@@ -18,8 +18,8 @@ import reshard
 from conformance.test_megatron_models import Model
 from refit_models import expect, expect_same, laid_out, module_of
 from reshard.errors import ReshardError, ShardError
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import MegatronRanks
 from reshard.torch import MegatronModel, Refit, refit
 
 MODELS = {

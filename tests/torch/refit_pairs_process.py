@@ -18,9 +18,9 @@ from rank_cases import run_cases
 
 from refit_models import expect, expect_same, module_of
 from reshard.errors import ShardError
-from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import MegatronRanks
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.torch import MegatronModel, Refit, refit
 

@@ -32,10 +32,10 @@ from refit_models import (
     zeros,
 )
 from reshard.errors import RunError, ShardError, UsageError
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
-from reshard.torch.metadata import gather, scatter
+from reshard.torch.exchange.metadata import gather, scatter
 
 TP = {name: [Shard("tp" not in CUTS[name].split(",")[0])] for name in CUTS}
 TP["norm"] = [Replicate()]

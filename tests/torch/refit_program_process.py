@@ -22,9 +22,10 @@ from refit_models import Allocations, expect, refused
 from reshard.cost import load_preset
 from reshard.errors import LayoutError, PlanError, RunError, UsageError
 from reshard.topology import Link, Topology
-from reshard.torch import BlockQuantized, Refit, refit, refit_stages
-from reshard.torch.program_phases import between_bytes
-from reshard.torch.refit_stages import Stage
+from reshard.torch import BlockQuantized, Refit, refit
+from reshard.torch.programs.phases import between_bytes
+from reshard.torch.refit import stages as refit_stages
+from reshard.torch.refit.stages import Stage
 
 # One message costs no more than its bytes.
 BYTES_ONLY = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9))

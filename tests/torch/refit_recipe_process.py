@@ -17,9 +17,9 @@ import torch.distributed as dist
 import reshard
 from refit_models import Values, expect, expect_same, laid_out, module_of, whole, zeros
 from reshard.errors import ShardError
-from reshard.notation.megatron_layers import PipelineLayers
-from reshard.notation.megatron_names import MegatronNames
-from reshard.notation.megatron_ranks import MegatronRanks
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import MegatronRanks
 from reshard.recipes.assignment import assign
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe

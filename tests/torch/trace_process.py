@@ -14,8 +14,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import reshard.spmd as sp
-from reshard.spmd import process_runner
-from reshard.spmd.argument_tree import leaves
+from reshard.spmd.shards import process_runner
+from reshard.spmd.tracing.argument_tree import leaves
 from spmd.traced_functions import FUNCTIONS, Traced
 
 RECEIVED_BYTES = []

@@ -23,8 +23,9 @@ from unittest import mock
 
 from checkpoint.killed_conversion import write_old
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
-from reshard.checkpoint import ConversionReport, blocks, convert, plan_conversion, run_conversion
-from reshard.checkpoint.staging import staging_folder
+from reshard.checkpoint import ConversionReport, convert, plan_conversion, run_conversion
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.conversion.staging import staging_folder
 from reshard.errors import ReshardError
 from soak.wrong import Wrong
 

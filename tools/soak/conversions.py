@@ -34,8 +34,8 @@ from checkpoint.checkpoint_files import (
     write_ranks,
 )
 from reshard import checkpoint
-from reshard.checkpoint import blocks
-from reshard.checkpoint.conversion import Conversion
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.errors import ReshardError, UsageError
 from reshard.recipes.rules import Rule
 from soak.stored_elements import (
@@ -49,7 +49,7 @@ from soak.thread_processes import ThreadProcess, in_processes
 from soak.wrong import Wrong
 
 from checkpoint import torch_checkpoints  # isort: skip
-from checkpoint.test_torch_dcp import DTYPES, as_torch  # isort: skip
+from checkpoint.formats.torch_dcp.test_reader import DTYPES, as_torch  # isort: skip
 from torch.distributed.tensor import Replicate, Shard  # isort: skip
 
 WHOLE, SHARDED, TORCH = "safetensors", "sharded-safetensors", "torch-dcp"

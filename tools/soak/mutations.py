@@ -32,7 +32,7 @@ from soak.damaged_inputs import (
 )
 from soak.mutated_fields import mutated_bytes, mutated_json, mutated_pickle
 
-from checkpoint.test_torch_dcp import as_torch  # isort: skip
+from checkpoint.formats.torch_dcp.test_reader import as_torch  # isort: skip
 
 WHOLES = {
     "w": tensor("float32", (5, 4), 1),

@@ -23,7 +23,7 @@ class _Meeting:
 
 
 class ThreadProcess:
-    """One of them: what `reshard.checkpoint.processes.Processes` asks for."""
+    """One of them: what `reshard.checkpoint.conversion.processes.Processes` asks for."""
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self._meeting = meeting

@@ -20,19 +20,19 @@ from reshard.checkpoint.comparison import (
     compare,
 )
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion import (
+from reshard.checkpoint.conversion.conversion import (
     DEFAULT_MEMORY_BYTES,
     Conversion,
     plan_conversion,
 )
-from reshard.checkpoint.conversion_run import (
+from reshard.checkpoint.conversion.run import (
     ConversionReport,
     Progress,
     ProgressFunction,
     run_conversion,
 )
+from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading import load, read_tensor
-from reshard.checkpoint.opening import open_checkpoint
 from reshard.checkpoint.renaming import Names
 from reshard.mesh import DeviceMesh
 from reshard.recipes.recipe import Recipe

@@ -15,18 +15,22 @@ from functools import lru_cache
 import numpy as np
 
 from reshard.binding import FileRange
-from reshard.checkpoint import torch_dcp
-from reshard.checkpoint.archives import damaged_ranges, item_digest, source_checksums
-from reshard.checkpoint.block_io import BlockReader, OpenFiles, Workspace, open_sources
-from reshard.checkpoint.blocks import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.tiles import target_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
-from reshard.checkpoint.conversion import DEFAULT_THREADS
-from reshard.checkpoint.conversion_run import Progress, ProgressFunction
-from reshard.checkpoint.file_io import SourceFile
-from reshard.checkpoint.opening import open_checkpoint
-from reshard.checkpoint.packed_archives import UnpackedFile
-from reshard.checkpoint.pipeline import run_in_threads
-from reshard.checkpoint.tiles import target_tiles
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.conversion.run import Progress, ProgressFunction
+from reshard.checkpoint.files.file_io import SourceFile
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
+from reshard.checkpoint.formats.torch_dcp.archive_checksums import (
+    damaged_ranges,
+    item_digest,
+    source_checksums,
+)
+from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile
 from reshard.errors import FormatError
 
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.source_file import FileIdentity
+from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.packed_archives import PackedArchive
+    from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class StoredItem:
 
     They are `size_bytes` of a file at `place`, of the rank `rank`, and are never looked into.
     `transforms` names what was done to them, such as a compression, innermost first. `digest`
-    is that of their pieces (see `reshard.checkpoint.archives.item_pieces`), where recorded.
+    is that of their pieces (see `item_pieces`), where recorded.
     """
 
     name: str
@@ -212,7 +212,7 @@ class Checkpoint:
         checksums: those that the files have, of tensors without a digest.
         paths: where names stood in the nested state dict they were saved from, where known.
         packed: archives that lie transformed in its files, by the name under which tensors find
-            what is unpacked of a file (see `reshard.checkpoint.packed_archives`).
+            what is unpacked of a file (see `reshard.checkpoint.formats.torch_dcp.packed_archives`).
         attributes: plain values that its metadata has beside tensors and items.
         unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.

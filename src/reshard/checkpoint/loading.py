@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.binding import View
-from reshard.checkpoint.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.conversion import DEFAULT_THREADS
-from reshard.checkpoint.file_io import AlignedBuffer
-from reshard.checkpoint.opening import open_checkpoint
-from reshard.checkpoint.pipeline import run_in_threads
-from reshard.checkpoint.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.files.file_io import AlignedBuffer
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.errors import ShardError, UsageError
 from reshard.layout import Layout
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -109,7 +109,7 @@ def load(
         RunError: a file that cannot be read.
 
     >>> import tempfile, numpy as np, reshard
-    >>> from reshard.checkpoint.safetensors_header import build_header
+    >>> from reshard.checkpoint.formats.safetensors_header import build_header
     >>> from reshard.dtypes import dtype
     >>> header, _ = build_header([("w", dtype("int32"), (4, 4))])
     >>> with tempfile.TemporaryDirectory() as folder:

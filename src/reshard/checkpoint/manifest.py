@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks import BlockGrid
+from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.checkpoint.journal import DIGEST_BYTES
-from reshard.checkpoint.safetensors_values import first_repeated
+from reshard.checkpoint.conversion.journal import DIGEST_BYTES
+from reshard.checkpoint.formats.safetensors_values import first_repeated
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError

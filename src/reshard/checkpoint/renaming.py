@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.strided_spans import is_dense
-from reshard.checkpoint.tiles import source_tiles
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
 from reshard.recipes.fusion import Fusion, Stretch

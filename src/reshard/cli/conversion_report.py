@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from reshard.checkpoint.conversion import Conversion
+from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.cli.output import cut_text
-from reshard.planning.job import JobItem
-from reshard.planning.plan import Plan
-from reshard.planning.transfers import Transfers
-from reshard.show.html_report import DrawnChange, Figure, Report, movement_figures
-from reshard.show.quantities import bytes_text, count_text
-from reshard.show.traffic import Traffic
+from reshard.geometry.transfers import Transfers
+from reshard.plans.job import JobItem
+from reshard.plans.plan import Plan
+from reshard.plans.traffic import Traffic
+from reshard.show.pages.html_report import DrawnChange, Figure, Report, movement_figures
+from reshard.text.quantities import bytes_text, count_text
 
 MOST_DRAWN = 6
 

@@ -16,30 +16,30 @@ import numpy as np
 
 from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
-from reshard.collectives.problems import JOINT
 from reshard.collectives.program import Program
 from reshard.collectives.program_table import program_table
-from reshard.collectives.search import find_program
+from reshard.collectives.search.find_program import find_program
+from reshard.collectives.search.problems import JOINT
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.cost.preset import Preset
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, UsageError
+from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, Reading
-from reshard.planning.job import Job, JobItem
-from reshard.planning.plan import Plan, plan
-from reshard.planning.transfers import Transfers
-from reshard.show.html_report import DrawnChange, Report, movement_figures
-from reshard.show.mesh_pictures import element_texts, mesh_picture
-from reshard.show.movement_table import movement_table
-from reshard.show.pictures import LEAST_WIDTH, change_picture
-from reshard.show.quantities import bytes_text, count_text, duration_text
-from reshard.show.rank_text import ranks_text
-from reshard.show.text_width import shortened
-from reshard.show.traffic import Traffic, busiest
+from reshard.plans.job import Job, JobItem
+from reshard.plans.plan import Plan, plan
+from reshard.plans.tables.movement_table import movement_table
+from reshard.plans.traffic import Traffic, busiest
+from reshard.show.pages.html_report import DrawnChange, Report, movement_figures
+from reshard.show.pictures.mesh_picture import element_texts, mesh_picture
+from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
+from reshard.text.quantities import bytes_text, count_text, duration_text
+from reshard.text.rank_sets import ranks_text
+from reshard.text.width import shortened
 from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096

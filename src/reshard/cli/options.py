@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.checkpoint.arrangement import REPLICAS
-from reshard.checkpoint.conversion import DEFAULT_MEMORY_BYTES, FORMATS
+from reshard.checkpoint.conversion.conversion import DEFAULT_MEMORY_BYTES, FORMATS
+from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -17,8 +17,8 @@ from typing import Any
 
 from reshard.checkpoint.contents import StoredFile, StoredTensor
 from reshard.mesh import DeviceMesh
-from reshard.show.markup import printable as printable
-from reshard.show.text_width import display_width
+from reshard.text.markup import printable as printable
+from reshard.text.width import display_width
 
 LINE_WIDTH = 100
 MOST_LISTED = 40

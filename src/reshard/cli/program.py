@@ -8,16 +8,16 @@ from typing import cast
 import click
 
 from reshard import __version__
-from reshard.cli.calibrate import calibrate
 from reshard.cli.command_group import Commands
-from reshard.cli.convert import convert
-from reshard.cli.explain import explain
+from reshard.cli.commands.calibrate import calibrate
+from reshard.cli.commands.convert import convert
+from reshard.cli.commands.explain import explain
+from reshard.cli.commands.inspect import inspect
+from reshard.cli.commands.plan import plan
+from reshard.cli.commands.recipe import recipe
+from reshard.cli.commands.verify import verify
 from reshard.cli.failures import DONE, report
-from reshard.cli.inspect import inspect
 from reshard.cli.output import prepare_streams, settle_streams
-from reshard.cli.plan import plan
-from reshard.cli.recipe import recipe
-from reshard.cli.verify import verify
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["--help", "-h"]})

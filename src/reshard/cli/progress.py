@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from reshard.checkpoint.conversion_run import Progress, ProgressFunction
+from reshard.checkpoint.conversion.run import Progress, ProgressFunction
 from reshard.cli.output import write_error
-from reshard.show.quantities import bytes_text, duration_text, rate_text
+from reshard.text.quantities import bytes_text, duration_text, rate_text
 
 LINES_EVERY_S = 5.0
 

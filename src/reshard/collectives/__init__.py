@@ -3,7 +3,7 @@
 from reshard.collectives.choice import Choice, choose
 from reshard.collectives.division import Division, divide
 from reshard.collectives.program import Program
-from reshard.collectives.search import SEARCHES, STEPS, find_program
+from reshard.collectives.search.find_program import SEARCHES, STEPS, find_program
 from reshard.collectives.steps import (
     AllGather,
     AllReduce,

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from reshard.collectives.estimates import program_estimate
 from reshard.collectives.program import Program
-from reshard.collectives.search import find_program
+from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
 
@@ -52,7 +52,7 @@ class Choice:
         return self.program_estimate if self.method == "program" else self.exchange_estimate
 
     def __str__(self) -> str:
-        from reshard.show.quantities import bytes_text, duration_text, table
+        from reshard.text.quantities import bytes_text, duration_text, table
 
         width = self.plan.dtype.itemsize_bytes if self.plan.dtype else 1
         steps = " ".join(map(str, self.program.steps)) or "nothing to do"

@@ -27,8 +27,8 @@ from reshard.collectives.estimates import program_estimate
 from reshard.collectives.program import Program
 from reshard.cost.estimate import Part
 from reshard.errors import PlanError
-from reshard.planning.estimates import exchange_part
-from reshard.planning.plan import Plan
+from reshard.plans.estimates import exchange_part
+from reshard.plans.plan import Plan
 from reshard.topology import Topology
 
 

@@ -41,9 +41,9 @@ from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
 from reshard.dtypes import dtype as as_dtype
 from reshard.layout import Layout
-from reshard.planning.copying import run_elements
-from reshard.planning.estimates import exchanges_part
-from reshard.planning.plan import Plan
+from reshard.plans.estimates import exchanges_part
+from reshard.plans.local_copies import run_elements
+from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.topology import Topology
 

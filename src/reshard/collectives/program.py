@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.collectives.steps import Step
 from reshard.errors import PlanError
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:

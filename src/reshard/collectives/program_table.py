@@ -27,7 +27,7 @@ def program_table(program: Program, estimate: Estimate | None = None) -> str:
 
     `estimate` is that of the program, for a column of times.
     """
-    from reshard.show.quantities import duration_text
+    from reshard.text.quantities import duration_text
 
     shape = f"[{', '.join(map(str, program.shape))}]"
     first = program.source.layout(program.shape)

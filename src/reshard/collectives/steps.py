@@ -29,7 +29,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 

@@ -25,10 +25,10 @@ from reshard.execution.outputs import (
     output_name,
 )
 from reshard.execution.transfer_copies import transfer_copies
-from reshard.planning.transfers import Transfers
+from reshard.geometry.transfers import Transfers
 
 if TYPE_CHECKING:
-    from reshard.planning.job import Job
+    from reshard.plans.job import Job
 
 Array = TypeVar("Array")
 

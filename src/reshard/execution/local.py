@@ -33,7 +33,7 @@ from reshard.execution.outputs import storages_to_fill
 from reshard.execution.route_copies import route_copies
 
 if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+    from reshard.plans.plan import Plan
 
 Array = TypeVar("Array")
 

@@ -18,7 +18,7 @@ from reshard.execution.arrays import check_by_slot, in_order
 from reshard.execution.copies import Copy, carry_out, checked_threads
 from reshard.execution.local import check_shards, source_storages
 from reshard.execution.outputs import storages_to_fill
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ import numpy as np
 
 from reshard.execution.arrays import ArrayKind, Storage
 from reshard.execution.copies import Copy
-from reshard.planning.overlap import Pieces
-from reshard.planning.plan import Plan
+from reshard.geometry.overlap import Pieces
+from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 
 # What a copy by windows takes to set up, in elements copied by lists of positions.

@@ -21,7 +21,7 @@ from reshard.execution.outputs import new_storages
 from reshard.execution.transfer_copies import transfer_copies
 
 if TYPE_CHECKING:
-    from reshard.planning.stages import StagedJob
+    from reshard.plans.hosts.staged_job import StagedJob
 
 Array = TypeVar("Array")
 

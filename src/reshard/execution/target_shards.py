@@ -20,11 +20,11 @@ from reshard.execution.arrays import kind_of
 from reshard.execution.cells import cell_arrays
 from reshard.execution.local import finish_contributions
 from reshard.execution.transfer_copies import transfer_copies
-from reshard.planning.transfers import Transfers
+from reshard.geometry.transfers import Transfers
 from reshard.runs import distinct
 
 if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+    from reshard.plans.plan import Plan
 
 Array = TypeVar("Array")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.execution.arrays import ArrayKind, Storage
 from reshard.execution.copies import Copy
-from reshard.planning.transfers import Transfers
+from reshard.geometry.transfers import Transfers
 from reshard.runs import IntArray
 
 

@@ -24,7 +24,7 @@ behind the bar
 `ndim`                         dimensions of the tensor, where no shape says it
 =============================  ==================================================================
 
-`MegatronParameter` in `reshard.notation.megatron_parameters` says the same of a parameter whose
+`MegatronParameter` in `reshard.megatron.parameters` says the same of a parameter whose
 local shape is known, and more: that is what a program uses.
 """
 
@@ -35,15 +35,15 @@ from collections.abc import Iterable, Sequence
 from reshard.block_rules import Blocks, Pieces, Strided
 from reshard.cut_rules import Ceil, CutRule, Heads, Padded, Sizes
 from reshard.errors import NotationError
-from reshard.mesh import Axis, DeviceMesh
-from reshard.notation.megatron_parameters import blocks_rule, tensor_parallel_spec
-from reshard.notation.megatron_ranks import (
+from reshard.megatron.parameters import blocks_rule, tensor_parallel_spec
+from reshard.megatron.ranks import (
     DEFAULT_ORDER,
     DENSE_AXES,
     EXPERT_AXES,
     MegatronRanks,
     rank_grid,
 )
+from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import ShardingSpec
 
 _RANK_WORDS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "order", "offset")

@@ -78,8 +78,17 @@ class Notation:
         return cast("Callable[[ShardingSpec], str]", self._function(f"{self.name}_text"))(sharding)
 
     def _function(self, name: str) -> object:
-        return getattr(import_module(f"reshard.notation.{self.name}"), name)
+        return getattr(
+            import_module(f"reshard.notation.{_MODULES.get(self.name, self.name)}"), name
+        )
 
+
+# Notations whose module does not have their name.
+_MODULES = {
+    "dtensor": "dtensor.text",
+    "partitioned": "dtensor.partitioned",
+    "ragged": "dtensor.ragged",
+}
 
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
 _NO_OTHER_SHARD = r"^(?![\s\S]*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"

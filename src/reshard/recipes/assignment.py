@@ -31,8 +31,8 @@ from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+from reshard.recipes.axis_roles import coordinates_on_mesh, on_mesh, size_of
 from reshard.recipes.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
-from reshard.recipes.players import coordinates_on_mesh, on_mesh, size_of
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.variables import fill_in, number_in

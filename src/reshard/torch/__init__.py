@@ -5,12 +5,12 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.torch.distributed_tensor import layout_of, rank_of, sharding_of
 from reshard.torch.loading import LoadReport, load
-from reshard.torch.parameters import MegatronModel
-from reshard.torch.partitioned_tensor import PartitionedTensor
-from reshard.torch.recipe_models import by_recipe
+from reshard.torch.models.parameters import MegatronModel
+from reshard.torch.models.recipe_models import by_recipe
+from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, redistribute
-from reshard.torch.refitting import Refit, refit
-from reshard.torch.transforms import BlockQuantized, Cast, Transform
+from reshard.torch.refit.refit import Refit, refit
+from reshard.torch.refit.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.usability import is_usable
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Which layout does a live DTensor have, and which part of it has this process?
 
-Placements are read by `reshard.notation.dtensor`, which says what they mean.
+Placements are read by `reshard.notation.dtensor.text`, which says what they mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.layout import Layout
-from reshard.notation import dtensor, dtensor_objects
+from reshard.notation.dtensor import objects as dtensor_objects
+from reshard.notation.dtensor import text as dtensor
 from reshard.sharding import ShardingSpec
 
 

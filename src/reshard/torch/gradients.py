@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate
 
 from reshard.errors import PlanError, ShardError
 from reshard.layout import Layout
-from reshard.planning.plan import Plan
+from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.torch.sides import Side
 

@@ -23,7 +23,7 @@ from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
 from reshard.torch.distributed_tensor import layout_of, rank_of
-from reshard.torch.parameters import tensors_of
+from reshard.torch.models.parameters import tensors_of
 from reshard.torch.sides import check_writable
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def load(
     from reshard.checkpoint import load as load_arrays
     from reshard.checkpoint import open as open_checkpoint
     from reshard.checkpoint.contents import Checkpoint
-    from reshard.checkpoint.conversion import DEFAULT_THREADS
+    from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 
     threads = DEFAULT_THREADS if threads is None else threads
     if not isinstance(checkpoint, Checkpoint):

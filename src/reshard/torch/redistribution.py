@@ -24,22 +24,22 @@ from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
-from reshard.planning.plan import Plan
-from reshard.planning.transfers import Transfers
+from reshard.geometry.transfers import Transfers
+from reshard.plans.plan import Plan
 from reshard.topology import Topology
-from reshard.torch.agreement import Intent, agree, answering, check_member, confirm
-from reshard.torch.background import BackgroundExchange, next_tag
 from reshard.torch.distributed_tensor import sharding_of
-from reshard.torch.exchange import (
+from reshard.torch.exchange.agreement import Intent, agree, answering, check_member, confirm
+from reshard.torch.exchange.background import BackgroundExchange, next_tag
+from reshard.torch.exchange.exchange import (
     DEFAULT_EXTRA_BYTES,
     Exchange,
     complete_contributions,
     message_bytes_of,
 )
+from reshard.torch.exchange.messages import Movement, transfers_of
 from reshard.torch.gradients import flowing, spec_without_contributions, way_back
-from reshard.torch.messages import Movement, transfers_of
-from reshard.torch.methods import Method, method_digest, program_back, program_for
-from reshard.torch.program_run import ProgramRun
+from reshard.torch.programs.methods import Method, method_digest, program_back, program_for
+from reshard.torch.programs.run import ProgramRun
 from reshard.torch.sides import (
     Description,
     Side,

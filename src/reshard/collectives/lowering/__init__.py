@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 from reshard.collectives.lowering.jax import jax_module
 from reshard.collectives.lowering.mlir import mlir_module
-from reshard.collectives.lowering.shard_run import run_shard_module
-from reshard.collectives.lowering.shard_text import parse_shard_module
 from reshard.collectives.lowering.shardy import shardy_module
 from reshard.collectives.program import Program
 from reshard.dtypes import DType
@@ -25,7 +23,5 @@ __all__ = [
     "WITHOUT_JOINT_STEPS",
     "jax_module",
     "mlir_module",
-    "parse_shard_module",
-    "run_shard_module",
     "shardy_module",
 ]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reshard.collectives.frames import Frame, frames_of
 from reshard.collectives.program import Program
+from reshard.collectives.search.prime_axes import Frame, frames_of
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec

@@ -10,7 +10,7 @@ from reshard.errors import SpecError
 from reshard.spmd.operators.movement import moving
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.shapes import Axes, axes_of, axis_of, counted, kept, one_operand
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape, replicated_rule
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, replicated_rule
 
 
 def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.spmd.operators.elementwise import elementwise
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.shapes import counted
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 
 def made(

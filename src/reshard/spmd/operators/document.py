@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
-from reshard.spmd.rule_builder import Shape
+from reshard.spmd.rules.rule_builder import Shape
 
 _TWO, _THREE = [(4, 8), (8,)], [(4, 8), (4, 8), (4, 8)]
 _ONE, _CUBE, _SQUARE = [(4, 8)], [(2, 4, 8)], [(2, 4, 4)]

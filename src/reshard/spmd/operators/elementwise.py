@@ -8,7 +8,7 @@ from typing import Any
 from reshard.errors import SpecError
 from reshard.spmd.operators.operator import Infer, Linear, Operator
 from reshard.spmd.operators.shapes import broadcast_factors, broadcast_shape
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 
 def elementwise(shapes: Sequence[Shape], **_: Any) -> Inferred:

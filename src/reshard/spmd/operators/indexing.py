@@ -8,7 +8,7 @@ from typing import Any
 from reshard.errors import SpecError
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.shapes import axis_of, counted, one_operand
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 
 def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:

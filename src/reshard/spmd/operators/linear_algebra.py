@@ -21,7 +21,7 @@ from reshard.spmd.operators.shapes import (
     kept,
     one_operand,
 )
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 Trailing = Callable[..., tuple[Shape, ...]]
 """From rows, columns and attributes to the trailing dimensions of each result."""

@@ -15,8 +15,8 @@ from reshard.spmd.operators.shapes import (
     broadcast_shape,
     one_operand,
 )
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
-from reshard.spmd.templates import (
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.templates import (
     Template,
     broadcast_with_shapes_template,
     dimensions,

@@ -14,8 +14,8 @@ from inspect import signature
 from typing import Any, Literal
 
 from reshard.errors import SpecError
-from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
-from reshard.spmd.sharding_rule import OpShardingRule
+from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Linear = Literal["each", "one", "none"] | tuple[int, ...]
 """Which operands may be partial sums, the result being one then:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from reshard.errors import SpecError
 from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.shapes import axis_of, broadcast_factors, broadcast_shape, counted
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
-from reshard.spmd.templates import einsum_template
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.templates import einsum_template
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from reshard.spmd.operators.operator import Infer, Operator
 from reshard.spmd.operators.shapes import Axes, axes_of, one_operand
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
-from reshard.spmd.templates import reduce_template
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.templates import reduce_template
 
 
 def _reduced(reduction: str, *, adjusted: bool = False) -> Infer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.errors import SpecError
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
-from reshard.spmd.templates import dimensions
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.templates import dimensions
 
 Axes = int | Sequence[int] | None
 

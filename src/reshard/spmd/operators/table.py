@@ -27,8 +27,8 @@ from reshard.spmd.operators import (
     windows,
 )
 from reshard.spmd.operators.operator import Linear, Operator
-from reshard.spmd.rule_builder import Inferred, Shape, replicated_rule
-from reshard.spmd.sharding_rule import OpShardingRule
+from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
+from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 _table: dict[str, Operator] = {}
 for _module in (

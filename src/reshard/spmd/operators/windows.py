@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from reshard.errors import SpecError
 from reshard.spmd.operators.operator import Infer, Operator
 from reshard.spmd.operators.shapes import axis_of, counted, kept, one_operand
-from reshard.spmd.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 Pairs = Sequence[Sequence[int]]
 

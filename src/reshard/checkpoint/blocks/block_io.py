@@ -1,0 +1,260 @@
+"""One block of a tensor, read from the shards that hold it or written to those that take it.
+
+A reader gathers a block in the tensor's own row-major order; a writer spreads it. Both work
+in a `Workspace`, the memory of one thread, and never allocate more than it has.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
+from reshard.checkpoint.blocks.strided_spans import extent, strided_spans
+from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.files.file_io import (
+    PAGE_BYTES,
+    AlignedBuffer,
+    Region,
+    SourceFile,
+    TargetFile,
+)
+from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile
+from reshard.errors import DigestError
+from reshard.layout import Box
+
+
+class Workspace:
+    """The memory that one thread works in: room for one block, and for one span of a shard."""
+
+    def __init__(self, block_bytes: int, span_bytes: int) -> None:
+        self.block = AlignedBuffer(AlignedBuffer.capacity_for(block_bytes))
+        self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
+
+    @staticmethod
+    def size_bytes(block_bytes: int, span_bytes: int) -> int:
+        """The memory that a workspace takes."""
+        return AlignedBuffer.capacity_for(block_bytes) + AlignedBuffer.capacity_for(span_bytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.block.close()
+        self.span.close()
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+File = TypeVar("File", bound=_Closable)
+
+
+class OpenFiles(Generic[File]):
+    """Files of one folder, each opened once, when it is first needed, by whichever thread."""
+
+    def __init__(self, open_file: Callable[[str], File]) -> None:
+        self._open = open_file
+        self._files: dict[str, File] = {}
+        # To open a file may need another one open.
+        self._lock = threading.RLock()
+        _raise_open_file_limit()
+
+    def __getitem__(self, name: str) -> File:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = self._open(name)
+            return self._files[name]
+
+    def __iter__(self) -> Iterator[File]:
+        with self._lock:
+            return iter(list(self._files.values()))
+
+    def close(self) -> None:
+        """Close every file that was opened."""
+        for file in self:
+            file.close()
+
+
+def _raise_open_file_limit() -> None:
+    """Allow as many open files as the system lets us: large checkpoints have thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFiles[SourceFile]:
+    """The tensor files of a checkpoint, for reading.
+
+    Compressed archives are unpacked when something in them is first read, into files without a
+    name in the folder `scratch` (that of temporary files when None). To open a file raises
+    `SourceChangedError` where it is no longer the file whose header says where the tensors are.
+    """
+
+    def open_file(name: str) -> SourceFile:
+        archives = checkpoint.packed.get(name)
+        if archives is None:
+            return SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
+        return UnpackedFile(checkpoint.path(name), archives, files[archives[0].place.path], scratch)
+
+    files: OpenFiles[SourceFile] = OpenFiles(open_file)
+    return files
+
+
+# Told every range of a file that is read or written: its file, where it begins, its bytes.
+Watch = Callable[[str, int, memoryview], None]
+
+
+class _BlockAccess:
+    """The tiles of one tensor, and the spans of each block in them."""
+
+    def __init__(self, tensor: StoredTensor, tiles: Tiles) -> None:
+        self.tensor = tensor
+        self.grid = BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes)
+        self._tiles = tiles
+
+    @property
+    def span_bytes(self) -> int:
+        """The most bytes of a shard that are in memory at once."""
+        most = 0
+        for tile in self._tiles.tiles:
+            view = self.tensor.view(tile.slot, tile.number)
+            if view is not None:
+                size = extent(view, tile.local_shape) * self.grid.itemsize_bytes
+                most = max(most, min(size, max(self.grid.block_bytes, self.grid.itemsize_bytes)))
+                continue
+            # Padding makes a shard's rows longer than the tensor's own.
+            rows, *row = tile.local_shape[self.grid.dimension :] or (1,)
+            row_bytes = math.prod(row) * self.grid.itemsize_bytes
+            most = max(most, min(rows * row_bytes, max(self.grid.block_bytes, row_bytes)))
+        return most
+
+    def spans(self, box: Box) -> Iterator[tuple[str, Span]]:
+        """Every range of a file that lies in a block, with the file's name."""
+        for tile in self._tiles.meeting(box):
+            address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
+            view = self.tensor.view(tile.slot, tile.number)
+            at = (self.grid, box, address.start_bytes, self.grid.block_bytes)
+            spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
+            for span in spans:
+                yield address.path, span
+
+    def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Memory as an array of the tensor's bare elements."""
+        return np.frombuffer(memory, dtype=self.tensor.dtype.storage).reshape(shape)
+
+
+class BlockReader(_BlockAccess):
+    """Reads the blocks of one stored tensor; `watch` is told what was read.
+
+    Raises:
+        CoverageError: shards that leave part of the tensor out.
+    """
+
+    def __init__(
+        self, tensor: StoredTensor, files: OpenFiles[SourceFile], watch: Watch | None = None
+    ) -> None:
+        super().__init__(tensor, source_tiles(tensor.assembly))
+        self._files = files
+        self._watch = watch
+
+    def read(self, index: int, workspace: Workspace) -> memoryview:
+        """The bytes of block `index` in row-major order, valid until the next call.
+
+        Raises:
+            RunError: a file that cannot be read.
+            SourceChangedError: a file that became shorter.
+        """
+        box = self.grid.box(index)
+        size_bytes = box.elements * self.grid.itemsize_bytes
+        spans = list(self.spans(box))
+        if len(spans) == 1 and spans[0][1].is_all_of(box):
+            name, span = spans[0]
+            region = workspace.block.region(span.start_bytes, size_bytes)
+            self._read(name, region, span)
+            return region.memory
+        memory = workspace.block.region(0, size_bytes).memory
+        block = self.array(memory, box.shape)
+        for name, span in spans:
+            region = workspace.span.region(span.start_bytes, span.size_bytes)
+            self._read(name, region, span)
+            span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
+        return memory
+
+    def _read(self, name: str, region: Region, span: Span) -> None:
+        self._files[name].read_into(region, span.start_bytes)
+        if self._watch is not None:
+            self._watch(name, span.start_bytes, region.memory)
+
+    def read_checked(self, index: int, workspace: Workspace) -> tuple[memoryview, bytes]:
+        """Like `read`, with the block's digest, which is compared with the recorded one if any.
+
+        Raises:
+            DigestError: bytes that are not those that were written.
+        """
+        memory = self.read(index, workspace)
+        found, recorded = block_digest(memory), self.tensor.digest
+        if recorded is not None and recorded.blocks[index] != found:
+            file, _ = next(self.spans(self.grid.box(index)))
+            raise DigestError(
+                f"{self._files[file].path.parent / self.places(index)[0]}, "
+                f"{self.grid.box(index)} of tensor {self.tensor.name!r}, is not what was written: "
+                f"its digest is {found.hex()}, the manifest says "
+                f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
+            )
+        return memory, found
+
+    def places(self, index: int) -> tuple[str, ...]:
+        """The bytes of files that block `index` is read from, as text."""
+        return tuple(
+            f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
+            for name, span in self.spans(self.grid.box(index))
+        )
+
+
+class BlockWriter(_BlockAccess):
+    """Writes the blocks of one tensor into the files that store it; `watch` is told what."""
+
+    def __init__(
+        self, tensor: StoredTensor, files: OpenFiles[TargetFile], watch: Watch | None = None
+    ) -> None:
+        super().__init__(tensor, target_tiles(tensor.stored_layout))
+        self._files = files
+        self._watch = watch
+
+    def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
+        """Write the bytes of block `index`; answers the names of the files that were written.
+
+        Raises:
+            RunError: a file that cannot be written, such as on a full disk.
+        """
+        box = self.grid.box(index)
+        block = self.array(memory, box.shape)
+        address = block.__array_interface__["data"][0]
+        written: set[str] = set()
+        for name, span in self.spans(box):
+            written.add(name)
+            if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
+                self._write(name, span, memory)
+                continue
+            region = workspace.span.region(span.start_bytes, span.size_bytes)
+            shard = self.array(region.memory, span.shape)
+            if span.has_gaps:
+                shard[...] = np.zeros((), dtype=shard.dtype)
+            span.copy(block, shard, into_block=False)
+            self._write(name, span, region.memory)
+        return written
+
+    def _write(self, name: str, span: Span, memory: memoryview) -> None:
+        self._files[name].write(memory, span.start_bytes)
+        if self._watch is not None:
+            self._watch(name, span.start_bytes, memory)

@@ -1,0 +1,107 @@
+"""How is a part of a shard read, and little else?
+
+What a rank needs of a shard is a box of it. In the file, which is row major, a box is a number
+of equally long ranges::
+
+      a shard in a file               rows 1..3, columns 2..4: three ranges
+      . . . . . . . .
+      . . # # # . . .                 dimensions that are needed whole, behind the last one
+      . . # # # . . .                 that is not, make a range longer
+      . . # # # . . .
+
+1. A box larger than the buffer is halved along its first dimension that can be.
+2. Where reading from its first to its last element wastes little (`MOST_WASTE` of what is
+   needed), or the ranges are shorter than a sector of a disk, all of that is read at once.
+3. Otherwise it is read range by range, all of them announced first: the disk then works on
+   many at once, where reading one after the other waits for each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from reshard.binding import View
+from reshard.checkpoint.files.file_io import AlignedBuffer, SourceFile
+from reshard.runs import IntArray
+
+MOST_WASTE = 0.05
+SECTOR_BYTES = 512
+BUFFER_BYTES = 4 * 1024 * 1024
+
+
+def read_box(
+    file: SourceFile,
+    start_bytes: int,
+    view: View,
+    local: tuple[int, ...],
+    target: NDArray[Any],
+    buffer: AlignedBuffer,
+) -> None:
+    """Fill `target` with a box of a shard.
+
+    Args:
+        file: holds the shard.
+        start_bytes: where element 0 of `view` lies in the file.
+        view: how the shard lies there.
+        local: where the box begins in the shard; it has the shape of `target`.
+        target: bare elements; it need not be contiguous.
+        buffer: room for `BUFFER_BYTES`, wherever they lie in a file.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    if not target.size:
+        return
+    itemsize = target.dtype.itemsize
+    reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, view.strides, strict=True))
+    at_once = reach <= target.size * (1 + MOST_WASTE)
+    ranges, length = _ranges(view.strides, target.shape)
+    if not at_once and length * itemsize < SECTOR_BYTES:
+        at_once = True
+    needed_bytes = (reach if at_once else target.size) * itemsize
+    if needed_bytes > BUFFER_BYTES and target.size > 1:
+        d = next(d for d, n in enumerate(target.shape) if n > 1)
+        half = target.shape[d] // 2
+        behind = (*local[:d], local[d] + half, *local[d + 1 :])
+        low, high = np.split(target, [half], axis=d)
+        read_box(file, start_bytes, view, local, low, buffer)
+        read_box(file, start_bytes, view, behind, high, buffer)
+        return
+    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
+    at = start_bytes + first * itemsize
+    if at_once:
+        region = buffer.region(at, needed_bytes)
+        file.read_into(region, at)
+        elements = np.frombuffer(region.memory, dtype=target.dtype)
+        strides = [stride * itemsize for stride in view.strides]
+        target[...] = as_strided(elements, target.shape, strides, writeable=False)
+        return
+    memory = buffer.region(0, needed_bytes).memory
+    size = length * itemsize
+    offsets = (at + ranges * itemsize).tolist()
+    for offset in offsets:
+        file.will_read(offset, size)
+    for number, offset in enumerate(offsets):
+        file.read_into(memory[number * size : (number + 1) * size], offset)
+    target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
+
+
+def _ranges(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[IntArray, int]:
+    """Where the contiguous ranges of a box begin, in row-major order, and their length.
+
+    >>> _ranges((8, 1), (3, 2))
+    (array([ 0,  8, 16]), 2)
+    """
+    dense, inner = 1, len(shape)
+    while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == dense):
+        inner -= 1
+        dense *= shape[inner]
+    begin = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(shape[:inner], strides[:inner], strict=True):
+        begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
+    return begin, math.prod(shape[inner:])

@@ -1,0 +1,374 @@
+"""Which blocks of a conversion are already on disk?
+
+A file that only grows. A kill or a crash at any moment leaves a prefix of what was appended
+and perhaps one torn frame behind it, which is recognised and cut off.
+
+1. The file begins with eight fixed bytes; frames follow. A frame is its payload's length, its
+   kind, a checksum, and the payload::
+
+       magic | length kind checksum header | length kind checksum blocks | ...
+
+2. A checksum covers its frame *and continues the checksum before it*, so a frame is good only
+   behind the frames it was written behind. The first frame that is not good ends the journal.
+3. The first frame says whose journal this is: a fingerprint of the conversion, and a
+   description of it for people. It is written under another name and renamed, so a journal
+   that exists has a whole head; a bad head is damage, not a kill.
+4. Then come finished blocks, 24 bytes each, and at the end the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint.files.closing import Closing
+from reshard.checkpoint.files.durability import refusals_explained, sync_folder, write_all
+from reshard.errors import RunError, UsageError
+
+DIGEST_BYTES = 16
+
+_MAGIC = b"reshardJ"
+_FORMAT_VERSION = 1
+_FRAME = struct.Struct("<IBI")
+_FRAME_START = struct.Struct("<IB")
+_COMMIT = struct.Struct("<QB")
+_HEADER_KIND, _BLOCKS_KIND, _COMMIT_KIND = 1, 2, 3
+_BLOCK = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("digest", f"V{DIGEST_BYTES}")])
+_BLOCK_STRUCT = struct.Struct(f"<II{DIGEST_BYTES}s")
+# Keys of blocks are 64-bit signed: the tensor in the upper half, so it has 31 bits.
+_TENSOR_LIMIT, _BLOCK_LIMIT = 2**31, 2**32
+_START_OVER = "expected a journal of this conversion: --restart starts over"
+_SHOWN_DIFFERENCES = 12
+
+
+class FinishedBlocks(Mapping[tuple[int, int], bytes]):
+    """The digest of every finished block, by `(tensor_index, block_index)`.
+
+    A mapping like any other that takes 24 bytes a block: a checkpoint of 1 TB has 250,000.
+    A block that was recorded twice has the digest recorded last.
+
+    >>> FinishedBlocks(b"")
+    FinishedBlocks(0 blocks)
+    >>> one = FinishedBlocks(_BLOCK_STRUCT.pack(3, 7, b"a digest: 16 byt"))
+    >>> one[3, 7], (3, 8) in one, list(one)
+    (b'a digest: 16 byt', False, [(3, 7)])
+    """
+
+    __slots__ = ("_digests", "_keys")
+
+    def __init__(self, records: bytes) -> None:
+        blocks = np.frombuffer(records, dtype=_BLOCK)
+        keys = (blocks["tensor"].astype(np.int64) << 32) | blocks["block"].astype(np.int64)
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        is_last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
+        self._keys = keys[is_last]
+        self._digests = blocks["digest"][order[is_last]]
+
+    def __getitem__(self, block: tuple[int, int]) -> bytes:
+        tensor_index, block_index = block
+        if 0 <= tensor_index < _TENSOR_LIMIT and 0 <= block_index < _BLOCK_LIMIT:
+            key = (tensor_index << 32) | block_index
+            position = int(np.searchsorted(self._keys, key))
+            if position < len(self._keys) and int(self._keys[position]) == key:
+                digest: bytes = self._digests[position].tobytes()
+                return digest
+        raise KeyError(block)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for key in self._keys:
+            yield int(key) >> 32, int(key) & 0xFFFFFFFF
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"FinishedBlocks({len(self)} blocks)"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The finished folder, named by what a rename does not change, and the leave it has.
+
+    `inode` is the folder's inode number; `replaces` says whether it may take the place of a
+    target that is already there.
+    """
+
+    inode: int
+    replaces: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """All that a journal on disk says, up to its first frame that is not good.
+
+    `valid_bytes` is where the good frames end, `checksum` the checksum of the last of them.
+    """
+
+    conversion_id: str
+    description: Any
+    finished: FinishedBlocks
+    commit: Commit | None
+    valid_bytes: int
+    checksum: int
+
+
+class Journal(Closing):
+    """An open journal: what an earlier run finished, and a place to say what this one did.
+
+    Any number of threads of one process may append.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "journal"
+    ...     with Journal.open(path, "c0ffee", {"to": "tp=2"}) as journal:
+    ...         journal.append_blocks([(0, 0, bytes(16)), (0, 1, bytes(16))])
+    ...     with Journal.open(path, "c0ffee", {"to": "tp=2"}) as journal:
+    ...         journal.resumed, list(journal.finished)
+    (True, [(0, 0), (0, 1)])
+    """
+
+    __slots__ = ("_checksum", "_descriptor", "_end", "_lock", "finished", "path", "resumed")
+
+    def __init__(self, path: Path, record: JournalRecord, resumed: bool) -> None:
+        self.path = path
+        self.finished = record.finished
+        self.resumed = resumed
+        self._end = record.valid_bytes
+        self._checksum = record.checksum
+        self._lock = threading.RLock()
+        self._descriptor: int | None = os.open(path, os.O_RDWR)
+
+    @classmethod
+    def open(cls, path: Path, conversion_id: str, description: Any) -> Journal:
+        """Go on with the journal at `path`, or begin it where there is none.
+
+        `conversion_id` is the fingerprint of everything that decides the bytes of the result;
+        `description` is the same for people, as JSON values. A torn tail is cut off.
+
+        Raises `RunError` for a journal of another conversion (saying what differs), for a
+        damaged one, and for what the file system refuses.
+        """
+        with refusals_explained("open the journal", path):
+            record = read_journal(path)
+            resumed = record is not None
+            if record is None:
+                record = _create(path, conversion_id, description)
+            if record.conversion_id != conversion_id:
+                raise RunError(_another_conversion(path, record, conversion_id, description))
+            journal = cls(path, record, resumed)
+            try:
+                journal._cut_torn_tail()
+            except BaseException:
+                journal.close()
+                raise
+            return journal
+
+    def append_blocks(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
+        """Record `(tensor_index, block_index, digest)` of finished blocks, durably.
+
+        The blocks' data must have been synced before. On return the record survives a crash.
+        Raises `UsageError` for an index out of range or a digest that has not 16 bytes, and
+        `RunError` where the journal cannot be written; it takes no more records then.
+        """
+        payload = b"".join(_packed_block(*block) for block in blocks)
+        if payload:
+            self._append(_BLOCKS_KIND, payload)
+
+    def append_commit(self, commit: Commit) -> None:
+        """Record that all is written and may be put in place, durably. Raises `RunError`."""
+        self._append(_COMMIT_KIND, _COMMIT.pack(commit.inode, commit.replaces))
+
+    def close(self) -> None:
+        """Close the file; what was appended stays. Doing it again does nothing."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _append(self, kind: int, payload: bytes) -> None:
+        with self._lock, refusals_explained("write the journal", self.path):
+            if self._descriptor is None:
+                raise RunError(
+                    f"the journal {self.path} is closed\n"
+                    "expected no record after it was closed or could not be written"
+                )
+            frame, checksum = _frame(kind, payload, self._checksum)
+            try:
+                write_all(self._descriptor, frame, self._end)
+                os.fdatasync(self._descriptor)
+            except OSError:
+                # After a failed sync nobody knows what is on disk: only a reader can tell.
+                self.close()
+                raise
+            self._end += len(frame)
+            self._checksum = checksum
+
+    def _cut_torn_tail(self) -> None:
+        descriptor = self._descriptor
+        if descriptor is not None and os.fstat(descriptor).st_size > self._end:
+            os.ftruncate(descriptor, self._end)
+            os.fsync(descriptor)
+
+
+def read_journal(path: Path) -> JournalRecord | None:
+    """What the journal at `path` says; None where there is none. Changes nothing.
+
+    Raises `RunError` where the head is damaged or was written by another version, and where
+    the file cannot be read.
+    """
+    with refusals_explained("read the journal", path):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+    frames = _good_frames(data)
+    try:
+        kind, payload, end, checksum = next(frames)
+        header = json.loads(payload) if kind == _HEADER_KIND else None
+    except (StopIteration, ValueError):
+        header = None
+    if not isinstance(header, dict):
+        raise RunError(f"the journal {path} is damaged at its head\n{_START_OVER}")
+    if header.get("format_version") != _FORMAT_VERSION:
+        raise RunError(
+            f"the journal {path} has format version {header.get('format_version')!r}, "
+            f"expected {_FORMAT_VERSION}\n"
+            "another version of reshard began this conversion: finish it with that version, "
+            "or start over with --restart"
+        )
+    blocks: list[bytes] = []
+    commit: Commit | None = None
+    for kind, payload, frame_end, frame_checksum in frames:
+        if kind == _BLOCKS_KIND:
+            blocks.append(payload)
+        elif kind == _COMMIT_KIND:
+            inode, replaces = _COMMIT.unpack(payload)
+            commit = Commit(inode, bool(replaces))
+        end, checksum = frame_end, frame_checksum
+    return JournalRecord(
+        conversion_id=str(header.get("conversion_id")),
+        description=header.get("description"),
+        finished=FinishedBlocks(b"".join(blocks)),
+        commit=commit,
+        valid_bytes=end,
+        checksum=checksum,
+    )
+
+
+def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
+    header = {
+        "format_version": _FORMAT_VERSION,
+        "conversion_id": conversion_id,
+        "description": description,
+    }
+    frame, checksum = _frame(_HEADER_KIND, json.dumps(header).encode(), zlib.crc32(_MAGIC))
+    unfinished = path.with_name(path.name + ".new")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(descriptor, _MAGIC + frame, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.rename(unfinished, path)
+    sync_folder(path.parent)
+    return JournalRecord(
+        conversion_id=conversion_id,
+        description=description,
+        finished=FinishedBlocks(b""),
+        commit=None,
+        valid_bytes=len(_MAGIC) + len(frame),
+        checksum=checksum,
+    )
+
+
+def _frame(kind: int, payload: bytes, previous_checksum: int) -> tuple[bytes, int]:
+    checksum = _checksum(kind, payload, previous_checksum)
+    return _FRAME.pack(len(payload), kind, checksum) + payload, checksum
+
+
+def _checksum(kind: int, payload: bytes, previous_checksum: int) -> int:
+    start = _FRAME_START.pack(len(payload), kind)
+    return zlib.crc32(payload, zlib.crc32(start, previous_checksum))
+
+
+def _good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
+    """Every `(kind, payload, end, checksum)` up to the first frame that is not good."""
+    if not data.startswith(_MAGIC):
+        return
+    position, previous = len(_MAGIC), zlib.crc32(_MAGIC)
+    while position + _FRAME.size <= len(data):
+        length, kind, checksum = _FRAME.unpack_from(data, position)
+        end = position + _FRAME.size + length
+        payload = data[position + _FRAME.size : end]
+        if end > len(data) or _checksum(kind, payload, previous) != checksum:
+            return
+        yield kind, payload, end, checksum
+        position, previous = end, checksum
+
+
+def _packed_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
+    if not (0 <= tensor_index < _TENSOR_LIMIT and 0 <= block_index < _BLOCK_LIMIT):
+        raise UsageError(
+            f"block {block_index} of tensor {tensor_index} cannot be recorded\n"
+            f"expected a tensor index from 0 to {_TENSOR_LIMIT - 1} and a block index from 0 "
+            f"to {_BLOCK_LIMIT - 1}"
+        )
+    if len(digest) != DIGEST_BYTES:
+        raise UsageError(
+            f"the digest of block {block_index} of tensor {tensor_index} has {len(digest)} bytes"
+            f"\nexpected {DIGEST_BYTES}"
+        )
+    return _BLOCK_STRUCT.pack(tensor_index, block_index, digest)
+
+
+def _another_conversion(
+    path: Path, record: JournalRecord, conversion_id: str, description: Any
+) -> str:
+    # The earlier description has been through JSON; so must this one be, to compare alike.
+    now = json.loads(json.dumps(description))
+    differences = list(_differences("", record.description, now))
+    if not differences:
+        differences = [
+            f"the files it reads: fingerprint then {record.conversion_id}, now {conversion_id}"
+        ]
+    hidden = len(differences) - _SHOWN_DIFFERENCES
+    shown = differences[:_SHOWN_DIFFERENCES] + ([f"and {hidden} more"] if hidden > 0 else [])
+    return "\n".join(
+        [
+            f"the journal {path} belongs to another conversion, begun earlier and not finished",
+            "what differs:",
+            *(f"  {difference}" for difference in shown),
+            "expected the conversion that was begun: run that one again to finish it, or "
+            "start over with --restart",
+        ]
+    )
+
+
+def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
+    """One line for each value, at any depth, in which two descriptions differ.
+
+    >>> list(_differences("", {"to": "tp=2", "rules": {"a": "dp"}}, {"to": "tp=4", "rules": {}}))
+    ["to: then 'tp=2', now 'tp=4'", "rules.a: then 'dp', now absent"]
+    """
+    absent = "absent"
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*then, *(key for key in now if key not in then)]:
+            inner = f"{name}.{key}" if name else str(key)
+            if key not in now:
+                yield f"{inner}: then {then[key]!r}, now {absent}"
+            elif key not in then:
+                yield f"{inner}: then {absent}, now {now[key]!r}"
+            else:
+                yield from _differences(inner, then[key], now[key])
+    elif then != now:
+        yield f"{name or 'description'}: then {then!r}, now {now!r}"

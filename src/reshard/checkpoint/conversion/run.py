@@ -1,0 +1,442 @@
+"""How does a planned conversion become a checkpoint on disk?
+
+1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
+2. Make every target file, at its full size, with its header.
+3. In threads: read a block, digest it, write it. The blocks an earlier run finished are left
+   out.
+4. Whenever enough has been written, sync the files and record the blocks in the journal: what
+   the journal lists is on disk.
+5. Sync everything, see that the source is still what it was, write the other files and last
+   the manifest, and commit.
+
+An error or ctrl-C leaves the staging folder, and the same command continues from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from reshard.checkpoint.blocks.block_io import (
+    BlockReader,
+    BlockWriter,
+    OpenFiles,
+    Workspace,
+    open_sources,
+)
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.contents import TensorDigest
+from reshard.checkpoint.conversion.conversion import (
+    DEFAULT_MEMORY_BYTES,
+    DEFAULT_THREADS,
+    Conversion,
+)
+from reshard.checkpoint.conversion.journal import DIGEST_BYTES
+from reshard.checkpoint.conversion.processes import OneProcess, Processes
+from reshard.checkpoint.conversion.shared_staging import SharedStaging, open_shared
+from reshard.checkpoint.files.durability import refusals_explained
+from reshard.checkpoint.files.file_io import SourceFile, TargetFile, sync_folder
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.formats import huggingface
+from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
+from reshard.checkpoint.formats.torch_dcp.archive_checksums import Archives
+from reshard.checkpoint.formats.torch_dcp.arrangement import metadata_bytes
+from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.errors import InterruptedRunError, RunError
+
+# How much is written between two entries in the journal: a crash loses at most this much work.
+SYNC_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: bytes of tensors done, of all, and of those done before this run."""
+
+    done_bytes: int
+    total_bytes: int
+    resumed_bytes: int
+    tensor: str
+
+
+ProgressFunction = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a run did. `resumed_bytes` were done before it; `was_complete` says all were.
+
+    `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
+    `buffers_by_process` the bytes that each allocated for its work.
+    """
+
+    target: Path
+    tensors: int
+    files: int
+    size_bytes: int
+    read_bytes: int
+    written_bytes: int
+    resumed_bytes: int
+    seconds_s: float
+    was_complete: bool
+    notes: tuple[str, ...]
+    by_process: tuple[tuple[int, int], ...] = ((0, 0),)
+    buffers_by_process: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    tensor: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    task: _Task
+    digest: bytes
+    files: set[str]
+
+
+class _Run:
+    """One run of a conversion, inside its staging folder."""
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        staging: SharedStaging,
+        sources: OpenFiles[SourceFile],
+        conversion_id: str,
+        processes: Processes,
+        threads: int,
+    ) -> None:
+        self.conversion = conversion
+        self.staging = staging
+        self.processes = processes
+        self.sources = sources
+        self.conversion_id = conversion_id
+        arrangement = conversion.arrangement
+        self.tensors = list(arrangement.tensors.values())
+        self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
+        sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
+        self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
+        self.archives = Archives(conversion.source, arrangement, staging.content)
+        # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
+        self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
+        self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
+        self.size_bytes = sum(tensor.size_bytes for tensor in self.tensors)
+        self.finished_bytes = 0
+        for (tensor, block), digest in staging.finished.items():
+            self._note(tensor, block, digest)
+        self.resumed_bytes = self.finished_bytes
+        self.threads = threads
+        self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
+        self.buffers_by_process: tuple[int, ...] = (0,)
+        # One reader and writer a tensor, kept for as long as its blocks come up.
+        self._access = lru_cache(maxsize=64)(self._open_tensor)
+
+    def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter]:
+        tensor = self.tensors[number]
+        stored = self.conversion.source.tensors[tensor.name]
+        reader = BlockReader(stored, self.sources, self.archives.watch_source)
+        return reader, BlockWriter(tensor, self.targets, self.archives.watch_target)
+
+    def _note(self, tensor: int, block: int, digest: bytes) -> None:
+        self.finished[tensor][block] = True
+        self.finished_bytes += self.grids[tensor].size_bytes(block)
+        at = block * DIGEST_BYTES
+        self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
+
+    def begin(self) -> None:
+        """Make the files, and tell the other processes what is done already."""
+        if self.staging.owner is not None:
+            self._make_files()
+            packed = [np.packbits(finished) for finished in self.finished]
+            self.processes.share((packed, self.resumed_bytes))
+            return
+        packed, self.resumed_bytes = self.processes.share(None)
+        for finished, bits in zip(self.finished, packed, strict=True):
+            finished[:] = np.unpackbits(bits, count=len(finished)).astype(bool)
+
+    def _make_files(self) -> None:
+        """Every target file at its full size, with its header."""
+        for file in self.conversion.arrangement.files:
+            path = self.staging.content / file.stored.name
+            with refusals_explained("look at what an earlier run left", path):
+                is_whole = path.exists() and path.stat().st_size == file.stored.size_bytes
+            if self.resumed_bytes and not is_whole:
+                raise RunError(
+                    f"{path} is not what an earlier run left, though its journal lists finished "
+                    "blocks; --restart starts over"
+                )
+            for offset, known in file.known_bytes():
+                self.targets[file.stored.name].write(memoryview(bytearray(known)), offset)
+        if not self.resumed_bytes:
+            # Before the journal speaks of blocks in them, their sizes and names must be safe.
+            for target in self.targets:
+                target.sync()
+            with refusals_explained("sync the staging folder", self.staging.content):
+                sync_folder(self.staging.content)
+
+    def tasks(self) -> Iterator[_Task]:
+        """This process's share of the blocks that are left, in the order of the source's tensors.
+
+        Every process counts the same blocks, and takes an equally long stretch of them.
+        """
+        left = [np.flatnonzero(~finished) for finished in self.finished]
+        total = sum(map(len, left))
+        rank, size = self.processes.rank, self.processes.size
+        first, stop = total * rank // size, total * (rank + 1) // size
+        for tensor, blocks in enumerate(left):
+            for block in blocks[max(0, first) : max(0, stop)].tolist():
+                yield _Task(tensor, block)
+            first, stop = first - len(blocks), stop - len(blocks)
+
+    def work(self, task: _Task, workspace: Workspace) -> _Done:
+        """Read, digest and write one block."""
+        reader, writer = self._access(task.tensor)
+        memory, digest = reader.read_checked(task.block, workspace)
+        return _Done(task, digest, writer.write(task.block, memory, workspace))
+
+    def move_blocks(self, progress: ProgressFunction | None, sync_bytes: int) -> None:
+        """Do all blocks that are left, recording them in the journal as they reach the disk."""
+        done_bytes = self.resumed_bytes
+        waiting: list[_Done] = []
+        waiting_bytes = 0
+        new_workspace = self.conversion.new_workspace
+        results = run_in_threads(self.tasks(), self.work, new_workspace, self.threads)
+        try:
+            for done in results:
+                self.processes.check()
+                waiting.append(done)
+                size = self.grids[done.task.tensor].size_bytes(done.task.block)
+                done_bytes += size
+                waiting_bytes += size
+                if progress is not None:
+                    name = self.tensors[done.task.tensor].name
+                    progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
+                if waiting_bytes >= sync_bytes:
+                    # Forgotten first: after a sync that failed the next one succeeds, though
+                    # the data are lost, so these blocks must not be tried a second time.
+                    batch, waiting, waiting_bytes = waiting, [], 0
+                    self._record(batch)
+        except BaseException:
+            results.close()
+            # What is done already need not be done again, if the disk still takes it.
+            with contextlib.suppress(RunError):
+                self._record(waiting)
+            raise
+        self._record(waiting)
+
+    def _record(self, done: list[_Done]) -> None:
+        for name in sorted(set().union(*(item.files for item in done))):
+            self.targets[name].sync()
+        blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
+        if blocks:
+            self.staging.own_journal.append_blocks(blocks)
+        for tensor, block, digest in blocks:
+            self._note(tensor, block, digest)
+
+    def meet(self) -> None:
+        """Wait for all processes, and let process 0 know what each has done."""
+        for source in self.sources:
+            source.check_unchanged()
+        read = sum(source.read_bytes for source in self.sources)
+        written = sum(target.written_bytes for target in self.targets)
+        buffers = self.threads * self.conversion.workspace_bytes
+        others = self.processes.collect((read, written, buffers, self.archives.state()))
+        self.by_process = tuple((read, written) for read, written, _, _ in others)
+        self.buffers_by_process = tuple(buffers for _, _, buffers, _ in others)
+        if self.staging.owner is None:
+            return
+        for rank, (*_, state) in enumerate(others):
+            if rank != self.processes.rank:
+                self.archives.merge(state)
+        for record in self.staging.other_records():
+            for (tensor, block), digest in record.finished.items():
+                self._note(tensor, block, digest)
+        missing = sum(int((~finished).sum()) for finished in self.finished)
+        if missing:
+            raise RunError(
+                f"{missing} blocks are recorded in no journal of {self.staging.content.parent}; "
+                "its file system does not show one process what another wrote. Run the same "
+                "command again, it continues"
+            )
+
+    def digests(self) -> dict[str, TensorDigest]:
+        """The digest of every tensor, from those of its blocks."""
+        return {
+            tensor.name: tensor_digest(
+                bytes(digests[at : at + DIGEST_BYTES])
+                for at in range(0, len(digests), DIGEST_BYTES)
+            )
+            for tensor, digests in zip(self.tensors, self.block_digests, strict=True)
+        }
+
+    def finish(self) -> None:
+        """Everything but the tensors, the manifest last, and the commit: process 0 does it."""
+        if self.staging.owner is None:
+            self.processes.share(None)
+            return
+        self._finish()
+        self.staging.owner.commit()
+        self.processes.share(True)
+
+    def _finish(self) -> None:
+        self.archives.check_sources(self.sources)
+        items = self.archives.complete_targets(self.sources, self.targets)
+        for target in self.targets:
+            target.sync()
+        for source in self.sources:
+            source.check_unchanged()
+        content, arrangement = self.staging.content, self.conversion.arrangement
+        with refusals_explained("write the files beside the tensors", content):
+            for name in self.conversion.source.carried:
+                (content / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.conversion.source.path(name), content / name)
+                _sync_file(content / name)
+            if arrangement.format == huggingface.FORMAT and len(arrangement.files) > 1:
+                index = huggingface.index_text(
+                    (file.stored.name, file.header)
+                    for file in arrangement.files
+                    if file.header is not None
+                )
+                _write_synced(content / huggingface.INDEX_NAME, index)
+            if arrangement.format == torch_dcp.FORMAT:
+                metadata = content / torch_dcp.METADATA_NAME
+                metadata.write_bytes(metadata_bytes(arrangement))
+                _sync_file(metadata)
+            manifest = manifest_of(
+                arrangement.format,
+                self.conversion_id,
+                arrangement.mesh,
+                tuple(file.stored for file in arrangement.files),
+                arrangement.tensors,
+                self.digests(),
+                self.conversion.source.carried,
+                items,
+            )
+            _write_synced(content / MANIFEST_NAME, manifest.to_json())
+
+
+def run_conversion(
+    conversion: Conversion,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    threads: int | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: ProgressFunction | None = None,
+    sync_bytes: int = SYNC_BYTES,
+    processes: Processes | None = None,
+) -> ConversionReport:
+    """Carry a conversion out.
+
+    Args:
+        conversion: from `plan_conversion`.
+        memory_bytes: what the run may allocate for its work.
+        threads: at most so many at a time; when None as many as fit, up to 4, which processes of
+            one machine share among them.
+        overwrite: replace a target that exists; until the end it stays as it is.
+        restart: throw away what an earlier, unfinished run left.
+        progress: called with a `Progress` after every block.
+        sync_bytes: how much is written between two entries in the journal.
+        processes: those that share the work, each of which calls this with the same
+            conversion (see `reshard.checkpoint.conversion.processes`); this one alone when None.
+
+    Raises:
+        UsageError: a target that exists; too small a memory limit.
+        MissingExtraError: xxhash (or, for PyTorch's archives, zlib-ng) is not installed.
+        RunError: a full disk, a read-only target, an interruption, a source that changed.
+        DigestError: a source that is not what its manifest says.
+    """
+    began_s = time.monotonic()
+    processes = processes or OneProcess()
+    # Too small a limit must be known before anything is written.
+    conversion.threads(memory_bytes, threads)
+    # A missing hash library must be known before anything is written.
+    block_digest(b"")
+    Archives.expect_library(conversion.source, conversion.arrangement)
+    # The target's disk has room for what is unpacked; temporary files may lie in memory.
+    sources = open_sources(conversion.source, conversion.target.parent)
+    run: _Run | None = None
+    try:
+        description = conversion.description(sources)
+        text = json.dumps(description, sort_keys=True).encode()
+        conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
+        machine = socket.gethostname()
+        neighbours = processes.collect(machine).count(machine)
+        workers = conversion.threads(memory_bytes, threads or -(-DEFAULT_THREADS // neighbours))
+        with open_shared(
+            processes,
+            conversion.target,
+            conversion_id,
+            description,
+            overwrite=overwrite,
+            restart=restart,
+        ) as staging:
+            if staging.already_complete:
+                return _report(conversion, began_s, complete=True)
+            run = _Run(conversion, staging, sources, conversion_id, processes, workers)
+            try:
+                run.begin()
+                run.move_blocks(progress, sync_bytes)
+                run.meet()
+                run.finish()
+            finally:
+                run.targets.close()
+            return _report(conversion, began_s, run)
+    except BaseException as error:
+        processes.fail(str(error) or type(error).__name__)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        done = (
+            f" when {run.finished_bytes} of {run.size_bytes} bytes were on the disk" if run else ""
+        )
+        raise InterruptedRunError(
+            f"interrupted{done}; the same command continues, with --restart it starts over"
+        ) from None
+    finally:
+        sources.close()
+
+
+def _report(
+    conversion: Conversion, began_s: float, run: _Run | None = None, *, complete: bool = False
+) -> ConversionReport:
+    size_bytes = sum(tensor.size_bytes for tensor in conversion.arrangement.tensors.values())
+    return ConversionReport(
+        conversion.target,
+        len(conversion.arrangement.tensors),
+        len(conversion.arrangement.files),
+        size_bytes,
+        sum(read for read, _ in run.by_process) if run else 0,
+        sum(written for _, written in run.by_process) if run else 0,
+        run.resumed_bytes if run else size_bytes,
+        time.monotonic() - began_s,
+        complete,
+        conversion.notes,
+        run.by_process if run else ((0, 0),),
+        run.buffers_by_process if run else (0,),
+    )
+
+
+def _write_synced(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,336 @@
+"""How does a checkpoint folder appear whole or not at all?
+
+It is written under another name beside its place, and renamed when it is complete::
+
+    parent/
+      llama-tp4/                      the target: the old checkpoint, or nothing
+      .llama-tp4.reshard-staging/     the staging folder, on the same file system
+        lock                          held by the process that works here
+        content/                      what the target will be
+        journal                       which blocks of content are on disk
+        previous/                     the old target, between two renames (step 5)
+
+1. Check the target before anything is written; lock the staging folder.
+2. Bring to an end what an earlier run began to put in place (see below).
+3. Make `content`, then the journal: where there is a journal, there was a content. Without a
+   journal nothing is known to be finished, and whatever else is there is thrown away.
+4. The caller writes and syncs files in `content`, and records their blocks in the journal.
+5. Commit: sync the folders; record in the journal that all is written; give `content` the
+   target's name, by one exchange where the file system can, else by moving the old target
+   aside first; sync the names; only then delete the old target and the staging folder.
+
+A run killed before the commit record resumes. After it, one question is left: is the content
+in its place? A rename keeps a folder's inode number, and the commit record has it: the folder
+with that number is the new checkpoint, under whichever name it is found.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.conversion.journal import Commit, Journal, read_journal
+from reshard.checkpoint.files.closing import Closing
+from reshard.checkpoint.files.durability import (
+    exchange_folders,
+    refusals_explained,
+    remove_folder,
+    sync_folder,
+    sync_folders_under,
+)
+from reshard.checkpoint.files.lock import FolderLock
+from reshard.errors import RunError, UsageError
+
+
+class Staging(Closing):
+    """A checkpoint folder in the making, owned by this process until it is left.
+
+    Used as a context manager: leaving without `commit` keeps what was written, for the next
+    `open` of the same conversion, and lets go of lock and descriptors.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     target = Path(parent) / "checkpoint"
+    ...     with Staging.open(target, "c0ffee", {"to": "tp=2"}) as staging:
+    ...         _ = (staging.content / "weights").write_bytes(b"...")
+    ...         staging.journal.append_blocks([(0, 0, bytes(16))])
+    ...         target.exists()
+    ...     with Staging.open(target, "c0ffee", {"to": "tp=2"}) as staging:
+    ...         staging.resumed, list(staging.journal.finished)
+    ...         staging.commit()
+    ...     os.listdir(parent), os.listdir(target)
+    False
+    (True, [(0, 0)])
+    (['checkpoint'], ['weights'])
+    """
+
+    __slots__ = ("_journal", "_lock", "_overwrite", "target")
+
+    def __init__(
+        self, target: Path, lock: FolderLock, journal: Journal | None, overwrite: bool
+    ) -> None:
+        self.target = target
+        self._lock = lock
+        self._journal = journal
+        self._overwrite = overwrite
+
+    @classmethod
+    def open(
+        cls,
+        target: Path,
+        conversion_id: str,
+        description: Any,
+        *,
+        overwrite: bool = False,
+        restart: bool = False,
+    ) -> Staging:
+        """Begin or resume the conversion that shall appear as the folder `target`.
+
+        `conversion_id` and `description` say which conversion this is, as for `Journal.open`.
+        A commit that an earlier run could not finish is finished first; if it was of this
+        same conversion there is nothing left to do, and `already_complete` says so.
+        `restart` throws away what an earlier run staged (never a target).
+
+        Raises `UsageError` for a target that is there and may not be replaced, that is no
+        folder, or whose parent is no folder. Raises `RunError` where another process works
+        on the target, where an earlier run staged another conversion, where its leavings make
+        no sense, and for what the file system refuses.
+        """
+        with refusals_explained("look at the target", target):
+            target = _checked_target(target, overwrite)
+            root = staging_folder(target)
+            if not root.exists():
+                _refuse_existing(target, overwrite)
+            lock = FolderLock.acquire(root)
+            try:
+                return cls._open_locked(
+                    target, lock, conversion_id, description, overwrite, restart
+                )
+            except BaseException:
+                lock.close()
+                raise
+
+    @classmethod
+    def _open_locked(
+        cls,
+        target: Path,
+        lock: FolderLock,
+        conversion_id: str,
+        description: Any,
+        overwrite: bool,
+        restart: bool,
+    ) -> Staging:
+        root = lock.folder
+        record = None if restart else read_journal(root / "journal")
+        with refusals_explained("finish what an earlier run began", root):
+            if record is not None and record.commit is not None:
+                _finish_commit(target, root, record.commit, overwrite)
+                if record.conversion_id == conversion_id:
+                    _remove_root(lock)
+                    return cls(target, lock, None, overwrite)
+                record = None
+            elif record is None:
+                _put_previous_back(target, root)
+            if record is None and target.exists() and not overwrite and not restart:
+                _remove_root(lock)
+        _refuse_existing(target, overwrite)
+        with refusals_explained("prepare the staging folder", root):
+            if record is None:
+                _discard(root)
+                (root / "content").mkdir()
+                sync_folder(root)
+                sync_folder(root.parent)
+        journal = Journal.open(root / "journal", conversion_id, description)
+        if not (root / "content").is_dir():
+            journal.close()
+            raise RunError(
+                f"the staged files are gone: {root / 'content'}\n"
+                "expected the files of the run that the journal beside it speaks of: "
+                "--restart starts over"
+            )
+        return cls(target, lock, journal, overwrite)
+
+    @property
+    def content(self) -> Path:
+        """The folder to write the new checkpoint into."""
+        return self._lock.folder / "content"
+
+    @property
+    def already_complete(self) -> bool:
+        """Whether the target is this conversion's result already, and nothing is left to do."""
+        return self._journal is None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier run began this conversion and this one goes on with it."""
+        return self._journal is not None and self._journal.resumed
+
+    @property
+    def journal(self) -> Journal:
+        """The record of finished blocks. Raises `RunError` where there is nothing to do."""
+        if self._journal is None:
+            raise RunError(
+                f"the conversion to {self.target} is complete and has no journal\n"
+                "expected a look at `already_complete` first"
+            )
+        return self._journal
+
+    def commit(self) -> None:
+        """Give the content the target's name, and delete what stood there before.
+
+        Every file in `content` must have been synced. Killed anywhere in here, the next `open`
+        brings it to its end. Raises `RunError` where the target appeared during the run, and
+        for what the file system refuses: the staging folder is kept then.
+        """
+        journal, root = self.journal, self._lock.folder
+        with refusals_explained("put the new checkpoint in its place", self.target):
+            sync_folders_under(self.content)
+            if os.path.lexists(self.target) and not self._overwrite:
+                raise RunError(
+                    f"the target appeared during the run: {self.target}\n"
+                    "expected its name to be free: move it away, or run this again with "
+                    "--overwrite to replace it"
+                )
+            journal.append_commit(Commit(self.content.stat().st_ino, self._overwrite))
+            journal.close()
+            _put_in_place(self.target, root)
+        with refusals_explained(
+            f"delete what is left over ({self.target} is complete)", self._lock.folder
+        ):
+            _remove_root(self._lock)
+        self._journal = None
+
+    def discard(self) -> None:
+        """Throw away what was staged; the target stays. Raises `RunError`."""
+        if self._journal is not None:
+            self._journal.close()
+            with refusals_explained("delete the staging folder", self._lock.folder):
+                _put_previous_back(self.target, self._lock.folder)
+                _discard(self._lock.folder)
+                _remove_root(self._lock)
+
+    def close(self) -> None:
+        """Let go of lock and descriptors and keep what was written."""
+        if self._journal is not None:
+            self._journal.close()
+        self._lock.close()
+
+
+def staging_folder(target: Path) -> Path:
+    """Where a checkpoint is made that shall appear as `target`.
+
+    >>> staging_folder(Path("models/llama-tp4")).as_posix()
+    'models/.llama-tp4.reshard-staging'
+    """
+    return target.with_name(f".{target.name}.reshard-staging")
+
+
+def _checked_target(target: Path, overwrite: bool) -> Path:
+    """The target with links followed, so that the staging folder is on its file system."""
+    target = Path(os.path.realpath(target))
+    parent = target.parent
+    if os.path.lexists(target) and not target.is_dir():
+        raise UsageError(
+            f"the target is a file: {target}\nexpected a folder, or a name that is free"
+        )
+    if os.path.ismount(target):
+        raise UsageError(
+            f"the target is where a file system is mounted: {target}\n"
+            "expected a folder that can be renamed: name one inside it"
+        )
+    if not parent.is_dir():
+        raise UsageError(
+            f"the target's parent is not a folder: {parent}\n"
+            "expected it to exist: make it first, or choose another target"
+        )
+    # To move a folder, its own entry for its parent is written too.
+    for folder in [parent, target] if overwrite and target.exists() else [parent]:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RunError(
+                f"cannot write to {folder}\n"
+                "expected leave to write there: change its permissions, or choose another target"
+            )
+    return target
+
+
+def _refuse_existing(target: Path, overwrite: bool) -> None:
+    if os.path.lexists(target) and not overwrite:
+        raise UsageError(
+            f"the target exists: {target}\n"
+            "expected a name that is free: choose another, or replace it with --overwrite"
+        )
+
+
+def _finish_commit(target: Path, root: Path, commit: Commit, overwrite: bool) -> None:
+    """Put in place what was committed, if it is not there already."""
+    if _has_inode(target, commit.inode):
+        # Its new name may not have reached the disk yet, and the old target is deleted next.
+        sync_folder(target.parent)
+        sync_folder(root)
+    elif _has_inode(root / "content", commit.inode):
+        _refuse_existing(target, commit.replaces or overwrite)
+        _put_in_place(target, root)
+    else:
+        raise RunError(
+            f"an earlier run finished its checkpoint, and it is gone: neither {target} nor "
+            f"{root / 'content'} is the folder it wrote\n"
+            f"expected one of them to be: see what {root} holds, then start over with --restart"
+        )
+
+
+def _has_inode(folder: Path, inode: int) -> bool:
+    try:
+        return os.stat(folder, follow_symlinks=False).st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def _put_in_place(target: Path, root: Path) -> None:
+    content, previous = root / "content", root / "previous"
+    if not os.path.lexists(target):
+        os.rename(content, target)
+    elif not exchange_folders(content, target):
+        remove_folder(previous)
+        os.rename(target, previous)
+        try:
+            os.rename(content, target)
+        except OSError:
+            os.rename(previous, target)
+            raise
+    # The old target must not begin to vanish before its name is safely the new one's.
+    sync_folder(target.parent)
+    sync_folder(root)
+
+
+def _put_previous_back(target: Path, root: Path) -> None:
+    """Undo a move aside whose second half never came."""
+    previous = root / "previous"
+    if previous.exists() and not os.path.lexists(target):
+        os.rename(previous, target)
+        sync_folder(target.parent)
+        sync_folder(root)
+
+
+def _discard(root: Path) -> None:
+    """Empty the staging folder but for its lock; the journal first, for it speaks of the rest."""
+    (root / "journal").unlink(missing_ok=True)
+    sync_folder(root)
+    for name in ("content", "previous"):
+        remove_folder(root / name)
+    _remove_other_journals(root)
+
+
+def _remove_other_journals(root: Path) -> None:
+    """Remove journals that are half made, and those of the processes beside the first."""
+    for path in root.glob("journal.*"):
+        path.unlink(missing_ok=True)
+
+
+def _remove_root(lock: FolderLock) -> None:
+    """Remove the staging folder; the journal late, for it says that the target is complete."""
+    for name in ("content", "previous"):
+        remove_folder(lock.folder / name)
+    _remove_other_journals(lock.folder)
+    (lock.folder / "journal").unlink(missing_ok=True)
+    lock.remove_folder()

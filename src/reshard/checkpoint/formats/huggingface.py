@@ -1,0 +1,178 @@
+"""Checkpoints of whole tensors, as Hugging Face writes them.
+
+One safetensors file, or many with an index that says which tensor is in which::
+
+    model.safetensors                        model-00001-of-00002.safetensors
+    config.json, tokenizer.json, ...         model-00002-of-00002.safetensors
+                                             model.safetensors.index.json
+
+Reading gives every tensor whole on rank 0. Writing keeps tensors in order, beginning a new
+file where one would outgrow the limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.formats.safetensors_header import (
+    FileHeader,
+    NamedTensor,
+    aligned_order,
+    build_header,
+    read_header,
+    tensor_size_bytes,
+)
+from reshard.checkpoint.formats.safetensors_values import first_repeated
+from reshard.checkpoint.manifest import is_plain_name
+from reshard.errors import CheckpointError, FormatError
+from reshard.layout import Layout
+
+FORMAT = "safetensors"
+SINGLE_FILE = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_LARGEST_INDEX_BYTES = 100_000_000
+
+
+def read_single(path: Path) -> Checkpoint:
+    """The checkpoint that is one safetensors file."""
+    return _checkpoint(path.parent, [read_header(path)], [path.name])
+
+
+def read_indexed(index: Path) -> Checkpoint:
+    """The checkpoint that an index file describes.
+
+    Raises:
+        FormatError: an index that is no such JSON, names files outside its folder or a tensor
+            twice, or says something else than its files.
+        CheckpointError: a file of it is missing.
+    """
+    weight_map = _read_index(index)
+    names = sorted(set(weight_map.values()))
+    headers = []
+    for name in names:
+        if not (index.parent / name).exists():
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which is missing; "
+                f"{sum(file == name for file in weight_map.values())} tensors are in it. Fetch it "
+                "again, the checkpoint is incomplete"
+            )
+        headers.append(read_header(index.parent / name))
+    for name, header in zip(names, headers, strict=True):
+        found = {tensor.name for tensor in header.tensors}
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        for tensor in sorted(listed - found):
+            raise FormatError(
+                f"{index} says that tensor {tensor!r} is in {name}, but it is not; the index "
+                "and the files do not belong together"
+            )
+        for tensor in sorted(found - listed):
+            where = weight_map.get(tensor)
+            raise FormatError(
+                f"{index.parent / name} holds tensor {tensor!r}, which {index.name} "
+                f"{'does not list' if where is None else f'says is in {where}'}; the index and "
+                "the files do not belong together"
+            )
+    return _checkpoint(index.parent, headers, names)
+
+
+def _read_index(index: Path) -> Mapping[str, str]:
+    try:
+        if index.stat().st_size > _LARGEST_INDEX_BYTES:
+            raise FormatError(
+                f"{index} has over {_LARGEST_INDEX_BYTES} bytes, no index is so large"
+            )
+        text = index.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{index} is not UTF-8 text: {error}") from error
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            twice = first_repeated(key for key, _ in pairs)
+            raise FormatError(f"{index} lists {twice!r} twice")
+        return content
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{index} is not JSON: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise FormatError(f"{index} has no `weight_map` from tensor names to file names")
+    for tensor, file in weight_map.items():
+        if not is_plain_name(file):
+            raise FormatError(
+                f"{index} says that tensor {tensor!r} is in {file!r}, which leads outside the "
+                "checkpoint; only files beside the index are read"
+            )
+    return weight_map
+
+
+def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Checkpoint:
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    # Many tensors of a model have one shape.
+    layouts: dict[tuple[int, ...], Layout] = {}
+    for name, header in zip(names, headers, strict=True):
+        metadata.update(header.metadata)
+        for entry in header.tensors:
+            if entry.shape not in layouts:
+                layouts[entry.shape] = Layout.whole(entry.shape, [0], 1)
+            layout = layouts[entry.shape]
+            address = FileRange(name, entry.start_bytes)
+            tensors[entry.name] = StoredTensor(
+                entry.name, entry.dtype, Binding(layout, {0: address}, {})
+            )
+    files = tuple(
+        StoredFile(name, header.file_size_bytes, 0)
+        for name, header in zip(names, headers, strict=True)
+    )
+    return Checkpoint(folder, FORMAT, tensors, files, metadata=metadata)
+
+
+def arrange_files(
+    tensors: Iterable[NamedTensor], metadata: Mapping[str, str], most_bytes: int | None
+) -> tuple[tuple[str, bytes, FileHeader], ...]:
+    """The files of a new checkpoint: name, header bytes, header.
+
+    Without `most_bytes` there is one file; with it, a file holds that many bytes of tensors,
+    or one tensor that alone is larger.
+    """
+    groups: list[list[NamedTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = tensor_size_bytes(tensor[1], tensor[2])
+        if groups[-1] and most_bytes is not None and filled + size > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    many = len(groups)
+    files = []
+    for number, group in enumerate(groups, start=1):
+        name = SINGLE_FILE if many == 1 else f"model-{number:05d}-of-{many:05d}.safetensors"
+        content, header = build_header(aligned_order(group), dict(metadata), label=name)
+        files.append((name, content, header))
+    return tuple(files)
+
+
+def index_text(files: Iterable[tuple[str, FileHeader]]) -> str:
+    """The index of several files, as Hugging Face writes it."""
+    weight_map = {}
+    total = 0
+    for name, header in files:
+        for tensor in header.tensors:
+            weight_map[tensor.name] = name
+            total += tensor.size_bytes
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2) + "\n"

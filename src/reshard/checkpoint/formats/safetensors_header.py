@@ -1,0 +1,299 @@
+"""Where in one safetensors file does each tensor lie, and can the file be believed?
+
+::
+
+    0        8                        data_start_bytes                  file_size_bytes
+    |length  |{"__metadata__": {...}, |  "w"          | "b" | "x"       |
+    |8 bytes,|  "w": {"dtype": "F32", |  elements, row-major, little    |
+    |little  |        "shape": [2, 3],|  end first; no byte belongs to  |
+    |end     |        "data_offsets": |  two tensors, none to nobody    |
+    |first   |        [0, 24]}, ...}  |                                 |
+
+Reading:
+
+1. the length is checked against the file before anything of that size is read;
+2. the JSON is read strictly: one meaning or an error, so a key given twice is an error;
+3. every entry is checked by itself: its keys, their types, and that its range of bytes
+   holds exactly its shape;
+4. the tensors are sorted by offset, and `FileHeader` proves that they cover the data.
+
+Writing lays tensors out in the order given and pads the header with spaces, so that the
+data starts at a multiple of the file system's blocks.
+
+The format is that of the safetensors package; where its text leaves room (an empty name,
+several empty tensors at one offset), what that package loads is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.checkpoint.formats.safetensors_values import (
+    LARGEST_OFFSET,
+    LENGTH_BYTES,
+    FileHeader,
+    TensorHeader,
+    check_metadata,
+    check_shape,
+    first_repeated,
+    is_text,
+    shown,
+    tensor_size_bytes,
+)
+from reshard.dtypes import DType, dtype
+from reshard.errors import CheckpointError, FormatError, UsageError
+
+__all__ = [
+    "LARGEST_HEADER_BYTES",
+    "FileHeader",
+    "NamedTensor",
+    "TensorHeader",
+    "aligned_order",
+    "build_header",
+    "parse_header",
+    "read_header",
+    "tensor_size_bytes",
+]
+
+#: What the safetensors package refuses to exceed, the 8 bytes of the length not counted.
+LARGEST_HEADER_BYTES = 100_000_000
+
+#: (name, dtype, shape): what a header says of a tensor before it has a place in a file.
+NamedTensor = tuple[str, DType, tuple[int, ...]]
+
+_LONGEST_TAG = 32  # characters; beyond that it is not worth looking for near matches
+_ENTRY_KEYS = frozenset(["dtype", "shape", "data_offsets"])
+
+
+def read_header(path: str | os.PathLike[str]) -> FileHeader:
+    """The header of the safetensors file at `path`; its data is not read.
+
+    Raises CheckpointError if the file is missing or cannot be read, FormatError if its
+    bytes are not what the format promises.
+    """
+    label = os.fspath(path)
+    try:
+        # Opening a named pipe would wait for a writer.
+        if not stat.S_ISREG(os.stat(label).st_mode):
+            raise CheckpointError(f"{label}: not a regular file, expected a safetensors file")
+        with open(label, "rb") as file:
+            file_size_bytes = os.fstat(file.fileno()).st_size
+            length = _header_length(file.read(LENGTH_BYTES), file_size_bytes, label)
+            header_json = file.read(length)
+    except FormatError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{label}: no such file. Expected a safetensors file; if a checkpoint's index or "
+            f"manifest names it, the checkpoint is incomplete"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{label}: cannot be read: {reason}. Expected a safetensors file this user may read"
+        ) from error
+    if len(header_json) != length:
+        raise FormatError(
+            f"{label}: read {len(header_json)} bytes of header, expected {length}. The file "
+            f"became shorter while it was read"
+        )
+    return parse_header(header_json, file_size_bytes, label)
+
+
+def _header_length(first_bytes: bytes, file_size_bytes: int, label: str) -> int:
+    if len(first_bytes) < LENGTH_BYTES:
+        raise FormatError(
+            f"{label}: the file has {len(first_bytes)} bytes, expected at least {LENGTH_BYTES} "
+            f"for the length of its header. It is no safetensors file, or was cut off"
+        )
+    length = int.from_bytes(first_bytes, "little")
+    if length > LARGEST_HEADER_BYTES:
+        raise FormatError(
+            f"{label}: the first 8 bytes {first_bytes!r} give a header of {length} bytes, "
+            f"expected at most {LARGEST_HEADER_BYTES} (100 MB). If they are text, the file is "
+            f"no safetensors file but perhaps a Git LFS pointer or a web page: fetch it again"
+        )
+    if LENGTH_BYTES + length > file_size_bytes:
+        raise FormatError(
+            f"{label}: the header has {length} bytes, but only "
+            f"{max(file_size_bytes - LENGTH_BYTES, 0)} bytes follow its length. The file is "
+            f"{LENGTH_BYTES + length - file_size_bytes} bytes too short for its header alone: "
+            f"fetch or copy it again"
+        )
+    return length
+
+
+def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHeader:
+    """The header written as `header_json`, which follows the 8 bytes of its length.
+
+    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> header = parse_header(text, 8 + len(text) + 8, "w.safetensors")
+    >>> header.tensors[0].shape, header.tensors[0].start_bytes == 8 + len(text)
+    ((2,), True)
+
+    Raises FormatError, naming `label`, if the header or the file size is wrong.
+    """
+    if len(header_json) > LARGEST_HEADER_BYTES:
+        raise FormatError(
+            f"{label}: the header has {len(header_json)} bytes, expected at most "
+            f"{LARGEST_HEADER_BYTES} (100 MB)"
+        )
+    entries = _parse_json(header_json, label)
+    metadata = entries.pop("__metadata__", {})
+    data_start_bytes = LENGTH_BYTES + len(header_json)
+    tensors = [_tensor(label, name, entries[name], data_start_bytes) for name in entries]
+    tensors.sort(key=lambda tensor: (tensor.start_bytes, tensor.stop_bytes))
+    return FileHeader(label, metadata, tuple(tensors), data_start_bytes, file_size_bytes)
+
+
+def _parse_json(header_json: bytes, label: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise FormatError(
+                f"{label}: key {shown(first_repeated(key for key, _ in pairs))} is there twice "
+                f"in one object of the header: {shown(pairs)}. Expected every tensor and every "
+                f"key once"
+            )
+        return found
+
+    try:
+        text = header_json.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{label}: byte {LENGTH_BYTES + error.start} of the file is no UTF-8 text "
+            f"({error.reason}), expected a header that is JSON in UTF-8"
+        ) from error
+    if not text.startswith("{"):
+        raise FormatError(
+            f"{label}: the header begins with {text[:16]!r}, expected a JSON object: '{{'"
+        )
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
+        raise FormatError(f"{label}: the header is not JSON: {error}") from error
+    entries: dict[str, Any] = found  # the text began with "{"
+    return entries
+
+
+def _tensor(label: str, name: str, entry: Any, data_start_bytes: int) -> TensorHeader:
+    def wrong(found: str, expected: str) -> FormatError:
+        return FormatError(f"{label}: tensor {shown(name)}: {found}, expected {expected}")
+
+    if not is_text(name):
+        raise wrong("the name is half of a UTF-16 pair", "text that UTF-8 can say")
+    if not isinstance(entry, dict):
+        raise wrong(f"its entry is {shown(entry)}", f"an object with {sorted(_ENTRY_KEYS)}")
+    if entry.keys() != _ENTRY_KEYS:
+        raise wrong(f"its entry has the keys {shown(sorted(entry))}", f"{sorted(_ENTRY_KEYS)}")
+    tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _are_integers(shape):
+        raise wrong(f"shape {shown(shape)}", "a list of integers")
+    if not _are_integers(offsets) or len(offsets) != 2:
+        raise wrong(f"data_offsets {shown(offsets)}", "a list of two integers")
+    start, stop = offsets
+    if not 0 <= start <= stop <= LARGEST_OFFSET:
+        raise wrong(f"data_offsets {shown(offsets)}", "0 <= start <= stop < 2**63")
+    if not isinstance(tag, str) or len(tag) > _LONGEST_TAG:
+        raise wrong(f"dtype {shown(tag)}", "a tag such as 'F32' or 'BF16'")
+    try:
+        element = dtype(tag)
+    except UsageError as error:
+        raise FormatError(f"{label}: tensor {shown(name)}: {error}") from error
+    if element.safetensors_tag != tag:
+        raise wrong(f"dtype {tag!r}", f"a tag such as {element.safetensors_tag or 'F32'!r}")
+    try:
+        return TensorHeader(
+            name, element, tuple(shape), data_start_bytes + start, data_start_bytes + stop
+        )
+    except FormatError as error:
+        raise FormatError(f"{label}: {error}. Its data_offsets are {shown(offsets)}") from error
+
+
+def aligned_order(
+    tensors: Iterable[NamedTensor], alignment_bytes: int = 4096
+) -> tuple[NamedTensor, ...]:
+    """The tensors whose size is a multiple of `alignment_bytes` first, otherwise as given.
+
+    Laid out in that order by `build_header`, each of those starts at such a multiple, and
+    whole blocks of the file system can be written without reading what is beside them.
+
+    >>> small, large = ("b", dtype("F32"), (3,)), ("w", dtype("F32"), (2, 1024))
+    >>> [name for name, _, _ in aligned_order([small, large])]
+    ['w', 'b']
+    """
+    _check_alignment(alignment_bytes)
+    return tuple(
+        sorted(
+            tensors,
+            key=lambda tensor: tensor_size_bytes(tensor[1], tensor[2]) % alignment_bytes > 0,
+        )
+    )
+
+
+def build_header(
+    tensors: Iterable[NamedTensor],
+    metadata: Mapping[str, str] | None = None,
+    alignment_bytes: int = 4096,
+    label: str = "new file",
+) -> tuple[bytes, FileHeader]:
+    """The first bytes of a file that holds `tensors` in this order, and what they say.
+
+    The bytes (length, JSON and padding) end where the data starts, at a multiple of
+    `alignment_bytes`; `FileHeader.tensors` gives each tensor's place, in the order given,
+    and `FileHeader.file_size_bytes` the size of the whole file.
+
+    >>> first_bytes, header = build_header([("w", dtype("F32"), (2,)), ("b", dtype("I8"), ())])
+    >>> len(first_bytes), [(tensor.start_bytes, tensor.stop_bytes) for tensor in header.tensors]
+    (4096, [(4096, 4104), (4104, 4105)])
+
+    Raises UsageError for what such a file cannot say: a type without a tag, a name given
+    twice or reserved, an impossible shape, metadata that is not text, a header over 100 MB.
+    """
+    _check_alignment(alignment_bytes)
+    tensors = tuple(tensors)
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    try:
+        check_metadata(label, metadata or {})
+        for name, element, shape in tensors:
+            if not is_text(name) or name == "__metadata__" or name in entries:
+                raise UsageError(
+                    f"{label}: tensor {shown(name)}: no name for a tensor here. Expected text "
+                    f"that UTF-8 can say, not '__metadata__', and every name once"
+                )
+            if element.safetensors_tag is None:
+                raise UsageError(
+                    f"{label}: tensor {shown(name)}: safetensors has no tag for {element}. "
+                    f"Convert the tensor to another type, or store its bytes as uint8"
+                )
+            check_shape(name, element, shape)
+            stop = offset + tensor_size_bytes(element, shape)
+            entries[name] = {
+                "dtype": element.safetensors_tag,
+                "shape": list(shape),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        text += b" " * (-(LENGTH_BYTES + len(text)) % alignment_bytes)
+        header = parse_header(text, LENGTH_BYTES + len(text) + offset, label)
+    except FormatError as error:
+        raise UsageError(str(error)) from error
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, header
+
+
+def _are_integers(value: object) -> bool:
+    # type, not isinstance: True is an integer to Python and not to JSON.
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _check_alignment(alignment_bytes: int) -> None:
+    if alignment_bytes < 1:
+        raise UsageError(f"alignment_bytes {alignment_bytes}: expected at least 1, usually 4096")

@@ -1,0 +1,315 @@
+"""Checkpoints of shards, one safetensors file a rank.
+
+PyTorch's convention (`torch.distributed.checkpoint.HuggingFaceStorageWriter` with
+`save_distributed=True`) names a rank's files `shard-0000R-model-0000I-of-0000N.safetensors`,
+counting from 1, and says in their metadata at which offsets of its tensor each shard begins::
+
+    DCP_VERSION         1.0
+    DCP_SHARDING_INFO   {"lm_head.weight": {"saved_offsets": [7631, 0]}, ...}
+
+It stores neither the shape of the whole tensor nor the list of files. Our manifest does; a
+checkpoint without one has the shapes of the largest extents, and its shards are proven to
+cover them, each element once. A last shard that is missing cannot be noticed by that, so our
+files also say how many they are (`RESHARD_FILES`); of others, a note says what is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.formats.safetensors_header import (
+    FileHeader,
+    NamedTensor,
+    TensorHeader,
+    aligned_order,
+    build_header,
+    read_header,
+)
+from reshard.checkpoint.formats.safetensors_values import LARGEST_OFFSET
+from reshard.checkpoint.manifest import Manifest, ManifestTensor
+from reshard.errors import CheckpointError, CoverageError, FormatError
+from reshard.layout import Box, Layout
+
+FORMAT = "sharded-safetensors"
+SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
+VERSION_KEY = "DCP_VERSION"
+FILES_KEY = "RESHARD_FILES"
+CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY, FILES_KEY)
+_FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
+
+
+def shard_file_name(rank: int) -> str:
+    """The name of a rank's file.
+
+    >>> shard_file_name(0)
+    'shard-00001-model-00001-of-00001.safetensors'
+    """
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that a file name names, or None.
+
+    >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors"), rank_of_file("a.safetensors")
+    (2, None)
+    """
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1]) - 1 if match and int(match[1]) > 0 else None
+
+
+def arrange_file(
+    tensors: Iterable[NamedTensor],
+    metadata: Mapping[str, str],
+    offsets: Mapping[str, tuple[int, ...]] | None,
+    files: int,
+    label: str,
+) -> tuple[bytes, FileHeader]:
+    """The header of one rank's file of `files`; with `offsets`, in PyTorch's convention."""
+    own = {"format": "pt", **metadata}
+    ordered = aligned_order(tensors)
+    if offsets is not None:
+        info = {name: {"saved_offsets": list(offsets[name])} for name, _, _ in ordered}
+        own |= {VERSION_KEY: "1.0", SHARDING_INFO_KEY: json.dumps(info), FILES_KEY: str(files)}
+    return build_header(ordered, own, label=label)
+
+
+def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
+    """A checkpoint of shards that has a manifest.
+
+    Raises:
+        CheckpointError: a file that is missing, or whose size is not what was written.
+        FormatError: shards that are not what the manifest says.
+    """
+    addresses: dict[str, dict[int, FileRange]] = {name: {} for name in manifest.tensors}
+    metadata: dict[str, str] = {}
+    for file in manifest.files:
+        header = read_header(folder / file.name)
+        metadata.update(header.metadata)
+        if header.file_size_bytes != file.size_bytes:
+            raise CheckpointError(
+                f"{folder / file.name} has {header.file_size_bytes} bytes, the manifest says "
+                f"{file.size_bytes}; it is not the file that was written"
+            )
+        if rank_of_file(file.name) not in (None, file.rank):
+            raise FormatError(
+                f"{folder / file.name} is the file of rank {rank_of_file(file.name)}, the manifest "
+                f"says of rank {file.rank}"
+            )
+        offsets = None
+        if SHARDING_INFO_KEY in header.metadata:
+            offsets = _offsets(folder / file.name, header)
+        for entry in header.tensors:
+            described = manifest.tensors.get(entry.name)
+            if described is None:
+                raise FormatError(
+                    f"{folder / file.name} holds tensor {entry.name!r}, which the manifest does "
+                    "not know"
+                )
+            found = offsets[entry.name] if offsets else None
+            _check_shard(folder / file.name, entry, described, file.rank, found)
+            addresses[entry.name][file.rank] = FileRange(file.name, entry.start_bytes)
+    tensors = {
+        name: StoredTensor(
+            name,
+            described.dtype,
+            Binding(described.layout, addresses[name], {}),
+            described.spec,
+            described.digest,
+        )
+        for name, described in manifest.tensors.items()
+    }
+    for tensor in tensors.values():
+        _prove_covered(folder, tensor)
+    return Checkpoint(
+        folder, FORMAT, tensors, manifest.files, manifest.mesh, _own_metadata(metadata)
+    )
+
+
+def _check_shard(
+    path: Path,
+    entry: TensorHeader,
+    described: ManifestTensor,
+    rank: int,
+    offsets: tuple[int, ...] | None,
+) -> None:
+    expected = described.layout.local_shape(rank) if rank < described.layout.slots else None
+    if expected is None:
+        raise FormatError(
+            f"{path} holds a shard of {entry.name!r}, but the manifest gives rank {rank} none"
+        )
+    if entry.shape != expected or entry.dtype is not described.dtype:
+        raise FormatError(
+            f"{path}: the shard of {entry.name!r} is {entry.dtype.name} {list(entry.shape)}, the "
+            f"manifest says {described.dtype.name} {list(expected)}"
+        )
+    boxes = described.layout.boxes(rank)
+    if offsets is not None and boxes and boxes[0].start != offsets:
+        raise FormatError(
+            f"{path}: the shard of {entry.name!r} begins at {list(offsets)} of its tensor, the "
+            f"manifest says at {list(boxes[0].start)}"
+        )
+
+
+def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
+    """A checkpoint of shards by what the files themselves say.
+
+    Raises:
+        FormatError: files without offsets, or offsets that do not fit.
+        CoverageError: shards of one tensor that disagree in type or rank, overlap, or leave a
+            part of it out; fewer or more files than they say they are.
+    """
+    _check_file_numbers(folder, names)
+    counts: dict[str, str | None] = {}
+    shards: dict[str, list[tuple[int, str, TensorHeader, tuple[int, ...]]]] = {}
+    files = []
+    metadata: dict[str, str] = {}
+    for number, name in enumerate(names):
+        header = read_header(folder / name)
+        rank = rank_of_file(name)
+        rank = number if rank is None else rank
+        files.append(StoredFile(name, header.file_size_bytes, rank))
+        metadata.update(header.metadata)
+        counts[name] = header.metadata.get(FILES_KEY)
+        offsets = _offsets(folder / name, header)
+        for entry in header.tensors:
+            shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
+    tensors = {name: _joined(folder, name, pieces) for name, pieces in shards.items()}
+    notes = _check_file_counts(folder, counts)
+    return Checkpoint(
+        folder, FORMAT, tensors, tuple(files), None, _own_metadata(metadata), notes=notes
+    )
+
+
+def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[str, ...]:
+    """See that there are as many files as they say; notes where they say nothing."""
+    for name, count in counts.items():
+        if count is not None and count != str(len(counts)):
+            raise CoverageError(
+                f"{folder / name} says that it is one of {count[:20]} files written together, and "
+                f"here are {len(counts)} with shards; one is missing, or files are left over from "
+                "another save. Open the folder that has exactly those of one save"
+            )
+    if any(count is not None for count in counts.values()):
+        return ()
+    return (
+        "neither a manifest nor the files say how many files with shards there were: tensors have "
+        "the shapes that the shards found reach to, and if a last file is missing, they are too "
+        "small",
+    )
+
+
+def _check_file_numbers(folder: Path, names: list[str]) -> None:
+    """A rank's tensors may be in files 1 to N, and every name says N."""
+    matches = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
+    totals = sorted({int(match[3]) for match in matches})
+    if len(totals) > 1:
+        raise CoverageError(
+            f"{folder} has shard files of {totals[0]} and of {totals[1]} files a rank; files are "
+            "left over from another save"
+        )
+    numbers = {int(match[2]) for match in matches}
+    for number in range(1, max(totals, default=0) + 1):
+        if number not in numbers:
+            raise CheckpointError(
+                f"no rank in {folder} has a file {number} of {totals[0]}: expected a name such as "
+                f"shard-00001-model-{number:05d}-of-{totals[0]:05d}.safetensors. The checkpoint "
+                "is incomplete"
+            )
+
+
+def _own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in metadata.items() if key not in CONVENTION_KEYS}
+
+
+def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
+    text = header.metadata.get(SHARDING_INFO_KEY)
+    if text is None:
+        raise FormatError(
+            f"{path} has no {SHARDING_INFO_KEY} in its metadata, while files beside it have; "
+            "whole and sharded tensors cannot be in one checkpoint"
+        )
+    try:
+        info = json.loads(text)
+        offsets = {entry.name: tuple(info[entry.name]["saved_offsets"]) for entry in header.tensors}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(
+            f"{path}: {SHARDING_INFO_KEY} does not give `saved_offsets` for every tensor of the "
+            f"file: {'no ' if isinstance(error, KeyError) else ''}{error}"
+        ) from error
+    for entry in header.tensors:
+        found = offsets[entry.name]
+        if len(found) != len(entry.shape) or not all(
+            type(offset) is int and 0 <= offset <= LARGEST_OFFSET - size
+            for offset, size in zip(found, entry.shape, strict=True)
+        ):
+            raise FormatError(
+                f"{path}: offsets {list(found)} of {entry.name!r}, expected "
+                f"{len(entry.shape)} numbers of 0 or more"
+            )
+    return offsets
+
+
+def _joined(
+    folder: Path, name: str, pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]]
+) -> StoredTensor:
+    """The tensor that shards make together, proven to cover it once."""
+    _, first_file, first, _ = pieces[0]
+    for _, file, entry, _ in pieces:
+        if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):
+            raise CoverageError(
+                f"tensor {name!r} is {first.dtype.name} of {len(first.shape)} dimensions in "
+                f"{folder / first_file}, but {entry.dtype.name} of {len(entry.shape)} dimensions "
+                f"in {folder / file}"
+            )
+    boxes: dict[int, tuple[str, int, Box]] = {}
+    for rank, file, entry, offsets in pieces:
+        if rank in boxes:
+            raise CoverageError(
+                f"rank {rank} has two shards of {name!r}, in {folder / boxes[rank][0]} and "
+                f"{folder / file}; the files do not belong together"
+            )
+        stop = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
+        boxes[rank] = (file, entry.start_bytes, Box(offsets, stop))
+    ends = [box.stop for _, _, box in boxes.values()]
+    shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
+    check_disjoint(folder, name, [(file, box) for file, _, box in boxes.values()])
+    slots = max(boxes) + 1
+    layout = Layout.from_boxes(shape, [(rank, box) for rank, (_, _, box) in boxes.items()], slots)
+    addresses = {rank: FileRange(file, start) for rank, (file, start, _) in boxes.items()}
+    tensor = StoredTensor(name, first.dtype, Binding(layout, addresses, {}))
+    _prove_covered(folder, tensor)
+    return tensor
+
+
+def _prove_covered(folder: Path, tensor: StoredTensor) -> None:
+    try:
+        _ = tensor.assembly
+    except CoverageError as error:
+        raise CoverageError(f"{folder}: {error}") from None
+
+
+def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> None:
+    """Raise CoverageError for shards (file, box) of the tensor `name` that overlap."""
+    # Sorted by where they begin, only neighbours that still reach each other are compared.
+    filled = [(file, box) for file, box in boxes if box.elements]
+    ordered = sorted(filled, key=lambda item: item[1].start)
+    open_boxes: list[tuple[str, Box]] = []
+    for file, box in ordered:
+        if box.start:
+            open_boxes = [item for item in open_boxes if item[1].stop[0] > box.start[0]]
+        for other_file, other in open_boxes:
+            if all(
+                a < d and c < b
+                for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True)
+            ):
+                raise CoverageError(
+                    f"two shards of {name!r} overlap: {other} in {folder / other_file} and {box} "
+                    f"in {folder / file}; a file is left over from another save, or the shards "
+                    "are copies, which only a manifest can declare"
+                )
+        open_boxes.append((file, box))

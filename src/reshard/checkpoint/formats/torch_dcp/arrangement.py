@@ -1,0 +1,188 @@
+"""Which files will a new PyTorch distributed checkpoint have, and where in them goes each chunk?
+
+1. Every tensor is stored as boxes, each once. A shard that is one box is one chunk; one that is
+   interleaved or padded is as many chunks as it has boxes, and its padding is not stored.
+   Where shards overlap, what an earlier rank stores is taken out of a later one's boxes.
+2. A rank's chunks are archives, one behind the other, in its file `__R_0.distcp`; bytes that
+   are no tensors come first, in the file of the first rank.
+3. `.metadata` says where each of them is. It is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewFile,
+    PlannedTensor,
+    are_boxes,
+    check_values,
+    storing_slots,
+)
+from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
+from reshard.checkpoint.formats.torch_dcp.archive_writing import NewArchive
+from reshard.checkpoint.formats.torch_dcp.metadata import (
+    DcpChunk,
+    DcpMetadata,
+    DcpTensor,
+    StatePath,
+    StoredBytes,
+    metadata_pickle,
+)
+from reshard.errors import RecipeError
+from reshard.layout import Box, Layout
+from reshard.mesh import DeviceMesh
+
+# Each chunk is an archive of its own and a line in every reader's plan.
+MOST_CHUNKS = 100_000
+
+
+def arrange_torch_dcp(
+    tensors: Mapping[str, PlannedTensor],
+    mesh: DeviceMesh | None,
+    items: Mapping[str, StoredItem],
+    paths: Mapping[str, StatePath],
+    attributes: Mapping[str, Any],
+) -> Arrangement:
+    """Chunks in one file a rank, and what is no tensor in the first.
+
+    Raises:
+        RecipeError: a partial layout; a tensor in more than `MOST_CHUNKS` boxes.
+        UsageError: a type that PyTorch has not.
+    """
+    check_values(tensors)
+    storing = storing_slots(tensors, "once")
+    cuts = {name: _cut(name, tensor, storing[name]) for name, tensor in tensors.items()}
+    ranks = sorted({slot for _, boxes in cuts.values() for slot in boxes}) or [0]
+    files = []
+    placed: dict[str, StoredItem] = {}
+    addresses: dict[str, dict[int, tuple[FileRange, ...]]] = {name: {} for name in tensors}
+    for rank in ranks:
+        file = torch_dcp.data_file_name(rank)
+        end = 0
+        for item in items.values() if rank == ranks[0] else ():
+            place = FileRange(file, end)
+            placed[item.name] = StoredItem(item.name, place, item.size_bytes, rank, item.transforms)
+            end += item.size_bytes
+        archives = []
+        for name, (_, boxes) in cuts.items():
+            ranges = []
+            for box in boxes.get(rank, ()):
+                archive = NewArchive.at(tensors[name].dtype, box.shape, end)
+                archives.append(archive)
+                ranges.append(FileRange(file, archive.storage_start_bytes))
+                end = archive.stop_bytes
+            if ranges:
+                addresses[name][rank] = tuple(ranges)
+        files.append(NewFile(StoredFile(file, end, rank), b"", None, tuple(archives)))
+    stored = {}
+    for name, (layout, _) in cuts.items():
+        binding = Binding(layout, addresses[name], {})
+        spec = tensors[name].spec if layout is tensors[name].layout else None
+        stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
+    return Arrangement(
+        torch_dcp.FORMAT, mesh, stored, tuple(files), (), placed, dict(paths), attributes
+    )
+
+
+def metadata_bytes(arrangement: Arrangement) -> bytes:
+    """The `.metadata` of an arrangement."""
+    archives = {
+        (file.stored.name, archive.storage_start_bytes): archive
+        for file in arrangement.files
+        for archive in file.archives
+    }
+    tensors = {
+        name: DcpTensor(tensor.dtype, tensor.shape, tuple(_chunks(tensor, archives)))
+        for name, tensor in arrangement.tensors.items()
+    }
+    items = {
+        name: StoredBytes(item.place.path, item.place.start_bytes, item.size_bytes, item.transforms)
+        for name, item in arrangement.items.items()
+    }
+    # A name without a known place stood at the top of the state dict, as PyTorch would say.
+    paths = {name: arrangement.paths.get(name, (name,)) for name in (*tensors, *items)}
+    return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=arrangement.attributes))
+
+
+def _chunks(
+    tensor: StoredTensor, archives: Mapping[tuple[str, int], NewArchive]
+) -> Iterator[DcpChunk]:
+    for slot in tensor.stored_slots:
+        for number, box in enumerate(stored_boxes(tensor.layout, slot)):
+            place = tensor.file_range(slot, number)
+            archive = archives[place.path, place.start_bytes]
+            size = archive.stop_bytes - archive.start_bytes
+            yield DcpChunk(box, StoredBytes(place.path, archive.start_bytes, size))
+
+
+def stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
+    """The boxes of a slot that holds boxes; an empty one where it holds no element."""
+    boxes = layout.boxes(slot)
+    return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
+
+
+def _cut(
+    name: str, tensor: PlannedTensor, storing: frozenset[int]
+) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
+    """The layout a tensor is stored in, and the boxes of every rank that stores some."""
+    layout = tensor.layout
+    whole = Box((0,) * layout.ndim, layout.shape)
+    if not whole.elements:
+        # Nothing is stored but the shape.
+        slot = min(storing)
+        return Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}
+    pairs = [(slot, box) for slot in sorted(storing) for box in layout.boxes(slot)]
+    are_disjoint = sum(box.elements for _, box in pairs) == whole.elements
+    are_single = all(len(layout.cells_of(slot)) == 1 for slot in storing)
+    if are_boxes(layout, storing) and are_single and are_disjoint:
+        return layout, {slot: (box,) for slot, box in pairs}
+    if len(pairs) > MOST_CHUNKS:
+        raise RecipeError(
+            f"tensor {name!r} cut by `{tensor.spec}` is {len(pairs)} boxes, PyTorch's distributed "
+            f"checkpoint has each in an archive of its own; {MOST_CHUNKS} are the most. Cut it "
+            "coarser, or choose the format sharded-safetensors"
+        )
+    if not are_disjoint:
+        pairs = _disjoint(pairs)
+    boxes: dict[int, list[Box]] = {}
+    for slot, box in pairs:
+        boxes.setdefault(slot, []).append(box)
+    stored = Layout.from_boxes(layout.shape, pairs, layout.slots)
+    return stored, {slot: tuple(found) for slot, found in boxes.items()}
+
+
+def _disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """The same boxes without what an earlier one has."""
+    found: list[tuple[int, Box]] = []
+    for slot, box in pairs:
+        parts = [box]
+        for _, other in found:
+            parts = [part for whole in parts for part in without(whole, other)]
+        found += [(slot, part) for part in parts]
+    return found
+
+
+def without(box: Box, other: Box) -> tuple[Box, ...]:
+    """What is left of a box when another is taken out, as boxes.
+
+    >>> [str(part) for part in without(Box((0, 0), (4, 4)), Box((1, 0), (2, 3)))]
+    ['[0:1, 0:4]', '[2:4, 0:4]', '[1:2, 3:4]']
+    """
+    low = tuple(map(max, box.start, other.start))
+    high = tuple(map(min, box.stop, other.stop))
+    if not all(a < b for a, b in zip(low, high, strict=True)):
+        return (box,)
+    parts = []
+    start, stop = list(box.start), list(box.stop)
+    for d in range(len(low)):
+        if start[d] < low[d]:
+            parts.append(Box(tuple(start), (*stop[:d], low[d], *stop[d + 1 :])))
+        if high[d] < stop[d]:
+            parts.append(Box((*start[:d], high[d], *start[d + 1 :]), tuple(stop)))
+        start[d], stop[d] = low[d], high[d]
+    return tuple(parts)

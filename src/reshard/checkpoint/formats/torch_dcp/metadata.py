@@ -1,0 +1,381 @@
+"""What does the `.metadata` of a PyTorch distributed checkpoint say?
+
+`torch.distributed.checkpoint` (DCP) writes one file or several for each rank, and beside them
+`.metadata`, a pickle of dataclasses::
+
+    Metadata
+      state_dict_metadata   {name: shape, type and chunks of a tensor, or that it is none}
+      storage_data          {name and offset of a chunk: file, offset, length}
+      planner_data          {name: where it stood in the nested state dict}
+      storage_meta, version
+
+1. The pickle is read without doing what it says (`restricted_pickle`).
+2. Every chunk of every tensor is looked up in `storage_data`; what is not there is missing.
+3. Attributes beyond these (Megatron has some) do not matter for the tensors. Those of plain
+   values are kept as they are (`plain_attributes`); the others are listed.
+
+`metadata_pickle` is the way back: names of PyTorch's classes, without PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.checkpoint.formats.safetensors_values import check_shape
+from reshard.checkpoint.formats.torch_dcp.archive import TORCH_DTYPES
+from reshard.checkpoint.formats.torch_dcp.pickle_writing import write_pickle
+from reshard.checkpoint.formats.torch_dcp.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_dcp.restricted_pickle import (
+    Call,
+    Global,
+    read_pickle,
+    shortened,
+)
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import CoverageError, FormatError, UsageError
+from reshard.layout import Box
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_PATHS = frozenset(["PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath"])
+_ALLOWED = {
+    _METADATA: frozenset(
+        [
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ]
+    ),
+    _FILESYSTEM: frozenset(["_StorageInfo", "_StoragePrefix"]),
+    # Megatron keeps the plans of all ranks.
+    "torch.distributed.checkpoint.planner": frozenset(
+        ["SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"]
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset(["MCoreSavePlan"]),
+    # Before PyTorch 2.2.
+    _SHARDED: frozenset(["TensorProperties", "MEM_FORMAT_ENCODING"]),
+    "torch": TORCH_DTYPES | {"Size"},
+    "torch.serialization": frozenset(["_get_layout"]),
+    "collections": frozenset(["OrderedDict"]),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+_KNOWN_ATTRIBUTES = {
+    "state_dict_metadata",
+    "storage_data",
+    "planner_data",
+    "storage_meta",
+    "version",
+    # A cache of the next save.
+    "all_local_plans",
+}
+VERSION = "1.0.0"
+
+StatePath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A range of a file; `transforms` names what was done to its bytes, innermost first."""
+
+    file: str
+    start_bytes: int
+    size_bytes: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DcpChunk:
+    """A box of a tensor, and the archive that holds it."""
+
+    box: Box
+    place: StoredBytes
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor, and the chunks that it is stored in."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[DcpChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What a distributed checkpoint holds.
+
+    `items` are bytes that are no tensor; `paths` says where in the nested state dict each name
+    stood, where that is known. `attributes` are those that PyTorch itself has not, where their
+    values are plain ones; `other_attributes` names those of anything else.
+    """
+
+    tensors: Mapping[str, DcpTensor]
+    items: Mapping[str, StoredBytes]
+    paths: Mapping[str, StatePath] = field(default_factory=dict)
+    other_attributes: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_metadata(content: bytes, label: str) -> DcpMetadata:
+    """What the bytes of a `.metadata` file say; `label` names the file in errors.
+
+    Raises:
+        FormatError: a pickle of anything else, or one that contradicts itself.
+        CoverageError: a chunk that is listed and not stored.
+    """
+    root = read_pickle(content, _ALLOWED, label)
+    if not (isinstance(root, Call) and root.function.name == "Metadata"):
+        raise FormatError(f"{label} is no metadata of torch.distributed.checkpoint")
+    fields = _Fields(root, label)
+    places = _places(fields.mapping("storage_data"), label)
+    tensors: dict[str, DcpTensor] = {}
+    items: dict[str, StoredBytes] = {}
+    for name, described in fields.mapping("state_dict_metadata").items():
+        _check_name(name, label)
+        kind = described.function.name if isinstance(described, Call) else ""
+        if isinstance(described, Call) and kind == "TensorStorageMetadata":
+            tensors[name] = _tensor(name, described, places, label)
+        elif kind == "BytesStorageMetadata":
+            if (name, None) not in places:
+                raise CoverageError(f"{label} lists {name!r}, but says not where its bytes are")
+            items[name] = places[name, None]
+        else:
+            raise FormatError(f"{label}: {name!r} is neither a tensor nor bytes")
+    unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
+    attributes = plain_attributes({name: fields.get(name) for name in unknown})
+    other = tuple(shortened(name) for name in unknown if name not in attributes)
+    paths = _paths(fields.get("planner_data"))
+    return DcpMetadata(tensors, items, paths or {}, other, attributes)
+
+
+class _Fields:
+    """The attributes of one object of a pickle, each checked when it is asked for."""
+
+    def __init__(self, value: object, label: str) -> None:
+        self._label = label
+        if not (isinstance(value, Call) and isinstance(value.state, dict)):
+            raise FormatError(f"{label} is not described as PyTorch does")
+        self._state: dict[Any, Any] = value.state
+
+    def wrong(self, name: str, expected: str) -> FormatError:
+        """The error for an attribute that is missing or something else."""
+        found = self._state.get(name)
+        return FormatError(
+            f"{self._label}: {name} is {shortened(repr(type(found).__name__))}, expected {expected}"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all attributes."""
+        return tuple(str(name) for name in self._state)
+
+    def get(self, name: str) -> Any:
+        """An attribute, or None."""
+        return self._state.get(name)
+
+    def mapping(self, name: str) -> dict[Any, Any]:
+        """An attribute that is a dict."""
+        value = self._state.get(name)
+        if isinstance(value, Call) and value.function.name == "OrderedDict":
+            value = {} if value.state is None else value.state
+        if not isinstance(value, dict):
+            raise self.wrong(name, "a dict")
+        return value
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a `torch.Size`."""
+        value = self._state.get(name)
+        if isinstance(value, Call) and value.function.name == "Size" and len(value.arguments) == 1:
+            value = value.arguments[0]
+        if not isinstance(value, tuple | list) or not all(map(_is_size, value)):
+            raise self.wrong(name, "sizes")
+        return tuple(value)
+
+    def size(self, name: str) -> int:
+        """An attribute that is a number of bytes."""
+        value = self._state.get(name)
+        if not isinstance(value, int) or not _is_size(value):
+            raise self.wrong(name, "a number of bytes")
+        return value
+
+    def text(self, name: str) -> str:
+        """An attribute that is text."""
+        value = self._state.get(name)
+        if not isinstance(value, str):
+            raise self.wrong(name, "text")
+        return value
+
+
+_Places = dict[tuple[str, tuple[int, ...] | None], StoredBytes]
+
+
+def _places(storage: Mapping[Any, Any], label: str) -> _Places:
+    """Where every chunk and every item is stored, by name and offset."""
+    places: _Places = {}
+    for index, info in storage.items():
+        where = _Fields(index, f"{label}: an index of storage_data")
+        name = where.text("fqn")
+        key = (name, None if where.get("offset") is None else where.sizes("offset"))
+        fields = _Fields(info, f"{label}: the place of {name!r}")
+        transforms = fields.get("transform_descriptors") or []
+        if not isinstance(transforms, list | tuple) or not all(
+            isinstance(one, str) for one in transforms
+        ):
+            raise fields.wrong("transform_descriptors", "a list of names")
+        if key in places:
+            raise FormatError(f"{label} says twice where {name!r} at {key[1]} is stored")
+        places[key] = StoredBytes(
+            fields.text("relative_path"),
+            fields.size("offset"),
+            fields.size("length"),
+            tuple(transforms),
+        )
+    return places
+
+
+def _tensor(name: str, value: Call, places: _Places, file: str) -> DcpTensor:
+    label = f"{file}: tensor {name!r}"
+    fields = _Fields(value, label)
+    shape = fields.sizes("size")
+    dtype = _dtype(fields, label)
+    try:
+        check_shape(name, dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{file}: {error}") from error
+    listed = fields.get("chunks")
+    if not isinstance(listed, list):
+        raise fields.wrong("chunks", "a list")
+    chunks = []
+    for chunk in listed:
+        described = _Fields(chunk, f"{label}: a chunk")
+        start, sizes = described.sizes("offsets"), described.sizes("sizes")
+        if not len(start) == len(sizes) == len(shape):
+            raise FormatError(
+                f"{label}: a chunk at {list(start)} of {list(sizes)} in a tensor of {list(shape)}"
+            )
+        box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+        if any(stop > size for stop, size in zip(box.stop, shape, strict=True)):
+            raise FormatError(f"{label}: the chunk {box} lies outside of {list(shape)}")
+        place = places.get((name, start))
+        if place is None:
+            raise CoverageError(
+                f"{label}: the chunk {box} is listed, but not where it is stored; a rank's part "
+                "of the save is missing"
+            )
+        chunks.append(DcpChunk(box, place))
+    return DcpTensor(dtype, shape, tuple(chunks))
+
+
+def _dtype(fields: _Fields, label: str) -> DType:
+    """The element type in the properties of a tensor, the first of the values they have."""
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, Call) else None
+    named = state.get("dtype") if isinstance(state, dict) else None
+    if isinstance(state, tuple) and state:
+        named = state[0]
+    if not (isinstance(named, Global) and named.module == "torch"):
+        raise fields.wrong("properties", "the properties of a tensor, with its dtype")
+    try:
+        return as_dtype(named.name)
+    except UsageError as error:
+        raise FormatError(f"{label}: {error}") from error
+
+
+def _paths(planner_data: object) -> dict[str, StatePath] | None:
+    """Where names stood in the state dict; None where a planner kept something else."""
+    if not isinstance(planner_data, dict):
+        return None
+    paths: dict[str, StatePath] = {}
+    for name, path in planner_data.items():
+        if not isinstance(name, str) or not isinstance(path, tuple):
+            return None
+        if not all(type(step) in (str, int) for step in path):
+            return None
+        paths[name] = path
+    return paths
+
+
+def _check_name(name: object, label: str) -> None:
+    if not isinstance(name, str):
+        raise FormatError(f"{label}: a name in state_dict_metadata is no text")
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise FormatError(f"{label}: the name {name!r} is not text that UTF-8 can say") from error
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def metadata_pickle(metadata: DcpMetadata) -> bytes:
+    """The bytes of a `.metadata` file, as `torch.distributed.checkpoint` reads them."""
+    described: dict[Any, Any] = {}
+    storage: dict[Any, Any] = {}
+    for name, tensor in metadata.tensors.items():
+        chunks = []
+        for number, chunk in enumerate(tensor.chunks):
+            offsets = _size(chunk.box.start)
+            chunks.append(
+                _object("ChunkStorageMetadata", offsets=offsets, sizes=_size(chunk.box.shape))
+            )
+            index = _object("MetadataIndex", fqn=name, index=number, offset=offsets)
+            storage[index] = _storage_info(chunk.place)
+        described[name] = _object(
+            "TensorStorageMetadata",
+            properties=_properties(tensor.dtype),
+            size=_size(tensor.shape),
+            chunks=chunks,
+        )
+    for name, place in metadata.items.items():
+        described[name] = _object("BytesStorageMetadata")
+        index = _object("MetadataIndex", fqn=name, index=None)
+        storage[index] = _storage_info(place)
+    state = {
+        "state_dict_metadata": described,
+        "planner_data": dict(metadata.paths) or None,
+        "storage_data": storage,
+        "storage_meta": _object(
+            "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
+        ),
+        "version": VERSION,
+        **metadata.attributes,
+    }
+    root = Call(Global(_METADATA, "Metadata"), (), state, is_new=True)
+    return write_pickle(root)
+
+
+def _object(name: str, module: str = _METADATA, **attributes: Any) -> Call:
+    return Call(Global(module, name), (), attributes or None, is_new=True)
+
+
+def _size(sizes: Iterable[int]) -> Call:
+    return Call(Global("torch", "Size"), (tuple(sizes),))
+
+
+def _storage_info(place: StoredBytes) -> Call:
+    info: dict[str, Any] = {
+        "relative_path": place.file,
+        "offset": place.start_bytes,
+        "length": place.size_bytes,
+    }
+    if place.transforms:
+        info["transform_descriptors"] = list(place.transforms)
+    return _object("_StorageInfo", _FILESYSTEM, **info)
+
+
+def _properties(dtype: DType) -> Call:
+    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (Global("torch", dtype.name), strided, False, contiguous, False)
+    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)

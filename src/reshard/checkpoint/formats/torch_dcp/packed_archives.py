@@ -1,0 +1,254 @@
+"""Where are the elements of a tensor whose archive was compressed?
+
+Nowhere in a file, until the archive is unpacked, and only all of it can be. What is unpacked of
+one file goes into a file without a name, in which every storage has its place from the start::
+
+    __0_0.distcp            [packed w][packed b][a number]
+                                |         |
+    __0_0.distcp/unpacked   [w ........][b ..]            each from a page on; holes until read
+
+1. The front of each archive, the little that opening a checkpoint unpacks, says how long its
+   storage is and how the tensor lies in it. So each storage has its place before it is unpacked.
+2. When something in it is first read, the archive is unpacked from beginning to end, once,
+   through a small buffer: memory does not grow with the archive, the disk takes the storage.
+3. Then the archive's directory is there: it must say what the front said, and its checksum
+   must be that of the storage.
+4. The system removes a file without a name when it is closed, or its process ends in any way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard.binding import FileRange
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, Region
+from reshard.checkpoint.files.direct_io import reason
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.formats.torch_dcp.archive import ArchivedTensor, ReadRange, read_archive
+from reshard.checkpoint.formats.torch_dcp.archive_front import FRONT_BYTES, read_archive_front
+from reshard.checkpoint.formats.torch_dcp.stream_transforms import ByteStream, RangeStream, unpacked
+from reshard.errors import DigestError, FormatError, RunError
+
+# What stands behind the storage: small records, and the directory.
+_MOST_TAIL_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackedArchive:
+    """An archive that lies transformed in a file.
+
+    Its `packed_bytes` at `place` were transformed by `transforms`, which are undone in that
+    order. `front` is what its beginning says. Its storage is unpacked to `start_bytes` of the
+    file without a name; `label` names it in errors.
+    """
+
+    label: str
+    place: FileRange
+    packed_bytes: int
+    transforms: tuple[str, ...]
+    front: ArchivedTensor
+    start_bytes: int = 0
+
+    @property
+    def stop_bytes(self) -> int:
+        """Where the unpacked storage ends."""
+        return self.start_bytes + self.front.storage_bytes
+
+    @property
+    def next_start_bytes(self) -> int:
+        """Where the next storage may begin."""
+        return -(-self.stop_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def unpacked_name(file: str) -> str:
+    """The name under which tensors find what is unpacked of a file; no file can have it.
+
+    >>> unpacked_name("__0_0.distcp")
+    '__0_0.distcp/unpacked'
+    """
+    return f"{file}/unpacked"
+
+
+def look_into(
+    read: ReadRange,
+    place: FileRange,
+    packed_bytes: int,
+    transforms: tuple[str, ...],
+    tensor_bytes: int,
+    label: str,
+) -> PackedArchive:
+    """The archive of a tensor of `tensor_bytes`, of which only the front is unpacked.
+
+    `read(offset, size)` answers bytes of the file.
+
+    Raises:
+        CheckpointError: a transform that is not known.
+        MissingExtraError: one whose package is not installed.
+        FormatError: no such archive, or one of more than `tensor_bytes`.
+    """
+    packed = RangeStream(read, place.start_bytes, packed_bytes)
+    stream = unpacked(packed, transforms, _most_bytes(tensor_bytes), label)
+    front = read_archive_front(stream.read(FRONT_BYTES), label)
+    if front.storage_bytes > tensor_bytes:
+        raise FormatError(
+            f"{label} would be unpacked to a storage of {front.storage_bytes} bytes, expected "
+            f"{tensor_bytes} by .metadata; the file is damaged, or made to fill the disk"
+        )
+    return PackedArchive(label, place, packed_bytes, transforms, front)
+
+
+def _most_bytes(storage_bytes: int) -> int:
+    return FRONT_BYTES + storage_bytes + _MOST_TAIL_BYTES
+
+
+class UnpackedFile(SourceFile):
+    """What is unpacked of one file, each archive when something in it is first read.
+
+    `packed` is that file, and stays open as long; `scratch` the folder in which there is room.
+    It reads nothing itself: `read_bytes` are those of `packed`.
+
+    Raises `RunError` where no file can be made in `scratch`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        archives: Sequence[PackedArchive],
+        packed: SourceFile,
+        scratch: Path | None = None,
+    ) -> None:
+        self._archives = archives
+        self._starts = [archive.start_bytes for archive in archives]
+        self._locks = [threading.Lock() for _ in archives]
+        self._is_unpacked = [False] * len(archives)
+        self._packed = packed
+        folder = Path(tempfile.gettempdir()) if scratch is None else scratch
+        needed_bytes = sum(archive.front.storage_bytes for archive in archives)
+        self._room = f"{folder} (needs {needed_bytes} bytes there)"
+        try:
+            self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise self._no_room(error) from error
+        try:
+            self._scratch.truncate(archives[-1].next_start_bytes)
+            super().__init__(path, descriptor=self._scratch.fileno())
+        except OSError as error:
+            self._scratch.close()
+            raise self._no_room(error) from error
+        except RunError:
+            self._scratch.close()
+            raise
+
+    def _no_room(self, error: OSError) -> RunError:
+        return RunError(f"cannot unpack {self._packed.path} into {self._room}: {reason(error)}")
+
+    @property
+    def read_bytes(self) -> int:
+        """None of its own: what is unpacked was read, and counted, in the packed file."""
+        return 0
+
+    def check_unchanged(self) -> None:
+        """Nobody else can change a file without a name; the packed file is looked after."""
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        super().close()
+        self._scratch.close()
+
+    def damage(self, offset_bytes: int) -> tuple[PackedArchive, str] | None:
+        """Unpack the archive with the storage at `offset_bytes`; if it is damaged, it and how.
+
+        Raises RunError where there is no room, or if the packed file cannot be read.
+        """
+        number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
+        try:
+            self._unpack_once(number)
+        except (DigestError, FormatError) as error:
+            return self._archives[number], str(error)
+        return None
+
+    def read_into(self, region: Region | memoryview, offset_bytes: int) -> None:
+        """As `SourceFile.read_into`; unpacks what was not.
+
+        Raises also FormatError or DigestError for archives that are damaged.
+        """
+        memory = region.memory if isinstance(region, Region) else region
+        number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
+        while number < len(self._starts) and self._starts[number] < offset_bytes + memory.nbytes:
+            self._unpack_once(number)
+            number += 1
+        super().read_into(region, offset_bytes)
+
+    def _unpack_once(self, number: int) -> None:
+        with self._locks[number]:
+            if not self._is_unpacked[number]:
+                self._unpack(self._archives[number])
+                self._is_unpacked[number] = True
+
+    def _unpack(self, archive: PackedArchive) -> None:
+        """Unpack an archive and prove it: its storage into the file, the rest in memory."""
+        storage_bytes = archive.front.storage_bytes
+        packed = RangeStream(self._read_packed, archive.place.start_bytes, archive.packed_bytes)
+        most_bytes = _most_bytes(storage_bytes)
+        stream = unpacked(packed, archive.transforms, most_bytes, archive.label)
+        front = stream.read(archive.front.start_bytes)
+        checksum = self._unpack_storage(stream, archive)
+        tail = stream.read(most_bytes)
+        size_bytes = len(front) + storage_bytes + len(tail)
+
+        def read(offset: int, size: int) -> bytes:
+            at, content = offset - len(front), b""
+            if at < 0:
+                content, at = front[offset:][:size], 0
+            inside = max(0, min(size - len(content), storage_bytes - at))
+            start = archive.start_bytes + at
+            content += os.pread(self._scratch.fileno(), inside, start)
+            behind = max(0, at - storage_bytes)
+            return content + tail[behind : behind + size - len(content)]
+
+        whole = read_archive(read, 0, size_bytes, archive.label)
+        if replace(whole, crc32=None) != archive.front:
+            raise FormatError(
+                f"{archive.label} is damaged: its beginning and its directory speak of different "
+                "tensors; fetch the file again"
+            )
+        if whole.crc32 not in (None, checksum):
+            raise DigestError(
+                f"{archive.label} is not what was written: the checksum of what is unpacked is "
+                f"{checksum:08x}, the archive itself says {whole.crc32:08x}. It was damaged, fetch "
+                "it again"
+            )
+
+    def _unpack_storage(self, stream: ByteStream, archive: PackedArchive) -> int:
+        """Write the storage into the file; answers its checksum."""
+        checksum, at = 0, archive.start_bytes
+        while at < archive.stop_bytes:
+            piece = stream.read(min(_PIECE_BYTES, archive.stop_bytes - at))
+            if not piece:
+                raise FormatError(
+                    f"{archive.label} ends early: {at - archive.start_bytes} bytes of its storage "
+                    f"come out, expected {archive.front.storage_bytes}; it was cut off, fetch the "
+                    "file again"
+                )
+            checksum = zlib.crc32(piece, checksum)
+            try:
+                written = 0
+                while written < len(piece):
+                    written += os.pwrite(self._scratch.fileno(), piece[written:], at + written)
+            except OSError as error:
+                raise self._no_room(error) from error
+            at += len(piece)
+        return checksum
+
+    def _read_packed(self, offset: int, size: int) -> bytes:
+        content = bytearray(size)
+        self._packed.read_into(memoryview(content), offset)
+        return bytes(content)

@@ -1,0 +1,126 @@
+"""How are values written as a pickle that names classes this program does not have?
+
+The inverse of `restricted_pickle`: plain values, `Global`, `Call` and `Reference` become the
+opcodes that Python would have written, in protocol 2, which every PyTorch reads. Text and names
+that appear again are written once and recalled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from reshard.checkpoint.formats.torch_dcp.restricted_pickle import Call, Global, Reference
+from reshard.errors import UsageError
+
+_PROTOCOL = 2
+
+
+def write_pickle(value: Any) -> bytes:
+    """The pickle of a value.
+
+    >>> import pickle
+    >>> pickle.loads(write_pickle({"a": [1, -2, 2**40], "b": (None, True, 0.5)}))
+    {'a': [1, -2, 1099511627776], 'b': (None, True, 0.5)}
+    >>> pickle.loads(write_pickle(Call(Global("fractions", "Fraction"), (1, 3))))
+    Fraction(1, 3)
+
+    Raises UsageError for a value of another type.
+    """
+    writer = _Writer()
+    writer.put(value)
+    return b"\x80" + bytes([_PROTOCOL]) + bytes(writer.content) + b"."
+
+
+class _Writer:
+    """What is written so far, and under which number what can be recalled."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self._memo: dict[str | Global, int] = {}
+
+    def put(self, value: Any) -> None:
+        """Write the opcodes that put a value on the stack."""
+        kind = type(value)
+        if value is None:
+            self.content += b"N"
+        elif kind is bool:
+            self.content += b"\x88" if value else b"\x89"
+        elif kind is int:
+            self._put_integer(value)
+        elif kind is float:
+            self.content += b"G" + struct.pack(">d", value)
+        elif kind is str or kind is Global:
+            self._put_recalled(value)
+        elif kind is tuple:
+            self._put_tuple(value)
+        elif kind is list:
+            self.content += b"]("
+            for item in value:
+                self.put(item)
+            self.content += b"e"
+        elif kind is dict:
+            self.content += b"}"
+            self._put_items(value)
+        elif kind is Call:
+            self._put_call(value)
+        elif kind is Reference:
+            self.put(value.key)
+            self.content += b"Q"
+        else:
+            raise UsageError(f"a {kind.__name__} cannot be written to a pickle")
+
+    def _put_integer(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.content += b"K" + struct.pack("<B", value)
+        elif 0 <= value < 1 << 16:
+            self.content += b"M" + struct.pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self.content += b"J" + struct.pack("<i", value)
+        else:
+            size = value.bit_length() // 8 + 1
+            self.content += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+
+    def _put_recalled(self, value: str | Global) -> None:
+        number = self._memo.get(value)
+        if number is not None:
+            self.content += b"h" + bytes([number]) if number < 256 else _wide(b"j", number)
+            return
+        if isinstance(value, str):
+            text = value.encode("utf-8", "surrogatepass")
+            self.content += b"X" + struct.pack("<I", len(text)) + text
+        else:
+            self.content += f"c{value.module}\n{value.name}\n".encode()
+        number = self._memo[value] = len(self._memo)
+        self.content += b"q" + bytes([number]) if number < 256 else _wide(b"r", number)
+
+    def _put_tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) > 3:
+            self.content += b"("
+        for item in value:
+            self.put(item)
+        self.content += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
+
+    def _put_items(self, items: dict[Any, Any]) -> None:
+        if items:
+            self.content += b"("
+            for key, item in items.items():
+                self.put(key)
+                self.put(item)
+            self.content += b"u"
+
+    def _put_call(self, value: Call) -> None:
+        self.put(value.function)
+        self.put(value.arguments)
+        self.content += b"\x81" if value.is_new else b"R"
+        if value.state is None:
+            return
+        if value.function.name == "OrderedDict":
+            self._put_items(value.state)
+            return
+        self.put(value.state)
+        self.content += b"b"
+
+
+def _wide(opcode: bytes, number: int) -> bytes:
+    return opcode + struct.pack("<I", number)

@@ -1,0 +1,143 @@
+"""What do the ranks of a save without collectives hold together?
+
+`torch.distributed.checkpoint.save(..., use_collectives=False)` lets every rank write metadata of
+its own, `__R.metadata`, which knows that rank's part only. Here they are one checkpoint::
+
+    __0.metadata   w = w[0:4] of [8], b = b[0:2], step      w = w[0:4] + w[4:8]
+    __1.metadata   w = w[4:8] of [8], b = b[0:2], step      b = b[0:2] (of rank 0), step (of rank 0)
+
+1. The ranks must be 0, 1, 2 and so on: a rank's file that is missing is noticed.
+2. All ranks must say the same of a tensor's shape and type.
+3. A box that several ranks have is a copy: the lowest rank's is taken, as PyTorch does when its
+   ranks talk.
+4. So are bytes that are no tensors. They can be others on each rank; those that are not taken
+   are listed, for the caller to compare.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint.formats.torch_dcp.metadata import (
+    DcpMetadata,
+    DcpTensor,
+    StatePath,
+    StoredBytes,
+)
+from reshard.errors import CheckpointError, CoverageError
+
+_NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class MergedMetadata:
+    """The metadata of all ranks as one.
+
+    `copies` counts the boxes of tensors that were left to a lower rank; `other_items` are the
+    names and places of bytes that were.
+    """
+
+    metadata: DcpMetadata
+    copies: int
+    other_items: tuple[tuple[str, StoredBytes], ...]
+
+
+def is_rank_metadata(name: str) -> bool:
+    """Whether a file of that name is the metadata of one rank.
+
+    >>> is_rank_metadata("__12.metadata"), is_rank_metadata(".metadata")
+    (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
+
+
+def rank_metadata_names(folder: Path) -> tuple[str, ...]:
+    """The metadata files of single ranks in a folder, in the order of ranks; often none.
+
+    Raises:
+        CheckpointError: a rank has none, while one behind it has.
+    """
+    names = [path.name for path in folder.glob("__*.metadata")]
+    ranks = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    for expected, rank in enumerate(ranks):
+        if rank != expected:
+            raise CheckpointError(
+                f"{folder / f'__{expected}.metadata'} is missing, while there is "
+                f"__{rank}.metadata; without collectives every rank writes its own. Fetch it "
+                "again, the checkpoint is incomplete"
+            )
+    return tuple(f"__{rank}.metadata" for rank in ranks)
+
+
+def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
+    """The metadata of all ranks, given with the names of their files, as one.
+
+    Raises:
+        CoverageError: ranks that disagree about what a tensor is.
+    """
+    tensors: dict[str, DcpTensor] = {}
+    items: dict[str, StoredBytes] = {}
+    paths: dict[str, StatePath] = {}
+    others: list[tuple[str, StoredBytes]] = []
+    unlike: dict[str, None] = {}
+    origin: dict[str, str] = {}
+    copies = 0
+    for file, part in parts:
+        for name, tensor in part.tensors.items():
+            first = tensors.get(name)
+            _check_same_kind(name, file, origin, is_same=name not in items)
+            if first is None:
+                tensors[name] = tensor
+                continue
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise CoverageError(
+                    f"tensor {name!r} is {first.dtype} {list(first.shape)} by {origin[name]}, but "
+                    f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
+                    "saves, or ranks gave different tensors one name"
+                )
+            known = {chunk.box for chunk in first.chunks}
+            added = tuple(chunk for chunk in tensor.chunks if chunk.box not in known)
+            copies += len(tensor.chunks) - len(added)
+            tensors[name] = DcpTensor(first.dtype, first.shape, (*first.chunks, *added))
+        for name, place in part.items.items():
+            _check_same_kind(name, file, origin, is_same=name not in tensors)
+            if name in items:
+                others.append((name, place))
+            else:
+                items[name] = place
+        paths = {**part.paths, **paths}
+        unlike |= dict.fromkeys(part.other_attributes)
+    attributes, differing = _joined_attributes([part for _, part in parts])
+    other_attributes = (*unlike, *(name for name in differing if name not in unlike))
+    metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes)
+    return MergedMetadata(metadata, copies, tuple(others))
+
+
+def _check_same_kind(name: str, file: str, origin: dict[str, str], *, is_same: bool) -> None:
+    if not is_same:
+        raise CoverageError(
+            f"{name!r} is a tensor by one of {origin[name]} and {file}, and none by the other; "
+            "they belong to different saves"
+        )
+    origin.setdefault(name, file)
+
+
+def _joined_attributes(
+    parts: Sequence[DcpMetadata],
+) -> tuple[Mapping[str, object], tuple[str, ...]]:
+    """Attributes of all ranks, dicts joined; and the names of those that contradict each other."""
+    joined: dict[str, object] = {}
+    differing: dict[str, None] = {}
+    for part in parts:
+        for name, value in part.attributes.items():
+            first = joined.setdefault(name, value)
+            if isinstance(first, dict) and isinstance(value, dict):
+                if any(first[key] != value[key] for key in first if key in value):
+                    differing[name] = None
+                joined[name] = {**value, **first}
+            elif first != value:
+                differing[name] = None
+    return {name: one for name, one in joined.items() if name not in differing}, tuple(differing)

@@ -1,0 +1,266 @@
+"""Checkpoints of PyTorch's distributed checkpoint (`torch.distributed.checkpoint`, DCP).
+
+A folder with `.metadata` and files `__R_N.distcp`, file N of rank R. Each file is a row of
+items, one behind the other: the archive of a chunk of a tensor, or bytes that are no tensor::
+
+    __0_0.distcp   [lr][zip: w[0:4]][zip: b[0:2]]      .metadata   w = w[0:4] + w[4:8], ...
+    __1_0.distcp   [zip: w[4:8]][zip: b[2:4]]                      w[0:4] in __0_0, 57:1762, ...
+
+1. `.metadata` says which chunks there are and where (`torch_dcp_metadata`).
+2. Each archive says where in it the elements lie (`torch_archive`); type and shape must be
+   those that `.metadata` says, which PyTorch does not look at.
+3. The chunks are proven to cover each tensor once.
+
+A save without collectives has `__R.metadata` of each rank instead (`torch_dcp_rank_metadata`).
+A compressed archive is looked into; what it holds is unpacked when it is read
+(`packed_archives`). Nothing here imports PyTorch, and nothing in the files is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import (
+    Checkpoint,
+    StoredFile,
+    StoredItem,
+    StoredTensor,
+)
+from reshard.checkpoint.formats.torch_dcp.chunks import ChunkReader
+from reshard.checkpoint.formats.torch_dcp.metadata import (
+    DcpMetadata,
+    StoredBytes,
+    read_metadata,
+)
+from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive
+from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
+    MergedMetadata,
+    merged_metadata,
+    rank_metadata_names,
+)
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
+from reshard.errors import CheckpointError, FormatError
+
+FORMAT = "torch-dcp"
+METADATA_NAME = ".metadata"
+SUFFIX = ".distcp"
+LARGEST_METADATA_BYTES = 1 << 30
+LARGEST_COMPARED_BYTES = 1 << 20
+_FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def data_file_name(rank: int) -> str:
+    """The name of a rank's file.
+
+    >>> data_file_name(3)
+    '__3_0.distcp'
+    """
+    return f"__{rank}_0{SUFFIX}"
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that a file name names, or None.
+
+    >>> rank_of_file("__12_1.distcp"), rank_of_file("weights.distcp")
+    (12, None)
+    """
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1]) if match and len(match[1]) < 8 else None
+
+
+def read(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder with `.metadata`, by what the files themselves say.
+
+    Raises:
+        FormatError: a file that is damaged or contradicts another.
+        CheckpointError: a file that is missing; a tensor that was transformed in a way that is
+            not known.
+        MissingExtraError: a compressed tensor, and the package for it is not installed.
+        CoverageError: chunks that overlap, or leave part of a tensor out.
+    """
+    merged = None
+    names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
+    if names:
+        merged = merged_metadata([(name, _metadata(folder / name)) for name in names])
+    metadata = merged.metadata if merged else _metadata(folder / METADATA_NAME)
+    files = _files(folder, metadata, merged.other_items if merged else ())
+    ranks = {file.name: file.rank for file in files}
+    sizes = {file.name: file.size_bytes for file in files}
+    tensors = {}
+    items = {}
+    others: list[tuple[str, str]] = []
+    metadata_name = "the metadata of its ranks" if merged else METADATA_NAME
+    with ChunkReader(folder, ranks, sizes, metadata_name) as chunks:
+        for name, described in metadata.tensors.items():
+            tensors[name] = chunks.stored(name, described)
+        for name, place in metadata.items.items():
+            chunks.check_inside(name, place)
+            address = FileRange(place.file, place.start_bytes)
+            rank = ranks[place.file]
+            items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
+        if merged:
+            others += _other_items(merged, chunks, ranks)
+    unread = [
+        (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
+        for name in metadata.other_attributes
+    ]
+    notes = []
+    if merged:
+        unread += others
+        copies = f"; {merged.copies} shards that several have are read from the first"
+        notes.append(
+            f"merged from the metadata of {len(names)} ranks, which did not talk when they saved "
+            f"(use_collectives=False){copies if merged.copies else ''}"
+        )
+    packed = {name: tuple(archives) for name, archives in chunks.packed.items()}
+    if packed:
+        notes.append(_packed_note(packed))
+    return Checkpoint(
+        folder,
+        FORMAT,
+        tensors,
+        files,
+        items=items,
+        paths=metadata.paths,
+        checksums=tuple(chunks.checksums),
+        packed=packed,
+        attributes=metadata.attributes,
+        unread=tuple(unread),
+        notes=tuple(notes),
+    )
+
+
+def _other_items(
+    merged: MergedMetadata, chunks: ChunkReader, ranks: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Bytes of ranks that are others than those that are taken, or may be."""
+    for name, place in merged.other_items:
+        chunks.check_inside(name, place)
+        first = merged.metadata.items[name]
+        is_short = place.size_bytes <= LARGEST_COMPARED_BYTES
+        is_alike = (place.size_bytes, place.transforms) == (first.size_bytes, first.transforms)
+        if is_short and is_alike and chunks.read(place) == chunks.read(first):
+            continue
+        why = "are others than" if is_short or not is_alike else "are not compared with"
+        yield (
+            f"{name} of rank {ranks[place.file]}",
+            f"its bytes {why} those of rank {ranks[first.file]}, which are taken",
+        )
+
+
+def _packed_note(packed: Mapping[str, tuple[PackedArchive, ...]]) -> str:
+    archives = [archive for found in packed.values() for archive in found]
+    size_bytes = sum(archive.front.storage_bytes for archive in archives)
+    transforms = sorted({name for archive in archives for name in archive.transforms})
+    return (
+        f"{len(archives)} shards are compressed ({', '.join(transforms)}); of each, only the "
+        f"beginning is known until it is read. They are unpacked to {size_bytes} bytes of "
+        "temporary files"
+    )
+
+
+def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
+    """A checkpoint that reshard wrote: what `.metadata` says, in the layouts of the manifest.
+
+    Raises:
+        FormatError: files that are not what the manifest says.
+        CheckpointError: as `read`.
+    """
+    found = read(folder)
+    # A checkpoint of nothing has an empty file that nothing lies in.
+    written = {(file.name, file.size_bytes) for file in manifest.files if file.size_bytes}
+    others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)
+    names = sorted({*found.tensors} ^ {*manifest.tensors})
+    if others or names:
+        what = f"the tensor {names[0]!r}" if names else f"{others[0][0]} of {others[0][1]} bytes"
+        raise FormatError(
+            f"{folder / METADATA_NAME} and {MANIFEST_NAME} do not belong together: only one of "
+            f"them has {what}. If the files were saved again, delete the manifest"
+        )
+    tensors = {
+        name: _as_described(folder, tensor, manifest.tensors[name])
+        for name, tensor in found.tensors.items()
+    }
+    items = {
+        name: dataclasses.replace(item, digest=manifest.items.get(name))
+        for name, item in found.items.items()
+    }
+    checksums = tuple(one for one in found.checksums if tensors[one.tensor].digest is None)
+    return dataclasses.replace(
+        found, tensors=tensors, mesh=manifest.mesh, items=items, checksums=checksums
+    )
+
+
+def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor) -> StoredTensor:
+    """A tensor in the layout of the manifest, its ranks' chunks those of the layout."""
+    layout, found = described.layout, tensor.layout
+    wrong = FormatError(
+        f"{folder}: {METADATA_NAME} has {tensor.name!r} as {tensor.dtype} {list(tensor.shape)}, "
+        f"in other shards than the {described.dtype} {list(layout.shape)} of {MANIFEST_NAME}. If "
+        "the files were saved again, delete the manifest"
+    )
+    if (tensor.dtype, tensor.shape) != (described.dtype, layout.shape):
+        raise wrong
+    if 0 in layout.shape:
+        return dataclasses.replace(tensor, digest=described.digest)
+    addresses: dict[int, tuple[FileRange, ...]] = {}
+    for slot in found.holders:
+        boxes = layout.boxes(slot) if slot in layout.holders else ()
+        chunks = {box: number for number, box in enumerate(found.boxes(slot))}
+        if {*boxes} != {*chunks} or len(boxes) != len(layout.cells_of(slot)):
+            raise wrong
+        addresses[slot] = tuple(tensor.file_range(slot, chunks[box]) for box in boxes)
+    bound = StoredTensor(
+        tensor.name,
+        tensor.dtype,
+        Binding(layout, addresses, {}),
+        described.spec,
+        described.digest,
+    )
+    _ = bound.assembly
+    return bound
+
+
+def _metadata(path: Path) -> DcpMetadata:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_METADATA_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > LARGEST_METADATA_BYTES:
+        raise FormatError(
+            f"{path} has over {LARGEST_METADATA_BYTES} bytes, no metadata is so large"
+        )
+    return read_metadata(content, str(path))
+
+
+def _files(
+    folder: Path, metadata: DcpMetadata, other_items: Iterable[tuple[str, StoredBytes]]
+) -> tuple[StoredFile, ...]:
+    """The files that items lie in, each with its rank, in the order of ranks."""
+    users: dict[str, list[str]] = {}
+    for name, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks:
+            users.setdefault(chunk.place.file, []).append(name)
+    for name, place in (*metadata.items.items(), *other_items):
+        users.setdefault(place.file, []).append(name)
+    found = []
+    for number, file in enumerate(sorted(users)):
+        if not is_plain_name(file):
+            raise FormatError(
+                f"{folder / METADATA_NAME} says that {users[file][0]!r} is in {file!r}, which "
+                "leads outside the checkpoint; only files beside it are read"
+            )
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing; {METADATA_NAME} says that {len(users[file])} items are in "
+                f"it, {users[file][0]!r} first. Fetch it again, the checkpoint is incomplete"
+            )
+        rank = rank_of_file(file)
+        found.append(StoredFile(file, path.stat().st_size, number if rank is None else rank))
+    return tuple(sorted(found, key=lambda file: file.rank))

@@ -1,0 +1,296 @@
+"""`reshard calibrate`: how fast are the links between the ranks of a job?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.failures import DONE, FAILED, WRONG_USE
+from reshard.cli.options import as_size, json_option, quiet_option
+from reshard.cli.output import write, write_error, write_json
+from reshard.cli.progress import LINES_EVERY_S
+from reshard.cli.whole_file import check_place, write_whole
+from reshard.cost.preset_file import preset_text
+from reshard.errors import MissingExtraError, ReshardError, RunError, UsageError
+from reshard.text.quantities import bytes_text, duration_text, rate_text
+from reshard.topology import Link
+
+if TYPE_CHECKING:
+    from reshard.torch.calibration.calibration import Calibration
+
+# What torchrun tells every rank.
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_WORST_SHOWN = 3
+
+
+@click.command()
+@click.option(
+    "--output",
+    "output_path",
+    metavar="FILE",
+    help="Write the preset to FILE.toml; without it, to stdout.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--name", default="calibrated", show_default=True, help="Of the preset.")
+@click.option(
+    "--seconds",
+    "seconds_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="About how long to measure.",
+)
+@click.option(
+    "--largest",
+    "largest_bytes",
+    callback=as_size,
+    default="64MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="The most that a rank has of any tensor; about three times that is used.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["gloo", "nccl"]),
+    help="What carries the messages. [default: nccl where every rank has a GPU, else gloo]",
+)
+@json_option
+@quiet_option
+def calibrate(
+    output_path: str | None,
+    overwrite: bool,
+    name: str,
+    seconds_s: float,
+    largest_bytes: int,
+    backend: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """How fast the links of a running job are.
+
+    For estimates, and for the choice between methods. It is started by torchrun, with as many
+    ranks on every host as the job will have. The preset says how long messages, copies and
+    collectives take there; reshard.cost.load_preset reads it. All ranks of a job must be given
+    the same file, so that they choose alike. The first rank writes it.
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 4 -m reshard calibrate --output here.toml
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m reshard calibrate --output cluster.toml
+      reshard explain "x, -" "-, x" --mesh x=4 --shape 4096x4096 --topology here.toml
+
+    \b
+    Keys of --json:
+      output (null without --output), preset (the text of the TOML file), rounds, seconds_s
+      typical_error (half of all measurements are explained as well: a share of their seconds)
+      measurements [{subject, name, messages, size_bytes, runs, copied_bytes,
+                     combined_bytes, seconds_s, estimate_s}]
+    """
+    _check_launched()
+    is_first = os.environ["RANK"] == "0"
+    with _process_group(backend):
+        if not _all_can_go_on(lambda: _check_output(output_path, overwrite), is_first):
+            return WRONG_USE
+        from reshard.torch.calibration.calibration import calibrate as measure
+
+        shown = None if quiet or not is_first else _Lines(seconds_s)
+        found = measure(name, seconds_s=seconds_s, largest_bytes=largest_bytes, progress=shown)
+        text = preset_text(found.preset, _comment(found))
+        if output_path is not None and not _all_can_go_on(
+            lambda: write_whole(Path(output_path), text, overwrite, "preset"), is_first
+        ):
+            return FAILED
+        if is_first and as_json:
+            write_json(_as_json(found, text, output_path))
+        elif is_first and output_path is None:
+            write(text.rstrip("\n"))
+        elif is_first and not quiet:
+            write("\n".join(_as_text(found, output_path)))
+    return DONE
+
+
+def _check_launched() -> None:
+    """Raises UsageError where no torchrun has started this process, or numbers are none."""
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{missing[0]} is not set: calibrate measures between ranks, and this process is none. "
+            "Start it with torchrun --nproc-per-node N -m reshard calibrate ..."
+        )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if not os.environ[name].isdecimal():
+            raise UsageError(f"{name}={os.environ[name]!r}; torchrun sets it to a number")
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        raise UsageError("WORLD_SIZE=1: a rank alone sends nothing; start 2 ranks or more")
+
+
+@contextmanager
+def _process_group(backend: str | None) -> Iterator[None]:
+    """The process group of this rank, ended behind.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        UsageError: nccl without a GPU for this rank.
+        RunError: ranks that do not find one another.
+    """
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        raise MissingExtraError(
+            "calibrate needs torch, which is not installed: pip install 'reshard[torch]'"
+        ) from error
+    place = int(os.environ["LOCAL_RANK"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend is None:
+        needed = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
+        backend = "nccl" if devices >= needed and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        if place >= devices:
+            raise UsageError(
+                f"--backend nccl and {devices} GPUs for rank {place} of this host; start at most "
+                "one rank a GPU, or take --backend gloo"
+            )
+        torch.cuda.set_device(place)
+    else:
+        # Ranks of a host share its processors.
+        torch.set_num_threads(1)
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"the ranks did not find one another: {error}") from error
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _all_can_go_on(action: Callable[[], None], is_first: bool) -> bool:
+    """Let the first rank do something, and tell all others whether it could.
+
+    Raises what the first rank's action raises, there.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from reshard.torch.exchange.agreement import device_of
+
+    problem: ReshardError | None = None
+    if is_first:
+        try:
+            action()
+        except ReshardError as error:
+            problem = error
+    failed = torch.tensor([problem is not None], dtype=torch.int64, device=device_of(None))
+    dist.broadcast(failed, 0)
+    if problem is not None:
+        raise problem
+    return not failed.item()
+
+
+def _check_output(output_path: str | None, overwrite: bool) -> None:
+    """Refuse an output that cannot be written, before anything is measured.
+
+    Raises UsageError.
+    """
+    if output_path is None:
+        if overwrite:
+            raise UsageError("--overwrite is about the file; give --output FILE too")
+        return
+    path = Path(output_path)
+    if not output_path.endswith(".toml"):
+        raise UsageError(
+            f"--output {output_path!r}: a preset is told from a shipped one by its ending; write "
+            f"{output_path or 'machine'}.toml"
+        )
+    check_place(path, overwrite, "preset", "machine.toml")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path.parent} cannot be written to; write elsewhere")
+
+
+class _Lines:
+    """Plain lines on how far measuring is, a few seconds apart."""
+
+    def __init__(self, seconds_s: float) -> None:
+        self._seconds_s = seconds_s
+        self._last_s = time.monotonic()
+
+    def __call__(self, elapsed_s: float, rounds: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s >= LINES_EVERY_S:
+            self._last_s = now_s
+            of = f"{duration_text(elapsed_s)} of about {duration_text(self._seconds_s)}"
+            write_error(f"measured {rounds} times, {of}")
+
+
+def _comment(found: Calibration) -> str:
+    return (
+        f"Written by reshard calibrate: medians of {found.rounds} rounds. Half of its "
+        f"{len(found.measurements)} measurements are\nexplained within "
+        f"{found.fitted.typical_error:.0%}. All ranks of a job must have the same file."
+    )
+
+
+def _as_text(found: Calibration, output_path: str | None) -> list[str]:
+    preset, overhead = found.preset, found.preset.overhead
+    links: list[tuple[str, Link | None]] = [
+        ("within a host", preset.within_host if preset.ranks_per_host > 1 else None),
+        ("between hosts", preset.between_hosts),
+        ("copies of a rank", overhead.copies),
+        ("messages of a host", overhead.shared_messages),
+        ("copies of a host", overhead.shared_copies),
+        *overhead.collectives,
+    ]
+    lines = [
+        f"{what:18}  {rate_text(link.bandwidth_bytes_per_s):>10}  {duration_text(link.latency_s)}"
+        for what, link in links
+        if link is not None
+    ]
+    lines.append(f"{'a call':18}  {'':10}  {duration_text(overhead.call_s)}")
+    worst = sorted(
+        zip(found.measurements, found.fitted.ratios, strict=True),
+        key=lambda pair: max(pair[1], 1 / pair[1]) if pair[1] else float("inf"),
+        reverse=True,
+    )[:_WORST_SHOWN]
+    told = ", ".join(
+        f"{one.name} of {bytes_text(one.size_bytes or one.copied_bytes)} ({ratio:.2f})"
+        for one, ratio in worst
+    )
+    return [
+        *lines,
+        f"half of {len(found.measurements)} measurements are explained within "
+        f"{found.fitted.typical_error:.0%}; the worst: {told}",
+        f"wrote {output_path} from {found.rounds} rounds in {duration_text(found.seconds_s)}",
+    ]
+
+
+def _as_json(found: Calibration, text: str, output_path: str | None) -> dict[str, Any]:
+    return {
+        "output": output_path,
+        "preset": text,
+        "rounds": found.rounds,
+        "seconds_s": found.seconds_s,
+        "typical_error": found.fitted.typical_error,
+        "measurements": [
+            {
+                "subject": one.subject,
+                "name": one.name,
+                "messages": one.messages,
+                "size_bytes": one.size_bytes,
+                "runs": one.runs,
+                "copied_bytes": one.copied_bytes,
+                "combined_bytes": one.combined_bytes,
+                "seconds_s": one.seconds_s,
+                "estimate_s": ratio * one.seconds_s,
+            }
+            for one, ratio in zip(found.measurements, found.fitted.ratios, strict=True)
+        ],
+    }

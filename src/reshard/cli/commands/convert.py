@@ -1,0 +1,168 @@
+"""`reshard convert`: the same checkpoint, cut for other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.checkpoint.conversion.conversion import Conversion, plan_conversion
+from reshard.checkpoint.conversion.processes import running_processes
+from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
+from reshard.cli.commands.plan import matching_json, matching_lines
+from reshard.cli.failures import DONE
+from reshard.cli.options import (
+    as_path,
+    conversion_options,
+    json_option,
+    memory_option,
+    quiet_option,
+    threads_option,
+)
+from reshard.cli.output import file_json, mesh_json, printable, write, write_error, write_json
+from reshard.cli.progress import shown_progress
+from reshard.errors import InterruptedRunError
+from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text
+
+
+@click.command()
+@click.argument("source", callback=as_path)
+@click.argument("target", callback=as_path)
+@conversion_options
+@memory_option
+@threads_option
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
+@click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
+@json_option
+@quiet_option
+def convert(
+    source: str,
+    target: str,
+    memory_bytes: int,
+    threads: int | None,
+    overwrite: bool,
+    restart: bool,
+    as_json: bool,
+    quiet: bool,
+    **conversion_arguments: Any,
+) -> int:
+    """Cut the checkpoint SOURCE for other ranks, as TARGET.
+
+    TARGET appears whole or not at all. An interrupted conversion continues where it stopped
+    when the same command is run again. Started by torchrun, the processes share the work.
+
+    \b
+    Examples:
+      reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
+      reshard convert llama-tp4 llama-tp2 --to tp=2,dp=2 --rule '*.weight=tp, -'
+      reshard convert llama-tp4 llama-whole --to full --max-file 5GB
+      reshard convert llama-3-8b llama-megatron --to tp=2 --recipe llama --target-names megatron
+
+    \b
+    A rule is a glob on tensor names and how these are cut, an item a dimension:
+      'tp, -'       the first dimension over the mesh axis tp, the second not
+      '-, dp tp'    the second over dp and tp together
+      'tp, ...'     the first, whatever the number of dimensions
+
+    \b
+    Keys of --json:
+      source, target, to, format, mesh {text, axes, devices}
+      tensors, size_bytes, read_bytes, written_bytes, resumed_bytes
+      seconds_s, bytes_per_s, was_complete, by_process [{read_bytes, written_bytes, buffer_bytes}]
+      files [{name, rank, size_bytes}]
+      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+    """
+    try:
+        conversion = plan_conversion(source, target, **conversion_arguments)
+        for loss in conversion.losses:
+            write_error(f"note: {printable(loss)}")
+        with (
+            running_processes() as processes,
+            shown_progress("converting", quiet or processes.rank > 0) as progress,
+        ):
+            report = run_conversion(
+                conversion,
+                memory_bytes=memory_bytes,
+                threads=threads,
+                overwrite=overwrite,
+                restart=restart,
+                progress=progress,
+                processes=processes,
+            )
+            # What was done is said once.
+            quiet, as_json = (quiet, as_json) if processes.rank == 0 else (True, False)
+    except KeyboardInterrupt:
+        raise InterruptedRunError("interrupted; the same command continues") from None
+    if as_json:
+        write_json(_as_json(source, target, conversion, report))
+    elif not quiet:
+        write("\n".join(_as_text(source, target, conversion, report)))
+    return DONE
+
+
+def _as_text(
+    source: str, target: str, conversion: Conversion, report: ConversionReport
+) -> list[str]:
+    lines = [
+        f"{printable(source)} to {printable(target)}, cut for {conversion.request.to}: "
+        f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
+        f"{count_text(report.files, 'file')}"
+    ]
+    if report.was_complete:
+        lines.append("an earlier run had done all of it")
+    else:
+        rate = _bytes_per_s(report)
+        lines.append(
+            f"read {bytes_text(report.read_bytes)}, wrote {bytes_text(report.written_bytes)} in "
+            f"{duration_text(report.seconds_s)}" + (f", {rate_text(rate)}" if rate else "")
+        )
+        if len(report.by_process) > 1:
+            lines += [
+                f"  process {rank} read {bytes_text(read)}, wrote {bytes_text(written)}, "
+                f"in buffers of {bytes_text(buffers)}"
+                for rank, (read, written, buffers) in enumerate(_by_process(report))
+            ]
+        if report.resumed_bytes:
+            lines.append(
+                f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
+            )
+    return lines + matching_lines(conversion)
+
+
+def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:
+    """What each process read, wrote, and allocated for that."""
+    pairs = zip(report.by_process, report.buffers_by_process, strict=True)
+    return [(read, written, buffers) for (read, written), buffers in pairs]
+
+
+def _bytes_per_s(report: ConversionReport) -> float | None:
+    """The bytes of tensors this run converted, a second; None where it had nothing to do."""
+    converted = report.size_bytes - report.resumed_bytes
+    return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
+
+
+def _as_json(
+    source: str, target: str, conversion: Conversion, report: ConversionReport
+) -> dict[str, Any]:
+    arrangement = conversion.arrangement
+    return {
+        "source": source,
+        "target": target,
+        "to": conversion.request.to,
+        "format": arrangement.format,
+        "mesh": mesh_json(arrangement.mesh),
+        "tensors": report.tensors,
+        "size_bytes": report.size_bytes,
+        "read_bytes": report.read_bytes,
+        "written_bytes": report.written_bytes,
+        "resumed_bytes": report.resumed_bytes,
+        "seconds_s": report.seconds_s,
+        "bytes_per_s": _bytes_per_s(report),
+        "was_complete": report.was_complete,
+        "by_process": [
+            {"read_bytes": read, "written_bytes": written, "buffer_bytes": buffers}
+            for read, written, buffers in _by_process(report)
+        ],
+        "files": [file_json(file.stored) for file in arrangement.files],
+        **matching_json(conversion),
+    }

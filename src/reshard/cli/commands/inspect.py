@@ -1,0 +1,252 @@
+"""`reshard inspect`: what is in a checkpoint, and are its bytes those that were written?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from fnmatch import fnmatchcase
+from typing import Any
+
+import click
+
+from reshard.checkpoint.comparison import DigestReport, check_digests
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.cli.failures import DIFFERS, DONE
+from reshard.cli.options import as_path, check_picture, json_option, quiet_option, threads_option
+from reshard.cli.output import (
+    can_draw_boxes,
+    cut_text,
+    file_json,
+    listing,
+    mesh_json,
+    printable,
+    write,
+    write_json,
+)
+from reshard.cli.progress import shown_progress
+from reshard.errors import UsageError
+from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
+from reshard.text.quantities import bytes_text, count_text, table
+from reshard.text.rank_sets import rank_text
+
+
+@click.command()
+@click.argument("checkpoint", callback=as_path)
+@click.option("--digest", is_flag=True, help="Read every byte, and compare with the manifest.")
+@click.option(
+    "--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors of such names."
+)
+@click.option("--picture", "drawn", metavar="NAME", help="Draw which rank holds what of a tensor.")
+@threads_option
+@json_option
+@quiet_option
+def inspect(
+    checkpoint: str,
+    digest: bool,
+    patterns: tuple[str, ...],
+    drawn: str | None,
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.
+
+    CHECKPOINT is a folder, a safetensors file, or an index file. Only headers are read, but
+    with --digest: then every byte is, and damaged blocks are listed with their place; exit
+    code 1 if there are any.
+
+    \b
+    Examples:
+      reshard inspect llama-3-8b
+      reshard inspect llama-tp4 --tensor '*.mlp.*'
+      reshard inspect llama-tp4 --picture lm_head.weight
+      reshard inspect llama-tp4 --digest
+
+    \b
+    Keys of --json:
+      path, format, mesh {text, axes, devices}, ranks, metadata
+      tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
+      items [{name, rank, size_bytes}] (bytes that are no tensors)
+      files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
+      attributes (plain values beside the tensors, by name), notes
+      totals {tensors, elements, tensor_bytes, files, file_bytes}
+      digest_check (null without --digest) {read_bytes, without_digest,
+        damaged [{tensor, box, expected, found, places, problem}]}
+    """
+    check_picture(drawn, as_json)
+    opened = open_checkpoint(checkpoint)
+    shown = _chosen(opened, patterns)
+    found = None
+    if digest:
+        with shown_progress("checking", quiet) as progress:
+            found = check_digests(shown, threads=threads or DEFAULT_THREADS, progress=progress)
+    drawing = _drawing(opened[drawn]) if drawn is not None else None
+    if as_json:
+        write_json(_as_json(checkpoint, shown, found))
+    elif not quiet:
+        write("\n".join(_as_text(checkpoint, shown, found, drawing)))
+    return DIFFERS if found is not None and found.damaged else DONE
+
+
+def _chosen(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkpoint:
+    """The checkpoint with only the tensors that a pattern matches; all without patterns."""
+    if not patterns:
+        return checkpoint
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in checkpoint.tensors):
+            raise UsageError(
+                f"--tensor {pattern!r} matches none of {len(checkpoint)} tensors, such as "
+                f"{next(iter(checkpoint), None)!r}; write a glob on whole names: `*` stands for "
+                "any characters"
+            )
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _drawing(tensor: StoredTensor) -> str:
+    width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+    title = f"{printable(tensor.name)}  {_shape_text(tensor)}  {cut_text(tensor)}"
+    return f"{title}\n{picture(tensor.layout, width, ascii=not can_draw_boxes())}"
+
+
+def _shape_text(tensor: StoredTensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _as_text(
+    path: str, checkpoint: Checkpoint, found: DigestReport | None, drawing: str | None
+) -> list[str]:
+    mesh = f", over {checkpoint.mesh.text}" if checkpoint.mesh is not None else ""
+    ranks = count_text(checkpoint.ranks, "rank")
+    totals = _totals(checkpoint)
+    lines = [
+        f"{printable(path)}: {checkpoint.format}{mesh}, {ranks}",
+        "",
+        table(
+            [
+                (
+                    printable(tensor.name),
+                    tensor.dtype.name,
+                    _shape_text(tensor),
+                    cut_text(tensor),
+                    rank_text(tensor.layout.holders),
+                    bytes_text(tensor.size_bytes),
+                )
+                for tensor in checkpoint.tensors.values()
+            ],
+            ("tensor", "dtype", "shape", "cut", "ranks", "size"),
+            "lllllr",
+        ),
+        "",
+        table(
+            [
+                (printable(file.name), file.rank, bytes_text(file.size_bytes))
+                for file in checkpoint.files
+            ],
+            ("file", "rank", "size"),
+            "lrr",
+        ),
+        "",
+        f"{count_text(totals['tensors'], 'tensor')}, {count_text(totals['elements'], 'element')}, "
+        f"{bytes_text(totals['tensor_bytes'])}, in {count_text(totals['files'], 'file')} of "
+        f"{bytes_text(totals['file_bytes'])}",
+        *listing("no tensors, but bytes", checkpoint.items),
+        *listing("carried along", checkpoint.carried),
+        *listing("attributes", checkpoint.attributes),
+        *listing("left out", [f"{name} ({reason})" for name, reason in _left_out(checkpoint)]),
+        *(f"note: {printable(note)}" for note in checkpoint.notes),
+    ]
+    if drawing is not None:
+        lines += ["", drawing]
+    if found is not None:
+        lines += ["", *_digest_lines(found)]
+    return lines
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
+    return (*checkpoint.left_out, *checkpoint.unread)
+
+
+def _digest_lines(found: DigestReport) -> list[str]:
+    checked = sum(name not in found.without_digest for name in found.digests)
+    lines = []
+    for block in found.damaged:
+        problem = block.problem or f"its digest is {block.found}, {block.expected} was written"
+        lines.append(f"damaged: {block.box} of {printable(block.tensor)}: {printable(problem)}")
+        lines += [f"  {printable(place)}" for place in block.places]
+    if found.without_digest:
+        lines += listing("no digest was recorded for", found.without_digest)
+    verdict = (
+        f"{count_text(len(found.damaged), 'block')} damaged"
+        if found.damaged
+        else "all as written"
+        if checked
+        else "nothing to compare with"
+    )
+    lines.append(
+        f"read {bytes_text(found.read_bytes)}, compared the digests of "
+        f"{count_text(checked, 'tensor')}: {verdict}"
+    )
+    return lines
+
+
+def _totals(checkpoint: Checkpoint) -> dict[str, int]:
+    return {
+        "tensors": len(checkpoint),
+        "elements": sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        "tensor_bytes": checkpoint.size_bytes,
+        "files": len(checkpoint.files),
+        "file_bytes": sum(file.size_bytes for file in checkpoint.files),
+    }
+
+
+def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> dict[str, Any]:
+    recorded = {
+        name: tensor.digest.tensor.hex()
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.digest is not None
+    }
+    digests = found.digests if found is not None else recorded
+    return {
+        "path": path,
+        "format": checkpoint.format,
+        "mesh": mesh_json(checkpoint.mesh),
+        "ranks": checkpoint.ranks,
+        "metadata": dict(checkpoint.metadata),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype.name,
+                "shape": list(tensor.shape),
+                "cut": cut_text(tensor),
+                "ranks": [int(slot) for slot in tensor.layout.holders],
+                "stored_by": [int(slot) for slot in tensor.stored_slots],
+                "size_bytes": tensor.size_bytes,
+                "digest": digests.get(tensor.name),
+            }
+            for tensor in checkpoint.tensors.values()
+        ],
+        "files": [file_json(file) for file in checkpoint.files],
+        "items": [
+            {"name": item.name, "rank": item.rank, "size_bytes": item.size_bytes}
+            for item in checkpoint.items.values()
+        ],
+        "carried": list(checkpoint.carried),
+        "attributes": list(checkpoint.attributes),
+        "left_out": [{"name": name, "reason": why} for name, why in _left_out(checkpoint)],
+        "notes": list(checkpoint.notes),
+        "totals": _totals(checkpoint),
+        "digest_check": found
+        and {
+            "read_bytes": found.read_bytes,
+            "without_digest": list(found.without_digest),
+            "damaged": [dataclasses.asdict(block) for block in found.damaged],
+        },
+    }

@@ -1,0 +1,245 @@
+"""`reshard plan`: what would a conversion read, write and move?"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.conversion.conversion import Conversion, plan_conversion
+from reshard.cli.conversion_report import conversion_report
+from reshard.cli.failures import DONE
+from reshard.cli.options import (
+    as_path,
+    check_picture,
+    conversion_options,
+    json_option,
+    memory_option,
+    threads_option,
+)
+from reshard.cli.output import (
+    can_draw_boxes,
+    cut_text,
+    file_json,
+    listing,
+    mesh_json,
+    printable,
+    write,
+    write_json,
+)
+from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.mesh import DeviceMesh
+from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
+from reshard.text.quantities import bytes_text, count_text, table
+
+
+@click.command()
+@click.argument("source", callback=as_path)
+@conversion_options
+@memory_option
+@threads_option
+@click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's cuts before and after.")
+@json_option
+@report_options
+def plan(
+    source: str,
+    memory_bytes: int,
+    threads: int | None,
+    drawn: str | None,
+    as_json: bool,
+    report_path: str | None,
+    overwrite: bool,
+    ranks_per_host: int | None,
+    **conversion_arguments: Any,
+) -> int:
+    """What converting SOURCE would read, write and move, per rank.
+
+    Writes nothing but the report of --html.
+
+    Read is from the files of each rank of SOURCE, written is what each rank's files would
+    hold. Sent and received is what would pass between the ranks if it were done among them:
+    what a rank has already does not move.
+
+    \b
+    Examples:
+      reshard plan llama-3-8b --to tp=4 --recipe llama
+      reshard plan llama-tp4 --to tp=2,dp=2 --rule '*.weight=tp, -' --json
+      reshard plan llama-3-8b --to tp=4 --recipe llama --picture lm_head.weight
+      reshard plan llama-3-8b --to tp=4 --recipe llama --html report.html --ranks-per-host 2
+
+    \b
+    Keys of --json:
+      source, to, format, mesh {text, axes, devices}, size_bytes
+      ranks [{rank, read_bytes, written_bytes, sent_bytes, received_bytes}]
+      read_bytes, written_bytes, moved_bytes, lower_bound_bytes, extra_bytes, threads
+      tensors [{name, dtype, shape, cut_before, cut, size_bytes}]
+      files [{name, rank, size_bytes}]
+      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+    """
+    check_picture(drawn, as_json)
+    check_report(report_path, overwrite, ranks_per_host)
+    # Planning wants to know that the target is apart from the source, and nothing else of it.
+    place = Path(source).resolve()
+    conversion = plan_conversion(
+        source, place.with_name(f"{place.name}.planned"), **conversion_arguments
+    )
+    workers = conversion.threads(memory_bytes, threads)
+    extra_bytes = conversion.extra_bytes(memory_bytes, threads)
+    drawing = _drawing(conversion, drawn) if drawn is not None else None
+    if report_path is not None:
+        report = conversion_report(source, conversion, ranks_per_host)
+        write_report(report_path, report.html(), overwrite)
+    if as_json:
+        write_json(_as_json(source, conversion, workers, extra_bytes))
+    else:
+        write("\n".join(_as_text(source, conversion, workers, extra_bytes, drawing)))
+    return DONE
+
+
+def matching_lines(conversion: Conversion) -> list[str]:
+    """What the user should know of how rules matched: tensors, rules and axes left over."""
+    unmatched, total = conversion.unmatched, len(conversion.arrangement.tensors)
+    lines = []
+    if unmatched and len(unmatched) == total:
+        lines.append(
+            f"replicated, no rule matched: all {count_text(total, 'tensor')}; give --recipe or "
+            "--rule to cut them"
+        )
+    else:
+        lines += listing("replicated, no rule matched", unmatched)
+        if conversion.assignment is not None:
+            lines += listing("mesh axes that cut nothing", conversion.assignment.unused_axes)
+    lines += listing("rules that decided no tensor", map(str, conversion.unused_rules))
+    return lines + [f"note: {printable(note)}" for note in _notes(conversion)]
+
+
+def _notes(conversion: Conversion) -> list[str]:
+    assignment = conversion.assignment
+    return [
+        *conversion.losses,
+        *conversion.source.notes,
+        *conversion.arrangement.notes,
+        *(assignment.notes if assignment else ()),
+    ]
+
+
+def matching_json(conversion: Conversion) -> dict[str, Any]:
+    """The same for `--json`."""
+    assignment = conversion.assignment
+    return {
+        "unmatched": list(conversion.unmatched),
+        "unused_rules": [str(rule) for rule in conversion.unused_rules],
+        "unused_recipe_rules": [
+            str(rule) for rule in (assignment.unused_recipe_rules if assignment else ())
+        ],
+        "unused_axes": list(assignment.unused_axes if assignment else ()),
+        "notes": _notes(conversion),
+    }
+
+
+def _drawing(conversion: Conversion, name: str) -> str:
+    before = conversion.source[name]
+    after = conversion.arrangement.tensors[name]
+    width = max(LEAST_WIDTH, min(shutil.get_terminal_size().columns, 100))
+    item = next(item for item in conversion.job.items if item.name == name)
+    drawn = change_picture(
+        before.layout,
+        after.layout,
+        width,
+        titles=(
+            _title(before, conversion.source.mesh),
+            _title(after, conversion.arrangement.mesh),
+        ),
+        plan=item.plan,
+        ascii=not can_draw_boxes(),
+    )
+    return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"
+
+
+def _title(tensor: StoredTensor, mesh: DeviceMesh | None) -> str:
+    return cut_text(tensor) + (f"  over {mesh.text}" if mesh is not None else "")
+
+
+def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
+    read, written = conversion.read_bytes_by_rank, conversion.write_bytes_by_rank
+    sent = conversion.job.sent_bytes.tolist()
+    received = conversion.job.received_bytes.tolist()
+    ranks = sorted({*range(len(sent)), *range(len(received)), *read, *written})
+    return [
+        {
+            "rank": rank,
+            "read_bytes": read.get(rank, 0),
+            "written_bytes": written.get(rank, 0),
+            "sent_bytes": sent[rank] if rank < len(sent) else 0,
+            "received_bytes": received[rank] if rank < len(received) else 0,
+        }
+        for rank in ranks
+    ]
+
+
+def _as_text(
+    source: str, conversion: Conversion, workers: int, extra_bytes: int, drawing: str | None
+) -> list[str]:
+    arrangement, job = conversion.arrangement, conversion.job
+    rows = _per_rank(conversion)
+    columns = ("read_bytes", "written_bytes", "sent_bytes", "received_bytes")
+    body = [(row["rank"], *(bytes_text(row[column]) for column in columns)) for row in rows]
+    total = ("all", *(bytes_text(sum(row[column] for row in rows)) for column in columns))
+    lines = [
+        f"{printable(source)} to {conversion.request.to}: "
+        f"{count_text(len(arrangement.tensors), 'tensor')}, "
+        f"{bytes_text(conversion.source.size_bytes)}, as {arrangement.format}",
+        "",
+        table([*body, total], ("rank", "read", "written", "sent", "received"), "rrrrr"),
+        "",
+        table(
+            [
+                (file.stored.name, file.stored.rank, bytes_text(file.stored.size_bytes))
+                for file in arrangement.files
+            ],
+            ("file", "rank", "size"),
+            "lrr",
+        ),
+        "",
+        f"moved between ranks: {bytes_text(job.moved_bytes)}, the least possible is "
+        f"{bytes_text(job.lower_bound_bytes)}",
+        f"peak memory: {bytes_text(extra_bytes)} in {count_text(workers, 'thread')}",
+        *matching_lines(conversion),
+    ]
+    if drawing is not None:
+        lines += ["", drawing]
+    return lines
+
+
+def _as_json(source: str, conversion: Conversion, workers: int, extra_bytes: int) -> dict[str, Any]:
+    arrangement, job = conversion.arrangement, conversion.job
+    return {
+        "source": source,
+        "to": conversion.request.to,
+        "format": arrangement.format,
+        "mesh": mesh_json(arrangement.mesh),
+        "size_bytes": conversion.source.size_bytes,
+        "ranks": _per_rank(conversion),
+        "read_bytes": sum(conversion.read_bytes_by_rank.values()),
+        "written_bytes": sum(conversion.write_bytes_by_rank.values()),
+        "moved_bytes": job.moved_bytes,
+        "lower_bound_bytes": job.lower_bound_bytes,
+        "extra_bytes": extra_bytes,
+        "threads": workers,
+        "tensors": [
+            {
+                "name": name,
+                "dtype": tensor.dtype.name,
+                "shape": list(tensor.shape),
+                "cut_before": cut_text(conversion.source.tensors[name]),
+                "cut": cut_text(tensor),
+                "size_bytes": tensor.size_bytes,
+            }
+            for name, tensor in arrangement.tensors.items()
+        ],
+        "files": [file_json(file.stored) for file in arrangement.files],
+        **matching_json(conversion),
+    }

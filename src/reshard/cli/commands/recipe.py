@@ -1,0 +1,292 @@
+"""`reshard recipe`: what is in a recipe, and what does it make of a checkpoint?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import assign_tensors, find_recipe
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.cli.command_group import Commands
+from reshard.cli.failures import DIFFERS, DONE
+from reshard.cli.options import as_path, json_option, option_option, rule_option
+from reshard.cli.output import listing, mesh_json, printable, write, write_json
+from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
+from reshard.recipes.assignment import Assignment
+from reshard.recipes.library import load_recipe, shipped_recipes
+from reshard.recipes.recipe import Recipe, parse_options
+from reshard.recipes.rules import Rule
+from reshard.text.quantities import bytes_text, count_text, table
+from reshard.text.rank_sets import rank_text
+
+
+@click.group(cls=Commands, invoke_without_command=True)
+@click.pass_context
+def recipe(context: click.Context) -> int:
+    """Show recipes, and what they make of a checkpoint.
+
+    \b
+    Examples:
+      reshard recipe show
+      reshard recipe show mixtral
+      reshard recipe check llama-3-8b --to tp=4,pp=2
+    """
+    if context.invoked_subcommand is None:
+        write(context.get_help())
+    return DONE
+
+
+@recipe.command()
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+@json_option
+def show(name: str | None, as_json: bool) -> int:
+    """The rules and options of a recipe, or all the shipped ones.
+
+    \b
+    Examples:
+      reshard recipe show
+      reshard recipe show deepseek_v3
+      reshard recipe show ./mine.toml --json
+
+    \b
+    Keys of --json:
+      recipes [{name, description, model_types}] (without a name), or
+      name, description, model_types, axes, stand_ins, cuts
+      numbers {of each: axis, count, cut, beyond_last}
+      rules [{pattern, spec, at, when, note}]
+    """
+    if name is None:
+        shipped = [load_recipe(known) for known in shipped_recipes()]
+        if as_json:
+            write_json({"recipes": [_summary_json(one) for one in shipped]})
+        else:
+            rows = [(one.name, ", ".join(one.model_types), one.description) for one in shipped]
+            write(table(rows, ("recipe", "model types", "description")))
+        return DONE
+    one = load_recipe(name)
+    if as_json:
+        write_json(_recipe_json(one))
+    else:
+        write("\n".join(_recipe_lines(one)))
+    return DONE
+
+
+@recipe.command()
+@click.argument("checkpoint", callback=as_path)
+@click.option("--to", required=True, metavar="MESH", help="What to cut for: a mesh (tp=2,pp=2).")
+@click.option(
+    "--recipe",
+    "name",
+    metavar="NAME|FILE|auto",
+    help="A shipped recipe, a TOML file, or by config.json. [default: auto, none with --rule]",
+)
+@rule_option
+@option_option
+@json_option
+def check(
+    checkpoint: str,
+    to: str,
+    name: str | None,
+    rules: tuple[str, ...],
+    options: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Which rule cuts what of CHECKPOINT, and bytes per rank.
+
+    Only headers are read, and nothing is written. Exit code 1 if there are tensors that no
+    rule matches: they would be replicated.
+
+    \b
+    Examples:
+      reshard recipe check llama-3-8b --to tp=4,pp=2
+      reshard recipe check llama-3-8b --to tp=4,pp=2 --option layer=bytes
+      reshard recipe check llama-3-8b --to tp=4 --recipe llama --option vocabulary=pad128
+
+    \b
+    Keys of --json:
+      path, mesh {text, axes, devices}, recipe, options, size_bytes
+      rules [{pattern, spec, by_hand, tensors, size_bytes, example, cut}]
+      ranks [{rank, tensors, size_bytes}]
+      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+    """
+    opened = open_checkpoint(checkpoint)
+    if "=" not in to:
+        raise UsageError(f"cannot read the mesh {to!r}; write axes with sizes, such as tp=2,pp=2")
+    mesh = DeviceMesh.parse(to)
+    by_hand = [Rule.parse(text) for text in rules]
+    chosen = find_recipe(name or (None if by_hand else "auto"), opened)
+    chosen_options = parse_options(options)
+    if chosen is not None:
+        chosen = chosen.with_options(chosen_options)
+    elif chosen_options:
+        raise UsageError("--option is of a recipe; name one with --recipe")
+    found = assign_tensors(opened, mesh, by_hand, chosen)
+    report = _Report(opened, mesh, found, by_hand, chosen)
+    if as_json:
+        content = {"path": checkpoint, "mesh": mesh_json(mesh), "recipe": chosen and chosen.name}
+        write_json({**content, "options": chosen_options, **report.as_json()})
+    else:
+        by = f" by the recipe {chosen.name}" if chosen else ""
+        given = f" with {', '.join(options)}" if options else ""
+        title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
+        write("\n".join([printable(title), *report.as_text()]))
+    return DIFFERS if found.unmatched else DONE
+
+
+class _Report:
+    """What rules make of a checkpoint, as text and as JSON."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        mesh: DeviceMesh,
+        found: Assignment,
+        by_hand: Sequence[Rule],
+        recipe_used: Recipe | None,
+    ) -> None:
+        self.checkpoint, self.found, self.by_hand = checkpoint, found, by_hand
+        itemsizes = {name: t.dtype.itemsize_bytes for name, t in checkpoint.tensors.items()}
+        held = found.rank_bytes(itemsizes)
+        counts = dict.fromkeys(mesh.devices, 0)
+        for layout in found.layouts.values():
+            for rank in layout.holders:
+                counts[rank] += 1
+        self.ranks = [(rank, counts[rank], held.get(rank, 0)) for rank in sorted(mesh.devices)]
+        rules = (*by_hand, *(recipe_used.rules if recipe_used else ()))
+        names: dict[Rule, list[str]] = {rule: [] for rule in rules}
+        for name, rule in found.matched.items():
+            names[rule].append(name)
+        self.names = {rule: decided for rule, decided in names.items() if decided}
+
+    @property
+    def total_text(self) -> str:
+        tensors = count_text(len(self.checkpoint), "tensor")
+        return f"{tensors}, {bytes_text(self.checkpoint.size_bytes)}"
+
+    def size_bytes(self, names: Sequence[str]) -> int:
+        return sum(self.checkpoint.tensors[name].size_bytes for name in names)
+
+    def as_text(self) -> list[str]:
+        lines = []
+        for rule, names in self.names.items():
+            example = names[0]
+            shape = "x".join(map(str, self.checkpoint.tensors[example].shape)) or "scalar"
+            cut = str(self.found.specs[example]) or "whole"
+            size = bytes_text(self.size_bytes(names))
+            count = count_text(len(names), "tensor")
+            lines += [
+                "",
+                f"{printable(rule.pattern)}  {count}, {size}"
+                + (", rule given by hand" if rule in self.by_hand else ""),
+                f"    {printable(example)}  {shape}  {cut}",
+            ]
+        alike: dict[tuple[int, int], list[int]] = {}
+        for rank, tensors, held in self.ranks:
+            alike.setdefault((tensors, held), []).append(rank)
+        rows = [
+            (rank_text(ranks), tensors, bytes_text(held))
+            for (tensors, held), ranks in alike.items()
+        ]
+        lines += ["", table(rows, ("ranks", "tensors", "each holds"), "lrr"), ""]
+        lines += listing("replicated, no rule matched", self.found.unmatched)
+        lines += listing("mesh axes that cut nothing", self.found.unused_axes)
+        lines += listing("rules that decided no tensor", map(str, self.found.unused_rules))
+        lines += listing(
+            "rules of the recipe that decided no tensor",
+            (rule.pattern for rule in self.found.unused_recipe_rules),
+        )
+        lines += [f"note: {printable(note)}" for note in self.found.notes]
+        if not self.found.unmatched:
+            lines.append("every tensor is matched by a rule")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "size_bytes": self.checkpoint.size_bytes,
+            "rules": [
+                {
+                    "pattern": rule.pattern,
+                    "spec": rule.spec,
+                    "by_hand": rule in self.by_hand,
+                    "tensors": len(names),
+                    "size_bytes": self.size_bytes(names),
+                    "example": names[0],
+                    "cut": str(self.found.specs[names[0]]),
+                }
+                for rule, names in self.names.items()
+            ],
+            "ranks": [
+                {"rank": rank, "tensors": count, "size_bytes": held}
+                for rank, count, held in self.ranks
+            ],
+            "unmatched": list(self.found.unmatched),
+            "unused_rules": [str(rule) for rule in self.found.unused_rules],
+            "unused_recipe_rules": [str(rule) for rule in self.found.unused_recipe_rules],
+            "unused_axes": list(self.found.unused_axes),
+            "notes": list(self.found.notes),
+        }
+
+
+def _recipe_lines(one: Recipe) -> list[str]:
+    options = [(f"{name}={cut}", "a cut rule") for name, cut in one.cuts.items()]
+    for name, numbering in one.numbers.items():
+        what = f"where each {name} lives on {numbering.axis}, {numbering.count} of them"
+        options.append((f"{name}={numbering.cut}", what))
+    for axis in one.axes:
+        stand_in = f"; if it has none, {one.stand_ins[axis]}" if axis in one.stand_ins else ""
+        options.append((f"{axis}={axis}", f"axes of the mesh that play {axis}{stand_in}"))
+    rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in one.rules]
+    lines = [
+        f"{one.name}: {one.description}" if one.description else one.name,
+        *listing("model types", one.model_types),
+        "",
+        table(options, ("option", "meaning")),
+        "",
+        table(rules, ("pattern, first match", "cut", "where")),
+    ]
+    return [printable(line, keep="\n") for line in lines]
+
+
+def _where_text(rule: Rule) -> str:
+    places = [f"{' and '.join(ends)} {name}" for name, ends in rule.at]
+    return ", ".join([*places, *([f"if {rule.when}"] if rule.when else [])])
+
+
+def _summary_json(one: Recipe) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "description": one.description,
+        "model_types": list(one.model_types),
+    }
+
+
+def _recipe_json(one: Recipe) -> dict[str, Any]:
+    return {
+        **_summary_json(one),
+        "axes": list(one.axes),
+        "stand_ins": dict(one.stand_ins),
+        "cuts": dict(one.cuts),
+        "numbers": {
+            name: {
+                "axis": numbering.axis,
+                "count": numbering.count,
+                "cut": numbering.cut,
+                "beyond_last": numbering.beyond_last,
+            }
+            for name, numbering in one.numbers.items()
+        },
+        "rules": [
+            {
+                "pattern": rule.pattern,
+                "spec": rule.spec,
+                "at": {name: list(ends) for name, ends in rule.at},
+                "when": rule.when,
+                "note": rule.note,
+            }
+            for rule in one.rules
+        ],
+    }

@@ -1,0 +1,136 @@
+"""`reshard verify`: do two checkpoints hold the same tensors?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from reshard.checkpoint.comparison import Comparison, compare
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, find_recipe
+from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.checkpoint.renaming import in_recipe_names, names_of
+from reshard.cli.failures import DIFFERS, DONE
+from reshard.cli.options import as_path, json_option, quiet_option, threads_option
+from reshard.cli.output import printable, write, write_json
+from reshard.cli.progress import shown_progress
+from reshard.errors import UsageError
+from reshard.text.quantities import bytes_text, count_text, duration_text
+
+
+@click.command()
+@click.argument("left", callback=as_path)
+@click.argument("right", callback=as_path)
+@click.option(
+    "--left-names",
+    metavar="NAME",
+    help="Whose names LEFT has, and what it fuses, such as megatron; as convert's --source-names.",
+)
+@click.option("--right-names", metavar="NAME", help="The same of RIGHT.")
+@click.option(
+    "--recipe",
+    metavar="NAME|FILE|auto",
+    help="Of the names. [default: auto, by config.json]",
+)
+@threads_option
+@json_option
+@quiet_option
+def verify(
+    left: str,
+    right: str,
+    left_names: str | None,
+    right_names: str | None,
+    recipe: str | None,
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Whether LEFT and RIGHT hold the same tensors.
+
+    The same bit for bit, whatever the cuts and the formats. Every byte of both is read; names,
+    dtypes and shapes count too. Exit code 0: the same; 1: they differ, and it is said where.
+
+    With --left-names or --right-names, both are compared by the recipe's names, and what is fused
+    as what it is fused of.
+
+    \b
+    Examples:
+      reshard verify llama-3-8b llama-tp4
+      reshard verify llama-3-8b llama-megatron --right-names megatron
+      reshard verify llama-3-8b llama-tp4 --quiet && echo same
+
+    \b
+    Keys of --json:
+      left, right, same, compared_bytes, seconds_s
+      differences [{tensor, problem, elements, first_index}]
+      digests {tensor: digest} (of those that are the same)
+    """
+    began_s = time.monotonic()
+    a, b = _named(left, right, left_names, right_names, recipe)
+    with shown_progress("comparing", quiet) as progress:
+        found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
+    seconds_s = time.monotonic() - began_s
+    if as_json:
+        write_json(_as_json(left, right, found, seconds_s))
+    elif not quiet:
+        write("\n".join(_as_text(found, seconds_s)))
+    return DONE if found.is_same else DIFFERS
+
+
+def _named(
+    left: str, right: str, left_names: str | None, right_names: str | None, recipe: str | None
+) -> list[str | Checkpoint]:
+    """Both checkpoints, in the recipe's names where theirs are given."""
+    given = {"--left-names": left_names, "--right-names": right_names}
+    if left_names is None and right_names is None:
+        if recipe is not None:
+            raise UsageError("--recipe without --left-names or --right-names; leave it out")
+        return [left, right]
+    opened = [open_checkpoint(path) for path in (left, right)]
+    configs = [read_config(one) for one in opened]
+    with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
+    chosen = find_recipe(recipe or "auto", with_config)
+    found: list[str | Checkpoint] = []
+    for option, checkpoint, config in zip(given, opened, configs, strict=True):
+        other = next((one for one in (config, *configs) if one is not None), None)
+        named = names_of(option, given[option], chosen, other)
+        found.append(checkpoint if named is None else in_recipe_names(checkpoint, named.table))
+    return found
+
+
+def _as_text(found: Comparison, seconds_s: float) -> list[str]:
+    lines = [
+        f"{printable(difference.name)} {printable(difference.problem)}"
+        if difference.elements is None
+        else f"{printable(difference.name)}: {difference.problem}"
+        for difference in found.differences
+    ]
+    compared = f"compared {bytes_text(found.compared_bytes)} in {duration_text(seconds_s)}"
+    same = len(found.digests)
+    if found.is_same:
+        return [f"the same {count_text(same, 'tensor')}, bit for bit; {compared}"]
+    return [*lines, f"{len(lines)} of {count_text(same + len(lines), 'tensor')} differ; {compared}"]
+
+
+def _as_json(left: str, right: str, found: Comparison, seconds_s: float) -> dict[str, Any]:
+    return {
+        "left": left,
+        "right": right,
+        "same": found.is_same,
+        "compared_bytes": found.compared_bytes,
+        "seconds_s": seconds_s,
+        "differences": [
+            {
+                "tensor": difference.name,
+                "problem": difference.problem,
+                "elements": difference.elements,
+                "first_index": None
+                if difference.first_index is None
+                else list(difference.first_index),
+            }
+            for difference in found.differences
+        ],
+        "digests": found.digests,
+    }

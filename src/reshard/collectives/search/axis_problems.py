@@ -1,0 +1,69 @@
+"""What is searched for over whole axes, not their prime parts: a small problem of a large mesh.
+
+A mesh of 8x8x4 has three axes and eight prime parts; of the parts there are so many shardings
+that a search may have to give up. Of the axes, or the parts of them that the source and the target
+use, there are few. The cheapest program over these is one over the parts too, not always the
+cheapest one::
+
+    frame      x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
+    whole      x=8  ->  0: x                                      y=4  ->  1
+"""
+
+from __future__ import annotations
+
+from reshard.collectives.search.prime_axes import Frame
+from reshard.collectives.search.problems import Problem
+from reshard.collectives.search.states import Cut, Space, State
+
+Unit = tuple[int, ...]
+
+
+class AxisProblem:
+    """A problem over whole axes, and the way back to the parts.
+
+    >>> from reshard.collectives.search.problems import problem_of
+    >>> from reshard.mesh import DeviceMesh
+    >>> from reshard.sharding_text import spec
+    >>> mesh = DeviceMesh.of(x=8, y=4)
+    >>> fine = problem_of(spec(mesh, "x, y"), spec(mesh, "y, x"), (64, 64), None, "classical")
+    >>> whole = AxisProblem(fine)
+    >>> fine.source.cuts, whole.problem.source.cuts
+    ((((0, 1, 2),), ((3, 4),)), (((0,),), ((1,),)))
+    >>> whole.parts(whole.problem.source) == fine.source
+    True
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        frames: list[Frame] = []
+        self._atom: dict[int, int] = {}
+        self._units: dict[int, Unit] = {}
+        for fine in problem.space.frames:
+            first = sum(len(frame.atoms) for frame in frames)
+            frames.append(Frame(fine.mesh, fine.boundaries, first, is_whole=True))
+            for atom, unit in zip(frames[-1].atoms, fine.units, strict=True):
+                self._atom |= dict.fromkeys(unit, atom)
+                self._units[atom] = unit
+        self.problem = Problem(
+            Space(frames, problem.space.shape),
+            self._whole(problem.source),
+            self._whole(problem.target),
+            problem.live_shard,
+            problem.steps,
+        )
+
+    def _whole(self, state: State) -> State:
+        cuts = tuple(
+            # A level of a sharding is made of whole axes: each stands at its first part.
+            tuple(tuple(dict.fromkeys(self._atom[atom] for atom in level)) for level in cut)
+            for cut in state.cuts
+        )
+        return State(state.frame, cuts, frozenset(self._atom[atom] for atom in state.pending))
+
+    def parts(self, state: State) -> State:
+        """A state over whole axes as one over their parts."""
+
+        def cut_of(cut: Cut) -> Cut:
+            return tuple(tuple(a for atom in level for a in self._units[atom]) for level in cut)
+
+        pending = frozenset(a for atom in state.pending for a in self._units[atom])
+        return State(state.frame, tuple(map(cut_of, state.cuts)), pending)

@@ -1,0 +1,303 @@
+"""A good program at once: slice, rearrange once, gather.
+
+::
+
+    source  --slice-->  S  --rearrange-->  R  --gather-->  target
+       8 rows over z       both use the same axes            the same, axes dropped
+
+1. The axes of the rearrangement are those that the source or the target uses. The source is
+   sliced along those it lacks, and what the target lacks is gathered in the end.
+2. Where the sliced axes go, and where the gathered ones come from, is chosen together: the
+   more of `R` every rank holds already in `S`, the less moves. All placements are tried while
+   they are few; where they are many, an axis goes to the dimension where the other side has it.
+3. Contributions are reduced before the rearrangement: scattered where a dimension can take
+   them, else added up in place.
+4. Where the meshes differ, ranks exchange whole shards once, to get to the target's axes.
+
+Slices first, gathers last is the order of Rink et al., "Memory-efficient array redistribution
+through portable collective communication" (2021), whose middle is several all-to-alls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from reshard.collectives.search.legality import is_covered, is_inside, is_permutation
+from reshard.collectives.search.prime_axes import Frame
+from reshard.collectives.search.problems import Problem
+from reshard.collectives.search.states import Boxes, Cut, State, flat_atoms, overlaps
+
+# Placements of one side that are tried; beyond, fewer are, by where the other side has the axes.
+MOST_PLACEMENTS = 150
+# Sets of axes that a side is cut further by, and parts of axes that are moved one by one.
+MOST_SETS = 16
+MOST_ATOMS = 4
+# Boxes of ranks that are compared.
+MOST_COMPARED = 8_000_000
+# Ways into the other frame that are followed to the end.
+MOST_CROSSINGS = 4
+
+Path = tuple[State, ...]
+
+
+def constructive_search(problem: Problem) -> Path | None:
+    """The states of a program of legal steps, the source first, or None when it finds none."""
+    if problem.is_reached(problem.source):
+        return (problem.source,)
+    found = list(_by_one_rearrangement(problem))
+    if problem.source.frame != problem.target.frame:
+        found += _crossing(problem)
+    if not found:
+        return None
+    return min(found, key=lambda path: (path_cost(problem, path), len(path)))
+
+
+def step_cost(problem: Problem, before: State, after: State) -> int:
+    """Elements that arrive in one step, summed over ranks."""
+    space = problem.space
+    reduced = before.pending - after.pending
+    if not reduced:
+        return space.arriving(before, after)
+    frame = space.frames[before.frame]
+    count = math.prod(frame.size(atom) for atom in reduced)
+    if before.cuts == after.cuts:
+        # Scattered and gathered again in pieces of the flat shard.
+        return 2 * (count - 1) * (space.total(before) // count)
+    return (count - 1) * space.total(after)
+
+
+def path_cost(problem: Problem, path: Path) -> int:
+    """Elements that arrive in all steps."""
+    return sum(step_cost(problem, a, b) for a, b in itertools.pairwise(path))
+
+
+def _by_one_rearrangement(problem: Problem) -> Iterator[Path]:
+    """The cheapest path with one rearrangement: of the same axes, or of whole shards."""
+    space, source, target = problem.space, problem.source, problem.target
+    reduced = source.pending - target.pending
+    if source.frame == target.frame:
+        lacking = target.used - source.used - source.pending
+        if reduced:
+            # Ranks that hold the same contribution share the work of combining it.
+            lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
+        dropped = (source.used | lacking | reduced) - target.used
+        ways_back = source
+    else:
+        # Axes of two frames cannot be compared: any free ones may help to exchange shards.
+        lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
+        dropped = frozenset(space.frames[target.frame].atoms) - target.used
+        ways_back = target
+    boxes = len(space.ranks) * max(1, len(space.shape))
+    most = max(MOST_SETS, math.isqrt(MOST_COMPARED // boxes))
+    sets = _sets(problem, source, lacking)
+    starts = [
+        path
+        for atoms in sets
+        for path in itertools.islice(
+            _begun(problem, atoms, sorted(reduced)), max(1, most // len(sets))
+        )
+    ]
+    sets = _sets(problem, target, dropped)
+    ends = [
+        state
+        for atoms in sets
+        for state in itertools.islice(
+            placements(problem, target, atoms, ways_back), max(1, most // len(sets))
+        )
+        if problem.fits(state) and is_covered(space, state, target, frozenset(atoms))
+    ]
+    if not starts or not ends:
+        return
+    allowed = _allowed(problem, [path[-1] for path in starts], ends)
+    if not allowed.any():
+        return
+    shared = _shared(problem, [path[-1] for path in starts], ends)
+    cost = np.array([path_cost(problem, path) for path in starts])[:, None] - shared
+    cost += np.array([space.total(end) + space.arriving(end, target) for end in ends])[None]
+    cost[~allowed] = cost.max() + 1
+    first, last = np.unravel_index(int(cost.argmin()), cost.shape)
+    yield _without_repeats([*starts[first], ends[last], target])
+
+
+def _sets(problem: Problem, state: State, atoms: frozenset[int]) -> list[tuple[int, ...]]:
+    """All of the atoms, then fewer of them; where they are many, in units."""
+    units: list[tuple[int, ...]] = [(atom,) for atom in sorted(atoms)]
+    if len(atoms) > MOST_ATOMS:
+        units = problem.space.frames[state.frame].units_of(sorted(atoms))
+    sets = (
+        tuple(atom for unit in chosen for atom in unit)
+        for size in range(len(units), -1, -1)
+        for chosen in itertools.combinations(units, size)
+    )
+    return list(itertools.islice(sets, MOST_SETS))
+
+
+def _allowed(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
+    """Which pairs use the same axes, or have the same parts of every dimension."""
+    space = problem.space
+
+    def numbers(states: Sequence[State]) -> tuple[np.ndarray, np.ndarray]:
+        used = [(known.setdefault(state.used, len(known))) for state in states]
+        parts = [kinds.setdefault(space.pieces(state), len(kinds)) for state in states]
+        return np.array(used), np.array(parts)
+
+    known: dict[frozenset[int], int] = {}
+    kinds: dict[tuple[bytes, ...], int] = {}
+    (used, parts), (end_used, end_parts) = numbers(starts), numbers(ends)
+    allowed: np.ndarray = (used[:, None] == end_used) | (parts[:, None] == end_parts)
+    return allowed
+
+
+def _without_repeats(path: Sequence[State]) -> Path:
+    return tuple(b for a, b in zip([None, *path], path, strict=False) if a != b)
+
+
+def _shared(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
+    boxes = [problem.space.boxes(end) for end in ends]
+    low = np.array([box.low for box in boxes]).transpose(1, 0, 2)
+    high = np.array([box.high for box in boxes]).transpose(1, 0, 2)
+    rows = []
+    for start in starts:
+        box = problem.space.boxes(start)
+        here = Boxes(box.low[:, None, :], box.high[:, None, :])
+        rows.append(overlaps(here, Boxes(low, high)).sum(axis=-1))
+    return np.array(rows)
+
+
+def _begun(problem: Problem, lacking: Sequence[int], reduced: Sequence[int]) -> Iterator[Path]:
+    """Slices along `lacking` and reductions along `reduced`, in both orders."""
+    space, source, target = problem.space, problem.source, problem.target
+    for sliced in placements(problem, source, lacking, target):
+        if not is_inside(space, sliced, source):
+            continue
+        if not reduced:
+            yield _without_repeats([source, sliced])
+            continue
+        done = sliced.pending - frozenset(reduced)
+        yield _without_repeats([source, sliced, sliced._replace(pending=done)])
+        for scattered in placements(problem, sliced, reduced, target):
+            if is_inside(space, scattered, sliced):
+                yield _without_repeats([source, sliced, scattered._replace(pending=done)])
+    if reduced and lacking:
+        done = source.pending - frozenset(reduced)
+        for scattered in placements(problem, source, reduced, target):
+            if not is_inside(space, scattered, source):
+                continue
+            whole = scattered._replace(pending=done)
+            for sliced in placements(problem, whole, lacking, target):
+                if is_inside(space, sliced, whole):
+                    yield _without_repeats([source, whole, sliced])
+
+
+def placements(
+    problem: Problem, state: State, atoms: Sequence[int], other: State
+) -> Iterator[State]:
+    """The state with `atoms` appended as minor ones to its dimensions, in the ways tried."""
+    dims = len(state.cuts)
+    if not atoms:
+        yield state
+        return
+    if not dims:
+        return
+    wanted = [atom for cut in other.cuts for atom in flat_atoms(cut) if atom in set(atoms)]
+    wanted += [atom for atom in atoms if atom not in set(wanted)]
+    home = {atom: d for d, cut in enumerate(other.cuts) for atom in flat_atoms(cut)}
+    units: list[tuple[int, ...]] = [(atom,) for atom in wanted]
+    if len(atoms) > MOST_ATOMS:
+        units = problem.space.frames[state.frame].units_of(wanted)
+    count = math.factorial(len(units)) * math.comb(len(units) + dims - 1, dims - 1)
+    ways: Iterator[tuple[tuple[tuple[int, ...], int], ...]]
+    if count <= MOST_PLACEMENTS:
+        # One order of (unit, dim) pairs stands for each placement: dims do not fall.
+        ways = (
+            tuple(zip(chosen, where, strict=True))
+            for chosen in itertools.permutations(units)
+            for where in itertools.combinations_with_replacement(range(dims), len(units))
+        )
+    elif dims ** len(units) <= MOST_PLACEMENTS:
+        ways = (
+            tuple(zip(units, where, strict=True))
+            for where in itertools.product(range(dims), repeat=len(units))
+        )
+    else:
+        ways = (tuple((unit, home.get(unit[0], d)) for unit in units) for d in range(dims))
+    natural = tuple((unit, home.get(unit[0], 0)) for unit in units)
+    for way in itertools.chain([natural], (way for way in ways if way != natural)):
+        grown: list[list[Cut]] = [[cut] for cut in state.cuts]
+        for atom, dim in ((atom, dim) for unit, dim in way for atom in unit):
+            grown[dim] = [
+                longer for cut in grown[dim] for longer in problem.extensions(dim, cut, atom)
+            ]
+        for cuts in itertools.product(*grown):
+            yield state._replace(cuts=cuts)
+
+
+def _crossing(problem: Problem) -> Iterator[Path]:
+    """Paths that exchange whole shards once, to get from the source's frame to the target's."""
+    space, source = problem.space, problem.source
+    first = space.frames[0]
+    spare = [atom for atom in first.atoms if atom not in source.used | source.pending]
+    reduced = sorted(source.pending)
+    ways: list[tuple[int, Path]] = []
+    for size in range(len(spare) + 1):
+        for lacking in itertools.combinations(spare, size):
+            for begun in itertools.islice(_begun(problem, lacking, reduced), MOST_PLACEMENTS):
+                for crossed in _across(problem, begun[-1]):
+                    path = (*begun, crossed)
+                    cost = path_cost(problem, path) + problem.distance(crossed)
+                    ways.append((cost, path))
+        if len(ways) > MOST_PLACEMENTS:
+            break
+    ways.sort(key=lambda way: (way[0], len(way[1])))
+    for _, path in ways[:MOST_CROSSINGS]:
+        rest = replace(problem, source=path[-1])
+        if rest.is_reached(path[-1]):
+            yield path
+        for tail in _by_one_rearrangement(rest):
+            yield (*path[:-1], *tail)
+
+
+def _across(problem: Problem, state: State) -> Iterator[State]:
+    """States over the target's frame that hold the same shards, on other ranks."""
+    space = problem.space
+    if state.pending:
+        return
+    frame = len(space.frames) - 1
+    atoms = space.frames[frame].atoms
+    found = 0
+    parts = [space.parts(state, dim) for dim in range(len(state.cuts))]
+
+    def fill(dim: int, cuts: tuple[Cut, ...], free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
+        if dim == len(parts):
+            yield cuts
+            return
+        for chosen in _with_product(space.frames[frame], free, parts[dim]):
+            left = tuple(atom for atom in free if atom not in chosen)
+            for cut in dict.fromkeys(((chosen,) if chosen else (), *problem.nested_cuts[dim])):
+                if flat_atoms(cut) == chosen:
+                    yield from fill(dim + 1, (*cuts, cut), left)
+
+    for cuts in fill(0, (), atoms):
+        crossed = State(frame, cuts, state.pending)
+        if is_permutation(space, state, crossed):
+            yield crossed
+            found += 1
+            if found >= MOST_PLACEMENTS:
+                return
+
+
+def _with_product(frame: Frame, free: Sequence[int], product: int) -> Iterator[tuple[int, ...]]:
+    if product == 1:
+        yield ()
+        return
+    for atom in free:
+        size = frame.size(atom)
+        if product % size == 0:
+            left = [other for other in free if other != atom]
+            for rest in _with_product(frame, left, product // size):
+                yield (atom, *rest)

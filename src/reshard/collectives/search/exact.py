@@ -1,0 +1,311 @@
+"""The cheapest program there is: A* over all shardings of the axes' prime parts.
+
+1. A state is a sharding; an edge is a legal step and costs the elements that arrive in it.
+2. The states to look at next are ordered by what was paid and what must at least still arrive.
+   The bound is exact where one exchange would do, and never too high, so the first time the
+   target is taken from the queue its path is the cheapest.
+3. One rearrangement of the same axes leads anywhere two do, and no dearer, so none follows
+   another.
+4. What the constructive search finds is the bar: nothing that cannot get below it is kept.
+
+A fixed amount of work is allowed, counted in boxes that are compared, never in time, so every
+rank stops at the same place. A search that stops early has proved nothing, and answers with
+the best it knows.
+
+Source of the method: Hart, Nilsson, Raphael, "A formal basis for the heuristic determination of
+minimum cost paths" (1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.collectives.search.axis_problems import AxisProblem
+from reshard.collectives.search.catalogue import Catalogue, catalogue_size
+from reshard.collectives.search.constructive import Path, constructive_search, path_cost, step_cost
+from reshard.collectives.search.legality import is_covered, is_inside, is_permutation
+from reshard.collectives.search.problems import JOINT, Problem, shorter
+from reshard.collectives.search.states import Cut, State, flat_atoms
+
+# Boxes of ranks that may be compared before the search gives up.
+DEFAULT_BUDGET = 3_000_000
+# What looking at a state costs beside its boxes.
+LOOKED_AT = 1_000
+# Without joint steps: over whole axes first, for a program to fall back on, then over their parts.
+AXES_BUDGET = 20_000_000
+CLASSICAL_BUDGET = 40_000_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found: the states, and whether nothing cheaper exists."""
+
+    path: Path | None
+    is_cheapest: bool
+    work: int = 0
+
+
+class _OverBudgetError(Exception):
+    """The allowed work is done."""
+
+
+class _Search:
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.work = 0
+        self._catalogues: dict[tuple[int, frozenset[int]], Catalogue] = {}
+
+    def spend(self, boxes: int) -> None:
+        self.work += boxes + LOOKED_AT
+        if self.work > self.budget:
+            raise _OverBudgetError
+
+    def catalogue(self, frame: int, used: frozenset[int]) -> Catalogue:
+        key = (frame, used)
+        if key not in self._catalogues:
+            space = self.problem.space
+            size = catalogue_size(len(used), len(space.shape))
+            self.spend(3 * size * len(space.ranks))
+            self._catalogues[key] = Catalogue(self.problem, frame, used)
+        return self._catalogues[key]
+
+    def edges(
+        self, state: State, limit: int, was_rearranged: bool
+    ) -> Iterator[tuple[State, int, bool]]:
+        """States one step on, what the step costs, and whether it was a rearrangement.
+
+        `limit` is the most that the step and what must follow it may cost.
+        """
+        problem, space = self.problem, self.problem.space
+        frame = space.frames[state.frame]
+        ranks = len(space.ranks)
+        free = [a for a in frame.atoms if a not in state.used and a not in state.pending]
+        for after in self._sliced(state, free):
+            yield after, 0, False
+        for after in self._gathered(state):
+            yield after, space.arriving(state, after), False
+        for atom in sorted(state.pending - problem.target.pending):
+            left = state.pending - {atom}
+            for after in self._longer(state, atom):
+                self.spend(ranks)
+                if is_inside(space, after, state):
+                    scattered = after._replace(pending=left)
+                    yield scattered, step_cost(problem, state, scattered), False
+            combined = state._replace(pending=left)
+            yield combined, step_cost(problem, state, combined), False
+        if problem.steps == JOINT and not was_rearranged and space.shape:
+            catalogue = self.catalogue(state.frame, state.used)
+            for after, cost in self._chosen(catalogue, None, state, limit):
+                yield after, cost, True
+        if problem.steps != JOINT:
+            yield from self._classical(state)
+        yield from self._permutes(state, limit, was_rearranged)
+
+    def _chosen(
+        self, catalogue: Catalogue, among: np.ndarray | None, state: State, limit: int
+    ) -> Iterator[tuple[State, int]]:
+        problem = self.problem
+        self.spend(len(catalogue) * len(problem.space.ranks))
+        cost = catalogue.total - catalogue.shared(state)
+        left = problem.distance(state)
+        rest = problem.target_total - catalogue.kept
+        if problem.contributions_left(state) > 1:
+            rest = np.full_like(rest, left)
+        good = np.flatnonzero(cost + rest <= limit)
+        if among is not None:
+            good = np.intersect1d(good, among)
+        for number in good.tolist():
+            after = catalogue.state(number, state.pending)
+            if after.cuts != state.cuts or after.frame != state.frame:
+                yield after, int(cost[number])
+
+    def _permutes(
+        self, state: State, limit: int, was_rearranged: bool
+    ) -> Iterator[tuple[State, int, bool]]:
+        space = self.problem.space
+        if not space.shape:
+            return
+        dims = range(len(space.shape))
+        parts = tuple(space.parts(state, dim) for dim in dims)
+        count = math.prod(parts)
+        frames = range(len(space.frames)) if not state.pending else [state.frame]
+        for number in frames:
+            frame = space.frames[number]
+            atoms = [atom for atom in frame.atoms if atom not in state.pending]
+            for size in range(len(atoms) + 1):
+                for chosen in itertools.combinations(atoms, size):
+                    used = frozenset(chosen)
+                    same = number == state.frame and used == state.used
+                    if math.prod(map(frame.size, chosen)) != count:
+                        continue
+                    # Another order of the same axes is a rearrangement, found already.
+                    if same and self.problem.steps == JOINT:
+                        continue
+                    catalogue = self.catalogue(number, used)
+                    alike = catalogue.alike(parts)
+                    for after, cost in self._chosen(catalogue, alike, state, limit):
+                        if is_permutation(space, state, after):
+                            yield after, cost, False
+
+    def _longer(self, state: State, atom: int) -> Iterator[State]:
+        for dim, cut in enumerate(state.cuts):
+            for longer in self.problem.extensions(dim, cut, atom):
+                yield _with(state, dim, longer)
+
+    def _sliced(self, state: State, free: Sequence[int]) -> Iterator[State]:
+        """One dimension cut by one more atom, or by several at once where it is uneven.
+
+        Where all free atoms divide a dimension, many slices are one behind another.
+        """
+        problem, space = self.problem, self.problem.space
+        frame = space.frames[state.frame]
+        most = math.prod(map(frame.size, free))
+        for dim, length in enumerate(space.shape):
+            deep = length % (space.parts(state, dim) * most) > 0
+            waiting = [(state.cuts[dim], atom) for atom in free]
+            while waiting:
+                cut, atom = waiting.pop()
+                for longer in problem.extensions(dim, cut, atom):
+                    after = _with(state, dim, longer)
+                    self.spend(len(space.ranks))
+                    if is_inside(space, after, state):
+                        yield after
+                    if deep:
+                        held = set(flat_atoms(longer))
+                        waiting += [(longer, other) for other in free if other not in held]
+
+    def _gathered(self, state: State) -> Iterator[State]:
+        """One dimension without its minor atom, or without several where it is uneven."""
+        problem, space = self.problem, self.problem.space
+        for dim, cut in enumerate(state.cuts):
+            rest, dropped = cut, frozenset[int]()
+            while rest:
+                dropped |= {rest[-1][-1]}
+                rest = shorter(rest)
+                after = _with(state, dim, rest)
+                self.spend(len(space.ranks))
+                if problem.fits(after) and is_covered(space, state, after, dropped):
+                    yield after
+                if space.shape[dim] % space.parts(state, dim) == 0:
+                    break
+
+    def _classical(self, state: State) -> Iterator[tuple[State, int, bool]]:
+        """All-to-alls from one dimension to another."""
+        problem, space = self.problem, self.problem.space
+        for giver, cut in enumerate(state.cuts):
+            rest = cut
+            moved: tuple[int, ...] = ()
+            while rest:
+                moved = (rest[-1][-1], *moved)
+                rest = shorter(rest)
+                for taker in range(len(state.cuts)):
+                    if taker == giver:
+                        continue
+                    taken: list[Cut] = []
+                    for order in itertools.permutations(moved):
+                        longer_cuts: list[Cut] = [state.cuts[taker]]
+                        for atom in order:
+                            longer_cuts = [
+                                longer
+                                for cut_so_far in longer_cuts
+                                for longer in problem.extensions(taker, cut_so_far, atom)
+                            ]
+                        taken += longer_cuts
+                    for longer in taken:
+                        after = _with(_with(state, giver, rest), taker, longer)
+                        self.spend(len(space.ranks))
+                        if problem.fits(after) and is_covered(
+                            space, state, after, frozenset(moved)
+                        ):
+                            yield after, space.arriving(state, after), False
+
+
+def _with(state: State, dim: int, cut: Cut) -> State:
+    return state._replace(cuts=(*state.cuts[:dim], cut, *state.cuts[dim + 1 :]))
+
+
+def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
+    """The cheapest path, or the best known when the work allowed is done; None for no limit."""
+    known = constructive_search(problem) if problem.steps == JOINT else _over_axes(problem)
+    bar = math.inf if known is None else path_cost(problem, known)
+    least = problem.distance(problem.source)
+    if bar == least:
+        return Outcome(known, True)
+    search = _Search(problem, (1 << 62) if budget is None else budget)
+    try:
+        found = _a_star(search, problem.source, least, bar)
+    except _OverBudgetError:
+        return Outcome(known, False, search.work)
+    return Outcome(known if found is None else found, True, search.work)
+
+
+def _over_axes(problem: Problem) -> Path | None:
+    """The cheapest path that moves whole axes, or None where none is found in the work allowed."""
+    if all(len(unit) == 1 for frame in problem.space.frames for unit in frame.units):
+        # The axes are prime: the same search follows anyway.
+        return None
+    whole = AxisProblem(problem)
+    least = whole.problem.distance(whole.problem.source)
+    try:
+        found = _a_star(_Search(whole.problem, AXES_BUDGET), whole.problem.source, least, math.inf)
+    except _OverBudgetError:
+        return None
+    return None if found is None else tuple(map(whole.parts, found))
+
+
+def _a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:
+    """The cheapest path that costs less than `bar`, or None."""
+    problem = search.problem
+    paid = {(source, False): 0}
+    came: dict[tuple[State, bool], tuple[State, bool] | None] = {(source, False): None}
+    order = itertools.count()
+    queue = [(least, 0, next(order), source, False)]
+    done: set[tuple[State, bool]] = set()
+    while queue:
+        state, rearranged = heapq.heappop(queue)[-2:]
+        node = (state, rearranged)
+        if node in done:
+            continue
+        done.add(node)
+        if problem.is_reached(state):
+            path: list[State] = []
+            here: tuple[State, bool] | None = node
+            while here is not None:
+                path.append(here[0])
+                here = came[here]
+            return tuple(reversed(path))
+        cost = paid[node]
+        # Costs are whole numbers: to be better is to cost one less.
+        limit = (1 << 62) if bar == math.inf else int(bar) - 1 - cost
+        for after, step, is_rearrangement in search.edges(state, limit, rearranged):
+            total = cost + step
+            after_node = (after, is_rearrangement)
+            if total >= paid.get(after_node, math.inf) or total >= paid.get(
+                (after, False), math.inf
+            ):
+                continue
+            estimate = total + problem.distance(after)
+            if estimate >= bar:
+                continue
+            paid[after_node] = total
+            came[after_node] = node
+            heapq.heappush(queue, (estimate, -total, next(order), after, is_rearrangement))
+    return None
+
+
+def exact_search(problem: Problem) -> Path | None:
+    """The states of the cheapest program, whatever work it takes; None where there is none."""
+    return exact_outcome(problem, None).path
+
+
+def budgeted_search(problem: Problem) -> Path | None:
+    """The exact search within its budget, and the constructive one beyond."""
+    budget = DEFAULT_BUDGET if problem.steps == JOINT else CLASSICAL_BUDGET
+    return exact_outcome(problem, budget).path

@@ -1,0 +1,142 @@
+"""Which program leads from one sharding to another and moves the fewest elements?
+
+Searches are registered under names, with one signature: a `Problem` in, the states of a program
+out, or None where there is no program of legal steps within memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from reshard.collectives.program import Program
+from reshard.collectives.search.constructive import constructive_search
+from reshard.collectives.search.exact import budgeted_search, exact_search
+from reshard.collectives.search.mlir_basis import mlir_decomposition
+from reshard.collectives.search.problems import CLASSICAL, JOINT, Problem, problem_of
+from reshard.collectives.search.states import State
+from reshard.collectives.search.step_joining import joined
+from reshard.collectives.search.step_naming import name_step
+from reshard.collectives.steps import Exchange, Permute, Step
+from reshard.errors import PlanError, UsageError
+from reshard.sharding import ShardingSpec
+
+Search = Callable[[Problem], tuple[State, ...] | None]
+
+SEARCHES: dict[str, Search] = {
+    "default": budgeted_search,
+    "exact": exact_search,
+    "constructive": constructive_search,
+}
+
+# What a program may be made of.
+STEPS = {
+    JOINT: "every collective; an exchange only where no other program exists",
+    CLASSICAL: "no joint all-to-all and no exchange",
+    "all": "an exchange too, wherever it moves less",
+    "mlir": "the basis of MLIR's notes, whatever the memory",
+}
+
+
+def find_program(
+    source: ShardingSpec,
+    target: ShardingSpec,
+    shape: Sequence[int],
+    *,
+    steps: str = JOINT,
+    search: str = "default",
+    live_shard: int | None = None,
+) -> Program:
+    """The program that moves the fewest elements.
+
+    Args:
+        source, target: shardings of one tensor.
+        shape: of the tensor.
+        steps: what it may be made of: a key of `STEPS`.
+        search: a key of `SEARCHES`. The default is exact up to a fixed amount of work, and
+            constructive beyond; it looks at no clock, so all ranks find the same program.
+        live_shard: the most elements a shard may have on the way; as many as the larger one of
+            source and target when None.
+
+    Raises:
+        PlanError: a limit that source or target is over, or no program of these steps.
+        UsageError: an unknown search or set of steps.
+        SpecError: shardings for tensors of another number of dimensions.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> mesh = DeviceMesh.of(x=4, y=2)
+    >>> program = find_program(spec(mesh, "x, y"), spec(mesh, "y, x"), (16, 8))
+    >>> program, program.moved_elements
+    (<Program of [16, 8]: joint all-to-all>, 96)
+    >>> find_program(spec(mesh, "x, y"), spec(mesh, "y, x"), (16, 8), steps="classical")
+    <Program of [16, 8]: all-to-all, permute>
+    """
+    for what, name, known in (("search", search, SEARCHES), ("set of steps", steps, STEPS)):
+        if name not in known:
+            raise UsageError(f"unknown {what} {name!r}; it is one of {', '.join(known)}")
+    limit = None if live_shard is None else int(live_shard)
+    return _find(source, target, tuple(int(n) for n in shape), steps, search, limit)
+
+
+@lru_cache(maxsize=4096)
+def _find(
+    source: ShardingSpec,
+    target: ShardingSpec,
+    shape: tuple[int, ...],
+    steps: str,
+    search: str,
+    live_shard: int | None,
+) -> Program:
+    exchange = Program(shape, source, target, (Exchange(shape, source, target),))
+    problem = problem_of(source, target, shape, live_shard, JOINT if steps == "all" else steps)
+    if problem is None:
+        states = None
+    elif steps == "mlir":
+        states = mlir_decomposition(problem)
+    else:
+        states = SEARCHES[search](problem)
+    if problem is None or states is None:
+        if steps in (CLASSICAL, "mlir"):
+            raise PlanError(
+                f"no program of {steps} steps found from `{source}` to `{target}` for shape "
+                f"{list(shape)} within its memory; allow an exchange: steps='joint' or 'all'"
+            )
+        return exchange
+    if steps != "mlir":
+        states = joined(problem, states)
+    program = program_of(problem, states, source, target)
+    cheaper = steps == "all" and exchange.moved_elements < program.moved_elements
+    return exchange if cheaper else program
+
+
+def forget() -> None:
+    """Drop the programs that are kept, so that the next are searched for anew."""
+    _find.cache_clear()
+
+
+def program_of(
+    problem: Problem, states: Sequence[State], source: ShardingSpec, target: ShardingSpec
+) -> Program:
+    """The program whose shardings are these states; its ends are written as they were given.
+
+    Raises:
+        PlanError: states between which no collective is legal.
+    """
+    space, shape = problem.space, problem.space.shape
+    reduction = source.reduction
+    specs = [source, *(space.spec(state, reduction) for state in states[1:-1]), target]
+    steps: list[Step] = []
+    for (before, after), (one, other) in zip(
+        itertools.pairwise(states), itertools.pairwise(specs), strict=False
+    ):
+        named = name_step(space, before, after)
+        if named is None:
+            raise PlanError(f"no collective leads from `{one}` to `{other}` within its groups")
+        kind, atoms, dims = named
+        axes = space.frames[before.frame].axes(atoms, one.mesh)
+        steps.append(kind(shape, one, other, axes, dims))
+    if len(states) == 1 and source.layout(shape) is not target.layout(shape):
+        # The same elements on every rank, but empty shards of another shape.
+        steps.append(Permute(shape, source, target))
+    return Program(shape, source, target, tuple(steps))

@@ -1,0 +1,77 @@
+"""May a step be taken: does what each group of ranks needs lie in what that group held?
+
+Names do not decide. Ten rows over x=2, y=2 by one flat cut are 3, 3, 3, 1; over x alone 5, 5::
+
+    x y     0 1 2 | 3 4 5 | 6 7 8 | 9          gathered along y, the upper half has 0 .. 5
+    x       0 1 2 3 4     | 5 6 7 8 9          and the lower one 6 .. 9: row 5 is missing
+
+so that gather, and the slice back, are not legal. The boxes of a group are every part that it has
+of one dimension with every part of the next, so what it holds is found for each dimension by
+itself: the parts are sorted, and what of them lies below an index is looked up.
+"""
+
+from __future__ import annotations
+
+from reshard.collectives.search.states import Space, State, flat_atoms
+
+
+def is_inside(space: Space, after: State, before: State) -> bool:
+    """Whether every rank's box after lies in its own box before."""
+    return space.arriving(before, after) == 0
+
+
+def is_covered(space: Space, before: State, after: State, atoms: frozenset[int]) -> bool:
+    """Whether every rank's box after lies in what its group along `atoms` held before.
+
+    The group is that of the frame of `before`.
+
+    >>> from reshard.collectives.search.prime_axes import Frame
+    >>> from reshard.mesh import DeviceMesh
+    >>> space = Space([Frame(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [10])
+    >>> flat, nested, gathered = (State(0, (cut,)) for cut in (((0, 1),), ((0,), (1,)), ((0,),)))
+    >>> is_covered(space, flat, gathered, frozenset({1}))
+    False
+    >>> is_covered(space, nested, gathered, frozenset({1}))
+    True
+    """
+    wanted = space.boxes(after)
+    is_wanted = (wanted.high > wanted.low).all(axis=0)
+    for dim, cut in enumerate(before.cuts):
+        held = space.held(before.frame, space.shape[dim], cut, atoms)
+        low, high = wanted.low[dim], wanted.high[dim]
+        found = held.below(high) - held.below(low)
+        if ((found < high - low) & is_wanted).any():
+            return False
+    return True
+
+
+def smallest_group(space: Space, before: State, after: State) -> frozenset[int] | None:
+    """The atoms of the smallest group found that holds what its ranks need, or None.
+
+    1. The atoms behind the part that both cuts of a dimension have in common are moved.
+    2. Where these do not do, atoms of the same dimensions join, minor ones first; then all.
+    """
+    moved: set[int] = set()
+    kept: list[int] = []
+    for one, other in zip(before.cuts, after.cuts, strict=True):
+        a, b = flat_atoms(one), flat_atoms(other)
+        common = 0
+        while common < min(len(a), len(b)) and a[common] == b[common]:
+            common += 1
+        moved |= {*a[common:], *b[common:]}
+        kept = [*a[:common], *kept]
+    moved &= before.used
+    for atom in [None, *reversed(kept)]:
+        if atom is not None:
+            moved.add(atom)
+        if is_covered(space, before, after, frozenset(moved)):
+            return frozenset(moved)
+    return None
+
+
+def is_permutation(space: Space, before: State, after: State) -> bool:
+    """Whether ranks only exchange whole shards: every dimension is cut into the same parts.
+
+    Where each dimension has the same parts on as many ranks, each box is on as many ranks too.
+    """
+    return before.pending == after.pending and space.pieces(before) == space.pieces(after)

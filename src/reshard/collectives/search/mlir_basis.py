@@ -1,0 +1,128 @@
+"""How would MLIR's notes on resharding decompose a change, into their four basic steps?
+
+The basis: slice a dimension, gather its minor axis, exchange two axes of one dimension, move a
+minor axis to another dimension. The notes weigh no traffic and no memory, so neither does this::
+
+    [[0, 1]] -> [[1]]          [[0, 1]] -> [[1, 0]] -> [[1]]                   swap, gather
+    [[0], [1]] -> [[1], [0]]   [[0], [1]] -> [[0], []] -> [[], [0]] -> [[1], [0]]
+
+As long as a dimension's axes do not begin as the target's do:
+
+1. A minor axis whose place in another dimension is next moves there.
+2. A minor axis that the target does not use is gathered.
+3. An axis that could do either, were it minor, is swapped there; axes that only stand in
+   another order are swapped into the target's.
+4. Where nothing of that is possible, the axes of the last such dimension block each other, and
+   its minor axis is gathered.
+
+In the end every dimension is sliced. Where uneven cuts make a step illegal, the dimensions it
+touches are gathered in full instead.
+
+Source: MLIR, `mlir/include/mlir/Dialect/Mesh/Transforms/ReshardingSpmdizationDoc.md`, with its
+gather of a major axis put right: a swap comes first, as its own fourth example says.
+"""
+
+from __future__ import annotations
+
+from reshard.collectives.search.problems import Problem
+from reshard.collectives.search.states import Cut, State, flat_atoms
+from reshard.collectives.search.step_naming import name_step
+from reshard.collectives.steps import JointAllToAll
+from reshard.errors import PlanError
+
+Unit = tuple[int, ...]
+Dims = tuple[tuple[Unit, ...], ...]
+
+
+def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
+    """The states that the notes' basis leads through.
+
+    Raises:
+        PlanError: meshes or sub-axes that have no parts in common, dimensions of several levels.
+    """
+    if len(problem.space.frames) > 1 or any(problem.nested_cuts):
+        raise PlanError(
+            "MLIR's basis is for one mesh and one level a dimension; take steps='joint' for "
+            "device orders and levels"
+        )
+    target = problem.target
+    path = [problem.source]
+    if problem.source.pending != target.pending:
+        path.append(problem.source._replace(pending=target.pending))
+    wanted = _units(problem, target.cuts)
+    while True:
+        here = path[-1]
+        dims = _units(problem, here.cuts)
+        after = _with_dims(here, _next(dims, wanted))
+        if after.cuts == here.cuts:
+            return tuple(path)
+        named = name_step(problem.space, here, after)
+        if named is None or named[0] is JointAllToAll:
+            touched = [
+                d for d, (a, b) in enumerate(zip(here.cuts, after.cuts, strict=True)) if a != b
+            ]
+            # From a dimension that is gathered in full any slice is legal, and so is the gather.
+            full = tuple(() if d in touched else cut for d, cut in enumerate(here.cuts))
+            if full != here.cuts:
+                path.append(here._replace(cuts=full))
+            after = _sliced(here._replace(cuts=full), problem, touched)
+            if after.cuts == full:
+                continue
+        path.append(after)
+
+
+def _sliced(state: State, problem: Problem, dims: list[int]) -> State:
+    """Dimensions that hold everything, cut as the target's where no axis is in use elsewhere."""
+    cuts = list(state.cuts)
+    for dim in dims:
+        used = {atom for d, cut in enumerate(cuts) if d != dim for atom in flat_atoms(cut)}
+        if not used & set(flat_atoms(problem.target.cuts[dim])):
+            cuts[dim] = problem.target.cuts[dim]
+    return state._replace(cuts=tuple(cuts))
+
+
+def _units(problem: Problem, cuts: tuple[Cut, ...]) -> Dims:
+    """Per dimension, the axes as the two shardings use them: neighbouring atoms stay together."""
+    units = problem.space.frames[0].units
+    return tuple(
+        tuple(unit for atom in flat_atoms(cut) for unit in units if unit[0] == atom) for cut in cuts
+    )
+
+
+def _with_dims(state: State, dims: Dims) -> State:
+    cuts = tuple((tuple(a for unit in dim for a in unit),) if dim else () for dim in dims)
+    return state._replace(cuts=cuts)
+
+
+def _next(dims: Dims, wanted: Dims) -> Dims:
+    """The dimensions one basic step on; the same ones when nothing is left to do."""
+    home = {unit: d for d, units in enumerate(wanted) for unit in units}
+    unfinished = [d for d, dim in enumerate(dims) if dim != wanted[d][: len(dim)]]
+
+    def moves(dim: int, unit: Unit) -> bool:
+        to = home.get(unit)
+        return to not in (None, dim) and (*dims[to], unit) == wanted[to][: len(dims[to]) + 1]
+
+    for dim in unfinished:
+        minor = dims[dim][-1]
+        if moves(dim, minor):
+            to = home[minor]
+            return _replaced(dims, {dim: dims[dim][:-1], to: (*dims[to], minor)})
+    for dim in unfinished:
+        if dims[dim][-1] not in home:
+            return _replaced(dims, {dim: dims[dim][:-1]})
+    for dim in unfinished:
+        for unit in reversed(dims[dim]):
+            if unit not in home or moves(dim, unit):
+                rest = tuple(other for other in dims[dim] if other != unit)
+                return _replaced(dims, {dim: (*rest, unit)})
+        ordered = wanted[dim][: len(dims[dim])]
+        if set(ordered) == set(dims[dim]):
+            return _replaced(dims, {dim: ordered})
+    if unfinished:
+        return _replaced(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
+    return wanted
+
+
+def _replaced(dims: Dims, changed: dict[int, tuple[Unit, ...]]) -> Dims:
+    return tuple(changed.get(d, dim) for d, dim in enumerate(dims))

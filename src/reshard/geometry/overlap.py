@@ -1,0 +1,238 @@
+"""Along one dimension, what does each target part take from each set of source holders?
+
+Both sides are sorted lists of intervals, so their overlap is a merge::
+
+    source   |  A  |  A  |     B     |   C   |
+    target   |   0   |    1    |    2        |
+    pieces   | 0A  |0A|1A| 1B  |2B |   2C    |   (pieces that continue one another are joined)
+
+1. For each target run, find the stretches of the source that overlap it.
+2. Cut both to their common interval: a piece, with where it begins in the target part.
+3. Sort the pieces by target part and holder set; each such pair is one unit of the plan,
+   and the plan of a whole tensor is the product of its dimensions' pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from reshard.geometry.holders import DimensionHolders
+from reshard.geometry.part_runs import PartRuns, shared_runs
+from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
+
+    begin: IntArray
+    count: IntArray
+    start: IntArray
+    length: IntArray
+    source_local: IntArray
+    target_local: IntArray
+
+    def rows(self, route: int) -> slice:
+        """Where the pieces of one route are in the columns."""
+        begin = int(self.begin[route])
+        return slice(begin, begin + int(self.count[route]))
+
+    def of(self, unit: IntArray) -> Pieces:
+        """The same pieces for other routes, each with those of a route of this one."""
+        return Pieces(
+            self.begin[unit],
+            self.count[unit],
+            self.start,
+            self.length,
+            self.source_local,
+            self.target_local,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPieces:
+    """The pieces of every pair that are the same whoever of its holders sends them.
+
+    Pieces that continue one another for all holders are joined. Those of pair `i` are
+    `begin[i]:begin[i + 1]`; `entry` is where each begins in the columns of the overlap.
+    """
+
+    begin: IntArray
+    start: IntArray
+    length: IntArray
+    target_local: IntArray
+    entry: IntArray
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The pairs (target part, holder set) of one dimension, and their pieces.
+
+    Pairs are sorted by target part, so the pairs of part `p` are
+    `part_begin[p]:part_begin[p + 1]`. The pieces of pair `i` are
+    `piece_begin[i]:piece_begin[i + 1]`, in the target part's local order.
+    """
+
+    holders: DimensionHolders
+    pair_part: IntArray
+    pair_set: IntArray
+    part_begin: IntArray
+    piece_begin: IntArray
+    start: IntArray
+    length: IntArray
+    target_local: IntArray
+    stretch: IntArray
+
+    @cached_property
+    def pair_length(self) -> IntArray:
+        """How many indices each pair has: shape `(pairs,)`."""
+        total = np.concatenate(([0], np.cumsum(self.length)))
+        return total[self.piece_begin[1:]] - total[self.piece_begin[:-1]]
+
+    def pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+        """The pieces of pairs taken from chosen source parts: those of route `i` are of
+        `pair[i]` and `source_part[i]`. Pieces that continue one another are joined.
+        """
+        if self.holders.is_single:
+            return self._pieces_of_pairs.of(pair)
+        parts = self.holders.parts
+        units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
+        found = self._joined_pieces(units // parts, units % parts)
+        return found.of(of_route)
+
+    @cached_property
+    def _pieces_of_pairs(self) -> Pieces:
+        """The pieces of every pair, where each holder set is one part."""
+        return self._joined_pieces(np.arange(len(self.pair_set)), self.pair_set)
+
+    @cached_property
+    def shared_pieces(self) -> SharedPieces:
+        """The pieces of every pair, whoever of its holders sends them."""
+        pairs = np.arange(len(self.pair_set))
+        begin = self.piece_begin
+        pair = np.repeat(pairs, np.diff(begin))
+        # Each piece with each part that holds it; the next one's rows lie as far behind.
+        sets = self.pair_set[pair]
+        first = self.holders.set_begin[sets]
+        count = self.holders.set_begin[sets + 1] - first
+        piece = np.repeat(np.arange(len(pair)), count)
+        part = self.holders.set_part[np.repeat(first, count) + ragged_arange(count)]
+        local = self.source_local(piece, part)
+        row = np.flatnonzero(np.append(np.diff(pair) == 0, False)[piece])
+        following = row + count[piece[row]]
+        breaks = local[row] + self.length[piece[row]] != local[following]
+        follows = (
+            (np.diff(pair) == 0)
+            & (self.start[:-1] + self.length[:-1] == self.start[1:])
+            & (self.target_local[:-1] + self.length[:-1] == self.target_local[1:])
+        )
+        follows[piece[row[breaks]]] = False
+        entry = np.flatnonzero(np.append(True, ~follows)[: len(pair)])
+        total = np.append(0, np.cumsum(self.length))
+        length = np.diff(total[np.append(entry, len(pair))])
+        return SharedPieces(
+            np.searchsorted(entry, begin),
+            self.start[entry],
+            length,
+            self.target_local[entry],
+            entry,
+        )
+
+    def source_local(self, entry: IntArray, source_part: IntArray) -> IntArray:
+        """Where the piece of each entry begins in the local order of a part that holds it."""
+        stretch = self.stretch[entry]
+        inside = self.start[entry] - self.holders.start[stretch]
+        return self.holders.local_start(stretch, source_part) + inside
+
+    def _joined_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+        low = self.piece_begin[pair]
+        count = self.piece_begin[pair + 1] - low
+        unit = np.repeat(np.arange(len(pair)), count)
+        piece = np.repeat(low, count) + ragged_arange(count)
+        start, length = self.start[piece], self.length[piece]
+        target_local, stretch = self.target_local[piece], self.stretch[piece]
+        source_local = self.holders.local_start(stretch, source_part[unit])
+        source_local = source_local + start - self.holders.start[stretch]
+        follows = (
+            (np.diff(unit) == 0)
+            & (start[:-1] + length[:-1] == start[1:])
+            & (target_local[:-1] + length[:-1] == target_local[1:])
+            & (source_local[:-1] + length[:-1] == source_local[1:])
+        )
+        if follows.any():
+            first = np.flatnonzero(np.append(True, ~follows))
+            length = np.add.reduceat(length, first)
+            unit, start = unit[first], start[first]
+            source_local, target_local = source_local[first], target_local[first]
+        begin = np.searchsorted(unit, np.arange(len(pair) + 1))
+        return Pieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
+
+
+# The tensors of all layers are cut alike, wherever the layers live.
+@lru_cache(maxsize=128)
+def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
+    """What each part of `target` takes from each holder set."""
+    runs = _elements(target)
+    # Stretches may overlap and nest, so the first that can reach a run is found by the
+    # furthest stop so far, and what does not reach it after all is dropped.
+    reach = np.maximum.accumulate(holders.stop) if len(holders.stop) else holders.stop
+    low = np.searchsorted(reach, runs.start, side="right")
+    count = np.maximum(np.searchsorted(holders.start, runs.stop, side="left") - low, 0)
+    run = np.repeat(np.arange(len(count)), count)
+    stretch = np.repeat(low, count) + ragged_arange(count)
+    return _overlap(holders, target.parts, runs, run, stretch)
+
+
+def overlap_of_pairs(
+    holders: DimensionHolders, target: RunTable, part: IntArray, source_part: IntArray
+) -> Overlap:
+    """The same for some pairs of a target part and a source part, in any order and repeated.
+
+    Each holder set must be one part.
+    """
+    pair = distinct(part * holders.parts + source_part)
+    part, source_part = pair // holders.parts, pair % holders.parts
+    runs = _elements(target)
+    _, run, stretch = shared_runs(wanted_runs(target), holders.part_runs, part, source_part)
+    return _overlap(holders, target.parts, runs, run, stretch)
+
+
+def wanted_runs(target: RunTable) -> PartRuns:
+    """What each part of a target has, pads left out."""
+    runs = _elements(target)
+    return PartRuns.of(target.parts, runs.part, runs.start, runs.stop)
+
+
+def _elements(target: RunTable) -> SingleRuns:
+    runs = target.single_runs()
+    return runs.take(runs.role != PAD)
+
+
+def _overlap(
+    holders: DimensionHolders, parts: int, runs: SingleRuns, run: IntArray, stretch: IntArray
+) -> Overlap:
+    """The overlap of `parts` target parts, from runs and stretches that may overlap."""
+    start = np.maximum(holders.start[stretch], runs.start[run])
+    length = np.minimum(holders.stop[stretch], runs.stop[run]) - start
+    real = length > 0
+    run, stretch, start, length = run[real], stretch[real], start[real], length[real]
+    part, holder_set = runs.part[run], holders.holder_set[stretch]
+    target_local = runs.local_start[run] + start - runs.start[run]
+    order = np.lexsort((target_local, holder_set, part))
+    part, holder_set = part[order], holder_set[order]
+    new = np.append(True, (np.diff(part) != 0) | (np.diff(holder_set) != 0))[: len(part)]
+    first = np.flatnonzero(new)
+    return Overlap(
+        holders,
+        part[first],
+        holder_set[first],
+        np.searchsorted(part[first], np.arange(parts + 1)),
+        np.append(first, len(part)),
+        start[order],
+        length[order],
+        target_local[order],
+        stretch[order],
+    )

@@ -1,0 +1,287 @@
+"""Which cell of the source feeds which cell of the target?
+
+A *route* is one target cell, one contribution, one holder set a dimension, and the source
+cell chosen among the holders. It stands for a product of pieces, which stay unexpanded.
+
+1. For each target cell, take the pairs of its part in every dimension, and every source
+   contribution it combines: their product is what the cell needs, each element once. Where the
+   source is no grid, take the keys that the cell meets (`key_meetings`).
+2. Look up who holds each of them; what nobody holds is an error, found by volume.
+3. If the target's own slot holds it, it stays. Otherwise the holders take turns (`turns`).
+
+Nothing here depends on what moves to other slots, so one rank's part is found without building
+the others', and every rank finds the same. It does not look at bytes either: a job does, which
+knows all tensors (`line`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.geometry.holders import BoolArray, Holders, find_holders
+from reshard.geometry.key_intersections import KeyMeetings, find_key_meetings
+from reshard.geometry.overlap import Overlap, find_overlap
+from reshard.geometry.replicas import turns
+from reshard.layout import Layout
+from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Routes as columns of shape `(routes,)`; `pair` has one for each dimension.
+
+    `order` counts the contributions of a target cell in the order they are combined.
+    """
+
+    target_cell: IntArray
+    source_cell: IntArray
+    order: IntArray
+    pair: tuple[IntArray, ...]
+    elements: IntArray
+    stays: BoolArray
+
+    @classmethod
+    def none(cls, ndim: int) -> Routes:
+        """No routes."""
+        nothing = np.zeros(0, dtype=np.int64)
+        pair = (nothing,) * ndim
+        return cls(nothing, nothing, nothing, pair, nothing, np.zeros(0, dtype=bool))
+
+
+# Target cell, order, source contribution, and a column of pairs for each dimension.
+CellNeeds = tuple[IntArray, IntArray, IntArray, tuple[IntArray, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteFinder:
+    """Finds routes between two layouts. See the module's docstring.
+
+    `combines[c]` are the source contributions that target contribution `c` adds up. With
+    `meetings` the overlaps have only the pairs of those.
+    """
+
+    source: Layout
+    target: Layout
+    holders: Holders
+    overlaps: tuple[Overlap, ...]
+    combines: tuple[tuple[int, ...], ...]
+    meetings: KeyMeetings | None = None
+
+    @classmethod
+    def between(
+        cls, source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
+    ) -> RouteFinder:
+        """The finder of the routes from `source` to `target`.
+
+        Of a source that is a grid, every product of pairs is a need, so there are never more
+        pairs than needs. Of any other most products may be held by nobody, and its cells are
+        compared instead; unless an element has two keys, which takes stretches cut at all edges.
+        """
+        holders = find_holders(source)
+        if holders.is_grid or not holders.is_exclusive:
+            pairs = zip(holders.dimensions, target.tables, strict=True)
+            overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
+            return cls(source, target, holders, overlaps, combines)
+        meetings = find_key_meetings(source, target, combines)
+        return cls(source, target, holders, meetings.overlaps, combines, meetings)
+
+    def into(self, cells: IntArray) -> Routes:
+        """The routes that end in the given target cells.
+
+        Raises:
+            PlanError: an element that no source slot holds.
+        """
+        routes = self._choose(self.needs(cells))
+        self.check_complete(cells, routes.target_cell, routes.elements)
+        return routes
+
+    def out_of(self, slot: int) -> Routes:
+        """The routes that begin on a source slot and end on another."""
+        source, target = self.source, self.target
+        mine = source.cells_of(slot) if slot < source.slots else range(0)
+        if not mine or not target.cells:
+            return Routes.none(target.ndim)
+        reached = np.ones(target.cells, dtype=bool)
+        allowed = []
+        for d, overlap in enumerate(self.overlaps):
+            sets = overlap.holders
+            touched = np.zeros(sets.parts, dtype=bool)
+            touched[source.cell_part[mine.start : mine.stop, d]] = True
+            if not sets.is_single:
+                owns = touched[sets.set_part]
+                touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
+                touched &= np.diff(sets.set_begin) > 0
+            pairs = touched[overlap.pair_set] if len(touched) else np.zeros(0, dtype=bool)
+            parts = np.zeros(len(overlap.part_begin) - 1, dtype=bool)
+            parts[overlap.pair_part[pairs]] = True
+            reached &= parts[target.cell_part[:, d]]
+            allowed.append(pairs)
+        routes = self._choose(self.needs(np.flatnonzero(reached), allowed))
+        chosen = (source.cell_slot[routes.source_cell] == slot) & ~routes.stays
+        return _take(routes, chosen)
+
+    def needs(
+        self,
+        cells: IntArray,
+        allowed: list[BoolArray] | None = None,
+    ) -> CellNeeds:
+        """What cells need: the product of their pairs, for each contribution."""
+        if self.meetings is not None:
+            return self._needs_that_meet(self.meetings, cells, allowed)
+        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
+        first = np.concatenate(([0], np.cumsum(counts)))
+        flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
+        carried = self.target.cell_contribution[cells]
+        cell = np.repeat(cells, counts[carried])
+        order = ragged_arange(counts[carried])
+        contribution = flat[np.repeat(first[carried], counts[carried]) + order]
+        pairs: tuple[IntArray, ...] = ()
+        for d, overlap in enumerate(self.overlaps):
+            part = self.target.cell_part[cell, d]
+            low = overlap.part_begin[part]
+            row, pair = ragged_ranges(low, overlap.part_begin[part + 1] - low)
+            if allowed is not None:
+                keep = np.flatnonzero(allowed[d][pair])
+                row, pair = (keep if isinstance(row, slice) else row[keep]), pair[keep]
+            cell, order, contribution = cell[row], order[row], contribution[row]
+            pairs = (*(column[row] for column in pairs), pair)
+        return cell, order, contribution, pairs
+
+    def _needs_that_meet(
+        self, meetings: KeyMeetings, cells: IntArray, allowed: list[BoolArray] | None
+    ) -> CellNeeds:
+        """The same, where it is known what each cell meets."""
+        key = meetings.of_cell[cells]
+        row, at = ragged_ranges(meetings.begin[key], np.diff(meetings.begin)[key])
+        cell = cells[row]
+        if allowed is not None:
+            keep = np.ones(len(at), dtype=bool)
+            for pairs, column in zip(allowed, meetings.pair, strict=True):
+                keep &= pairs[column[at]]
+            cell, at = cell[keep], at[keep]
+        pair = tuple(column[at] for column in meetings.pair)
+        return cell, meetings.order[at], meetings.contribution[at], pair
+
+    def _choose(self, needs: CellNeeds) -> Routes:
+        """The source cell of each need; needs that nobody holds are left out."""
+        cell, order, contribution, pairs = needs
+        if self.holders.is_exclusive:
+            return self._choose_copy(cell, order, contribution, pairs)
+        holders, slot = self.holders, self.target.cell_slot[cell]
+        need, key = self.candidates(contribution, pairs)
+        copies = holders.cell_begin[key + 1] - holders.cell_begin[key]
+        total = np.zeros(len(cell), dtype=np.int64)
+        np.add.at(total, need, copies)
+        before = np.cumsum(copies) - copies
+        base = np.zeros(len(cell), dtype=np.int64)
+        first = np.flatnonzero(np.diff(need, prepend=-1))
+        base[need[first]] = before[first]
+        # Among all copies of all keys of a need, in order, the turn picks one.
+        turn = base[need] + turns(self.target.placement)[cell[need]] % total[need] - before
+        picked = (turn >= 0) & (turn < copies)
+        chosen = np.full(len(cell), -1, dtype=np.int64)
+        chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
+        own = holders.cell_on_slot(key, slot[need])
+        chosen[need[own >= 0]] = own[own >= 0]
+        stays = np.zeros(len(cell), dtype=bool)
+        stays[need[own >= 0]] = True
+        elements = self.elements(pairs, len(cell))
+        return _take(Routes(cell, chosen, order, pairs, elements, stays), chosen >= 0)
+
+    def candidates(
+        self, contribution: IntArray, pairs: tuple[IntArray, ...]
+    ) -> tuple[IntArray, IntArray]:
+        """The source keys that hold each need: columns of the need and of the key, by need."""
+        need = np.arange(len(contribution))
+        parts: list[IntArray] = []
+        for d, overlap in enumerate(self.overlaps):
+            sets = overlap.pair_set[pairs[d][need]]
+            if overlap.holders.is_single:
+                parts.append(sets)
+                continue
+            begin = overlap.holders.set_begin
+            count = begin[sets + 1] - begin[sets]
+            row = np.repeat(np.arange(len(need)), count)
+            member = np.repeat(begin[sets], count) + ragged_arange(count)
+            parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
+            need = need[row]
+        key = self.holders.key_of(contribution[need], parts)
+        held = key >= 0
+        return (need, key) if held.all() else (need[held], key[held])
+
+    def _choose_copy(
+        self,
+        cell: IntArray,
+        order: IntArray,
+        contribution: IntArray,
+        pairs: tuple[IntArray, ...],
+    ) -> Routes:
+        """The same where every need has one key: the choice is among its copies."""
+        holders = self.holders
+        parts = [overlap.pair_set[pairs[d]] for d, overlap in enumerate(self.overlaps)]
+        key = holders.key_of(contribution, parts)
+        held = key >= 0
+        if not held.all():
+            cell, order, key = cell[held], order[held], key[held]
+            pairs = tuple(column[held] for column in pairs)
+        slot = self.target.cell_slot[cell]
+        begin = holders.cell_begin[key]
+        copies = holders.cell_begin[key + 1] - begin
+        own = holders.cell_on_slot(key, slot)
+        stays = own >= 0
+        # Most plans have one copy of everything; then nobody takes turns.
+        if (copies > 1).any():
+            begin = begin + turns(self.target.placement)[cell] % copies
+        chosen = np.where(stays, own, holders.cells[begin])
+        return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
+
+    def elements(self, pairs: tuple[IntArray, ...], count: int) -> IntArray:
+        """How many elements each need has: the product of its pairs."""
+        elements = np.ones(count, dtype=np.int64)
+        for d, overlap in enumerate(self.overlaps):
+            elements *= overlap.pair_length[pairs[d]]
+        return elements
+
+    def check_complete(self, cells: IntArray, target_cell: IntArray, elements: IntArray) -> None:
+        """Raise PlanError unless what was found for the given cells is all they need."""
+        counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
+        needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
+        found = np.zeros(self.target.cells, dtype=np.int64)
+        np.add.at(found, target_cell, elements)
+        short = np.flatnonzero(found[cells] != needed)
+        if len(short):
+            cell = int(cells[short[0]])
+            slot = int(self.target.cell_slot[cell])
+            raise PlanError(
+                f"the source holds only {found[cell]} of the {needed[short[0]]} elements that slot "
+                f"{slot} of the target needs{self._example(cell)}; every element of the tensor "
+                "must be held somewhere in the source"
+            )
+
+    def _example(self, cell: int) -> str:
+        """The first indices along one dimension that no source part holds, if that is why."""
+        for d, table in enumerate(self.target.tables):
+            holders = self.overlaps[d].holders
+            for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
+                at = start
+                for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
+                    if low > at:
+                        break
+                    at = max(at, high)
+                if at < stop and role != PAD:
+                    return f" (nobody holds index {at} of dimension {d})"
+        return ""
+
+
+def _take(routes: Routes, index: BoolArray) -> Routes:
+    return Routes(
+        routes.target_cell[index],
+        routes.source_cell[index],
+        routes.order[index],
+        tuple(column[index] for column in routes.pair),
+        routes.elements[index],
+        routes.stays[index],
+    )

@@ -1,0 +1,138 @@
+"""Routes written out: one row for every box that is copied.
+
+A route is a product of one-dimensional pieces. Its pieces are found and joined in each
+dimension first, and only then multiplied, all as columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.geometry.overlap import Overlap, Pieces
+from reshard.geometry.routes import Routes
+from reshard.layout import Box, Layout
+from reshard.runs import IntArray, ragged_ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Boxes to copy, as columns: `(transfers,)`, or `(transfers, dims)` for the last four.
+
+    `start` and `shape` are the box in the tensor; `source_start` and `target_start` are where
+    it begins in the local array of its source cell and target cell. `order` is the place of
+    its contribution among those that are combined there. What `stays` is on the right slot
+    already.
+    """
+
+    source_slot: IntArray
+    target_slot: IntArray
+    source_cell: IntArray
+    target_cell: IntArray
+    order: IntArray
+    stays: NDArray[np.bool_]
+    start: IntArray
+    shape: IntArray
+    source_start: IntArray
+    target_start: IntArray
+
+    @classmethod
+    def none(cls, ndim: int) -> Transfers:
+        """No transfers, of a tensor of `ndim` dimensions."""
+        nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
+        stays = np.zeros(0, dtype=bool)
+        columns = (nothing, nothing, nothing, nothing, nothing, stays)
+        return cls(*columns, boxes, boxes, boxes, boxes)
+
+    def __len__(self) -> int:
+        return len(self.source_slot)
+
+    @property
+    def elements(self) -> IntArray:
+        """Elements of each transfer: shape `(transfers,)`."""
+        elements: IntArray = self.shape.prod(axis=1)
+        return elements
+
+    @property
+    def moving(self) -> Transfers:
+        """Only those between different slots."""
+        return self.take(~self.stays)
+
+    def take(self, index: Any) -> Transfers:
+        """The chosen rows, in the order asked for."""
+        return Transfers(
+            self.source_slot[index],
+            self.target_slot[index],
+            self.source_cell[index],
+            self.target_cell[index],
+            self.order[index],
+            self.stays[index],
+            self.start[index],
+            self.shape[index],
+            self.source_start[index],
+            self.target_start[index],
+        )
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All columns, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def replace(self, **columns: Any) -> Transfers:
+        """A copy with other columns."""
+        return replace(self, **columns)
+
+    def box(self, row: int) -> Box:
+        """The box of the tensor that a row copies."""
+        start, shape = self.start[row].tolist(), self.shape[row].tolist()
+        return Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
+
+    def __str__(self) -> str:
+        lines = []
+        for row in range(len(self)):
+            verb = "keeps" if self.stays[row] else f"-> {self.target_slot[row]}"
+            lines.append(f"{self.source_slot[row]} {verb} {self.box(row)}")
+        return "\n".join(lines)
+
+
+def expand(
+    source: Layout, target: Layout, overlaps: tuple[Overlap, ...], routes: Routes
+) -> Transfers:
+    """Every box that the routes copy, in the order of the routes."""
+    if not len(routes.target_cell):
+        return Transfers.none(target.ndim)
+    # Where every route is one box, rows are routes and nothing is repeated.
+    route: IntArray | slice = slice(None)
+    pieces: list[Pieces] = []
+    chosen: list[IntArray] = []
+    for d, overlap in enumerate(overlaps):
+        found = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])
+        row, piece = ragged_ranges(found.begin[route], found.count[route])
+        if not isinstance(row, slice):
+            chosen = [earlier[row] for earlier in chosen]
+            route = row if isinstance(route, slice) else route[row]
+        pieces.append(found)
+        chosen.append(piece)
+    rows = len(chosen[0]) if chosen else len(routes.target_cell)
+    boxes = np.empty((4, len(overlaps), rows), dtype=np.int64)
+    for d, (found, piece) in enumerate(zip(pieces, chosen, strict=True)):
+        boxes[0, d] = found.start[piece]
+        boxes[1, d] = found.length[piece]
+        boxes[2, d] = found.source_local[piece]
+        boxes[3, d] = found.target_local[piece]
+    start, shape, source_start, target_start = (box.T for box in boxes)
+    return Transfers(
+        source.cell_slot[routes.source_cell][route],
+        target.cell_slot[routes.target_cell][route],
+        routes.source_cell[route],
+        routes.target_cell[route],
+        routes.order[route],
+        routes.stays[route],
+        start,
+        shape,
+        source_start,
+        target_start,
+    )

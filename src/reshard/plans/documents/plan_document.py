@@ -1,0 +1,257 @@
+"""How are layouts and plans written as JSON, and read back?
+
+A document names what it is and the version of its form. What several layouts share is written
+once and meant by its number::
+
+    {"reshard": "plan", "version": 1,
+     "tables":  [run tables],
+     "layouts": [layouts, their tables by number],
+     "plan":    [source, target]  or  [source, target, dtype]}
+
+1. Numbers of rows and cells are columns, written shortly (see `number_columns`).
+2. Everything is checked when it is read: what no layout can be is one of our errors.
+3. Layouts and plans are interned: what is read back is the very object that was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from reshard.dtypes import DType, dtype
+from reshard.errors import NotationError
+from reshard.layout import Layout
+from reshard.plans.documents.number_columns import (
+    LARGEST_NUMBER,
+    MOST_ENTRIES,
+    packed,
+    unpacked,
+    whole_number,
+)
+from reshard.plans.plan import Plan
+from reshard.runs import PAD, RunTable
+
+VERSION = 1
+
+Value = TypeVar("Value")
+
+# Part, start, length, local start, repeat, global step, local step, role: a column each; the
+# last ones are left out where all rows have these.
+_ROW_DEFAULTS = (None, None, None, 0, 1, 0, 0, 0)
+
+
+def layout_to_json(layout: Layout) -> str:
+    """A layout as a JSON document, the same for the same layout.
+
+    >>> text = layout_to_json(Layout.replicated((4,), 2))
+    >>> text[:72]
+    '{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[4]]],"layouts":['
+    >>> layout_from_json(text) is Layout.replicated((4,), 2)
+    True
+    """
+    writer = Writer()
+    writer.layout(layout)
+    return writer.document("layout", {})
+
+
+def layout_from_json(text: str) -> Layout:
+    """The layout of a document. Raises NotationError or LayoutError for any other text."""
+    reader = Reader(text, "layout")
+    if len(reader.layouts) != 1:
+        raise NotationError(f"a layout's document has {len(reader.layouts)} layouts; expected one")
+    return reader.layouts[0]
+
+
+def plan_to_json(plan: Plan) -> str:
+    """A plan as a JSON document, the same for the same plan."""
+    writer = Writer()
+    return writer.document("plan", {"plan": writer.plan(plan)})
+
+
+def plan_from_json(text: str) -> Plan:
+    """The plan of a document. Raises NotationError, LayoutError or PlanError for other text."""
+    reader = Reader(text, "plan")
+    return reader.plan(reader.field("plan", list), "plan")
+
+
+class Writer:
+    """Collects the tables and layouts of a document, each once."""
+
+    def __init__(self) -> None:
+        self._tables: dict[RunTable, int] = {}
+        self._layouts: dict[Layout, int] = {}
+
+    def layout(self, layout: Layout) -> int:
+        """The number of a layout in the document."""
+        for table in layout.tables:
+            self._tables.setdefault(table, len(self._tables))
+        return self._layouts.setdefault(layout, len(self._layouts))
+
+    def plan(self, plan: Plan) -> list[Any]:
+        """A plan, its layouts by number."""
+        sides: list[Any] = [self.layout(plan.source), self.layout(plan.target)]
+        return sides if plan.dtype is None else [*sides, plan.dtype.name]
+
+    def document(self, kind: str, content: dict[str, Any]) -> str:
+        """All that was collected, and the content that refers to it."""
+        document = {
+            "reshard": kind,
+            "version": VERSION,
+            "tables": [_written_table(table) for table in self._tables],
+            "layouts": [self._written_layout(layout) for layout in self._layouts],
+            **content,
+        }
+        return json.dumps(document, separators=(",", ":"))
+
+    def _written_layout(self, layout: Layout) -> dict[str, Any]:
+        written: dict[str, Any] = {
+            "shape": list(layout.shape),
+            "tables": [self._tables[table] for table in layout.tables],
+            "slots": layout.slots,
+            "cells": packed(layout.cell_slot.tolist()),
+            "parts": [packed(column) for column in layout.cell_part.T.tolist()],
+        }
+        if layout.reduction is not None:
+            written["reduction"] = layout.reduction
+            written["contributions"] = layout.contributions
+            written["carried"] = packed(layout.cell_contribution.tolist())
+        return written
+
+
+def _written_table(table: RunTable) -> list[Any]:
+    columns = table.rows.T.tolist()
+    while len(columns) > 3 and set(columns[-1]) <= {_ROW_DEFAULTS[len(columns) - 1]}:
+        columns.pop()
+    return [table.dimension_length, table.parts, *(packed(column) for column in columns)]
+
+
+class Reader:
+    """A document's tables and layouts, checked. Raises NotationError for one of another kind."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        if not isinstance(text, str):
+            raise NotationError(f"{type(text).__name__} {text!r}: expected a JSON document as text")
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise NotationError(f"{_begin(text)!r} is not JSON: {error}") from error
+        if not isinstance(document, dict) or document.get("reshard") != kind:
+            raise NotationError(
+                f'{_begin(text)!r} is no {kind}; its document begins with {{"reshard":"{kind}"'
+            )
+        if document.get("version") != VERSION:
+            raise NotationError(
+                f"version {document.get('version')!r} of a {kind}'s document; this release reads "
+                f"version {VERSION}"
+            )
+        self._document: dict[str, Any] = document
+        self.tables = self.all_of("tables", _table)
+        self.layouts = self.all_of("layouts", self._layout)
+
+    def field(
+        self, name: str, kind: type, default: object = None, of: dict[str, Any] | None = None
+    ) -> Any:
+        """A field of the document, or of an object in it, of the JSON type that it must have."""
+        value = (self._document if of is None else of).get(name, default)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise NotationError(f"{name}: {value!r} is not a JSON {_JSON_NAMES[kind]}")
+        return value
+
+    def all_of(self, name: str, read: Callable[[Any, str], Value]) -> list[Value]:
+        """The list of that name, every entry read."""
+        entries = enumerate(self.field(name, list))
+        return [read(value, f"{name}[{number}]") for number, value in entries]
+
+    def chosen(self, values: list[Value], number: object, where: str) -> Value:
+        """What a number stands for."""
+        at = whole_number(number, where, 0)
+        if at >= len(values):
+            raise NotationError(f"{where}: number {at} of {len(values)}")
+        return values[at]
+
+    def plan(self, value: Any, where: str) -> Plan:
+        """A plan, its layouts by number."""
+        if not isinstance(value, list) or len(value) not in (2, 3):
+            raise NotationError(f"{where}: {value!r} is not a source, a target and maybe a dtype")
+        source, target = (self.chosen(self.layouts, number, where) for number in value[:2])
+        return Plan(source, target, read_dtype(value[2], where) if len(value) == 3 else None)
+
+    def _layout(self, value: Any, where: str) -> Layout:
+        if not isinstance(value, dict):
+            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        shape = [
+            whole_number(size, f"{where}.shape", 0) for size in self.field("shape", list, of=value)
+        ]
+        tables = [
+            self.chosen(self.tables, number, f"{where}.tables")
+            for number in self.field("tables", list, of=value)
+        ]
+        slots = _count(value.get("slots"), f"{where}.slots", 0)
+        cells = unpacked(value.get("cells"), f"{where}.cells")
+        parts = [
+            unpacked(column, f"{where}.parts") for column in self.field("parts", list, of=value)
+        ]
+        carried = np.zeros(len(cells), dtype=np.int64)
+        contributions, reduction = 1, value.get("reduction")
+        if reduction is not None:
+            self.field("reduction", str, of=value)
+            contributions = _count(value.get("contributions"), f"{where}.contributions", 2)
+            carried = unpacked(value.get("carried"), f"{where}.carried")
+        if len(parts) != len(shape) or any(len(one) != len(cells) for one in (*parts, carried)):
+            raise NotationError(
+                f"{where}: columns of {[len(one) for one in parts]} parts for {len(cells)} cells "
+                f"of {len(shape)} dimensions"
+            )
+        part = np.array(parts, dtype=np.int64).reshape(len(shape), len(cells)).T
+        return Layout(shape, tables, slots, cells, part, carried, contributions, reduction)
+
+
+_JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}
+
+
+def read_dtype(value: object, where: str) -> DType:
+    """A dtype by its name. Raises NotationError for what is no text, UsageError for no dtype."""
+    if not isinstance(value, str):
+        raise NotationError(f"{where}: {value!r} is not the name of a dtype")
+    return dtype(value)
+
+
+def _table(value: Any, where: str) -> RunTable:
+    if not isinstance(value, list) or not 5 <= len(value) <= 2 + len(_ROW_DEFAULTS):
+        raise NotationError(f"{where}: {value!r} is not a length, parts and 3 to 8 columns")
+    length = whole_number(value[0], where, 0)
+    parts = _count(value[1], where, 1)
+    columns = [unpacked(column, where) for column in value[2:]]
+    rows = len(columns[0])
+    for default in _ROW_DEFAULTS[len(columns) :]:
+        columns.append(np.full(rows, default, dtype=np.int64))
+    if any(len(column) != rows for column in columns):
+        raise NotationError(f"{where}: columns of {[len(column) for column in columns]} rows")
+    _, _, run_length, _, repeat, global_step, local_step, role = columns
+    if rows and (run_length.min() < 1 or repeat.min() < 1 or role.min() < 0 or role.max() > PAD):
+        raise NotationError(
+            f"{where}: runs have a length and a repeat of 1 or more, and a role from 0 to {PAD}"
+        )
+    reach = [
+        many * max(abs(far), abs(near), 1)
+        for many, far, near in zip(
+            repeat.tolist(), global_step.tolist(), local_step.tolist(), strict=True
+        )
+    ]
+    if sum(repeat.tolist()) > MOST_ENTRIES or max(reach, default=0) > LARGEST_NUMBER:
+        raise NotationError(f"{where}: too many runs, or runs too far apart")
+    return RunTable(length, parts, np.stack(columns, axis=-1))
+
+
+def _count(value: object, where: str, least: int) -> int:
+    count = whole_number(value, where, least)
+    if count > MOST_ENTRIES:
+        raise NotationError(f"{where}: {count} is more than the {MOST_ENTRIES} there can be")
+    return count
+
+
+def _begin(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

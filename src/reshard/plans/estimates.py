@@ -1,0 +1,170 @@
+"""How long does an exchange take on a topology, of a plan, of a job, or in stages?
+
+Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
+messages are sent at once (`reshard.cost.messages`). The fan-out of a staged job follows its
+exchange. Where the topology's `Overhead` counts copies, packing and unpacking are added, except for
+stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.binding import RankMemory
+from reshard.cost.copies import Copies
+from reshard.cost.estimate import Estimate, Part
+from reshard.cost.messages import message_cost
+from reshard.errors import PlanError
+from reshard.plans.local_copies import copies_of
+from reshard.topology import Topology
+
+if TYPE_CHECKING:
+    from reshard.geometry.transfers import Transfers
+    from reshard.layout import Layout
+    from reshard.plans.hosts.staged_job import StagedJob
+    from reshard.plans.job import Job, JobItem
+    from reshard.plans.plan import Plan
+
+
+def exchange_part(
+    plan: Plan, itemsize_bytes: int, topology: Topology, name: str = "exchange"
+) -> Part:
+    """The messages of a plan for elements of so many bytes.
+
+    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
+    """
+    return exchanges_part([plan], itemsize_bytes, topology, name)
+
+
+def exchanges_part(
+    plans: Sequence[Plan],
+    itemsize_bytes: int,
+    topology: Topology,
+    name: str = "exchange",
+    *,
+    keeps: bool = True,
+    inside: Layout | None = None,
+) -> Part:
+    """The messages of several plans at once; for `keeps` and `inside` see `copies_of`.
+
+    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    routes = [(plan, plan.routes) for plan in plans]
+    copies = None
+    if topology.overhead.counts_copies:
+        copies = Copies.joined(
+            copies_of(
+                plan.transfers,
+                plan.source,
+                plan.target,
+                itemsize_bytes,
+                keeps=keeps,
+                inside=inside,
+            )
+            for plan in plans
+        )
+    return message_cost(
+        np.concatenate([nothing, *(p.source.cell_slot[r.source_cell] for p, r in routes)]),
+        np.concatenate([nothing, *(p.target.cell_slot[r.target_cell] for p, r in routes)]),
+        np.concatenate([nothing, *(found.elements * itemsize_bytes for _, found in routes)]),
+        topology,
+        name,
+        copies,
+    )
+
+
+def plan_estimate(plan: Plan, topology: Topology) -> Estimate:
+    """The seconds of a plan with a dtype, see `Plan.estimate`.
+
+    >>> import reshard
+    >>> from reshard.topology import Link
+    >>> mesh = reshard.DeviceMesh.of(x=4)
+    >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("x, -", "-, x"))
+    >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6, 1e-3))
+    >>> plan_estimate(reshard.plan(rows, columns, "float32"), topology).seconds_s
+    0.003048
+    """
+    if plan.dtype is None:
+        raise PlanError(
+            "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
+            "dtype='bfloat16')"
+        )
+    _check_topology(topology)
+    part = exchange_part(plan, plan.dtype.itemsize_bytes, topology)
+    return Estimate((part,), topology.overhead.call_s)
+
+
+def job_estimate(job: Job, topology: Topology) -> Estimate:
+    """The seconds of a job between ranks, see `Job.estimate`."""
+    _check_topology(topology)
+    for item in job.items:
+        _check_between_ranks(item)
+    found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
+    copies = None
+    if topology.overhead.counts_copies:
+        copies = Copies.joined(
+            copies_of(
+                one.transfers,
+                one.bundle.plan.source,
+                one.bundle.plan.target,
+                one.bundle.dtype.itemsize_bytes,
+            )
+            for one in job.transfers.bundles
+        )
+    part = _transfers_part(found, topology, "exchange", copies)
+    return Estimate((part,), topology.overhead.call_s)
+
+
+def staged_estimate(staged: StagedJob) -> Estimate:
+    """The seconds of both stages on the job's own topology, see `StagedJob.estimate`."""
+    sizes = [item.dtype.itemsize_bytes for item in staged.job.items]
+    found = [staged.transfers(number) for number in range(len(sizes))]
+    return Estimate(
+        tuple(
+            _transfers_part(
+                [(stages[stage], size) for stages, size in zip(found, sizes, strict=True)],
+                staged.topology,
+                name,
+            )
+            for stage, name in enumerate(("exchange", "fan-out"))
+        ),
+        staged.topology.overhead.call_s,
+    )
+
+
+def _check_topology(topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise PlanError(f"seconds on {topology!r}; give a Topology, such as one of Topology.of")
+
+
+def _transfers_part(
+    found: Sequence[tuple[Transfers, int]],
+    topology: Topology,
+    name: str,
+    copies: Copies | None = None,
+) -> Part:
+    nothing = np.zeros(0, dtype=np.int64)
+    return message_cost(
+        np.concatenate([nothing, *(transfers.source_slot for transfers, _ in found)]),
+        np.concatenate([nothing, *(transfers.target_slot for transfers, _ in found)]),
+        np.concatenate([nothing, *(transfers.elements * size for transfers, size in found)]),
+        topology,
+        name,
+        copies,
+    )
+
+
+def _check_between_ranks(item: JobItem) -> None:
+    """Raises PlanError for a shard that is not in the memory of the rank of its number."""
+    for binding in (item.source, item.target):
+        for slot, address in binding.addresses.items():
+            if address != RankMemory(slot):
+                raise PlanError(
+                    f"seconds of a job with shard {slot} of {item.name!r} at {address}; they are "
+                    "told for jobs between ranks, each shard in the memory of the rank of its "
+                    "number"
+                )

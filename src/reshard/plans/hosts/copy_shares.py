@@ -1,0 +1,185 @@
+"""Who makes the first copy of each byte, and who the others, so that nobody sends too much?
+
+Each receiver of a flow needs a copy. The first comes from the senders; the others may come from
+receivers that have theirs::
+
+    direct       sender ----> a, b, c         3 copies are work for the senders
+    handed on    sender ----> a ----> b, c    1 for the senders, 2 for a receiver
+
+Flows whose copies the same ranks may make are one *class*, and the ranks of a class divide its
+bytes. There are two kinds of classes, for first copies and for the others.
+
+1. Into another host only first copies go, and its receivers make the others.
+2. Within a host the senders can make all copies themselves, which takes one stage. So they do,
+   unless handing on takes at least a part in `_WORTHWHILE` off the largest load of the job;
+   then senders and receivers share in making the other copies, where senders are overloaded,
+   or if that is not enough everywhere.
+3. Contributions that are combined come directly.
+4. Either way the shares of all classes are found together (`shares`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.plans.hosts.flows import Flows
+from reshard.plans.plan import Plan
+from reshard.plans.senders.shares import balanced_shares
+from reshard.runs import IntArray
+
+BoolArray = NDArray[np.bool_]
+
+# 1.05 times the least is as good as the least.
+_WORTHWHILE = 21
+
+# Only senders make copies; senders on the host; senders elsewhere.
+_DIRECT, _NEAR, _FAR = range(3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """The classes of the flows of some plans, numbered by their first flows.
+
+    `first[p]` has the class of first copies of each flow of plan `p`, and `others[p]` that of
+    the other copies, -1 where only the senders may make them. The ranks of the classes are
+    `senders` and `copiers`; in the copiers of a flow from its own host, senders come before
+    receivers. A byte of first class `c` goes to `receivers[c]` ranks, where that is one number
+    for all its flows, and one of other class `c` is handed on to `others_receivers[c]`.
+    """
+
+    first: list[IntArray]
+    others: list[IntArray]
+    senders: list[IntArray]
+    receivers: IntArray
+    nature: IntArray
+    copiers: list[IntArray]
+    others_receivers: IntArray
+
+
+def find_classes(plans: list[Plan], flows: list[Flows]) -> Classes:
+    """The classes of the flows of some plans."""
+    sending: dict[tuple[bytes, int, int], int] = {}
+    handing: dict[tuple[bytes, bytes], int] = {}
+    senders: list[IntArray] = []
+    copiers: list[IntArray] = []
+    first, others = [], []
+    for plan, flow in zip(plans, flows, strict=True):
+        sender = plan.source.cell_slot[flow.sender]
+        receiver = plan.target.cell_slot[flow.receiver]
+        is_one = np.diff(flow.receiver_begin) == 1
+        nature = np.where(~flow.is_alone | is_one, _DIRECT, np.where(flow.is_inner, _NEAR, _FAR))
+        begins = (flow.sender_begin, flow.receiver_begin)
+        edges = [edge for begin in begins for edge in (begin[:-1], begin[1:])]
+        columns = (column.tolist() for column in (*edges, nature))
+        both = np.full((2, len(flow)), -1, dtype=np.int64)
+        for i, (a, b, c, d, kind) in enumerate(zip(*columns, strict=True)):
+            key = (sender[a:b].tobytes(), kind, 1 if kind == _FAR else d - c)
+            both[0, i] = sending.setdefault(key, len(sending))
+            if len(sending) > len(senders):
+                senders.append(sender[a:b])
+            if kind == _DIRECT:
+                continue
+            near = sender[a:b] if kind == _NEAR else sender[:0]
+            pair = (near.tobytes(), receiver[c:d].tobytes())
+            both[1, i] = handing.setdefault(pair, len(handing))
+            if len(handing) > len(copiers):
+                copiers.append(np.concatenate((near, receiver[c:d])))
+        first.append(both[0])
+        others.append(both[1])
+    word = np.dtype(np.int64).itemsize
+    return Classes(
+        first,
+        others,
+        senders,
+        np.array([count for _, _, count in sending], dtype=np.int64),
+        np.array([kind for _, kind, _ in sending], dtype=np.int64),
+        copiers,
+        np.array([len(receivers) // word - 1 for _, receivers in handing], dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares:
+    """The ranks `rank[begin[c]:begin[c + 1]]` divide the bytes of class `c` in these shares."""
+
+    begin: IntArray
+    rank: IntArray
+    share: IntArray
+
+    @property
+    def counts(self) -> IntArray:
+        """How many ranks have a share in each class."""
+        return np.diff(self.begin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copying:
+    """Who makes the first copies, and the others of the first classes that `is_relayed`."""
+
+    is_relayed: BoolArray
+    first: Shares
+    others: Shares
+
+    def loads(self, ranks: int) -> IntArray:
+        """Bytes each of `ranks` ranks sends."""
+        total = np.zeros(ranks, dtype=np.int64)
+        for shares in (self.first, self.others):
+            np.add.at(total, shares.rank, shares.share)
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassSizes:
+    """Bytes of classes, as columns: `size` of those of both classes `first` and `others`.
+
+    `grain` has the bytes of the widest element of each.
+    """
+
+    first: IntArray
+    others: IntArray
+    size: IntArray
+    grain: IntArray
+
+
+def find_copying(classes: Classes, sizes: ClassSizes, ranks: int) -> Copying:
+    """Who makes which part of the copies of some classes, between `ranks` ranks."""
+    far, near = classes.nature == _FAR, classes.nature == _NEAR
+    direct = _shared(classes, sizes, far)
+    if not near.any():
+        return direct
+    relayed = _shared(classes, sizes, far | near)
+    enough = int(relayed.loads(ranks).max()) * _WORTHWHILE // (_WORTHWHILE - 1)
+    load = direct.loads(ranks)
+    if load.max() <= enough:
+        return direct
+    overloaded = np.array([bool((load[some] > enough).any()) for some in classes.senders])
+    some = _shared(classes, sizes, far | (near & overloaded))
+    return some if some.loads(ranks).max() <= enough else relayed
+
+
+def _shared(classes: Classes, sizes: ClassSizes, is_relayed: BoolArray) -> Copying:
+    """The least largest load, where other copies are handed on in some classes."""
+    first, others = len(classes.senders), len(classes.copiers)
+    demand = np.zeros(first + others, dtype=np.int64)
+    grain = np.ones(first + others, dtype=np.int64)
+    times = np.where(is_relayed, 1, classes.receivers)
+    np.add.at(demand, sizes.first, sizes.size * times[sizes.first])
+    np.maximum.at(grain, sizes.first, sizes.grain * times[sizes.first])
+    handed = is_relayed[sizes.first] & (sizes.others >= 0)
+    number = sizes.others[handed]
+    times = classes.others_receivers[number]
+    np.add.at(demand, first + number, sizes.size[handed] * times)
+    np.maximum.at(grain, first + number, sizes.grain[handed] * times)
+    sets = classes.senders + classes.copiers
+    begin = np.cumsum([0, *(len(ranks) for ranks in sets)])
+    rank = np.concatenate([*sets, np.zeros(0, dtype=np.int64)])
+    share = balanced_shares(demand, begin, rank, grain)
+    middle = int(begin[first])
+    return Copying(
+        is_relayed,
+        Shares(begin[: first + 1], rank[:middle], share[:middle]),
+        Shares(begin[first:] - middle, rank[middle:], share[middle:]),
+    )

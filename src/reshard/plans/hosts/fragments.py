@@ -1,0 +1,175 @@
+"""Who sends, and who hands on, which elements of every flow of a job?
+
+The bytes that the same ranks may send lie on one line, tensor by tensor, and those ranks cut it
+into consecutive shares (`copiers`). Every flow is on a line of first copies, and where it is
+handed on, also on one of other copies::
+
+    first copies    |  w1  |      w2      |  w3  |
+                    |    rank 0   |    rank 1    |
+    other copies    |  w2          |  w3  |  w4  |
+                    |  rank 4  |  rank 5 | rank 6|
+    fragments of w2 |------|---|..|     one of each for a fragment
+
+1. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
+   stretch in the proportions of the shares. So all senders are busy in every part of a job,
+   and yet no small tensor goes in crumbs.
+2. Cuts are moved back to the boundary of an element. Between two neighbouring cuts of a flow,
+   on whichever line, lies a fragment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.plans.hosts.copy_shares import (
+    BoolArray,
+    ClassSizes,
+    Shares,
+    find_classes,
+    find_copying,
+)
+from reshard.plans.hosts.element_classes import find_lots
+from reshard.plans.hosts.flows import find_flows
+from reshard.plans.job import Job
+from reshard.runs import IntArray, ragged_arange
+from reshard.topology import Topology
+
+_STRETCH_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """Parts of flows as columns of shape `(fragments,)`, in the order of items and flows.
+
+    Fragment `i` is elements `first[i]:stop[i]` of `flow[i]` of `item[i]`, counted in the
+    row-major order of the lot. `source_cell` sends it to the target cell `relay_cell`. The other
+    receivers of the flow get it from there, or, where `is_direct`, from `second_cell`, a source
+    cell too.
+    """
+
+    item: IntArray
+    flow: IntArray
+    first: IntArray
+    stop: IntArray
+    source_cell: IntArray
+    relay_cell: IntArray
+    second_cell: IntArray
+    is_direct: BoolArray
+
+
+def divide(job: Job, topology: Topology) -> Fragments:
+    """The fragments of a job's flows.
+
+    Raises:
+        PlanError: an element that no source slot holds.
+        LayoutError: a slot that is no rank of the topology.
+    """
+    plans = list(dict.fromkeys(item.plan for item in job.items))
+    number = {plan: i for i, plan in enumerate(plans)}
+    plan_of_item = np.array([number[item.plan] for item in job.items], dtype=np.int64)
+    flows = [find_flows(plan, topology) for plan in plans]
+    elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
+    classes = find_classes(plans, flows)
+
+    # One row for each flow of each item.
+    counts = np.array([len(flow) for flow in flows], dtype=np.int64)[plan_of_item]
+    item = np.repeat(np.arange(len(counts)), counts)
+    flow = ragged_arange(counts)
+    widths = np.array([one.dtype.itemsize_bytes for one in job.items], dtype=np.int64)
+    itemsize = widths[item]
+    row_first, row_others, row_elements = (
+        np.concatenate([columns[i] for i in plan_of_item.tolist()] + [counts[:0]])
+        for columns in (classes.first, classes.others, elements)
+    )
+    start = np.concatenate(([0], np.cumsum(row_elements * itemsize)))
+    sizes = ClassSizes(row_first, row_others, row_elements * itemsize, itemsize)
+    copying = find_copying(classes, sizes, topology.ranks)
+    is_relayed = copying.is_relayed[row_first]
+    sending = _line(np.arange(len(item)), row_first, start, itemsize, copying.first)
+    handing = _line(np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others)
+
+    edges = np.unique(np.concatenate((start, sending.cuts, handing.cuts)))
+    begin, end = edges[:-1], edges[1:]
+    row = np.searchsorted(start, begin, side="right") - 1
+    sender, copier = (line.turns(row, begin - start[row]) for line in (sending, handing))
+    item, flow, is_relayed = item[row], flow[row], is_relayed[row]
+    ends = ((begin - start[row]) // itemsize[row], (end - start[row]) // itemsize[row])
+
+    source_cell, relay_cell, second_cell = (np.empty_like(item) for _ in range(3))
+    is_direct = ~is_relayed
+    for i, found in enumerate(flows):
+        mine = np.flatnonzero(plan_of_item[item] == i)
+        own, low = flow[mine], found.sender_begin[flow[mine]]
+        # Among those who make other copies, the senders of the host come before its receivers.
+        near = np.where(found.is_inner[own], found.sender_begin[own + 1] - low, 0)
+        is_direct[mine] |= copier[mine] < near
+        direct, relayed = is_direct[mine], is_relayed[mine]
+        source_cell[mine] = found.sender[low + sender[mine]]
+        relay = np.where(direct, 0, copier[mine] - near)
+        relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay]
+        second = np.where(relayed & direct, copier[mine], sender[mine])
+        second_cell[mine] = found.sender[low + second]
+    return Fragments(item, flow, *ends, source_cell, relay_cell, second_cell, is_direct)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Line:
+    """The rows of some classes, class by class, and where they are cut.
+
+    Row `r` begins at byte `place[r]` of the line. Shares begin at `share_place`, rising, and are
+    those of the ranks number `share_turn` of their classes. `cuts` are the same places, counted
+    in the order of all rows of the job.
+    """
+
+    place: IntArray
+    share_place: IntArray
+    share_turn: IntArray
+    cuts: IntArray
+
+    def turns(self, row: IntArray, offset: IntArray) -> IntArray:
+        """Which rank of its class has the byte `offset` of each row; 0 for rows elsewhere."""
+        if not len(self.share_place):
+            return np.zeros_like(row)
+        at = np.searchsorted(self.share_place, self.place[row] + offset, side="right") - 1
+        return np.where(self.place[row] >= 0, self.share_turn[at], 0)
+
+
+def _line(
+    rows: IntArray, row_class: IntArray, start: IntArray, itemsize: IntArray, shares: Shares
+) -> _Line:
+    """The line of the given rows; row `r` has the bytes `start[r]:start[r + 1]` of the job."""
+    rows = rows[np.argsort(row_class[rows], kind="stable")]
+    size = np.diff(start)[rows]
+    row_class = row_class[rows]
+    before = np.cumsum(size) - size
+    new = np.diff(row_class, prepend=-1) != 0
+    inside = before - before[np.flatnonzero(new)[np.cumsum(new) - 1]]
+    new |= np.diff(inside // _STRETCH_BYTES, prepend=-1) != 0
+    first = np.flatnonzero(new)
+    stretch_bytes = np.add.reduceat(size, first) if len(first) else size
+
+    total = np.concatenate(([0], np.cumsum(shares.share)))
+    low, high = shares.begin[row_class[first]], shares.begin[row_class[first] + 1]
+    stretch = np.repeat(np.arange(len(first)), high - low)
+    turn = ragged_arange(high - low)
+    earlier = total[low[stretch] + turn] - total[low][stretch]
+    part = _part_of(stretch_bytes[stretch], earlier, (total[high] - total[low])[stretch])
+    share_place = before[first][stretch] + part
+    at = np.minimum(np.searchsorted(before, share_place, side="right") - 1, len(rows) - 1)
+    offset = share_place - before[at]
+    # A share of nothing at the end of the line begins behind its last row.
+    offset -= np.where(offset < size[at], offset % itemsize[rows[at]], 0)
+    place = np.full(len(start) - 1, -1, dtype=np.int64)
+    place[rows] = before
+    return _Line(place, before[at] + offset, turn, start[rows[at]] + offset)
+
+
+def _part_of(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:
+    """`length * part / whole`, rounded down; all at least 0, `part` at most `whole`."""
+    # What would outgrow 62 bits is divided by a power of two first.
+    bits = np.frexp(length.astype(np.float64))[1] + np.frexp(whole.astype(np.float64))[1]
+    shift = np.maximum(bits.astype(np.int64) - 62, 0)
+    scaled: IntArray = length * (part >> shift) // np.maximum(whole >> shift, 1)
+    return scaled

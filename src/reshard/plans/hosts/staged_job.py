@@ -1,0 +1,294 @@
+"""How does a job move so that every byte enters a host at most once?
+
+Within a host ranks are close, between hosts they are not. Where several ranks of a host want
+the same bytes, one copy is brought in, and handed on inside::
+
+    host 0            host 1
+    rank 0 --- a ---> rank 2 --- a ---> rank 3       stage 1, exchange: far or near, divided
+    rank 1 --- b ---> rank 3 --- b ---> rank 2       among those who want it
+                                                     stage 2, fan-out: each relay to the others
+
+1. What each host lacks flows there, from ranks of the host where they hold it, and else from
+   elsewhere (`flows`).
+2. Those who send first copies, and those who make the others, get shares that balance what each
+   rank sends in all (`copiers`, `division`).
+3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
+   the fan-out from target cells to target cells of the same host.
+
+This is scatter and all-gather within a host (van de Geijn 1994), with as many relays as there
+are ranks that want the bytes. Every rank still receives each element it lacks once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from reshard.binding import Binding, RankMemory
+from reshard.errors import PlanError
+from reshard.geometry.transfers import Transfers
+from reshard.plans.hosts.element_classes import Lots, find_lots
+from reshard.plans.hosts.flows import Flows, across_hosts_bound_elements, find_flows
+from reshard.plans.hosts.fragment_boxes import (
+    exchange_transfers,
+    fan_out_transfers,
+    find_boxes,
+    joined_transfers,
+    transfers_of_slot,
+)
+from reshard.plans.hosts.fragments import Fragments, divide
+from reshard.plans.hosts.verification import verify_stages
+from reshard.plans.job import Job, JobItem
+from reshard.plans.plan import Plan
+from reshard.runs import IntArray, ragged_arange
+from reshard.topology import Topology
+
+if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
+
+Array = TypeVar("Array")
+
+
+class StageTransfers(NamedTuple):
+    """The transfers of one tensor: first the exchange, then the fan-out.
+
+    In the fan-out the sender's cell, `source_cell`, is a cell of the *target*, which the
+    exchange has filled, and so is the local position `source_start`.
+    """
+
+    exchange: Transfers
+    fan_out: Transfers
+
+
+@dataclass(frozen=True)
+class StagedJob:
+    """A job between ranks on hosts, in two stages.
+
+    Raises:
+        PlanError: a shard that is not in the memory of the rank of its number; an element that
+            no source slot holds.
+        LayoutError: a rank that the topology has not.
+
+    >>> import reshard
+    >>> from reshard.dtypes import dtype
+    >>> mesh = reshard.DeviceMesh.of(host=2, gpu=4)
+    >>> cut, whole = (reshard.spec(mesh, text).layout((64,)) for text in ("host gpu", "-"))
+    >>> job = reshard.Job([reshard.JobItem.between_ranks("w", dtype("int8"), cut, whole)])
+    >>> staged = StagedJob(job, Topology.of(hosts=2, ranks_per_host=4))
+    >>> staged.across_hosts_bytes, staged.across_hosts_bound_bytes, staged.moved_bytes
+    (64, 64, 448)
+    >>> staged.host_bytes.tolist(), staged.sent_bytes.tolist()
+    ([[192, 32], [32, 192]], [56, 56, 56, 56, 56, 56, 56, 56])
+    """
+
+    job: Job
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        for item in self.job.items:
+            for binding in (item.source, item.target):
+                _check_binding(item.name, binding)
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The parts that flows are divided into, with a sender and a relay each."""
+        return divide(self.job, self.topology)
+
+    @cached_property
+    def _item_begin(self) -> IntArray:
+        return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
+
+    def _parts(self, item: JobItem) -> tuple[Lots, Flows]:
+        return find_lots(item.plan), find_flows(item.plan, self.topology)
+
+    def transfers(self, item: int) -> StageTransfers:
+        """All transfers of item number `item`."""
+        begin, end = self._item_begin[item : item + 2].tolist()
+        return self._expand(item, np.arange(begin, end), None)
+
+    def for_rank(self, rank: int) -> tuple[StageTransfers, ...]:
+        """What one rank receives, keeps, sends and hands on, item by item."""
+        found = []
+        for number in range(len(self.job.items)):
+            begin, end = self._item_begin[number : number + 2].tolist()
+            found.append(self._expand(number, self._of_rank(number, begin, end, rank), rank))
+        return tuple(found)
+
+    def _of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
+        """The fragments that a rank sends, hands on or receives."""
+        item, columns = self.job.items[number], self.fragments
+        _, flows = self._parts(item)
+        source, target = item.plan.source, item.plan.target
+        mine = source.cell_slot[columns.source_cell[begin:end]] == rank
+        second = source.cell_slot[columns.second_cell[begin:end]] == rank
+        mine |= columns.is_direct[begin:end] & second
+        receiving = np.zeros(len(flows), dtype=bool)
+        flow = np.repeat(np.arange(len(flows)), np.diff(flows.receiver_begin))
+        receiving[flow[target.cell_slot[flows.receiver] == rank]] = True
+        mine |= receiving[columns.flow[begin:end]]
+        return begin + np.flatnonzero(mine)
+
+    def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
+        """Fragments written out as boxes, those of one rank only unless it is None."""
+        item = self.job.items[number]
+        lots, flows = self._parts(item)
+        columns = self.fragments
+        flow = columns.flow[chosen]
+        boxes = find_boxes(lots, flows.lot[flow], columns.first[chosen], columns.stop[chosen])
+        source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
+        exchange = [exchange_transfers(lots, boxes, source[boxes.of], relay[boxes.of])]
+
+        # The other receivers have each box from the relay, or from a source cell as well.
+        begin = flows.receiver_begin[flow][boxes.of]
+        count = flows.receiver_begin[flow + 1][boxes.of] - begin
+        row = np.repeat(np.arange(len(count)), count)
+        receiver = flows.receiver[np.repeat(begin, count) + ragged_arange(count)]
+        is_other = receiver != relay[boxes.of[row]]
+        row, receiver = row[is_other], receiver[is_other]
+        of = boxes.of[row]
+        direct = columns.is_direct[chosen][of]
+        second = columns.second_cell[chosen][of]
+        exchange.append(
+            exchange_transfers(lots, boxes.take(row[direct]), second[direct], receiver[direct])
+        )
+        fan_out = fan_out_transfers(
+            lots, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
+        )
+
+        keeps = np.arange(len(flows.kept_lot))
+        if rank is not None:
+            keeps = np.flatnonzero(item.plan.target.cell_slot[flows.kept_target] == rank)
+        lot = flows.kept_lot[keeps]
+        kept = find_boxes(lots, lot, np.zeros_like(lot), lots.elements[lot])
+        source, target = flows.kept_source[keeps][kept.of], flows.kept_target[keeps][kept.of]
+        exchange.append(exchange_transfers(lots, kept, source, target))
+        both = StageTransfers(joined_transfers(exchange), fan_out)
+        if rank is None:
+            return both
+        return StageTransfers(*(transfers_of_slot(part, rank) for part in both))
+
+    @cached_property
+    def _copies(self) -> tuple[IntArray, ...]:
+        """Who sends how much to which host: ranks, hosts and bytes, for each fragment twice."""
+        columns = self.fragments
+        shape = columns.item.shape
+        size, first, second, host, others = (np.zeros(shape, dtype=np.int64) for _ in range(5))
+        for number, item in enumerate(self.job.items):
+            rows = slice(*self._item_begin[number : number + 2].tolist())
+            _, flows = self._parts(item)
+            flow, source, target = columns.flow[rows], item.plan.source, item.plan.target
+            size[rows] = columns.stop[rows] - columns.first[rows]
+            size[rows] *= item.dtype.itemsize_bytes
+            first[rows] = source.cell_slot[columns.source_cell[rows]]
+            second[rows] = np.where(
+                columns.is_direct[rows],
+                source.cell_slot[columns.second_cell[rows]],
+                target.cell_slot[columns.relay_cell[rows]],
+            )
+            host[rows] = flows.host[flow]
+            others[rows] = np.diff(flows.receiver_begin)[flow] - 1
+        return np.append(first, second), np.tile(host, 2), np.append(size, size * others)
+
+    @cached_property
+    def sent_bytes(self) -> IntArray:
+        """Bytes each rank sends to others, in both stages: shape `(topology.ranks,)`."""
+        rank, _, size = self._copies
+        total = np.zeros(self.topology.ranks, dtype=np.int64)
+        np.add.at(total, rank, size)
+        return total
+
+    @cached_property
+    def received_bytes(self) -> IntArray:
+        """Bytes each rank receives from others, in both stages: shape `(topology.ranks,)`."""
+        total = np.zeros(self.topology.ranks, dtype=np.int64)
+        for item in self.job.items:
+            lots, flows = self._parts(item)
+            size = lots.elements[flows.lot] * item.dtype.itemsize_bytes
+            rank = item.plan.target.cell_slot[flows.receiver]
+            np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))
+        return total
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that move between ranks, in both stages."""
+        return int(self.received_bytes.sum())
+
+    @cached_property
+    def host_bytes(self) -> IntArray:
+        """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
+        rank, host, size = self._copies
+        total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
+        np.add.at(total, (self.topology.host_of(rank), host), size)
+        return total
+
+    @property
+    def across_hosts_bytes(self) -> int:
+        """Bytes that go from one host to another."""
+        return int(self.host_bytes.sum() - np.trace(self.host_bytes))
+
+    @cached_property
+    def across_hosts_bound_bytes(self) -> int:
+        """The fewest bytes that must: of each host, what its ranks want and none of them holds.
+
+        Contributions count one by one, as if they were combined where they are wanted.
+        """
+        known: dict[Plan, int] = {}
+        for item in self.job.items:
+            if item.plan not in known:
+                known[item.plan] = across_hosts_bound_elements(item.plan, self.topology)
+        return sum(known[item.plan] * item.dtype.itemsize_bytes for item in self.job.items)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest that two ranks share exactly when they mean the same job on the same hosts."""
+        hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
+        hasher.update(self.topology.rank_host.tobytes())
+        return hasher.hexdigest()
+
+    def verify(self) -> None:
+        """Check both stages of every tensor against its layouts.
+
+        Raises:
+            PlanError: what is missing, doubled, misplaced, sent by a rank that has it not, or
+                handed on by one that has not received it.
+        """
+        for number, item in enumerate(self.job.items):
+            try:
+                verify_stages(item.plan, *self.transfers(number))
+            except PlanError as error:
+                raise PlanError(f"tensor {item.name!r}: {error}") from error
+
+    def estimate(self) -> Estimate:
+        """The seconds of the exchange and the fan-out on the topology, see `reshard.cost`.
+
+        Raises LayoutError for a link in use that the topology does not know.
+        """
+        from reshard.plans.estimates import staged_estimate
+
+        return staged_estimate(self)
+
+    def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
+        """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.
+
+        Raises ShardError for arrays that do not fit the source layouts.
+        """
+        from reshard.execution.staged import run_staged
+
+        return run_staged(self, shards)
+
+    def __repr__(self) -> str:
+        return f"<StagedJob of {len(self.job)} tensors on {self.topology.hosts} hosts>"
+
+
+def _check_binding(name: str, binding: Binding) -> None:
+    for slot, address in binding.addresses.items():
+        if address != RankMemory(slot):
+            raise PlanError(
+                f"shard {slot} of {name!r} is at {address}; a job in stages is between ranks, "
+                "each shard in the memory of the rank of its number"
+            )

@@ -1,0 +1,104 @@
+"""Do two stages together turn the source into the target, all of it, once?
+
+The fan-out hands on what the exchange has brought. Its transfers are traced back to where the
+boxes came from, and then the whole is checked like a plan without stages (`verification`):
+
+1. every transfer of the fan-out lies inside its two target cells, where it says;
+2. its box is cut by the boxes that the exchange brought into the cell it comes from; together
+   they must be all of it, of every contribution that the cell combines;
+3. each of those parts comes, in the end, from the source cell that the exchange took it from:
+   with these transfers instead, the fan-out and the exchange must be a plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reshard.errors import PlanError
+from reshard.geometry.transfers import Transfers
+from reshard.geometry.verification import check_ends, check_slots, verify_transfers
+from reshard.plans.plan import Plan
+from reshard.runs import IntArray, ragged_arange
+
+
+def verify_stages(plan: Plan, exchange: Transfers, fan_out: Transfers) -> None:
+    """Raise PlanError unless both stages, one after the other, do what the layouts ask for."""
+    check_slots(plan.target, plan.target, fan_out)
+    for d in range(plan.target.ndim):
+        check_ends(plan.target, fan_out.source_cell, fan_out.source_start, fan_out, d, "relay")
+    traced = _traced(plan, exchange, fan_out)
+    names = Transfers.__dataclass_fields__
+    whole = Transfers(
+        *(np.concatenate([getattr(part, name) for part in (exchange, traced)]) for name in names)
+    )
+    verify_transfers(plan.source, plan.target, plan.combines, whole)
+
+
+def _traced(plan: Plan, exchange: Transfers, fan_out: Transfers) -> Transfers:
+    """The fan-out as transfers from the source cells that its boxes come from."""
+    row, origin = _meeting(plan, exchange, fan_out)
+    start = np.maximum(fan_out.start[row], exchange.start[origin])
+    stop = np.minimum(
+        fan_out.start[row] + fan_out.shape[row], exchange.start[origin] + exchange.shape[origin]
+    )
+    brought = np.zeros(len(fan_out), dtype=np.int64)
+    np.add.at(brought, row, (stop - start).prod(axis=1))
+    counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
+    due = fan_out.elements * counts[plan.target.cell_contribution[fan_out.source_cell]]
+    short = np.flatnonzero(brought != due)
+    if len(short):
+        at = int(short[0])
+        raise PlanError(
+            f"the fan-out sends {fan_out.box(at)} from slot {fan_out.source_slot[at]} to slot "
+            f"{fan_out.target_slot[at]}, but the exchange brings {brought[at]} of its "
+            f"{due[at]} elements there"
+        )
+    return Transfers(
+        exchange.source_slot[origin],
+        fan_out.target_slot[row],
+        exchange.source_cell[origin],
+        fan_out.target_cell[row],
+        exchange.order[origin],
+        # What the receiver had to begin with must not be handed to it.
+        np.zeros(len(row), dtype=bool),
+        start,
+        stop - start,
+        exchange.source_start[origin] + start - exchange.start[origin],
+        fan_out.target_start[row] + start - fan_out.start[row],
+    )
+
+
+def _meeting(plan: Plan, exchange: Transfers, fan_out: Transfers) -> tuple[IntArray, IntArray]:
+    """Rows of the fan-out, and rows of the exchange that brought some of the same elements."""
+    described = np.concatenate(
+        (
+            np.column_stack((exchange.target_cell, exchange.start, exchange.shape)),
+            np.column_stack((fan_out.source_cell, fan_out.start, fan_out.shape)),
+        )
+    )
+    _, number = np.unique(described, axis=0, return_inverse=True)
+    number = number.reshape(-1)
+    counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
+    due = counts[plan.target.cell_contribution[fan_out.source_cell]]
+    # Mostly the very box that was brought is handed on.
+    row, origin = _equal(number[len(exchange) :], number[: len(exchange)])
+    alike = np.bincount(row, minlength=len(fan_out)) == due
+    row, origin = row[alike[row]], origin[alike[row]]
+    # The others are compared with all that was brought into their cell.
+    rest = np.flatnonzero(~alike)
+    at, other = _equal(fan_out.source_cell[rest], exchange.target_cell)
+    at = rest[at]
+    meets = np.ones(len(at), dtype=bool)
+    for d in range(plan.target.ndim):
+        a, b = fan_out.start[at, d], exchange.start[other, d]
+        meets &= (a < b + exchange.shape[other, d]) & (b < a + fan_out.shape[at, d])
+    return np.concatenate((row, at[meets])), np.concatenate((origin, other[meets]))
+
+
+def _equal(left: IntArray, right: IntArray) -> tuple[IntArray, IntArray]:
+    """All pairs of places where `left` and `right` are equal."""
+    order = np.argsort(right, kind="stable")
+    low = np.searchsorted(right[order], left, side="left")
+    count = np.searchsorted(right[order], left, side="right") - low
+    at = np.repeat(np.arange(len(left)), count)
+    return at, order[np.repeat(low, count) + ragged_arange(count)]

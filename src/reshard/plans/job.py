@@ -1,0 +1,284 @@
+"""What has to move for a whole set of tensors?
+
+A `Job` lists tensors, each with its plan and the places its shards are in. Tensors of equal
+layouts share one plan, so a job of thousands of tensors is planned as often as it has
+different geometries. Bytes, senders and the digest belong to the job, since they concern all
+tensors together.
+
+Who sends what is chosen for all tensors at once. What a rank holds stays; what it lacks comes
+from ranks that hold it, so that the most loaded of them sends as little as possible
+(`shares`, `line`); a box may come in parts, from several. Or the senders are *stable*: holders
+take turns, and what one rank gets from whom does not depend on ranks added behind the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from reshard.binding import Binding
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import PlanError
+from reshard.geometry.demand import find_needs
+from reshard.geometry.transfers import Transfers
+from reshard.geometry.verification import verify_transfers
+from reshard.layout import Layout
+from reshard.plans.job_transfers import JobTransfers
+from reshard.plans.plan import Plan, plan
+from reshard.plans.senders.byte_line import Bundle, Line, find_line
+from reshard.plans.senders.sender_transfers import (
+    BundleTransfers,
+    sent_bytes,
+    transfers_of_all,
+    transfers_of_rank,
+)
+from reshard.runs import IntArray
+
+if TYPE_CHECKING:
+    from reshard.cost.estimate import Estimate
+    from reshard.topology import Topology
+
+Sources = Literal["balanced", "stable"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobItem:
+    """One tensor of a job; `dtype` may be given as a name, or as NumPy's or torch's.
+
+    Raises:
+        PlanError: a name that is no text, a binding that is not of the plan's layout.
+        UsageError: a dtype that is none.
+    """
+
+    name: str
+    dtype: DType
+    plan: Plan
+    source: Binding
+    target: Binding
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PlanError(f"a tensor named {self.name!r}; expected a text")
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+        for side, binding, layout in (
+            ("source", self.source, self.plan.source),
+            ("target", self.target, self.plan.target),
+        ):
+            if binding.layout is not layout:
+                raise PlanError(
+                    f"the {side} binding of {self.name!r} is of {binding.layout!r}, its plan of "
+                    f"{layout!r}"
+                )
+
+    @classmethod
+    def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
+        """A tensor whose slots are the memories of the ranks of the same numbers.
+
+        Raises PlanError for layouts of different shapes, or what is no layout.
+        """
+        kind = as_dtype(dtype)
+        return cls(
+            name,
+            kind,
+            plan(source, target, kind),
+            Binding.to_ranks(source),
+            Binding.to_ranks(target),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tensors to move together. Raises PlanError for a name that appears twice.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(tp=2)
+    >>> rows, columns = (reshard.spec(mesh, text).layout((4, 4)) for text in ("tp, -", "-, tp"))
+    >>> from reshard.dtypes import dtype
+    >>> job = Job([JobItem.between_ranks(n, dtype("int8"), rows, columns) for n in "ab"])
+    >>> job.moved_bytes, job.lower_bound_bytes, job.received_bytes.tolist()
+    (16, 16, [8, 8])
+    """
+
+    items: tuple[JobItem, ...]
+    sources: Sources
+
+    def __init__(self, items: Iterable[JobItem], sources: Sources = "balanced") -> None:
+        if not isinstance(items, Iterable):
+            raise PlanError(f"a job of {items!r}; give its items, such as a list")
+        object.__setattr__(self, "items", tuple(items))
+        object.__setattr__(self, "sources", sources)
+        if sources not in ("balanced", "stable"):
+            raise PlanError(
+                f"sources={sources!r}; senders are 'balanced', or 'stable' where ranks will be "
+                "added to the target"
+            )
+        names: set[str] = set()
+        for item in self.items:
+            if not isinstance(item, JobItem):
+                raise PlanError(f"{item!r} in a job; expected items, such as JobItem.between_ranks")
+            if item.name in names:
+                raise PlanError(f"tensor {item.name!r} appears twice in one job")
+            names.add(item.name)
+
+    @cached_property
+    def line(self) -> Line:
+        """Where everything that moves lies, and who sends it: the same on all ranks.
+
+        Raises PlanError where a source leaves out an element.
+        """
+        numbers: dict[tuple[Plan, DType], list[int]] = {}
+        for number, item in enumerate(self.items):
+            numbers.setdefault((item.plan, item.dtype), []).append(number)
+        bundles = [
+            Bundle(plan, dtype, np.array(items), find_needs(plan.source, plan.target))
+            for (plan, dtype), items in numbers.items()
+        ]
+        slots = max((max(b.plan.source.slots, b.plan.target.slots) for b in bundles), default=0)
+        return find_line(bundles, slots)
+
+    @cached_property
+    def transfers(self) -> JobTransfers:
+        """The transfers of every tensor, by name; those that stay included."""
+        return self._named(transfers_of_all(self.line, self.sources == "stable"))
+
+    def for_rank(self, rank: int) -> JobTransfers:
+        """What one rank receives, keeps and sends of every tensor, found without the others'.
+
+        Raises PlanError for a negative rank, and where a source leaves out an element.
+
+        >>> import reshard
+        >>> from reshard.dtypes import dtype
+        >>> whole, parts = reshard.Layout.replicated((6,), 2), reshard.Layout.whole((6,), [2], 3)
+        >>> job = Job([JobItem.between_ranks("a", dtype("int8"), whole, parts)])
+        >>> print(job.for_rank(1)["a"])
+        1 -> 2 [3:6]
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
+            raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
+        return self._named(transfers_of_rank(self.line, rank, self.sources == "stable"))
+
+    def _named(self, found: Iterable[BundleTransfers]) -> JobTransfers:
+        return JobTransfers(tuple(item.name for item in self.items), found)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that move between slots."""
+        return int(self.received_bytes.sum())
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """The fewest bytes any direct exchange can move."""
+        return sum(
+            item.plan.lower_bound_elements * item.dtype.itemsize_bytes for item in self.items
+        )
+
+    @cached_property
+    def sent_bytes(self) -> IntArray:
+        """Bytes each source slot sends to others: shape `(slots,)`."""
+        slots = max((item.plan.source.slots for item in self.items), default=0)
+        return sent_bytes(self.line, self.sources == "stable")[:slots]
+
+    @cached_property
+    def received_bytes(self) -> IntArray:
+        """Bytes each target slot receives from others: shape `(slots,)`."""
+        rows, kinds = self.line.rows, self.line.kinds
+        of_kind = np.zeros(len(kinds.size), dtype=np.int64)
+        items = np.array([len(bundle.items) for bundle in self.line.bundles], dtype=np.int64)
+        moving = ~rows.stays
+        size = rows.size_bytes[moving] * items[rows.bundle[moving]]
+        np.add.at(of_kind, rows.kind[moving], size)
+        slots = max((item.plan.target.slots for item in self.items), default=0)
+        received: IntArray = of_kind[kinds.group[:slots]]
+        return received
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest that two ranks share exactly when they mean the same job."""
+        hasher = hashlib.blake2b(f"{self.sources}\0".encode(), digest_size=16)
+        for item in self.items:
+            hasher.update(f"{item.name}\0{item.dtype.name}\0".encode())
+            for layout in (item.plan.source, item.plan.target):
+                hasher.update(layout.fingerprint)
+        return hasher.hexdigest()
+
+    def verify(self) -> None:
+        """Check the transfers of every tensor against its layouts, see `Plan.verify`.
+
+        Raises:
+            PlanError: naming the tensor, where a box is missing, doubled, misplaced, or sent by
+                a slot that has it not; or where more moves than must.
+        """
+        found = self.transfers
+        checked: set[tuple[object, ...]] = set()
+        for item in self.items:
+            plan = item.plan
+            transfers = found.get(item.name, Transfers.none(plan.source.ndim))
+            # The layers of a model mostly move alike.
+            same = (plan, *(column.tobytes() for column in transfers.columns))
+            if same in checked:
+                continue
+            checked.add(same)
+            try:
+                verify_transfers(plan.source, plan.target, plan.combines, transfers)
+            except PlanError as error:
+                raise PlanError(f"tensor {item.name!r}: {error}") from error
+        if self.moved_bytes != self.lower_bound_bytes:
+            raise PlanError(
+                f"the job moves {self.moved_bytes} bytes where {self.lower_bound_bytes} suffice"
+            )
+
+    def estimate(self, topology: Topology) -> Estimate:
+        """The seconds that the exchange of all tensors takes, see `reshard.cost`.
+
+        Raises:
+            PlanError: a shard that is not in the memory of the rank of its number.
+            LayoutError: a rank that the topology has not, or a link that it does not know.
+        """
+        from reshard.plans.estimates import job_estimate
+
+        return job_estimate(self, topology)
+
+    def run(
+        self,
+        arrays: Mapping[str, Mapping[int, Any]],
+        out: Mapping[str, Mapping[int, Any]] | None = None,
+        threads: int | None = None,
+    ) -> dict[str, dict[int, Any]]:
+        """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
+
+        Writes to the arrays in `out` where they are given, by at most so many threads; one for
+        each processor when None. See `reshard.execution.jobs.run_job`.
+        """
+        from reshard.execution.jobs import run_job
+
+        return run_job(self, arrays, out, threads)
+
+    def to_json(self) -> str:
+        """This job as a short JSON document, see `reshard.plans.documents.job_document`."""
+        from reshard.plans.documents.job_document import job_to_json
+
+        return job_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        """The job that `to_json` wrote. Raises ReshardError for any other text."""
+        from reshard.plans.documents.job_document import job_from_json
+
+        return job_from_json(text)
+
+    def __str__(self) -> str:
+        from reshard.plans.tables.job_table import job_table
+
+        return job_table(self)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __repr__(self) -> str:
+        return f"<Job of {len(self.items)} tensors>"

@@ -1,0 +1,59 @@
+"""The transfers of a job, by tensor.
+
+Tensors of one bundle are written out together, as columns for all of them; what belongs to one
+tensor is cut out of the columns when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+import numpy as np
+
+from reshard.geometry.transfers import Transfers
+from reshard.plans.senders.message_identity import piece_identities
+from reshard.plans.senders.sender_transfers import BundleTransfers
+
+
+class JobTransfers(Mapping[str, Transfers]):
+    """Transfers by the names of their tensors, in the order of the job.
+
+    Tensors of which nothing is copied are left out. `len` counts tensors, `count` transfers.
+    """
+
+    def __init__(self, names: tuple[str, ...], bundles: Iterable[BundleTransfers]) -> None:
+        self._names = names
+        self.bundles = tuple(bundles)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[BundleTransfers, int, int]]:
+        places = []
+        for found in self.bundles:
+            bounds = found.begin.tolist()
+            for place, item in enumerate(found.bundle.items.tolist()):
+                if bounds[place] < bounds[place + 1]:
+                    places.append((item, (found, bounds[place], bounds[place + 1])))
+        places.sort(key=lambda entry: entry[0])
+        return {self._names[item]: place for item, place in places}
+
+    def __getitem__(self, name: str) -> Transfers:
+        found, low, high = self._places[name]
+        return found.transfers.take(slice(low, high))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def count(self) -> int:
+        """How many transfers there are, of all tensors."""
+        return sum(len(found.transfers) for found in self.bundles)
+
+    def identities(self, name: str) -> list[str]:
+        """What each transfer of a tensor is called on both of its ends, see `identity`."""
+        found, low, high = self._places[name]
+        rows = np.arange(low, high)
+        return piece_identities(name, found, rows)

@@ -1,0 +1,122 @@
+"""What does each rank copy in its own memory when transfers are carried out as messages?
+
+::
+
+    source, cut by columns      the rows of a piece lie apart: they are packed, in 3 runs
+    +----+----+
+    | ## | .. |                 target, cut by rows: the piece is one run of memory, received
+    | ## | .. |                 where it belongs
+    | ## | .. |
+    +----+----+
+
+1. A piece lies in one run where all dimensions behind the first that is longer than 1 are whole
+   in the local array. Else its runs are as long as its trailing whole dimensions, and the one
+   before them.
+2. What is sent or received is copied where it is not one run. Contributions are copied anyway,
+   as they are combined; so are small pieces that travel together.
+3. What stays is copied from source to target, in runs of the side that has the shorter ones.
+
+This is how `reshard.torch` carries out messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.cost.copies import Copies
+from reshard.runs import IntArray
+
+if TYPE_CHECKING:
+    from reshard.geometry.transfers import Transfers
+    from reshard.layout import Layout
+
+# Pieces of fewer bytes between the same ranks are packed into one message; others are sent by
+# themselves, and may be received in place.
+SMALL_PIECE_BYTES = 1 << 18
+
+
+def copies_of(
+    transfers: Transfers,
+    source: Layout,
+    target: Layout,
+    itemsize_bytes: int,
+    *,
+    keeps: bool = True,
+    inside: Layout | None = None,
+) -> Copies:
+    """The copies of all ranks.
+
+    Args:
+        transfers: between the two layouts, of one tensor.
+        source, target: whose slots are ranks.
+        itemsize_bytes: of an element.
+        keeps: whether what stays is copied; False where it is in its place.
+        inside: whose arrays the source's are views of, one a rank; None where of none.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(x=2)
+    >>> columns, rows = (reshard.spec(mesh, text).layout((6, 4)) for text in ("-, x", "x, -"))
+    >>> plan = reshard.plan(columns, rows)
+    >>> found = copies_of(plan.transfers, columns, rows, 1)
+    >>> [column.tolist() for column in (found.rank, found.size_bytes, found.runs)]
+    [[0, 1, 0, 1], [6, 6, 6, 6], [3, 3, 3, 3]]
+    """
+    elements = transfers.elements
+    around = source.cell_shape[transfers.source_cell]
+    if inside is not None:
+        cells = np.searchsorted(inside.cell_slot, transfers.source_slot)
+        around = inside.cell_shape[cells]
+    source_run = run_elements(transfers.shape, around)
+    target_run = run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
+    stays, moves = transfers.stays & keeps, ~transfers.stays
+    is_packed = _travels_with_others(transfers, elements * itemsize_bytes)
+    packs = moves & (is_packed | (source_run < elements))
+    unpacks = moves & (is_packed | (target_run < elements) | (transfers.order > 0))
+    is_combined = transfers.order > 0
+    never = np.zeros_like(is_combined)
+    parts = [
+        (stays, transfers.target_slot, np.minimum(source_run, target_run), is_combined),
+        (packs, transfers.source_slot, source_run, never),
+        (unpacks, transfers.target_slot, target_run, is_combined),
+    ]
+    return Copies.joined(
+        Copies(
+            rank[chosen],
+            elements[chosen] * itemsize_bytes,
+            elements[chosen] // np.maximum(run[chosen], 1),
+            elements[chosen] * combined[chosen] * itemsize_bytes,
+        )
+        for chosen, rank, run, combined in parts
+    )
+
+
+def run_elements(shape: IntArray, around: IntArray) -> IntArray:
+    """Elements of one run of boxes in row-major arrays around them: shape `(boxes,)`.
+
+    Args:
+        shape, around: of the boxes and of their arrays, shape `(boxes, dims)`.
+
+    >>> run_elements(np.array([[2, 3, 4], [2, 2, 4], [1, 1, 2]]), np.array([[5, 3, 4]] * 3))
+    array([24,  8,  2])
+    """
+    run = np.ones(len(shape), dtype=np.int64)
+    goes_on = np.ones(len(shape), dtype=bool)
+    for dim in reversed(range(shape.shape[1])):
+        run *= np.where(goes_on, shape[:, dim], 1)
+        goes_on &= shape[:, dim] == around[:, dim]
+    return run
+
+
+def _travels_with_others(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_]:
+    """Which pieces are small, and not the only small one between their ranks."""
+    small = ~transfers.stays & (size_bytes < SMALL_PIECE_BYTES)
+    ranks = int(max(transfers.target_slot.max(initial=0), transfers.source_slot.max(initial=0)))
+    key = (transfers.order * (ranks + 1) + transfers.source_slot) * (ranks + 1)
+    key = key + transfers.target_slot
+    _, of_pair, counts = np.unique(key[small], return_inverse=True, return_counts=True)
+    found = np.zeros(len(transfers), dtype=bool)
+    found[small] = counts[of_pair.reshape(-1)] > 1
+    return found

@@ -1,0 +1,76 @@
+"""Who sends what to whom, as a table that stays short however many ranks there are.
+
+1. A few transfers are listed box by box.
+2. More of them are added up by sender and receiver.
+3. Where there are too many pairs too, ranks that do the same are one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reshard.geometry.transfers import Transfers
+from reshard.plans.traffic import Traffic
+from reshard.text.quantities import count_text, table
+from reshard.text.rank_sets import short_rank_text
+
+MOST_ROWS = 24
+
+
+def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
+    """What moves between ranks, in at most `most_rows` rows and a line on what is left out.
+
+    Args:
+        moving: the boxes, without those that stay.
+        traffic: what they add up to, see `Traffic.of_transfers`.
+        most_rows: rows below the headers.
+
+    >>> from reshard.layout import Layout
+    >>> from reshard.plans.plan import Plan
+    >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
+    >>> moving = Plan(half, Layout.replicated((6,), 2)).transfers.moving
+    >>> print(movement_table(moving, Traffic.of_transfers(moving, 2)))
+    from  to  elements  box
+    ----  --  --------  -----
+       1   0         2  [4:6]
+       0   1         4  [0:4]
+    """
+    pairs = len(traffic.amount)
+    if pairs <= most_rows:
+        if len(moving) <= most_rows:
+            rows = [
+                (moving.source_slot[row], moving.target_slot[row], elements, moving.box(row))
+                for row, elements in enumerate(moving.elements.tolist())
+            ]
+            return _counted(rows, ("from", "to", "elements", "box"), "rrrl")
+        boxes = Traffic.gathered(
+            traffic.ranks, moving.source_slot, moving.target_slot, np.ones_like(moving.source_slot)
+        )
+        columns = (traffic.sender, traffic.receiver, traffic.amount, boxes.amount)
+        return _counted(
+            list(zip(*(column.tolist() for column in columns), strict=True)),
+            ("from", "to", "elements", "boxes"),
+            "rrrr",
+        )
+    return _by_kind(traffic, most_rows)
+
+
+def _counted(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
+    """A table whose numbers have separated thousands."""
+    texts = [[count_text(e) if isinstance(e, int) else e for e in row] for row in rows]
+    return table(texts, headers, align)
+
+
+def _by_kind(traffic: Traffic, most_rows: int) -> str:
+    kinds = traffic.kinds()
+    if len(kinds) > most_rows:
+        kinds.sort(key=lambda kind: (-kind.load, kind.ranks))
+    rows = [(short_rank_text(kind.ranks, 28), *kind[1:]) for kind in kinds[:most_rows]]
+    headers = ("each of ranks", "sends", "to ranks", "receives", "from ranks")
+    text = _counted(rows, headers, "lrrrr")
+    left_out = sum(len(kind.ranks) for kind in kinds[most_rows:])
+    if left_out:
+        text += f"\n... and {count_text(left_out, 'rank')} that move less"
+    return text

@@ -1,0 +1,268 @@
+"""A report of what moves, as one HTML page.
+
+The page needs no network and no script. It is light or dark as the reader's system is. Every
+picture has a text alternative: the same picture in text is folded away below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from reshard.geometry.transfers import Transfers
+from reshard.plans.plan import Plan
+from reshard.plans.traffic import Traffic, busiest
+from reshard.show.pages.heat_map import heat_map
+from reshard.show.pages.host_flows import across_hosts, host_flows, host_traffic
+from reshard.show.pages.rank_legend import rank_legend
+from reshard.show.pages.style import STYLE
+from reshard.show.pictures.notes import notes
+from reshard.show.pictures.origins import origins
+from reshard.show.pictures.palette import rank_colours
+from reshard.show.pictures.regions import drawn_dimensions
+from reshard.show.pictures.svg_picture import svg_picture
+from reshard.show.pictures.text_picture import change_picture, movement_text
+from reshard.text.markup import element, escaped
+from reshard.text.quantities import count_text
+from reshard.text.rank_sets import ranks_text, short_rank_text
+
+MOST_RANKS_LISTED = 32
+
+
+class Figure(NamedTuple):
+    """A number with its name, and what else belongs to it."""
+
+    name: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnChange:
+    """A change of layout to draw: its heading, the two cuts in words, and what moves."""
+
+    heading: str
+    before: str
+    after: str
+    plan: Plan
+    transfers: Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a page says.
+
+    Attributes:
+        title: in one line.
+        figures: in the order they shall stand.
+        changes: the layouts to draw.
+        traffic: between ranks.
+        amount_text: writes an amount of the traffic, with its unit.
+        short_text: the same in few letters.
+        ranks_per_host: for the flows between hosts; None for no such flows.
+        remarks: what else there is to say, a sentence each.
+    """
+
+    title: str
+    figures: Sequence[Figure]
+    changes: Sequence[DrawnChange]
+    traffic: Traffic
+    amount_text: Callable[[int], str]
+    short_text: Callable[[int], str]
+    ranks_per_host: int | None = None
+    remarks: Sequence[str] = field(default=())
+
+    def html(self) -> str:
+        """The page.
+
+        Raises:
+            UsageError: a number of ranks a host that cannot be.
+        """
+        ranks = {
+            rank
+            for change in self.changes
+            for layout in (change.plan.source, change.plan.target)
+            for rank in layout.holders
+        }
+        colours = rank_colours(ranks)
+        body = [
+            element("h1", escaped(self.title)),
+            figures_html(self.figures),
+            *(element("p", escaped(remark), class_="note") for remark in self.remarks),
+        ]
+        layouts = self._layouts(colours)
+        traffic = [*self._traffic(), *self._hosts()]
+        # One change is the subject of the page; of many, the traffic is what they come to.
+        body += [*layouts, *traffic] if len(self.changes) == 1 else [*traffic, *layouts]
+        return page_html(self.title, body)
+
+    def _layouts(self, colours: Mapping[int, str]) -> list[str]:
+        if not self.changes:
+            return []
+        drawn = [change_html(change, i, colours) for i, change in enumerate(self.changes, start=1)]
+        return [element("h2", "Before and after"), rank_legend(colours), *drawn]
+
+    def _traffic(self) -> list[str]:
+        if not self.traffic.total:
+            return [
+                element("h2", "Between ranks"),
+                element("p", "Nothing moves: every rank holds already what it needs."),
+            ]
+        return [
+            element("h2", "Between ranks"),
+            element(
+                "div",
+                element(
+                    "figure",
+                    heat_map(self.traffic, self.amount_text, short_text=self.short_text),
+                ),
+                _busiest_ranks(self.traffic, self.amount_text),
+                class_="beside",
+            ),
+        ]
+
+    def _hosts(self) -> list[str]:
+        if self.ranks_per_host is None or not self.traffic.total:
+            return []
+        hosts = host_traffic(self.traffic, self.ranks_per_host)
+        outside = across_hosts(hosts)
+        said = (
+            f"{count_text(hosts.ranks, 'host')} of {count_text(self.ranks_per_host, 'rank')}: "
+            f"{self.amount_text(outside)} cross from host to host, "
+            f"{self.amount_text(hosts.total - outside)} stay inside one."
+        )
+        return [
+            element("h2", "Between hosts"),
+            element("p", escaped(said)),
+            element("figure", host_flows(hosts, self.amount_text)),
+        ]
+
+
+def page_html(title: str, body: Sequence[str], style: str = "") -> str:
+    """A whole page of its own, whose `body` is escaped already, in the common style and `style`."""
+    head = [
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", escaped(title)),
+        element("style", STYLE + style),
+    ]
+    page = element(
+        "html", element("head", *head), element("body", element("main", *body)), lang="en"
+    )
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def movement_figures(
+    traffic: Traffic, lower_bound: int, transfers: int, amount_text: Callable[[int], str]
+) -> list[Figure]:
+    """What moves, for a `Report`.
+
+    Args:
+        traffic: between ranks.
+        lower_bound: the least that any movement needs, in the unit of the traffic.
+        transfers: boxes that move.
+        amount_text: writes an amount.
+
+    >>> import numpy as np
+    >>> one = Traffic.gathered(2, np.array([0]), np.array([1]), np.array([7]))
+    >>> movement_figures(one, 7, 1, "{} B".format)[-1]
+    Figure(name='busiest receiver', value='7 B', detail='rank 1')
+    """
+    figures = [
+        Figure("moves", amount_text(traffic.total)),
+        Figure("least possible", amount_text(lower_bound)),
+        Figure("transfers", count_text(transfers)),
+    ]
+    for word, amounts in (("sender", traffic.sent), ("receiver", traffic.received)):
+        most, ranks = busiest(amounts)
+        detail = ranks_text(ranks, 24) if ranks else ""
+        figures.append(Figure(f"busiest {word}", amount_text(most), detail))
+    return figures
+
+
+def figures_html(figures: Sequence[Figure]) -> str:
+    """Numbers with their names, side by side."""
+    items = []
+    for figure in figures:
+        values = [element("dd", escaped(figure.value))]
+        if figure.detail:
+            values.append(element("dd", escaped(figure.detail), class_="detail"))
+        items.append(element("div", element("dt", escaped(figure.name)), *values))
+    return element("dl", *items, class_="figures")
+
+
+def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) -> str:
+    """A change of layout, drawn before and after, and as text.
+
+    Args:
+        change: what to draw.
+        number: another one for each change of a page.
+        colours: of the ranks.
+    """
+    plan = change.plan
+    dimensions = drawn_dimensions(plan.source, plan.target)
+    sides = []
+    for word, cut, layout in (
+        ("before", change.before, plan.source),
+        ("after", change.after, plan.target),
+    ):
+        drawn = svg_picture(
+            layout,
+            colours,
+            f"{word}-{number}",
+            dimensions=dimensions,
+            origins=origins(change.transfers) if word == "after" else None,
+        )
+        said = notes(layout, drawn.grid, 10**6)
+        sides.append(
+            element(
+                "figure",
+                element("figcaption", element("b", word), " ", element("code", escaped(cut))),
+                drawn.svg,
+                *(element("p", escaped(line), class_="note") for line in said),
+            )
+        )
+    text = change_picture(
+        plan.source,
+        plan.target,
+        100,
+        titles=(change.before, change.after),
+        plan=plan,
+        transfers=change.transfers,
+        height=25,
+    )
+    return element(
+        "section",
+        element("h3", escaped(change.heading)) if change.heading else "",
+        element("div", sides[0], element("div", "→", class_="arrow"), sides[1], class_="change"),
+        element("p", escaped(movement_text(plan))),
+        element("details", element("summary", "The same as text"), element("pre", escaped(text))),
+    )
+
+
+def _busiest_ranks(traffic: Traffic, amount_text: Callable[[int], str]) -> str:
+    """What ranks send and receive; those that do the same share a row, the busiest first."""
+    kinds = sorted(traffic.kinds(), key=lambda kind: (-kind.load, kind.ranks))
+    rows = [
+        element(
+            "tr",
+            element("th", escaped(short_rank_text(kind.ranks, 24)), scope="row"),
+            element("td", escaped(amount_text(kind.sends))),
+            element("td", f"{kind.receivers:,}"),
+            element("td", escaped(amount_text(kind.receives))),
+            element("td", f"{kind.senders:,}"),
+        )
+        for kind in kinds[:MOST_RANKS_LISTED]
+    ]
+    left_out = sum(len(kind.ranks) for kind in kinds[MOST_RANKS_LISTED:])
+    if left_out:
+        rest = f"and {count_text(left_out, 'rank')} that move less"
+        rows.append(element("tr", element("td", rest, colspan=5, class_="rest")))
+    heads = ("ranks", "each sends", "to ranks", "each receives", "from ranks")
+    return element(
+        "table",
+        element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
+        element("tbody", *rows),
+    )

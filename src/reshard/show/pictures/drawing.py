@@ -1,0 +1,260 @@
+"""How large is every row and column of a picture, and what does it look like?
+
+1. Neighbouring rectangles with the same holders are one region, whatever its form; its label
+   is written into the largest block of rectangles inside it.
+2. Each column is at least as wide as the indices above it and the labels in it need, each row
+   as high as its labels; longer intervals get a few times the room of the shortest, if
+   there is room.
+3. What room is left is shared in proportion to the lengths, so that the picture is to scale as
+   far as letters allow and nothing becomes invisible.
+
+Sizes are *shares*: the characters of an interval and of the line before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reshard.show.pictures.canvas import Canvas
+from reshard.show.pictures.regions import Interval, RegionGrid
+from reshard.text.width import display_width
+
+Place = tuple[int, int]
+RegionLabel = Callable[[Sequence[Place], int], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rectangles held alike: their places, and the block `rows` x `columns` for the label."""
+
+    places: tuple[Place, ...]
+    rows: range
+    columns: range
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A grid with its regions and the least room everything needs, ready to be drawn."""
+
+    grid: RegionGrid
+    regions: tuple[Region, ...]
+    row_shares: tuple[int, ...]
+    column_shares: tuple[int, ...]
+    gutter: int
+    overhang: int
+
+    @property
+    def least_width(self) -> int:
+        """The fewest columns it can be drawn in."""
+        return self.gutter + sum(self.column_shares) + 1 + self.overhang
+
+    @property
+    def least_height(self) -> int:
+        """The fewest lines its boxes can be drawn in."""
+        return sum(self.row_shares) + 1
+
+    @property
+    def top(self) -> int:
+        """Lines above the boxes, for indices."""
+        return 0 if self.grid.column_dimension is None else 1
+
+    def draw(self, width: int, height: int, ascii: bool) -> list[str]:
+        """Draw it `width` columns wide, with boxes `height` lines high; both at least the least."""
+        room = width - 1 - self.gutter - self.overhang
+        columns = _positions(self.column_shares, self.grid.columns, room)
+        rows = _positions(self.row_shares, self.grid.rows, height - 1)
+        top = self.top
+        canvas = Canvas(width, height + top)
+        x = [self.gutter + position for position in columns]
+        y = [top + position for position in rows]
+        self._draw_lines(canvas, x, y)
+        self._write_indices(canvas, x, y)
+        for region in self.regions:
+            above, below = y[region.rows.start], y[region.rows.stop]
+            left, right = x[region.columns.start], x[region.columns.stop]
+            first = above + 1 + (below - above - 1 - len(region.lines)) // 2
+            for line, text in enumerate(region.lines):
+                free = right - left - 1 - display_width(text)
+                canvas.write(first + line, left + 1 + free // 2, text)
+        return canvas.lines(ascii)
+
+    def _draw_lines(self, canvas: Canvas, x: list[int], y: list[int]) -> None:
+        owner = {place: i for i, region in enumerate(self.regions) for place in region.places}
+        for r in range(len(y)):
+            for c in range(len(x)):
+                here, above, left = (owner.get(p) for p in ((r, c), (r - 1, c), (r, c - 1)))
+                if c + 1 < len(x) and here != above:
+                    canvas.horizontal(y[r], x[c], x[c + 1])
+                if r + 1 < len(y) and here != left:
+                    canvas.vertical(x[c], y[r], y[r + 1])
+
+    def _write_indices(self, canvas: Canvas, x: list[int], y: list[int]) -> None:
+        if self.grid.row_dimension is not None:
+            for position, index in zip(y, _bounds(self.grid.rows), strict=True):
+                canvas.write(position, self.gutter - 1 - len(str(index)), str(index))
+        if self.grid.column_dimension is not None:
+            for position, index in zip(x, _bounds(self.grid.columns), strict=True):
+                canvas.write(0, position - (len(str(index)) - 1) // 2, str(index))
+
+
+def sketch(
+    grid: RegionGrid, label: RegionLabel, most_label_columns: int, times: int, ellipsis: str
+) -> Sketch:
+    """Find the regions of a grid, write their labels, and measure the room it needs.
+
+    Args:
+        grid: what is drawn.
+        label: from the places of a region and a width to the lines of its label.
+        most_label_columns: the widest label.
+        times: how many times the room of the shortest interval long ones ask for, at most.
+        ellipsis: stands for what is left out.
+    """
+    regions = [
+        Region(tuple(places), *_largest_block(places), lines=tuple(lines))
+        for places, lines in _labelled(grid, label, most_label_columns, ellipsis)
+    ]
+    column_shares = [_least_share(interval, grid.columns, 4, times) for interval in grid.columns]
+    if grid.column_dimension is not None:
+        bounds = [len(str(index)) for index in _bounds(grid.columns)]
+        for i, (left, right) in enumerate(itertools.pairwise(bounds)):
+            needed = left - (left - 1) // 2 + (right - 1) // 2 + 1
+            column_shares[i] = max(column_shares[i], needed)
+    row_shares = [_least_share(interval, grid.rows, 2, times) for interval in grid.rows]
+    for region in sorted(regions, key=lambda region: len(region.columns)):
+        widest = max(map(display_width, region.lines))
+        _grow(column_shares, region.columns, widest + 3)
+    for region in sorted(regions, key=lambda region: len(region.rows)):
+        _grow(row_shares, region.rows, len(region.lines) + 1)
+    gutter = 0
+    if grid.row_dimension is not None:
+        gutter = 1 + max(len(str(index)) for index in _bounds(grid.rows))
+    last = "" if grid.column_dimension is None else str(grid.columns[-1].stop)
+    return Sketch(
+        grid, tuple(regions), tuple(row_shares), tuple(column_shares), gutter, len(last) // 2
+    )
+
+
+def _bounds(intervals: Sequence[Interval]) -> list[int]:
+    return [intervals[0].start, *(interval.stop for interval in intervals)]
+
+
+def _least_share(
+    interval: Interval, intervals: Sequence[Interval], unit: int, most_times: int
+) -> int:
+    if interval.left_out:
+        return unit
+    shortest = min((i.stop - i.start for i in intervals if not i.left_out), default=0)
+    if shortest == 0:
+        return unit
+    times = round((interval.stop - interval.start) / shortest)
+    return unit * min(max(times, 1), most_times)
+
+
+def _labelled(
+    grid: RegionGrid, label: RegionLabel, most_label_columns: int, ellipsis: str
+) -> list[tuple[list[Place], list[str]]]:
+    """The places of each region, and its label."""
+
+    def kind(place: Place) -> object:
+        row, column = place
+        if grid.rows[row].left_out:
+            return ("row", row)
+        if grid.columns[column].left_out:
+            return ("column", column)
+        return grid.holdings[row][column]
+
+    rest = {(r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
+    found = []
+    for first in sorted(rest):
+        if first not in rest:
+            continue
+        rest.remove(first)
+        places, waiting = [first], [first]
+        while waiting:
+            row, column = waiting.pop()
+            for near in (
+                (row - 1, column),
+                (row + 1, column),
+                (row, column - 1),
+                (row, column + 1),
+            ):
+                if near in rest and kind(near) == kind(first):
+                    rest.remove(near)
+                    places.append(near)
+                    waiting.append(near)
+        left_out = grid.rows[first[0]].left_out or grid.columns[first[1]].left_out
+        lines = [f"{ellipsis} {left_out:,} more"] if left_out else label(places, most_label_columns)
+        found.append((places, lines))
+    return found
+
+
+def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
+    """Rows and columns of a largest rectangle of places; the widest of several.
+
+    >>> _largest_block([(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)])
+    (range(2, 4), range(0, 2))
+    """
+    inside = set(places)
+    best = (range(0), range(0))
+    for row, column in sorted(places):
+        right = column
+        bottom = row
+        while (row, right) in inside:
+            right += 1
+        while right > column:
+            while all((bottom, c) in inside for c in range(column, right)):
+                bottom += 1
+            block = (range(row, bottom), range(column, right))
+            best = max(best, block, key=lambda b: (len(b[0]) * len(b[1]), len(b[1])))
+            right -= 1
+    return best
+
+
+def _grow(shares: list[int], span: range, needed: int) -> None:
+    """Make the shares of a span add up to `needed` at least, the increase spread evenly."""
+    missing = needed - sum(shares[i] for i in span)
+    for done, i in enumerate(span):
+        if missing > 0:
+            more = -(-missing // (len(span) - done))
+            shares[i] += more
+            missing -= more
+
+
+def _positions(shares: Sequence[int], intervals: Sequence[Interval], room: int) -> list[int]:
+    """Where the lines between intervals go, `room` characters shared by length.
+
+    >>> _positions([2, 2, 2], [Interval(0, 10), Interval(10, 20), Interval(20, 21)], 12)
+    [0, 5, 10, 12]
+    """
+    lengths = [0 if interval.left_out else interval.stop - interval.start for interval in intervals]
+    # Those whose proportional share is below their least get the least, and the others share
+    # what remains, until nobody falls below.
+    least: set[int] = {i for i, length in enumerate(lengths) if length == 0}
+    while True:
+        free = room - sum(shares[i] for i in least)
+        total = sum(length for i, length in enumerate(lengths) if i not in least)
+        short = {
+            i
+            for i, length in enumerate(lengths)
+            if i not in least and free * length < shares[i] * total
+        }
+        if not short:
+            break
+        least |= short
+    sizes = [0] * len(shares)
+    taken = 0
+    for i, share in enumerate(shares):
+        if i in least:
+            sizes[i] = share
+        else:
+            before = free * taken // total
+            taken += lengths[i]
+            sizes[i] = max(share, free * taken // total - before)
+    sizes[sizes.index(max(sizes))] += room - sum(sizes)
+    positions = [0]
+    for size in sizes:
+        positions.append(positions[-1] + size)
+    return positions

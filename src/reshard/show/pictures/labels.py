@@ -1,0 +1,97 @@
+"""What is written into a box of a picture: who holds it.
+
+::
+
+    0,4      slots 0 and 4 hold the same elements
+    0 (1)    slot 0 owns them, slot 1 has a halo copy
+    0+4      slots 0 and 4 hold contributions to them
+    0/1      slots 0 and 1 hold different parts of the dimensions that are not drawn
+    -        nobody holds them
+    8 ranks  too many to write down
+
+With the slots the elements come from: `0 ← 2,3`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from reshard.show.pictures.regions import Holding, Holdings
+from reshard.text.quantities import count_text
+from reshard.text.rank_sets import rank_text
+from reshard.text.width import display_width, shortened
+
+SlotLabel = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Writes the holders of a box: by number, or by a text of the caller's for each slot.
+
+    >>> held = frozenset(Holding(0, 0, False, slot) for slot in (0, 4))
+    >>> Labels().lines(held, (), 20), Labels("device {}\\nof 8".format).lines(held, (), 20)
+    (['0,4'], ['device 0', 'of 8', 'device 4', 'of 8'])
+    """
+
+    slot_label: SlotLabel | None = None
+    ascii: bool = False
+
+    def lines(self, holdings: Holdings, senders: Sequence[int], width: int) -> list[str]:
+        """The lines of a label, none wider than `width` columns."""
+        if not holdings:
+            return ["-"]
+        mark = "..." if self.ascii else "…"
+        if self.slot_label is not None:
+            texts = dict.fromkeys(self.slot_label(h.slot) for h in sorted(holdings, key=_by_slot))
+            joined = ",".join(texts)
+            if "\n" not in joined and display_width(joined) <= width:
+                return [joined]
+            lines = itertools.chain.from_iterable(text.split("\n") for text in texts)
+            return [shortened(line, width, mark) for line in lines]
+        text = holders_text(holdings)
+        if display_width(text) > width:
+            text = count_text(len({h.slot for h in holdings}), "rank")
+        if senders:
+            arrow = "<-" if self.ascii else "←"
+            many = count_text(len(senders), "rank")
+            for origin in (rank_text(senders), many):
+                if display_width(f"{text} {arrow} {origin}") <= width:
+                    return [f"{text} {arrow} {origin}"]
+        return [shortened(text, width, mark)]
+
+
+def _by_slot(holding: Holding) -> int:
+    return holding.slot
+
+
+def holders_text(holdings: Iterable[Holding]) -> str:
+    """The holders of a box in full, see the module's docstring.
+
+    >>> holders_text([Holding(0, c, False, 4 * c + i) for c in (0, 1) for i in (0, 1)])
+    '0,1+4,5'
+    >>> holders_text([Holding(part, 0, False, slot) for part, slot in [(0, 0), (1, 0), (2, 1)]])
+    '0/1'
+    """
+    everything = sorted(holdings)
+    parts_of_slot: dict[int, list[int]] = {}
+    for holding in everything:
+        parts_of_slot.setdefault(holding.slot, []).append(holding.hidden_part)
+    # A slot may hold several of the parts that are not drawn; it is written once, with them all.
+    by_parts: dict[tuple[int, ...], set[Holding]] = {}
+    for holding in everything:
+        key = tuple(parts_of_slot[holding.slot])
+        by_parts.setdefault(key, set()).add(holding._replace(hidden_part=0))
+    parts = []
+    for of_part in by_parts.values():
+        contributions = []
+        for _, of_one in itertools.groupby(sorted(of_part), lambda h: h.contribution):
+            alike = list(of_one)
+            owners = [h.slot for h in alike if not h.is_halo]
+            halos = [h.slot for h in alike if h.is_halo]
+            words = [rank_text(owners)] if owners else []
+            words += [f"({rank_text(halos)})"] if halos else []
+            contributions.append(" ".join(words))
+        parts.append("+".join(contributions))
+    return "/".join(parts)

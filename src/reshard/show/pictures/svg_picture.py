@@ -1,0 +1,366 @@
+"""Which rank holds which part of a tensor, as a picture in colour.
+
+1. The same regions as in the text pictures (`regions`, `drawing`): boxes held alike are one.
+2. Rows and columns are to scale; where there are few, none is too small to see.
+3. A box has the colours of all its holders, side by side, and its label where there is room;
+   where boxes of a line are too thin, one label stands for several of them.
+
+What a box is and who holds it stands in its `title`, which a browser shows under the pointer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.layout import Layout
+from reshard.show.pictures.drawing import Place, Region, sketch
+from reshard.show.pictures.labels import Labels, holders_text
+from reshard.show.pictures.origins import Origins
+from reshard.show.pictures.palette import ink_on
+from reshard.show.pictures.regions import Holdings, RegionGrid, region_grid
+from reshard.show.pictures.scale import interval_edges, spaced_indices
+from reshard.text.markup import element, escaped
+from reshard.text.quantities import count_text
+from reshard.text.rank_sets import rank_text
+
+_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
+_MOST_INTERVALS, _MOST_BOXES = 512, 4096
+_LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
+_MOST_STRIPES, _PARTS, _THIN = 16, 6, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class SvgPicture:
+    """A picture as an `svg` element, and the grid it shows."""
+
+    svg: str
+    grid: RegionGrid
+
+
+def svg_picture(
+    layout: Layout,
+    colours: Mapping[int, str],
+    name: str,
+    *,
+    dimensions: tuple[int | None, int | None],
+    origins: Origins | None = None,
+) -> SvgPicture:
+    """A picture of a layout in the colours of its ranks.
+
+    Args:
+        layout: what is drawn.
+        colours: of every rank that holds something.
+        name: of the picture, for its text alternative and the identifiers inside it; letters,
+            digits and `-`, and another one for each picture of a page.
+        dimensions: the row and the column dimension, see `regions.drawn_dimensions`.
+        origins: of the plan that leads to this layout.
+
+    >>> picture = svg_picture(Layout.replicated((2, 3), 2), {0: "#0072b2", 1: "#e69f00"}, "after",
+    ...     dimensions=(0, 1))
+    >>> picture.svg.count("<path"), "ranks 0,1 hold [0:2, 0:3]" in picture.svg
+    (2, True)
+    """
+    return _Drawing(layout, colours, name, dimensions, origins).picture()
+
+
+class _Drawing:
+    """The geometry of one picture."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        colours: Mapping[int, str],
+        name: str,
+        dimensions: tuple[int | None, int | None],
+        origins: Origins | None,
+    ) -> None:
+        self.layout, self.colours, self.name, self.origins = layout, colours, name, origins
+        self.grid = _limited(region_grid(layout, *dimensions, _MOST_INTERVALS))
+        rows, columns = self.grid.rows, self.grid.columns
+        self.left = 12.0
+        if self.grid.row_dimension is not None:
+            self.left = 10 + _SMALL_LETTER * max(len(f"{row.stop:,}") for row in rows)
+        self.top = 0.0 if self.grid.column_dimension is None else 18.0
+        self.x = interval_edges(columns, _WIDTH, self.left)
+        self.y = interval_edges(rows, self._height(), self.top)
+        self.gradients: dict[tuple[int, ...], str] = {}
+
+    def _height(self) -> float:
+        """As the tensor's form asks for, within what a page has room for."""
+        row, column = self.grid.row_dimension, self.grid.column_dimension
+        if row is None or column is None:
+            return _LINE_HEIGHT
+        across = max(self.layout.shape[column], 1)
+        wanted = _WIDTH * self.layout.shape[row] / across
+        return min(max(wanted, _LEAST_HEIGHT), _MOST_HEIGHT)
+
+    def picture(self) -> SvgPicture:
+        drawn = sketch(self.grid, self._label, 10**6, 1, "…")
+        boxes = [self._box(region) for region in drawn.regions]
+        labels = self._labels(drawn.regions)
+        width = self.x[-1] + 4
+        if self.grid.column_dimension is not None:
+            width += _SMALL_LETTER * len(f"{self.grid.columns[-1].stop:,}") / 2
+        height = self.y[-1] + 6
+        title = f"{self.name}: {count_text(len(boxes), 'box', 'boxes')} of {self.layout.shape}"
+        svg = element(
+            "svg",
+            element("title", escaped(title)),
+            element("defs", *(self._gradient(*item) for item in self.gradients.items())),
+            *boxes,
+            self._borders(drawn.regions),
+            *labels,
+            *self._indices(),
+            viewBox=f"0 0 {width:.0f} {height:.0f}",
+            width=round(width),
+            height=round(height),
+            role="img",
+            class_="picture",
+        )
+        return SvgPicture(svg, self.grid)
+
+    def _label(self, places: Sequence[Place], width: int) -> list[str]:
+        """The holders of a region, and where its elements come from, on a line each."""
+        row, column = places[0]
+        holdings = self.grid.holdings[row][column]
+        lines = Labels().lines(holdings, (), width)
+        senders = self.origins(self.grid, places) if self.origins and holdings else []
+        return [*lines, *([f"← {rank_text(senders)}"] if senders else [])]
+
+    def _box(self, region: Region) -> str:
+        row, column = region.places[0]
+        holdings = self.grid.holdings[row][column]
+        left_out = self.grid.rows[row].left_out or self.grid.columns[column].left_out
+        kind = "left-out" if left_out else "box" if holdings else "empty"
+        return element(
+            "path",
+            element("title", escaped(self._title(region, holdings, bool(left_out)))),
+            d=self._outline(region.places),
+            class_=kind,
+            fill=None if kind != "box" else self._fill(holdings),
+        )
+
+    def _title(self, region: Region, holdings: Holdings, is_left_out: bool) -> str:
+        if is_left_out:
+            return f"not drawn: {region.lines[0]}"
+        where = f"[{self._span(region.places)}]"
+        if len(region.places) != len({r for r, _ in region.places}) * len(
+            {c for _, c in region.places}
+        ):
+            where = f"parts of {where}"
+        if not holdings:
+            return f"nobody holds {where}"
+        ranks = {holding.slot for holding in holdings}
+        subject = "rank {} holds" if len(ranks) == 1 else "ranks {} hold"
+        come = f", {region.lines[1]}" if len(region.lines) > 1 else ""
+        return f"{subject.format(holders_text(holdings))} {where}{come}"
+
+    def _span(self, places: Sequence[Place]) -> str:
+        spans = []
+        for axis, (dimension, intervals) in enumerate(
+            (
+                (self.grid.row_dimension, self.grid.rows),
+                (self.grid.column_dimension, self.grid.columns),
+            )
+        ):
+            if dimension is not None:
+                used = [place[axis] for place in places]
+                spans.append(f"{intervals[min(used)].start}:{intervals[max(used)].stop}")
+        return ", ".join(spans)
+
+    def _outline(self, places: Sequence[Place]) -> str:
+        """Rectangles, those beside each other in a row joined."""
+        parts = []
+        for row, of_row in itertools.groupby(sorted(places), lambda place: place[0]):
+            columns = [column for _, column in of_row]
+            for first, last in _stretches(columns):
+                x, y = self.x[first], self.y[row]
+                across, down = self.x[last + 1] - x, self.y[row + 1] - y
+                parts.append(f"M{_n(x)} {_n(y)}h{_n(across)}v{_n(down)}h{_n(-across)}z")
+        return "".join(parts)
+
+    def _fill(self, holdings: Holdings) -> str:
+        owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
+        ranks = _picked(sorted(owners))
+        if len(ranks) == 1:
+            return self.colours[ranks[0]]
+        identifier = self.gradients.setdefault(ranks, f"{self.name}-{len(self.gradients)}")
+        return f"url(#{identifier})"
+
+    def _gradient(self, ranks: tuple[int, ...], identifier: str) -> str:
+        """Stripes of equal width, a colour each."""
+        stops = []
+        for place, rank in enumerate(ranks):
+            for edge in (place, place + 1):
+                offset = f"{100 * edge / len(ranks):.2f}%"
+                stops.append(element("stop", offset=offset, stop_color=self.colours[rank]))
+        return element("linearGradient", *stops, id=identifier)
+
+    def _borders(self, regions: Sequence[Region]) -> str:
+        """Lines between regions, where those are large enough to be told apart by lines."""
+        owner = {place: i for i, region in enumerate(regions) for place in region.places}
+        parts = []
+        for r, y in enumerate(self.y):
+            apart = [
+                c
+                for c in range(len(self.x) - 1)
+                if owner.get((r, c)) != owner.get((r - 1, c)) and self._has_room(self.y, r)
+            ]
+            for first, last in _stretches(apart):
+                across = self.x[last + 1] - self.x[first]
+                parts.append(f"M{_n(self.x[first])} {_n(y)}h{_n(across)}")
+        for c, x in enumerate(self.x):
+            apart = [
+                r
+                for r in range(len(self.y) - 1)
+                if owner.get((r, c)) != owner.get((r, c - 1)) and self._has_room(self.x, c)
+            ]
+            for first, last in _stretches(apart):
+                down = self.y[last + 1] - self.y[first]
+                parts.append(f"M{_n(x)} {_n(self.y[first])}v{_n(down)}")
+        return element("path", d="".join(parts), class_="border")
+
+    @staticmethod
+    def _has_room(edges: Sequence[float], at: int) -> bool:
+        near = edges[max(at - 1, 0) : at + 2]
+        return at in (0, len(edges) - 1) or min(b - a for a, b in itertools.pairwise(near)) >= 4
+
+    def _labels(self, regions: Sequence[Region]) -> list[str]:
+        """The labels that have room; none in a box while a larger one has no room for its own."""
+        thin = min(
+            (self.x[-1] - self.x[0]) / (len(self.x) - 1),
+            (self.y[-1] - self.y[0]) / (len(self.y) - 1),
+        )
+        if thin < _THIN and 2 in (len(self.x), len(self.y)):
+            return self._labels_of_several()
+        labels = [(self._region_label(region), self._area(region)) for region in regions]
+        unnamed = max((area for label, area in labels if not label), default=0.0)
+        return [label for label, area in labels if label and area > 1.01 * unnamed]
+
+    def _area(self, region: Region) -> float:
+        across = self.x[region.columns.stop] - self.x[region.columns.start]
+        return across * (self.y[region.rows.stop] - self.y[region.rows.start])
+
+    def _region_label(self, region: Region) -> str:
+        left, right = self.x[region.columns.start], self.x[region.columns.stop]
+        above, below = self.y[region.rows.start], self.y[region.rows.stop]
+        row, column = region.places[0]
+        holdings = self.grid.holdings[row][column]
+        many = count_text(len({holding.slot for holding in holdings}), "rank")
+        first, *rest = region.lines
+        for lines in ([first, *rest], [first], [many, *rest], [many]):
+            if self._fits(lines, right - left, below - above):
+                ranks = {holding.slot for holding in holdings}
+                colour = self.colours[min(ranks)] if len(ranks) == 1 else None
+                return self._text(lines, (left + right) / 2, (above + below) / 2, colour)
+        return ""
+
+    @staticmethod
+    def _fits(lines: Sequence[str], width: float, height: float) -> bool:
+        widths = (len(line) * (_SMALL_LETTER if i else _LETTER) for i, line in enumerate(lines))
+        return max(widths) + 6 <= width and len(lines) * _LINE + 2 <= height
+
+    def _text(self, lines: Sequence[str], x: float, y: float, colour: str | None) -> str:
+        """Lines around a point; on stripes of several colours, on a background of their own."""
+        top = y - len(lines) * _LINE / 2
+        back = ""
+        if colour is None:
+            width = 8 + max(
+                len(line) * (_SMALL_LETTER if i else _LETTER) for i, line in enumerate(lines)
+            )
+            height = len(lines) * _LINE
+            back = element(
+                "rect", x=x - width / 2, y=top, width=width, height=height, rx=4, class_="plate"
+            )
+        texts = [
+            element(
+                "text",
+                escaped(line),
+                x=x,
+                y=top + (i + 1) * _LINE - 4,
+                class_="label small" if i else "label",
+                style=None if colour is None else f"fill:{ink_on(colour)}",
+            )
+            for i, line in enumerate(lines)
+        ]
+        return back + "".join(texts)
+
+    def _labels_of_several(self) -> list[str]:
+        """For a line of thin boxes: the ranks of all boxes in each of a few equal parts."""
+        is_across = len(self.y) == 2
+        edges = self.x if is_across else self.y
+        places = [(0, i) if is_across else (i, 0) for i in range(len(edges) - 1)]
+        step = (edges[-1] - edges[0]) / _PARTS
+        labels = []
+        for part in range(_PARTS):
+            low = edges[0] + part * step
+            ranks = {
+                holding.slot
+                for (r, c), (a, b) in zip(places, itertools.pairwise(edges), strict=True)
+                if low <= (a + b) / 2 < low + step
+                for holding in self.grid.holdings[r][c]
+            }
+            x, y = low + step / 2, (self.y[0] + self.y[-1]) / 2
+            room = (step, self.y[-1] - self.y[0])
+            if not is_across:
+                x, y = (self.x[0] + self.x[-1]) / 2, x
+                room = (self.x[-1] - self.x[0], step)
+            for text in (rank_text(ranks), count_text(len(ranks), "rank")):
+                if ranks and self._fits([text], *room):
+                    labels.append(self._text([text], x, y, None))
+                    break
+        return labels
+
+    def _indices(self) -> list[str]:
+        texts = []
+        if self.grid.column_dimension is not None:
+            for x, text in spaced_indices(
+                self.x, self.grid.columns, lambda t: _SMALL_LETTER * len(t) + 8
+            ):
+                texts.append(element("text", text, x=x, y=self.top - 6, class_="index across"))
+        if self.grid.row_dimension is not None:
+            for y, text in spaced_indices(self.y, self.grid.rows, lambda _: 13):
+                texts.append(element("text", text, x=self.left - 6, y=y + 4, class_="index down"))
+        return texts
+
+
+def _limited(grid: RegionGrid) -> RegionGrid:
+    """At most `_MOST_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
+    rows, columns = len(grid.rows), len(grid.columns)
+    side = int(_MOST_BOXES**0.5)
+    if rows * columns <= _MOST_BOXES:
+        return grid
+    if rows <= side:
+        return grid.limited(rows, _MOST_BOXES // rows - 1)
+    if columns <= side:
+        return grid.limited(_MOST_BOXES // columns - 1, columns)
+    return grid.limited(side - 1, side - 1)
+
+
+def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and last of each stretch of rising numbers without a gap.
+
+    >>> _stretches([1, 2, 3, 7])
+    [(1, 3), (7, 7)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def _picked(ranks: Sequence[int]) -> tuple[int, ...]:
+    """As many ranks as stripes can be told apart, at equal distances, the ends included."""
+    last = len(ranks) - 1
+    if last < _MOST_STRIPES:
+        return tuple(ranks)
+    return tuple(ranks[last * stripe // (_MOST_STRIPES - 1)] for stripe in range(_MOST_STRIPES))
+
+
+def _n(length: float) -> str:
+    return f"{length:.1f}".removesuffix(".0")

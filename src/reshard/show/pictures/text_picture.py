@@ -1,0 +1,330 @@
+"""Which rank holds which part of a tensor, as a picture made of text.
+
+1. The two most cut dimensions are drawn (`regions.drawn_dimensions`), a tensor of one
+   dimension as a line of boxes if it fits and as a column of them otherwise.
+2. What is held alike becomes one box (`regions`), with its ranks in it (`labels`), at a size
+   that is to scale as far as letters allow (`drawing`).
+3. Where there are too many rows or columns, those in the middle are left out and counted.
+4. What a drawing cannot say is said in words below it: the dimensions that are not drawn,
+   padding, ranks that hold nothing, contributions.
+
+The indices at the edges are global: a box between 7631 and 15262 holds 7631:15262.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+
+from reshard.errors import UsageError
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.plans.plan import Plan
+from reshard.show.pictures.drawing import Place, Sketch, sketch
+from reshard.show.pictures.labels import Labels, SlotLabel
+from reshard.show.pictures.notes import notes
+from reshard.show.pictures.origins import MOST_BOXES, Origins
+from reshard.show.pictures.origins import origins as find_origins
+from reshard.show.pictures.regions import RegionGrid, drawn_dimensions, region_grid
+from reshard.text.quantities import bytes_text, count_text
+from reshard.text.rank_sets import rank_text
+from reshard.text.width import display_width, padded, shortened
+
+LEAST_WIDTH = 40
+LEAST_HEIGHT = 9
+
+
+def picture(
+    layout: Layout,
+    width: int = 80,
+    labels: str | SlotLabel = "ranks",
+    *,
+    height: int = 40,
+    ascii: bool = False,
+) -> str:
+    """A picture of which ranks hold which part of a tensor.
+
+    Args:
+        layout: what is drawn. Its slots are called ranks.
+        width: the most columns of text, at least 40.
+        labels: "ranks", or a function from a slot to the text (of one line or several) that
+            stands for it in its boxes.
+        height: the most lines of boxes, at least 9.
+        ascii: draw with plain ASCII instead of box-drawing characters.
+
+    Raises:
+        UsageError: a width or height that is too small, or unknown labels.
+
+    >>> import reshard
+    >>> mesh = reshard.DeviceMesh.of(dp=2, tp=2)
+    >>> print(picture(reshard.spec(mesh, "tp, -").layout((5, 8)), ascii=True))
+      0                       8
+    0 +-----------------------+
+      |                       |
+      |          0,2          |
+      |                       |
+    3 +-----------------------+
+      |          1,3          |
+    5 +-----------------------+
+    """
+    _check_size(width, height)
+    drawn = _fitted(layout, width, height, _labels(labels, ascii), None)
+    body = drawn.draw(_natural_width(drawn, width), drawn.least_height, ascii)
+    return _finished([*body, *notes(layout, drawn.grid, width)])
+
+
+def change_picture(
+    source: Layout,
+    target: Layout,
+    width: int = 80,
+    labels: str | SlotLabel = "ranks",
+    *,
+    titles: tuple[str, str] | None = None,
+    plan: Plan | None = None,
+    transfers: Transfers | None = None,
+    height: int = 40,
+    ascii: bool = False,
+) -> str:
+    """Two layouts of one tensor, before and after, and what moves between them.
+
+    They stand side by side if everything can be shown so, else one above the other. With a
+    plan, each box of the target says which ranks its elements come from (`0 ← 2,3`; what a
+    rank holds already comes from nobody), and a line below how much moves.
+
+    Args:
+        source, target: the layouts, of one shape.
+        width: the most columns of text, at least 40.
+        labels: as for `picture`.
+        titles: for the two pictures, such as their shardings; the ranks that hold something
+            when None.
+        plan: from `source` to `target`.
+        transfers: those of the plan when None; others where a job chose the senders.
+        height: the most lines of boxes of each, at least 9.
+        ascii: draw with plain ASCII instead of box-drawing characters.
+
+    Raises:
+        UsageError: a width or height that is too small, unknown labels, layouts of two shapes,
+            or a plan between other layouts.
+
+    >>> import reshard
+    >>> four, two = (reshard.DeviceMesh.of(tp=n) for n in (4, 2))
+    >>> source = reshard.spec(four, "tp, -").layout((8, 3))
+    >>> target = reshard.spec(two, "tp, -").layout((8, 3))
+    >>> plan = reshard.plan(source, target, dtype="float32")
+    >>> print(change_picture(source, target, 60, plan=plan, ascii=True))
+    ranks 0-3                          ranks 0,1
+      0                     3            0                     3
+    0 +---------------------+          0 +---------------------+
+      |          0          |            |                     |
+    2 +---------------------+            |       0 <- 1        |
+      |          1          |            |                     |
+    4 +---------------------+  ----->  4 +---------------------+
+      |          2          |            |                     |
+    6 +---------------------+            |      1 <- 2,3       |
+      |          3          |            |                     |
+    8 +---------------------+          8 +---------------------+
+    72 B of 96 B move (18 of 24 elements), 24 B stay.
+    """
+    _check_size(width, height)
+    if source.shape != target.shape:
+        raise UsageError(
+            f"a source of shape {list(source.shape)} and a target of shape {list(target.shape)}; "
+            "a change is drawn for two layouts of one tensor"
+        )
+    if plan is not None and (plan.source is not source or plan.target is not target):
+        raise UsageError(
+            f"{plan!r} is not the plan between the layouts to draw; give "
+            "reshard.plan(source, target)"
+        )
+    written = _labels(labels, ascii)
+    origins = None
+    if plan is not None and labels == "ranks" and len(plan.routes.target_cell) <= MOST_BOXES:
+        origins = find_origins(plan.transfers if transfers is None else transfers)
+    names = titles or tuple(_holders_title(layout) for layout in (source, target))
+    source_sketch = _fitted(source, width, height, written, None)
+    target_sketch = _fitted(target, width, height, written, origins)
+    sketches = (source_sketch, target_sketch)
+    lines = _draw_both(sketches, (source, target), names, width, height, ascii)
+    if plan is not None:
+        lines += textwrap.wrap(movement_text(plan), width)
+    return _finished(lines)
+
+
+def movement_text(plan: Plan) -> str:
+    """One sentence on how much a plan moves, in bytes where it has a dtype.
+
+    >>> import reshard
+    >>> whole, half = Layout.replicated((6,)), Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
+    >>> movement_text(reshard.plan(whole, half, dtype="bfloat16"))
+    '6 B of 12 B move (3 of 6 elements), 6 B stay.'
+    >>> movement_text(reshard.plan(half, half))
+    'Nothing moves: 6 elements stay.'
+    """
+    routes = plan.routes
+    staying = int(routes.elements[routes.stays].sum())
+    moving = plan.moved_elements
+    total = moving + staying
+
+    def size(elements: int) -> str:
+        if plan.dtype is None:
+            return count_text(elements, "element")
+        return bytes_text(elements * plan.dtype.itemsize_bytes)
+
+    if not moving:
+        verb = "stays" if plan.dtype is None and staying == 1 else "stay"
+        return f"Nothing moves: {size(staying)} {verb}."
+    if plan.dtype is None:
+        return f"{moving:,} of {count_text(total, 'element')} move, {staying:,} stay."
+    elements = f"{moving:,} of {count_text(total, 'element')}"
+    return f"{size(moving)} of {size(total)} move ({elements}), {size(staying)} stay."
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < LEAST_WIDTH:
+        raise UsageError(f"width {width}: a picture needs at least {LEAST_WIDTH} columns")
+    if height < LEAST_HEIGHT:
+        raise UsageError(f"height {height}: a picture needs at least {LEAST_HEIGHT} lines")
+
+
+def _labels(labels: str | SlotLabel, ascii: bool) -> Labels:
+    if isinstance(labels, str):
+        if labels != "ranks":
+            raise UsageError(
+                f"labels {labels!r}; give 'ranks', or a function from a slot to a text"
+            )
+        return Labels(None, ascii)
+    return Labels(labels, ascii)
+
+
+def _finished(lines: Sequence[str]) -> str:
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _fitted(
+    layout: Layout, width: int, height: int, labels: Labels, origins: Origins | None
+) -> Sketch:
+    """The sketch that shows most in `width` x `height`."""
+    row_dimension, column_dimension = drawn_dimensions(layout)
+    full = _largest_fit(
+        region_grid(layout, row_dimension, column_dimension), width, height, labels, origins
+    )
+    if layout.ndim == 1 and (full is None or full.grid.leaves_out):
+        column = _largest_fit(region_grid(layout, 0, None), width, height, labels, origins)
+        if full is None or (column and _boxes(column) > _boxes(full)):
+            full = column
+    if full is None:
+        raise UsageError(
+            f"width {width} has no room for the indices of shape {list(layout.shape)}; give more"
+        )
+    return full
+
+
+def _boxes(drawn: Sketch) -> int:
+    return len(drawn.regions)
+
+
+def _largest_fit(
+    full: RegionGrid, width: int, height: int, labels: Labels, origins: Origins | None
+) -> Sketch | None:
+    rows = min(len(full.rows), (height - 1) // 2)
+    columns = len(full.columns)
+    times = 2
+    while columns >= 0 and rows >= 0:
+        grid = full.limited(rows, columns)
+        label = partial(_label, grid, labels, origins)
+        most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
+        drawn = sketch(grid, label, most, times, "..." if labels.ascii else "…")
+        if times > 1 and (drawn.least_width > width or drawn.least_height > height):
+            times -= 1
+        elif drawn.least_width > width:
+            columns -= 1
+        elif drawn.least_height > height:
+            rows -= 1
+        else:
+            return drawn
+    return None
+
+
+def _label(
+    grid: RegionGrid,
+    labels: Labels,
+    origins: Origins | None,
+    places: Sequence[Place],
+    most_columns: int,
+) -> list[str]:
+    row, column = places[0]
+    senders = origins(grid, places) if origins else []
+    return labels.lines(grid.holdings[row][column], senders, most_columns)
+
+
+def _natural_width(drawn: Sketch, most: int) -> int:
+    """Columns that look well: some air in the boxes, but not a wall of it."""
+    air = max(24, 10 * len(drawn.column_shares))
+    wanted = drawn.gutter + max(air, sum(drawn.column_shares)) + 1 + drawn.overhang
+    return min(wanted, most)
+
+
+def _holders_title(layout: Layout) -> str:
+    ranks = layout.holders
+    return f"rank{'' if len(ranks) == 1 else 's'} {rank_text(ranks) or '-'}"
+
+
+def _draw_both(
+    sketches: Sequence[Sketch],
+    layouts: Sequence[Layout],
+    titles: Sequence[str],
+    width: int,
+    height: int,
+    ascii: bool,
+) -> list[str]:
+    """Both pictures with an arrow: side by side where there is room, else one above the other."""
+    arrow = "  ----->  " if ascii else "  ─────▶  "
+    room = width - display_width(arrow)
+    least = [
+        max(one.least_width, display_width(title))
+        for one, title in zip(sketches, titles, strict=True)
+    ]
+    is_beside = sum(least) <= room
+    widths = [_natural_width(one, width) for one in sketches]
+    widest = max(widths)
+    while is_beside and sum(map(max, least, widths)) > room:
+        # The wider one gives way first, so that equal needs get equal room.
+        widest -= 1
+        widths = [min(columns, widest) for columns in widths]
+    if is_beside:
+        widths = list(map(max, least, widths))
+    lines = _common_height(sketches, height)
+    blocks: list[list[str]] = []
+    for one, layout, title, columns in zip(sketches, layouts, titles, widths, strict=True):
+        drawn = one.draw(
+            min(_natural_width(one, width), columns),
+            lines if is_beside else one.least_height,
+            ascii,
+        )
+        # A line of indices above the boxes of one only would shift them against each other.
+        missing = [""] * (is_beside and any(other.top > one.top for other in sketches))
+        heading = shortened(title, columns if is_beside else width, "..." if ascii else "…")
+        blocks.append(
+            [heading, *missing, *drawn, *notes(layout, one.grid, columns if is_beside else width)]
+        )
+    if not is_beside:
+        down = " " * (sketches[0].gutter + 11) + ("v" if ascii else "▼")
+        return [*blocks[0], down, *blocks[1]]
+    left, right = blocks
+    middle = 1 + max(one.top for one in sketches) + lines // 2
+    column = max(map(display_width, left))
+    return [
+        padded(before, column) + (arrow if i == middle else " " * display_width(arrow)) + after
+        for i, (before, after) in enumerate(itertools.zip_longest(left, right, fillvalue=""))
+    ]
+
+
+def _common_height(sketches: Sequence[Sketch], most: int) -> int:
+    """A height of both in which as many lines as possible meet: a multiple of both row counts."""
+    least = max(one.least_height for one in sketches) - 1
+    step = math.lcm(*(len(one.row_shares) for one in sketches))
+    even = -(-least // step) * step
+    return 1 + (even if even < min(most, 2 * least) else least)

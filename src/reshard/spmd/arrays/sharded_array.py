@@ -1,0 +1,314 @@
+"""Arrays that live in shards, are never changed, and compute at once.
+
+    A = sp.array(data).shard(mesh, [DimSpec(["x"]), DimSpec([])])
+    B = (A @ W).with_sharding(mesh, [DimSpec([]), DimSpec([])])
+
+An operation runs on the shards; operands whose shardings conflict are resharded first, and the
+result is what the dense computation gives. What is not sharded counts as a copy on every device.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError, ShardError, SpecError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.arrays.array_operators import ArrayOperators
+from reshard.spmd.functions import data_types
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.library import library_of
+from reshard.spmd.shards.operation_call import recorders
+from reshard.spmd.shards.pending_sums import without_pending
+from reshard.spmd.shards.runner import Runner, runner_for
+
+Dims = Iterable[DimSpec | Sequence[str]]
+_API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12")
+
+
+class ShardedArray(ArrayValue, ArrayOperators):
+    """An array in shards over a mesh, or a whole one. Make one with `sp.array`.
+
+    It has the operators and methods of the array API standard, but for assignment: it never
+    changes. `type` is its `ArrayType`, `runner` has its shards.
+
+    >>> import numpy as np
+    >>> from reshard.spmd import DeviceMesh, DimSpec, array
+    >>> mesh = DeviceMesh("devices", (2,), ("x",))
+    >>> a = array(np.arange(8.0).reshape(2, 4)).shard(mesh, [DimSpec(["x"]), DimSpec([])])
+    >>> (a @ array(np.ones((4, 3)))).type
+    ArrayType(float64[2, 3], 'x, -')
+    """
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return self.type.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The type of its elements."""
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.type.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole array."""
+        return int(np.prod(self.type.shape, dtype=np.int64))
+
+    @property
+    def device(self) -> str:
+        """Where the shards of this process are."""
+        return str(getattr(self._shards[0], "device", "cpu"))
+
+    @property
+    def spec(self) -> ShardingSpec | None:
+        """Its sharding; None where it is whole."""
+        return self.type.spec
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that it is sharded over; None where it is whole."""
+        return None if self.type.spec is None else self.type.spec.mesh
+
+    @property
+    def shards(self) -> Mapping[int, Any]:
+        """The arrays that are here, by rank. They are shared, and must not be written to."""
+        return dict(zip(self.runner.ranks(self.mesh), self._shards, strict=True))
+
+    def shard(self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None) -> ShardedArray:
+        """The same array in another sharding.
+
+        Args:
+            target: a sharding, or a mesh.
+            dims: with a mesh, how each dimension is cut over it.
+
+        Raises:
+            SpecError: another number of dimensions, or a sharding that some device has no part in.
+            MeshError: a mesh other than the one it is sharded over.
+        """
+        spec = _spec(target, dims)
+        # Without elements, what is asked for is known to a recorder though nothing moves.
+        if spec is self.type.spec and not self.runner.is_abstract:
+            return self
+        kind = self.type.with_spec(spec)
+        shards = self.runner.movement(self.type, spec)(self._shards)
+        made: ShardedArray = type(self).of_shards(kind, shards, self.runner)
+        for recorder in recorders:
+            recorder.record_reshard(self, made)
+        return made
+
+    def with_sharding(
+        self, target: DeviceMesh | ShardingSpec, dims: Dims | None = None
+    ) -> ShardedArray:
+        """The same array, its sharding fixed here. See `shard`."""
+        return self.shard(target, dims)
+
+    def reduced(self) -> ShardedArray:
+        """The same array with contributions combined: itself where it has none."""
+        spec = self.type.spec
+        return self if spec is None or not spec.partial_axes else self.shard(without_pending(spec))
+
+    def trace(self) -> ShardedArray:
+        """The array itself, which computes at once: there is nothing to wait for."""
+        return self
+
+    @staticmethod
+    def ones(shape: int | Sequence[int]) -> ShardedArray:
+        """An array of ones, of `float32` elements; see `reshard.spmd.ones`."""
+        return array(np.ones(shape, dtype=np.float32))
+
+    def __repr__(self) -> str:
+        spec = "" if self.spec is None else f", {str(self.spec)!r} over {self.mesh!r}"
+        return f"<ShardedArray {self.type}{spec}>"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array of no dimensions has no length")
+        return self.shape[0]
+
+    def __copy__(self) -> ShardedArray:
+        return self
+
+    def __deepcopy__(self, known: Any) -> ShardedArray:
+        # It never changes, so one is as good as two.
+        return self
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """The namespace of the array API for such arrays: `reshard.spmd`.
+
+        Raises UsageError for a version of the standard that it does not have.
+        """
+        import reshard.spmd
+
+        if api_version is not None and api_version not in _API_VERSIONS:
+            raise UsageError(
+                f"version {api_version!r} of the array API; this is one of "
+                f"{', '.join(_API_VERSIONS)}"
+            )
+        return reshard.spmd
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The whole array for another library."""
+        return self.to_dense().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """Where the whole array is for another library."""
+        return self.to_dense().__dlpack_device__()
+
+    def to_device(self, device: object, /, *, stream: object = None) -> ShardedArray:
+        """The array itself. Raises UsageError for a device where it is not."""
+        if str(device) != self.device:
+            raise UsageError(f"device {device!r}; the shards are on {self.device!r}, kept by ranks")
+        return self
+
+
+def _spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> ShardingSpec:
+    if isinstance(target, ShardingSpec):
+        if dims is not None:
+            raise UsageError(f"`{target}` is a whole sharding; leave out {dims!r}")
+        return plain_spec(target)
+    if not isinstance(target, DeviceMesh):
+        raise UsageError(
+            f"{target!r} is no sharding and no mesh; give reshard.spec(mesh, 'x, -'), or a mesh "
+            "and a DimSpec for each dimension"
+        )
+    if dims is None:
+        raise UsageError(f"a mesh alone, {target!r}; give a DimSpec for each dimension as well")
+    if isinstance(dims, str):
+        raise UsageError(f"dimensions {dims!r} as text; give reshard.spec(mesh, {dims!r}) alone")
+    return plain_spec(ShardingSpec(target, dims))
+
+
+def plain_spec(spec: ShardingSpec) -> ShardingSpec:
+    """Where elements are, without what is said to propagation only.
+
+    Raises SpecError for a sharding that leaves devices out, UsageError for what is none.
+    """
+    if not isinstance(spec, ShardingSpec):
+        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+    if spec.only:
+        raise SpecError(
+            f"`{spec}` leaves out devices; every device computes its part of an operation, so "
+            "give a sharding without only(...)"
+        )
+    if not spec.replicated_axes and not any(d.is_open or d.priority for d in spec.dim_specs):
+        return spec
+    return ShardingSpec(
+        spec.mesh,
+        [DimSpec(dim.levels) for dim in spec.dim_specs],
+        partial_axes=spec.partial_axes,
+        reduction=spec.reduction or "sum",
+    )
+
+
+def array(
+    data: Any,
+    spec: ShardingSpec | None = None,
+    *,
+    dtype: object = None,
+    runner: Runner | None = None,
+) -> ShardedArray:
+    """An array in shards, from data that every process has whole.
+
+    It may share memory with the data: write to neither, or give a copy.
+
+    Args:
+        data: an array of NumPy or PyTorch, numbers in lists, or an array in shards.
+        spec: its sharding; whole when None.
+        dtype: of its elements; as they are when None.
+        runner: which keeps the shards; the one chosen by `running`, else the one of this process
+            whose library `data` is from.
+
+    Raises:
+        SpecError: a sharding for another number of dimensions.
+        UsageError: data that is no array.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> rows = array([[1, 2], [3, 4], [5, 6]], spec(DeviceMesh.of(x=2), "x, -"))
+    >>> {rank: shard.tolist() for rank, shard in rows.shards.items()}
+    {0: [[1, 2], [3, 4]], 1: [[5, 6]]}
+    """
+    if isinstance(data, ShardedArray):
+        if runner is None or runner is data.runner:
+            kept = data if spec is None else data.shard(spec)
+            if dtype is None or as_dtype(dtype) is kept.dtype:
+                return kept
+            cast: ShardedArray = data_types.astype(kept, dtype)
+            return cast
+        data = data.to_dense()
+    keeper = runner_for(data) if runner is None else runner
+    wanted = None if dtype is None else as_dtype(dtype)
+    try:
+        whole = keeper.library.array(data, wanted)
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise UsageError(
+            f"an array of {reprlib.repr(data)}: {error}; give numbers in lists of equal lengths, "
+            "or a library's array"
+        ) from error
+    kind = ArrayType(whole.shape, keeper.library.dtype_of(whole))
+    made: ShardedArray = ShardedArray.of_shards(kind, (whole,), keeper)
+    return made if spec is None else made.shard(spec)
+
+
+def from_shards(
+    shards: Mapping[int, Any],
+    shape: Sequence[int],
+    spec: ShardingSpec,
+    *,
+    runner: Runner | None = None,
+) -> ShardedArray:
+    """An array in shards, from the shards that are here.
+
+    Args:
+        shards: by rank; of every rank of the mesh in one process, of this rank over processes.
+        shape: of the whole array.
+        spec: its sharding.
+        runner: as of `array`.
+
+    Raises:
+        ShardError: shards that are missing, or have another shape or element type than they
+            should.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> parts = {0: np.array([1.0, 2.0]), 1: np.array([3.0])}
+    >>> from_shards(parts, (3,), spec(DeviceMesh.of(x=2), "x")).to_dense().tolist()
+    [1.0, 2.0, 3.0]
+    """
+    if not isinstance(shards, Mapping):
+        raise ShardError(f"shards in a {type(shards).__name__}; give a dict of them by rank")
+    plain = plain_spec(spec)
+    some = next(iter(shards.values()), None)
+    keeper = runner_for(some) if runner is None else runner
+    ranks = keeper.ranks(plain.mesh)
+    if set(shards) != set(ranks) or any(library_of(one) is None for one in shards.values()):
+        raise ShardError(
+            f"shards of ranks {sorted(shards)}; an array of each of {sorted(ranks)} was expected"
+        )
+    arrays = tuple(keeper.library.array(shards[rank]) for rank in ranks)
+    kind = ArrayType(shape, keeper.library.dtype_of(arrays[0]), plain)
+    for rank, one in zip(ranks, arrays, strict=True):
+        expected = kind.layout.local_shape(rank)
+        if tuple(one.shape) != expected or keeper.library.dtype_of(one) is not kind.dtype:
+            raise ShardError(
+                f"the shard of rank {rank} has shape {list(one.shape)} of {one.dtype}, but "
+                f"`{plain}` of {list(kind.shape)} has {list(expected or ())} of "
+                f"{kind.dtype.name} there"
+            )
+    made: ShardedArray = ShardedArray.of_shards(kind, arrays, keeper)
+    return made

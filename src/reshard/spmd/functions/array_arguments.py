@@ -1,0 +1,96 @@
+"""Functions of arrays in shards, given something else: what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from operator import index
+from typing import Any, TypeVar, cast
+
+from reshard.errors import UsageError
+from reshard.spmd.shards.array_value import ArrayValue
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def of_arrays(function: Function) -> Function:
+    """A function that says which of its arguments is no array, where one was expected.
+
+    Nothing is asked ahead: an argument without an array's attributes is found when it is used.
+
+    >>> from reshard.errors import UsageError
+    >>> from reshard.spmd.functions.statistics import sum
+    >>> try:
+    ...     sum([1, 2])
+    ... except UsageError as error:
+    ...     print(str(error).split(";")[0])
+    sum of [1, 2], a list
+    """
+    name = function.__name__.lstrip("_")
+
+    @wraps(function)
+    def told(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except AttributeError as error:
+            found = error.obj
+            if isinstance(found, ArrayValue) or not any(_has(one, found) for one in arguments):
+                raise
+            raise UsageError(
+                f"{name} of {found!r}, a {type(found).__name__}; an sp.array was expected: make "
+                "it one by sp.array(...)"
+            ) from error
+
+    return cast(Function, told)
+
+
+def whole_number(what: str, value: Any, least: int = 0) -> int:
+    """A number of that kind. Raises UsageError for one below the least, or for none.
+
+    >>> whole_number("a stride of", 2, 1)
+    2
+    """
+    try:
+        found = index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise UsageError(f"{what} {value!r}; a whole number of {least} or more was expected")
+    return found
+
+
+def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[int, ...]:
+    """One such number for each of `count` dimensions, or one for all of them.
+
+    >>> whole_numbers("strides", 2, count=3), whole_numbers("strides", (1, 2), count=2)
+    ((2, 2, 2), (1, 2))
+    """
+    if hasattr(value, "__index__"):
+        return (whole_number(what, value, least),) * count
+    if not isinstance(value, Iterable) or isinstance(value, str) or len(list(value)) != count:
+        raise UsageError(f"{what} {value!r}; give {count} whole numbers, or one for all")
+    return tuple(whole_number(what, one, least) for one in value)
+
+
+def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """`(before, after)` for each of `count` dimensions; one number stands for all of them.
+
+    >>> whole_pairs("padding", 1, count=2), whole_pairs("padding", [(0, 2)], count=1)
+    (((1, 1), (1, 1)), ((0, 2),))
+    """
+    if hasattr(value, "__index__"):
+        return ((whole_number(what, value),) * 2,) * count
+    given = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if len(given) != count or any(hasattr(one, "__index__") for one in given):
+        raise UsageError(
+            f"{what} {value!r}; give (before, after) for each of {count} dimensions, or one number"
+        )
+    before_and_after = [whole_numbers(what, one, 2) for one in given]
+    return tuple((before, after) for before, after in before_and_after)
+
+
+def _has(argument: Any, found: Any) -> bool:
+    """Whether an argument is what was found, or a list with it."""
+    if argument is found:
+        return True
+    return isinstance(argument, list | tuple) and any(one is found for one in argument)

@@ -1,0 +1,184 @@
+"""Element types by the names of the array API: constants, and what is asked of types.
+
+Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
+
+>>> result_type(int16, float32), isdtype(uint8, "integral")
+(DType('float32'), True)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+bool = as_dtype("bool")
+int8, int16, int32, int64 = (as_dtype(f"int{bits}") for bits in (8, 16, 32, 64))
+uint8, uint16, uint32, uint64 = (as_dtype(f"uint{bits}") for bits in (8, 16, 32, 64))
+float32, float64 = as_dtype("float32"), as_dtype("float64")
+complex64, complex128 = as_dtype("complex64"), as_dtype("complex128")
+
+BY_KIND: dict[str, tuple[DType, ...]] = {
+    "bool": (bool,),
+    "signed integer": (int8, int16, int32, int64),
+    "unsigned integer": (uint8, uint16, uint32, uint64),
+    "real floating": (float32, float64),
+    "complex floating": (complex64, complex128),
+}
+"""The standard's types, by the names that `isdtype` takes."""
+
+_JOINED = {
+    "integral": ("signed integer", "unsigned integer"),
+    "numeric": ("signed integer", "unsigned integer", "real floating", "complex floating"),
+}
+
+
+def kind_of(dtype: DType) -> str:
+    """The kind of a type, as `isdtype` takes it.
+
+    >>> kind_of(as_dtype("bfloat16"))
+    'real floating'
+    """
+    for kind, types in BY_KIND.items():
+        if dtype in types:
+            return kind
+    return "complex floating" if dtype.name.startswith("complex") else "real floating"
+
+
+def _type_of(value: Any) -> DType:
+    return value.dtype if isinstance(value, ArrayValue) else as_dtype(value)  # type: ignore[attr-defined]
+
+
+def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = None) -> Any:
+    """The same numbers as elements of another type.
+
+    Partial sums stay partial where the new type loses nothing: a float to a wider one.
+    """
+    check_device(device, x)
+    wanted = as_dtype(dtype)
+    if wanted is x.dtype:
+        return x
+    kinds = (kind_of(x.dtype), kind_of(wanted))
+    floats = ("real floating", "complex floating")
+    is_wider = kinds[0] in floats and kinds[1] in floats and _holds(x.dtype, wanted)
+    attributes: dict[str, Any] = {"dtype": wanted, "widening": is_wider}
+    return call("astype", (x,), attributes)
+
+
+def _holds(dtype: DType, wanted: DType) -> object:
+    # NumPy alone has no narrow types, whose numbers every wide one has.
+    if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
+        return True
+    if wanted.itemsize_bytes <= dtype.itemsize_bytes:
+        return False
+    return np.can_cast(dtype.numpy, wanted.numpy)
+
+
+def check_device(device: object, beside: Any = None) -> None:
+    """Raises UsageError for a device other than that where arrays are made, or that of `beside`."""
+    own = getattr(beside, "device", "cpu")
+    if device is not None and str(device) != own:
+        raise UsageError(
+            f"device {device!r}; {own!r} was expected, for shards stay where they are made: give a "
+            "tensor of that device to sp.array or sp.from_shards"
+        )
+
+
+def can_cast(from_: Any, to: object, /) -> object:
+    """Whether every number of one type (or array) is one of another type too."""
+    return np.can_cast(_type_of(from_).numpy, as_dtype(to).numpy)
+
+
+class FloatInfo(NamedTuple):
+    """What a floating type can hold; of a complex one, its parts."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: DType
+
+
+class IntegerInfo(NamedTuple):
+    """What a type of whole numbers can hold."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: DType
+
+
+def finfo(type: Any, /) -> FloatInfo:
+    """What a floating type, or that of an array, can hold. Raises UsageError for another type.
+
+    >>> finfo(float32).bits, finfo(complex128).dtype
+    (32, DType('float64'))
+    """
+    known = _type_of(type)
+    if kind_of(known) not in ("real floating", "complex floating"):
+        raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
+    found = np.finfo(known.numpy)
+    return FloatInfo(
+        int(found.bits),
+        float(found.eps),
+        float(found.max),
+        float(found.min),
+        float(found.smallest_normal),
+        as_dtype(found.dtype),
+    )
+
+
+def iinfo(type: Any, /) -> IntegerInfo:
+    """What a type of whole numbers, or that of an array, can hold.
+
+    Raises UsageError for another type.
+
+    >>> iinfo(int8)
+    IntegerInfo(bits=8, max=127, min=-128, dtype=DType('int8'))
+    """
+    known = _type_of(type)
+    if kind_of(known) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"iinfo of {known}; a type of whole numbers was expected")
+    found = np.iinfo(known.numpy)
+    return IntegerInfo(found.bits, int(found.max), int(found.min), known)
+
+
+def isdtype(dtype: object, kind: Any) -> object:
+    """Whether a type is another one, of a kind, or one of several.
+
+    Raises UsageError for an unknown kind.
+    """
+    if isinstance(kind, tuple):
+        return any(isdtype(dtype, one) for one in kind)
+    known = as_dtype(dtype)
+    if isinstance(kind, str):
+        if kind not in BY_KIND and kind not in _JOINED:
+            raise UsageError(
+                f"unknown kind {kind!r}; it is one of {', '.join([*BY_KIND, *_JOINED])}"
+            )
+        return kind_of(known) in _JOINED.get(kind, (kind,))
+    return known is as_dtype(kind)
+
+
+def _is_number(value: Any) -> object:
+    return isinstance(value, int | float | complex)
+
+
+def result_type(*arrays_and_dtypes: Any) -> DType:
+    """The type that operands of these types (arrays, types, numbers) make together."""
+    if not arrays_and_dtypes:
+        raise UsageError("the type of nothing; give at least one array or type")
+    types = {_type_of(one) for one in arrays_and_dtypes if not _is_number(one)}
+    if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
+        return types.pop()
+    given = []
+    for value in arrays_and_dtypes:
+        given.append(value if _is_number(value) else _type_of(value).numpy)
+    return as_dtype(np.result_type(*given))

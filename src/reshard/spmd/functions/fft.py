@@ -1,0 +1,123 @@
+"""Fourier transforms: the array API's `fft` extension.
+
+Each axis that is transformed is needed whole; the others stay in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.data_types import check_device
+from reshard.spmd.functions.manipulation import roll
+from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.shards.operation_call import call
+
+__all__ = [
+    "fft",
+    "fftfreq",
+    "fftn",
+    "fftshift",
+    "hfft",
+    "ifft",
+    "ifftn",
+    "ifftshift",
+    "ihfft",
+    "irfft",
+    "irfftn",
+    "rfft",
+    "rfftfreq",
+    "rfftn",
+]
+
+Axes = Sequence[int] | None
+
+
+def _along_one(name: str, text: str) -> Callable[..., Any]:
+    def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
+        _check_norm(norm)
+        return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": n}, {"norm": norm})
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return of_arrays(function)
+
+
+def _along_many(name: str, text: str) -> Callable[..., Any]:
+    def function(
+        x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
+    ) -> Any:
+        _check_norm(norm)
+        if axes is None:
+            axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
+        places = tuple(axis_of(x.ndim, one) for one in axes)
+        sizes = None if s is None else tuple(s)
+        return call(name, (x,), {"axis": places, "n": sizes}, {"norm": norm})
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return of_arrays(function)
+
+
+def _check_norm(norm: str) -> None:
+    if norm not in ("backward", "ortho", "forward"):
+        raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
+
+
+fft = _along_one("fft", "The Fourier transform along an axis.")
+ifft = _along_one("ifft", "The Fourier transform back, along an axis.")
+rfft = _along_one("rfft", "The Fourier transform of real numbers along an axis.")
+irfft = _along_one("irfft", "What `rfft` transformed, back.")
+hfft = _along_one("hfft", "The Fourier transform of what is equal to its own mirrored conjugate.")
+ihfft = _along_one("ihfft", "What `hfft` transformed, back.")
+fftn = _along_many("fftn", "The Fourier transform along several axes; along all when None.")
+ifftn = _along_many("ifftn", "The Fourier transform back, along several axes.")
+rfftn = _along_many("rfftn", "The Fourier transform of real numbers along several axes.")
+irfftn = _along_many("irfftn", "What `rfftn` transformed, back.")
+
+
+def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
+    """The frequencies of `fft`."""
+    return _frequencies(np.fft.fftfreq, n, d, dtype, device)
+
+
+def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
+    """The frequencies of `rfft`."""
+    return _frequencies(np.fft.rfftfreq, n, d, dtype, device)
+
+
+def _frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
+    from reshard.spmd.arrays.sharded_array import array
+    from reshard.spmd.shards.runner import runner_for
+
+    check_device(device)
+    if not hasattr(n, "__index__") or n < 1 or not d:
+        raise UsageError(
+            f"frequencies of {n!r} samples {d!r} apart; give 1 or more of them, and a distance "
+            "that is not 0"
+        )
+    found = function(n, d)
+    return array(found, dtype=None if dtype is None else as_dtype(dtype), runner=runner_for())
+
+
+@of_arrays
+def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
+    """The frequency 0 moved to the middle."""
+    return _shifted(x, axes, 1)
+
+
+@of_arrays
+def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
+    """What `fftshift` moved, back."""
+    return _shifted(x, axes, -1)
+
+
+def _shifted(x: Any, axes: int | Axes, sign: int) -> Any:
+    given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
+    places = tuple(axis_of(x.ndim, one) for one in given)
+    return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

@@ -1,0 +1,216 @@
+"""The array API's functions that only move elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from reshard.errors import SpecError, UsageError
+from reshard.spmd.functions import data_types
+from reshard.spmd.functions.array_arguments import of_arrays
+from reshard.spmd.functions.elementwise import operands
+from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+Axis = int | Sequence[int]
+
+
+def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    if not all(hasattr(one, "__index__") for one in given):
+        raise SpecError(f"axes {given} of {ndim} dimensions; name them by whole numbers")
+    if any(not -ndim <= one < ndim for one in given):
+        raise SpecError(f"axes {given} of {ndim} dimensions; give some of {-ndim} to {ndim - 1}")
+    return tuple(one % ndim for one in given)
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that arrays of these shapes have together. Raises SpecError where none."""
+    from reshard.spmd.operators.shapes import broadcast_shape
+
+    return broadcast_shape([tuple(shape) for shape in shapes])
+
+
+@of_arrays
+def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
+    """The array repeated to a shape."""
+    wanted = tuple(_sizes(shape))
+    return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
+
+
+@of_arrays
+def broadcast_arrays(*arrays: Any) -> list[Any]:
+    """Arrays repeated to the shape that they have together."""
+    shape = broadcast_shapes(*(one.shape for one in arrays))
+    return [broadcast_to(one, shape) for one in arrays]
+
+
+@of_arrays
+def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
+    """A new dimension of size 1, at that place of the result."""
+    return call("expand_dims", (x,), {"axis": axis_of(x.ndim + 1, axis)})
+
+
+@of_arrays
+def squeeze(x: Any, /, axis: Axis) -> Any:
+    """Without dimensions of size 1. Raises SpecError for one of another size."""
+    axes = _axes(axis, x.ndim)
+    if any(x.shape[one] != 1 for one in axes):
+        raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
+    return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
+
+
+@of_arrays
+def permute_dims(x: Any, /, axes: Sequence[int]) -> Any:
+    """Dimensions in another order: dimension `d` of the result is `axes[d]`."""
+    if not isinstance(axes, Iterable):
+        raise SpecError(f"permutation {axes!r} of {x.ndim} dimensions; name each of them once")
+    return call("permute_dims", (x,), {"axes": tuple(axes)})
+
+
+@of_arrays
+def matrix_transpose(x: Any, /) -> Any:
+    """The last two dimensions swapped."""
+    if x.ndim < 2:
+        raise SpecError(f"shape {list(x.shape)} is no matrix; 2 or more dimensions were expected")
+    return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+@of_arrays
+def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
+    """Dimensions put elsewhere, the others kept in order."""
+    come, go = _axes(source, x.ndim), _axes(destination, x.ndim)
+    if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
+        raise SpecError(f"axes {come} to {go}; give as many places, each once")
+    order = [dim for dim in range(x.ndim) if dim not in come]
+    for place, dim in sorted(zip(go, come, strict=True)):
+        order.insert(place, dim)
+    return permute_dims(x, order)
+
+
+def _sizes(shape: int | Sequence[int]) -> list[int]:
+    given = list(shape) if isinstance(shape, Iterable) else [shape]
+    if not all(hasattr(size, "__index__") for size in given):
+        raise SpecError(f"shape {shape!r}; whole numbers were expected")
+    return [int(size) for size in given]
+
+
+@of_arrays
+def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) -> Any:
+    """The same elements in row-major order; one size may be -1.
+
+    Raises SpecError for another number of elements.
+    """
+    wanted = _sizes(shape)
+    if wanted.count(-1) == 1:
+        rest = math.prod(size for size in wanted if size != -1)
+        if not rest:
+            raise SpecError(
+                f"shape {shape} with a size -1 beside a 0: any size fits there; say which"
+            )
+        wanted[wanted.index(-1)] = math.prod(x.shape) // rest
+    if math.prod(wanted) != math.prod(x.shape) or min(wanted, default=0) < 0:
+        raise SpecError(
+            f"{math.prod(x.shape)} elements of shape {list(x.shape)} do not make {shape}; "
+            "give sizes of that product"
+        )
+    return x if tuple(wanted) == x.shape else call("reshape", (x,), {"shape": tuple(wanted)})
+
+
+@of_arrays
+def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
+    """Axes the other way round; all when None."""
+    return call("flip", (x,), {"axis": _axes(range(x.ndim) if axis is None else axis, x.ndim)})
+
+
+@of_arrays
+def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
+    """Elements moved along axes, those that leave at the end coming in at the start."""
+    if axis is None:
+        return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
+    axes = _axes(axis, x.ndim)
+    shifts = tuple(_sizes(shift))
+    if len(shifts) == 1 or len(axes) == 1:
+        # As NumPy broadcasts them: an axis that is named again is moved again.
+        count = max(len(shifts), len(axes))
+        shifts, axes = shifts * (count // len(shifts)), axes * (count // len(axes))
+    if len(shifts) != len(axes):
+        raise SpecError(f"shifts {shifts} of axes {axes}; give one for all, or one for each")
+    return call("roll", (x,), {"shift": shifts, "axis": axes})
+
+
+def _one_type(arrays: Sequence[Any]) -> list[Any]:
+    if not arrays:
+        raise SpecError("no arrays to put together; give at least one")
+    made = operands(*arrays)
+    for one in made:
+        if not isinstance(one, ArrayValue):
+            raise UsageError(
+                f"{one!r}, a {type(one).__name__}, to put together with arrays; an sp.array was "
+                "expected: make it one by sp.array(...)"
+            )
+    wanted = data_types.result_type(*made)
+    return [data_types.astype(one, wanted) for one in made]
+
+
+@of_arrays
+def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
+    """Arrays one behind the other along an axis; flattened first when it is None."""
+    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    if axis is None:
+        made, axis = [reshape(one, (-1,)) for one in made], 0
+    return call("concat", made, {"axis": _axes(axis, made[0].ndim)[0]})
+
+
+@of_arrays
+def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
+    """Arrays of one shape along a new axis."""
+    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    if len({one.shape for one in made}) != 1:
+        raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
+    place = _axes(axis, made[0].ndim + 1)[0]
+    return concat([expand_dims(one, axis=place) for one in made], axis=place)
+
+
+@of_arrays
+def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
+    """The arrays along an axis, without it."""
+    from reshard.spmd.functions.indexing import cut
+
+    place = _axes(axis, x.ndim)[0]
+    return tuple(
+        squeeze(cut(x, {place: (index, index + 1, 1)}), place) for index in range(x.shape[place])
+    )
+
+
+@of_arrays
+def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
+    """The array repeated along each dimension, as a whole."""
+    times = tuple(_sizes(repetitions))
+    times = (1,) * (x.ndim - len(times)) + times
+    shape = (1,) * (len(times) - x.ndim) + x.shape
+    pairs = [size for pair in zip(times, shape, strict=True) for size in pair]
+    apart = reshape(x, [size if n % 2 else 1 for n, size in enumerate(pairs)])
+    return reshape(broadcast_to(apart, pairs), [a * b for a, b in zip(times, shape, strict=True)])
+
+
+@of_arrays
+def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
+    """Each element repeated along an axis; of the flattened array when None.
+
+    `repeats` is one number, or one for each place of the axis.
+    """
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    place = _axes(axis, x.ndim)[0]
+    if isinstance(repeats, int):
+        if repeats < 0:
+            raise UsageError(f"{repeats} repeats; 0 or more were expected")
+        shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
+        wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
+        return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
+    from reshard.spmd.functions.indexing import repeated_places, take
+
+    return take(x, repeated_places(x, repeats, x.shape[place]), axis=place)

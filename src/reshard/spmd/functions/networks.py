@@ -1,0 +1,246 @@
+"""What networks are made of: softmax, norms, losses, attention, lookups.
+
+They are composed of operations that work on shards, so that an axis that is cut stays so: a
+softmax over a cut axis exchanges its maximum and its sum, and never the array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reshard.errors import SpecError, UsageError
+from reshard.spmd.functions import data_types, elementwise, statistics
+from reshard.spmd.functions.array_arguments import of_arrays, whole_number
+from reshard.spmd.functions.elementwise import (
+    add,
+    divide,
+    exp,
+    log,
+    matmul,
+    maximum,
+    multiply,
+    operands,
+    subtract,
+    where,
+    whole,
+)
+from reshard.spmd.functions.indexing import take, take_along_axis
+from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
+from reshard.spmd.operators.shapes import axes_of, axis_of
+from reshard.spmd.shards.operation_call import call
+
+Axis = int | Sequence[int]
+
+
+@of_arrays
+def relu(x: Any, /) -> Any:
+    """The number where it is positive, 0 elsewhere."""
+    return maximum(x, 0)
+
+
+@of_arrays
+def sigmoid(x: Any, /) -> Any:
+    """`1 / (1 + exp(-x))`, without overflow."""
+    return multiply(add(elementwise.tanh(multiply(x, 0.5)), 1.0), 0.5)
+
+
+@of_arrays
+def silu(x: Any, /) -> Any:
+    """`x * sigmoid(x)`."""
+    return multiply(x, sigmoid(x))
+
+
+@of_arrays
+def gelu(x: Any, /) -> Any:
+    """The Gaussian error linear unit, by its usual approximation with a hyperbolic tangent.
+
+    Source: Hendrycks and Gimpel, 2016.
+    """
+    inner = multiply(add(x, multiply(elementwise.pow(x, 3), 0.044715)), math.sqrt(2 / math.pi))
+    return multiply(multiply(x, add(elementwise.tanh(inner), 1.0)), 0.5)
+
+
+@of_arrays
+def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
+    """The logarithm of the sum of exponentials along axes, without overflow; -inf of none."""
+    if 0 in x.shape:
+        nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
+        return subtract(nothing, math.inf)
+    most = statistics.max(x, axis=axis, keepdims=True)
+    # Where all are -inf, so is the result: nothing is taken off.
+    most = where(elementwise.isfinite(most), most, 0.0)
+    total = statistics.sum(exp(subtract(x, most)), axis=axis, keepdims=True)
+    found = add(log(total), most)
+    return found if keepdims else squeeze(found, axis)
+
+
+@of_arrays
+def softmax(x: Any, /, *, axis: Axis = -1) -> Any:
+    """Exponentials over their sum along axes."""
+    if 0 in x.shape:
+        axes_of(x.ndim, axis)
+        return exp(x)
+    most = statistics.max(x, axis=axis, keepdims=True)
+    powers = exp(subtract(x, most))
+    return divide(powers, statistics.sum(powers, axis=axis, keepdims=True))
+
+
+@of_arrays
+def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
+    """The logarithm of `softmax`."""
+    return subtract(x, logsumexp(x, axis=axis, keepdims=True))
+
+
+def _last(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
+    """The last axes. Raises for weights that do not have their sizes."""
+    count = whole_number("a norm over dimensions:", dims, 1)
+    axes = axes_of(x.ndim, tuple(range(-count, 0)))
+    sizes = tuple(x.shape[axis] for axis in axes)
+    for weight in weights:
+        if weight is not None and tuple(weight.shape) != sizes:
+            raise SpecError(
+                f"a weight of shape {list(weight.shape)} for the last {count} dimensions of "
+                f"{list(x.shape)}; {list(sizes)} was expected"
+            )
+    return axes
+
+
+@of_arrays
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5
+) -> Any:
+    """The last `dims` dimensions less their mean, over their deviation.
+
+    `weight` and `bias` have the shape of those dimensions.
+    """
+    axes = _last(x, dims, weight, bias)
+    apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
+    spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
+    found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
+    found = found if weight is None else multiply(found, weight)
+    return found if bias is None else add(found, bias)
+
+
+@of_arrays
+def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
+    """The last `dims` dimensions over the root of their mean square."""
+    axes = _last(x, dims, weight)
+    size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
+    found = divide(x, elementwise.sqrt(add(size, epsilon)))
+    return found if weight is None else multiply(found, weight)
+
+
+@of_arrays
+def cross_entropy(logits: Any, labels: Any, /, *, axis: int = -1) -> Any:
+    """The loss of each element: `logits` with the classes along an axis, labels without it.
+
+    Classes may be cut: each rank finds the logits of its own.
+    """
+    logits, labels = operands(logits, labels)
+    place = axis_of(logits.ndim, axis)
+    chosen = take_along_axis(logits, expand_dims(labels, axis=place), axis=place)
+    return subtract(logsumexp(logits, axis=place), squeeze(chosen, place))
+
+
+@of_arrays
+def attention(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    mask: Any = None,
+    /,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:
+    """Values weighed by how queries and keys agree.
+
+    Args:
+        queries: `[..., h, s, d]`.
+        keys: `[..., g, t, d]`; `g` divides `h`, and each serves `h / g` heads.
+        values: `[..., g, t, e]`.
+        mask: truth values (or numbers to add) that broadcast to `[..., h, s, t]`.
+        is_causal: whether a query sees keys up to its own place only.
+        scale: of the scores; `1 / sqrt(d)` when None.
+    """
+    for name, one in (("queries", queries), ("keys", keys), ("values", values)):
+        if one.ndim < 3:
+            raise SpecError(
+                f"attention with {name} of shape {list(one.shape)}; [..., heads, places, features] "
+                "was expected: add a dimension of heads with sp.expand_dims"
+            )
+    heads, groups = queries.shape[-3], keys.shape[-3]
+    if groups == 0 or heads % groups:
+        raise SpecError(f"{heads} heads of queries over {groups} of keys; give a divisor of them")
+    *lead, _, length, size = queries.shape
+    if keys.shape[-1] != size or keys.shape[-2] != values.shape[-2] or values.shape[-3] != groups:
+        raise SpecError(
+            f"queries of shape {list(queries.shape)}, keys of {list(keys.shape)}, values of "
+            f"{list(values.shape)}; keys have the queries' features, values the keys' heads and "
+            "places"
+        )
+    if not size and scale is None:
+        raise UsageError("attention of queries without features has no scale; give scale=")
+    if groups != heads:
+        queries = reshape(queries, (*lead, groups, heads // groups, length, size))
+        keys, values = expand_dims(keys, axis=-3), expand_dims(values, axis=-3)
+    scores = matmul(queries, matrix_transpose(keys))
+    scores = multiply(scores, 1 / math.sqrt(size) if scale is None else scale)
+    if groups != heads:
+        scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
+    if is_causal:
+        import numpy as np
+
+        seen = np.tri(length, scores.shape[-1], dtype=bool)
+        scores = where(whole(scores, seen), scores, -math.inf)
+    if mask is not None:
+        (allowed,) = operands(scores, mask)[1:]
+        is_truth = allowed.dtype is data_types.bool
+        scores = where(allowed, scores, -math.inf) if is_truth else add(scores, allowed)
+    weights = softmax(scores)
+    if groups != heads:
+        weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))
+    found = matmul(weights, values)
+    return reshape(found, (*lead, heads, length, values.shape[-1]))
+
+
+@of_arrays
+def embedding(indices: Any, table: Any, /) -> Any:
+    """Rows of a table `[v, d]` at indices. The table may be cut: each rank gives its own rows."""
+    table, indices = operands(table, indices)
+    return take(table, indices, axis=0)
+
+
+@of_arrays
+def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object = None) -> Any:
+    """Ones where a class is an element's own; the classes are a new dimension.
+
+    An index that is no class has no ones.
+    """
+    import numpy as np
+
+    num_classes = whole_number("classes:", num_classes)
+    if data_types.kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
+        raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
+    place = axis_of(indices.ndim + 1, axis)
+    shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]
+    classes = whole(indices, np.arange(num_classes).reshape(shape))
+    found = elementwise.equal(expand_dims(indices, axis=place), classes)
+    return data_types.astype(found, data_types.float32 if dtype is None else dtype)
+
+
+@of_arrays
+def top_k(x: Any, k: int, /, *, axis: int = -1) -> tuple[Any, Any]:
+    """The `k` largest along an axis, falling, and where they were."""
+    attributes = {"k": whole_number("the largest", k), "axis": axis_of(x.ndim, axis)}
+    found: tuple[Any, Any] = call("top_k", (x,), attributes)
+    return found
+
+
+def einsum(subscripts: str, /, *arrays: Any) -> Any:
+    """Products summed over the letters that the result has not, as `numpy.einsum` reads them."""
+    if not isinstance(subscripts, str):
+        raise UsageError(f"einsum of {subscripts!r}; give its text first, 'ij,jk->ik' say")
+    return call("einsum", operands(*arrays), {"subscripts": subscripts})

@@ -1,0 +1,181 @@
+"""Convolution and pooling, padding, and parts of arrays whose place is a number of the program.
+
+Batch and channels stay in shards; dimensions that a window moves over are whole on each rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from reshard.errors import SpecError, UsageError
+from reshard.spmd.functions.array_arguments import (
+    of_arrays,
+    whole_number,
+    whole_numbers,
+    whole_pairs,
+)
+from reshard.spmd.functions.data_types import kind_of
+from reshard.spmd.functions.elementwise import operands
+from reshard.spmd.functions.indexing import cut, places_in
+from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import call
+
+Sizes = int | Sequence[int]
+Padding = int | Sequence[Sequence[int]]
+
+
+@of_arrays
+def convolution(
+    x: Any,
+    kernel: Any,
+    /,
+    *,
+    strides: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Any:
+    """`[n, g c, *space]` by `[g o, c, *window]` is `[n, g o, *space]`.
+
+    Channels may be cut: those of the input hold contributions, those of the output are apart.
+    """
+    x, kernel = operands(x, kernel)
+    count = x.ndim - 2
+    if count < 0 or kernel.ndim != x.ndim:
+        raise SpecError(
+            f"convolution of shapes {list(x.shape)} and {list(kernel.shape)}; as many dimensions "
+            "were expected: [n, channels, *space] and [outputs, channels, *window]"
+        )
+    attributes = {
+        "strides": whole_numbers("strides", strides, count, 1),
+        "padding": whole_pairs("padding", padding, count),
+        "dilation": whole_numbers("dilation", dilation, count, 1),
+        "groups": whole_number("groups", groups, 1),
+    }
+    return call("convolution", (x, kernel), attributes)
+
+
+def _pooled(
+    name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding
+) -> Any:
+    if not hasattr(window, "__len__"):
+        raise UsageError(f"window {window!r}; give a size for each dimension that it moves over")
+    if kind_of(x.dtype) == "complex floating" and name == "max_pool":
+        raise UsageError(f"max_pool of {x.dtype}: complex numbers have no order; take real or abs")
+    count = len(window)
+    sizes = whole_numbers("window", window, count, 1)
+    attributes = {
+        "window": sizes,
+        "strides": sizes if strides is None else whole_numbers("strides", strides, count, 1),
+        "padding": whole_pairs("padding", padding, count),
+    }
+    return call(name, (x,), attributes)
+
+
+@of_arrays
+def max_pool(
+    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
+) -> Any:
+    """The greatest number in each window over the last dimensions."""
+    return _pooled("max_pool", x, window, strides, padding)
+
+
+@of_arrays
+def avg_pool(
+    x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
+) -> Any:
+    """The mean of each window over the last dimensions, padding counted as zeros."""
+    return _pooled("avg_pool", x, window, strides, padding)
+
+
+@of_arrays
+def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float = 0) -> Any:
+    """A number added `(before, after)` each dimension."""
+    pairs = whole_pairs("pads", pad_width, x.ndim)
+    return call("pad", (x,), {"pad_width": pairs, "constant_values": constant_values})
+
+
+@of_arrays
+def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any, ...]:
+    """Parts of an axis: so many equal ones, or those that begin at the given indices.
+
+    Indices are those of slices: below 0 they count from the end.
+    """
+    place = axis_of(x.ndim, axis)
+    size = x.shape[place]
+    if hasattr(indices_or_sections, "__index__"):
+        count = whole_number("equal parts,", indices_or_sections, 1)
+        if size % count:
+            raise SpecError(f"{size} in {count} equal parts; give a divisor")
+        ends = [size // count * (number + 1) for number in range(count - 1)]
+    elif isinstance(indices_or_sections, Iterable):
+        ends = [whole_number("a part beginning at", end, -size) for end in indices_or_sections]
+    else:
+        raise UsageError(f"split at {indices_or_sections!r}; give whole numbers, or how many parts")
+    parts = []
+    for first, last in itertools.pairwise([0, *ends, size]):
+        start, stop, _ = slice(first, last).indices(size)
+        parts.append(cut(x, {place: (start, max(start, stop), 1)}))
+    return tuple(parts)
+
+
+@of_arrays
+def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str = "set") -> Any:
+    """The array with slices of an axis, at indices, replaced by updates, or added to ("add").
+
+    `updates` have the indices' dimensions in the axis's place. Of equal indices one is set.
+
+    Raises ArrayIndexError, on every process, for an index that is out of range.
+    """
+    if mode not in ("set", "add"):
+        raise SpecError(f"mode {mode!r} of scatter; it is 'set' or 'add'")
+    place = axis_of(x.ndim, axis)
+    x, chosen = places_in(x, place, indices)
+    _, updates = operands(x, updates)
+    _check_fits("scatter", x, updates)
+    return call("scatter", operands(x, chosen, updates), {"axis": place, "mode": mode})
+
+
+@of_arrays
+def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
+    """A rectangle of these sizes that begins at scalars, moved inside where it reaches beyond."""
+    wanted = whole_numbers("sizes", sizes, x.ndim)
+    return call("dynamic_slice", _with_starts([x], starts), {"sizes": wanted})
+
+
+@of_arrays
+def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
+    """The array with a rectangle replaced, moved inside where it reaches beyond."""
+    x, update = operands(x, update)
+    _check_fits("dynamic_update_slice", x, update)
+    return call("dynamic_update_slice", _with_starts([x, update], starts))
+
+
+def _with_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
+    """The operands, where a rectangle begins among them: whole numbers. Raises UsageError."""
+    given = operands(*arrays, *starts)
+    for start in given[len(arrays) :]:
+        kind = kind_of(start.type.dtype) if isinstance(start, ArrayValue) else ""
+        is_number = isinstance(start, int) or kind in ("signed integer", "unsigned integer")
+        if not is_number or getattr(start, "shape", ()) != ():
+            raise UsageError(
+                f"a rectangle that begins at {start!r}; give a whole number, or an array of one "
+                "without dimensions, for each dimension"
+            )
+    return given
+
+
+_KINDS = ("bool", "unsigned integer", "signed integer", "real floating", "complex floating")
+
+
+def _check_fits(name: str, x: Any, updates: Any) -> None:
+    """Raises UsageError for updates that would lose what they are: 0.5 as a whole number."""
+    kinds = [_KINDS.index(kind_of(one.dtype)) for one in (x, updates) if hasattr(one, "dtype")]
+    if len(kinds) == 2 and kinds[1] > kinds[0]:
+        raise UsageError(
+            f"{name} of updates of {updates.dtype} into {x.dtype} would round them; cast one of "
+            "both with sp.astype"
+        )

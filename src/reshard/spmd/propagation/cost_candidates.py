@@ -1,0 +1,287 @@
+"""Which shardings may a value have, and in which cuts may an operator run?
+
+The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
+which annotations use them. An operator may run with each piece
+
+- cutting one of its factors, where each device can then compute its part by itself;
+- carrying contributions through, where the operator is linear in the operands that have them;
+- unused, the devices along it doing the same.
+
+A value may have every sharding that an operator around it would read or make, and those that the
+other strategies give it. An annotated value has the sharding it was given; where that is open,
+those that extend it as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from reshard.mesh import DeviceMesh
+from reshard.spmd.operators.table import operators
+from reshard.spmd.propagation.axis_parts import Part, Parts, Sharding, joined, size_of
+from reshard.spmd.propagation.common_axes import common_axes
+from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
+from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+# Ways of an operator, and shardings of a value; those of the other strategies come first.
+MOST_WAYS = 256
+MOST_SHARDINGS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way in which an operator may run.
+
+    Args:
+        cuts: axes of each factor.
+        kept: axes along which contributions are carried through.
+        partial: positions of the operands that have those.
+        reduction: how those combine.
+    """
+
+    cuts: tuple[Parts, ...]
+    kept: Parts = ()
+    partial: tuple[int, ...] = ()
+    reduction: str = "sum"
+
+    def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
+        """The shardings of the operands."""
+        return tuple(
+            self._sharding(rule, place, self.kept if place in self.partial else (), self.reduction)
+            for place in range(len(rule.operands))
+        )
+
+    def makes(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
+        """The shardings of the results, contributions included."""
+        reduced = tuple(part for factor in rule.reduction for part in self.cuts[factor])
+        axes: Parts = ()
+        for part in sorted((*self.kept, *reduced)):
+            axes = joined(axes, part)
+        operator = rule.reduction_operator if reduced else self.reduction
+        first = len(rule.operands)
+        return tuple(
+            self._sharding(rule, first + place, axes, operator)
+            for place in range(len(rule.results))
+        )
+
+    def _sharding(
+        self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
+    ) -> Sharding:
+        mapping = rule.tensors[place]
+        factors = {
+            factor: FactorSharding(self.cuts[factor], (), True, place == len(dim) - 1)
+            for dim in mapping
+            for place, factor in enumerate(dim)
+        }
+        found = updated(mapping, rule.sizes, factors, None)
+        return Sharding(
+            found.dims,
+            (True,) * len(mapping),
+            (),
+            partial,
+            reduction if partial else None,
+        )
+
+
+def pieces_of(shardings: Iterable[Sharding]) -> Parts:
+    """The mesh's axes in the pieces in which shardings use them, in mesh order.
+
+    >>> used = Sharding((((0, 1, 2, 0),), ((1, 1, 3, 0),)), (True, True))
+    >>> whole = Sharding((((0, 1, 8, 0),),), (True,))
+    >>> pieces_of([used, whole])
+    ((0, 1, 2, 0), (0, 2, 4, 0), (1, 1, 3, 0))
+    """
+    bounds: dict[int, set[int]] = {}
+    for sharding in shardings:
+        for part in (*itertools.chain.from_iterable(sharding.dims), *sharding.partial):
+            bounds.setdefault(part[0], set()).update((part[1], part[1] * part[2]))
+    found: list[Part] = []
+    for axis, numbers in sorted(bounds.items()):
+        ordered = sorted(numbers)
+        if any(high % low for low, high in itertools.pairwise(ordered)):
+            # There is no split that has them all: the axis as a whole.
+            ordered = [ordered[0], ordered[-1]]
+        found += [(axis, low, high // low, 0) for low, high in itertools.pairwise(ordered)]
+    return tuple(found)
+
+
+def ways_of(
+    operation: Operation,
+    shapes: Sequence[tuple[int, ...]],
+    pieces: Parts,
+    known: Sequence[Sequence[Sharding]],
+    mesh: DeviceMesh,
+    reductions: Sequence[str] = ("sum",),
+    in_any_order: bool = False,
+) -> list[Way]:
+    """The ways in which an operation may run.
+
+    Args:
+        operation: of the graph.
+        shapes: of its operands, then of its results.
+        pieces: of the mesh's axes.
+        known: the shardings of its tensors, as other strategies have them: one list a strategy.
+        mesh: whose axes they are.
+        reductions: how contributions that may be carried through combine.
+        in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
+    """
+    rule = operation.rule
+    found: dict[Way, None] = {Way(((),) * len(rule.sizes)): None}
+    elements = [_count(shape) for shape in shapes]
+    for shardings in known:
+        tensors = [
+            collected(mapping, rule.sizes, sharding, frozenset(), closed_if_missing=True)
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        cuts = tuple(common_axes(rule, tensors, elements, mesh))
+        if _may_run(rule, cuts, _cuttable(rule, tuple(shapes))):
+            found[Way(cuts)] = None
+    carried = _carried(operation, len(rule.operands), reductions)
+    for way in _all_ways(rule, tuple(shapes), pieces, carried, in_any_order):
+        found.setdefault(way)
+        if len(found) >= MOST_WAYS:
+            break
+    return list(found)
+
+
+def _count(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+Carried = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
+    """Reductions, and sets of operands that may have such contributions together."""
+    known = operators.get(operation.operator)
+    if known is None:
+        return ()
+    return tuple(
+        (reduction, operands)
+        for reduction in reductions
+        for operands in known.partial_operands(count, reduction, **operation.attributes)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    """Factors along which each device can compute its part by itself."""
+    whole = {*rule.need_replication, *rule.permutation, *rule.blocked}
+    for mapping, shape in zip(rule.tensors, shapes, strict=True):
+        for dim, size in zip(mapping, shape, strict=True):
+            if _count([rule.sizes[factor] for factor in dim]) != size:
+                whole.update(dim)
+    of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
+    for factor in range(len(rule.sizes)):
+        if factor not in rule.reduction and not all(factor in one for one in of_results):
+            whole.add(factor)
+    return frozenset(range(len(rule.sizes))) - whole
+
+
+def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[int]) -> bool:
+    """Whether each device has what its part of the results needs, uneven parts included."""
+    for factor, axes in enumerate(cuts):
+        shards, size = size_of(axes), rule.sizes[factor]
+        if shards == 1:
+            continue
+        if factor not in cuttable or shards > size:
+            return False
+        # A mean of means, and a maximum of nothing, are not the whole's.
+        is_exact = factor in rule.reduction and rule.reduction_operator != "sum"
+        if size % shards and (is_exact or _is_compound(rule, factor)):
+            return False
+    for mapping in rule.tensors:
+        for dim in mapping:
+            is_open = True
+            for factor in dim:
+                shards = size_of(cuts[factor])
+                if shards > 1 and not is_open:
+                    return False
+                is_open = is_open and shards == rule.sizes[factor]
+    return True
+
+
+def _is_compound(rule: OpShardingRule, factor: int) -> bool:
+    return any(factor in dim and len(dim) > 1 for mapping in rule.tensors for dim in mapping)
+
+
+@lru_cache(maxsize=4096)
+def _all_ways(
+    rule: OpShardingRule,
+    shapes: tuple[tuple[int, ...], ...],
+    pieces: Parts,
+    carried: Carried,
+    in_any_order: bool,
+) -> tuple[Way, ...]:
+    cuttable = _cuttable(rule, shapes)
+    places: list[tuple[str, int]] = [("unused", 0)]
+    places += [("factor", factor) for factor in sorted(cuttable)]
+    # What is carried and what is reduced here is one sum, or one maximum.
+    places += [
+        ("carried", number)
+        for number, (reduction, _) in enumerate(carried)
+        if not rule.reduction or rule.reduction_operator == reduction
+    ]
+    found: dict[Way, None] = {}
+    for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
+        for chosen in itertools.product(places, repeat=len(ordered)):
+            cuts: list[Parts] = [()] * len(rule.sizes)
+            kept: dict[int, Parts] = {}
+            for piece, (kind, number) in zip(ordered, chosen, strict=True):
+                if kind == "factor":
+                    cuts[number] = joined(cuts[number], piece)
+                elif kind == "carried":
+                    kept[number] = joined(kept.get(number, ()), piece)
+            if len(kept) > 1 or not _may_run(rule, cuts, cuttable):
+                continue
+            number, axes = next(iter(kept.items()), (0, ()))
+            reduction, operands = carried[number] if axes else ("sum", ())
+            found[Way(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
+            if len(found) >= MOST_WAYS:
+                return tuple(found)
+    return tuple(found)
+
+
+def shardings_of(
+    given: Sharding | None, around: Iterable[Sharding], known: Iterable[Sharding], is_output: bool
+) -> list[Sharding]:
+    """The shardings that a value may have.
+
+    Args:
+        given: its annotation.
+        around: what operators around it would read or make.
+        known: what other strategies give it.
+        is_output: whether the function returns it: no contributions then.
+    """
+    found: dict[Sharding, None] = {}
+    if given is not None:
+        found[given] = None
+        if all(given.is_closed):
+            return list(found)
+    for sharding in itertools.chain(known, around):
+        closed = sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+        if given is not None and not _extends(closed, given):
+            continue
+        if is_output and closed.partial:
+            continue
+        found.setdefault(closed)
+        if len(found) >= MOST_SHARDINGS:
+            break
+    return list(found)
+
+
+def _extends(sharding: Sharding, given: Sharding) -> bool:
+    """Whether a sharding keeps an annotation, and cuts further only where that is open."""
+    taken = (*given.replicated, *given.partial)
+    return sharding.partial == given.partial and all(
+        (new == old if is_closed else new[: len(old)] == old)
+        and all(part[0] not in {other[0] for other in taken} for part in new[len(old) :])
+        for new, old, is_closed in zip(sharding.dims, given.dims, given.is_closed, strict=True)
+    )

@@ -1,0 +1,284 @@
+"""What do tensors that disagree about a factor agree on?
+
+Each factor of an operator is cut in some way in each of its tensors. A strategy decides what
+propagates along a factor, from all tensors that have it to all others:
+
+BASIC takes the longest beginning on which all agree, and of it what conflicts with nothing: no
+axis that another factor uses in any tensor. All tensors get the same::
+
+    i: a b | a | (none)       a b to all three
+    i: a b | a c | (none)     a to the third, nothing to the others
+
+AGGRESSIVE asks of each tensor alone what conflicts there, so that more is cut, at the price of
+reshards. Where two factors want the same axis of one tensor, the one goes first whose source (the
+largest tensor that has the agreed axes already) is larger; for elementwise operators then the one
+with more shards; then that whose source comes first; then the factor that comes first.
+
+Both only ever extend what is there. The answers are Shardy's: its basic and its aggressive factor
+propagation (OpenXLA, `docs/propagation.md`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+from reshard.spmd.propagation.axis_parts import (
+    AxisTable,
+    Part,
+    Parts,
+    begins,
+    begins_strictly,
+    covers,
+    size_of,
+    without,
+)
+from reshard.spmd.propagation.factor_shardings import FactorSharding, FactorShardings
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+
+class Direction(enum.IntFlag):
+    """Where an operator propagates to along a factor.
+
+    >>> Direction.FORWARD | Direction.BACKWARD is Direction.BOTH
+    True
+    """
+
+    NONE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    BOTH = 3
+
+
+class Tensors:
+    """The factors of an operator's tensors, as far as they are merged.
+
+    Args:
+        rule: of the operator.
+        table: of the mesh's axes.
+        factors: one a tensor, operands first. They are extended in place.
+        replicated: axes that each tensor may not be cut along: its replicated and partial ones.
+        is_elementwise: whether the operator is.
+    """
+
+    def __init__(
+        self,
+        rule: OpShardingRule,
+        table: AxisTable,
+        factors: list[FactorShardings],
+        replicated: list[Parts],
+        is_elementwise: bool,
+    ) -> None:
+        self.rule = rule
+        self.table = table
+        self.factors = factors
+        self.replicated = replicated
+        self.is_elementwise = is_elementwise
+        self.changed: set[int] = set()
+
+    @property
+    def count_of_operands(self) -> int:
+        """The tensors before the results."""
+        return len(self.rule.operands)
+
+    def extend(self, tensor: int, factor: int, axes: Parts) -> None:
+        """Cut a factor of a tensor by `axes`, if that goes further than it is cut."""
+        cut = self.factors[tensor].get(factor)
+        if cut is not None and begins_strictly(cut.axes, axes):
+            cut.axes = axes
+            self.changed.add(tensor)
+
+
+Strategy = Callable[[Tensors, Sequence[Direction]], None]
+
+
+def merge_basic(tensors: Tensors, directions: Sequence[Direction]) -> None:
+    """Extend all tensors by what all of them agree on, factor by factor."""
+    for factor, direction in enumerate(directions):
+        axes = _fitting_all(tensors, factor, _agreed(tensors, factor, direction))
+        if axes:
+            for tensor in range(len(tensors.factors)):
+                tensors.extend(tensor, factor, axes)
+
+
+def merge_aggressive(tensors: Tensors, directions: Sequence[Direction]) -> None:
+    """Extend each tensor by what fits there, the preferred factors first."""
+    agreed = [_agreed(tensors, factor, way) for factor, way in enumerate(directions)]
+    if not any(agreed):
+        return
+    count = tensors.count_of_operands
+    for factor in _preferred(tensors, agreed):
+        # Results first: what they could not take, elementwise operands do not take either.
+        for tensor in (*range(count, len(tensors.factors)), *range(count)):
+            axes = _fitting(tensors, tensor, factor, agreed[factor])
+            if axes and tensor < count and tensors.is_elementwise:
+                axes = _not_sideways(tensors, factor, axes)
+            if axes:
+                tensors.extend(tensor, factor, axes)
+
+
+STRATEGIES: dict[str, Strategy] = {"basic": merge_basic, "aggressive": merge_aggressive}
+
+
+def _agreed(tensors: Tensors, factor: int, direction: Direction) -> Parts:
+    """The longest beginning the tensors agree on along a factor, conflicts aside."""
+    if direction is Direction.NONE:
+        return ()
+    count = tensors.count_of_operands
+    first, second = tensors.factors[:count], tensors.factors[count:]
+    if direction is Direction.BACKWARD:
+        first, second = second, first
+    axes: Parts = ()
+    can_extend = True
+    for group in (first, second):
+        for factors in group:
+            cut = factors.get(factor)
+            if cut is not None:
+                axes, can_extend = _common(axes, cut.axes, can_extend)
+        if direction is not Direction.BOTH:
+            can_extend = False
+    return axes
+
+
+def _common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
+    """What two sequences agree on, and whether more may follow.
+
+    Without `can_extend` the answer is at most `old`.
+    """
+    if old == new:
+        return old, can_extend
+    shared = min(len(old), len(new))
+    for place in range(shared):
+        one, other = old[place], new[place]
+        if one == other:
+            continue
+        if begins(other, one):
+            if len(new) > place + 1:
+                return (*old[:place], other), False
+            return old, can_extend
+        if begins(one, other):
+            if not can_extend or len(old) > place + 1:
+                return (*old[:place], one), False
+            return new, can_extend
+        return old[:place], False
+    if len(old) >= len(new):
+        return old, can_extend
+    return (new if can_extend else old), can_extend
+
+
+def _truncated(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | None]) -> Parts:
+    """`axes` up to the first that does not fit, or fits in part."""
+    before = 1
+    for place, part in enumerate(axes):
+        found = fit(part, before)
+        if found is None:
+            return table.whole_levels(axes[:place])
+        if found != part:
+            return table.whole_levels((*axes[:place], found))
+        before *= part[2]
+    return axes
+
+
+def _fitting_all(tensors: Tensors, factor: int, axes: Parts) -> Parts:
+    """What of the agreed axes all tensors can take, and nothing else uses anywhere."""
+    size = tensors.rule.sizes[factor]
+
+    def fit(part: Part, before: int) -> Part | None:
+        for factors, replicated in zip(tensors.factors, tensors.replicated, strict=True):
+            found = _free_of_others(factors, factor, part)
+            cut = factors.get(factor)
+            if found is not None and cut is not None:
+                found = _fits_within(cut, replicated, found, before, size)
+            if found is None:
+                return None
+            part = found
+        return part
+
+    return _truncated(tensors.table, axes, fit) if axes else ()
+
+
+def _fitting(tensors: Tensors, tensor: int, factor: int, axes: Parts) -> Parts:
+    """What of the agreed axes one tensor can take along a factor."""
+    factors = tensors.factors[tensor]
+    cut = factors.get(factor)
+    if cut is None or not axes:
+        return ()
+    size = tensors.rule.sizes[factor]
+    replicated = tensors.replicated[tensor]
+    axes = _truncated(
+        tensors.table, axes, lambda part, before: _fits_within(cut, replicated, part, before, size)
+    )
+    if not begins_strictly(cut.axes, axes):
+        return ()
+    return _truncated(tensors.table, axes, lambda part, _: _free_of_others(factors, factor, part))
+
+
+def _free_of_others(factors: FactorShardings, factor: int, part: Part) -> Part | None:
+    """The beginning of an axis that no other factor of the tensor uses."""
+    found: Part | None = part
+    for other, cut in factors.items():
+        if other != factor and (cut.axes or cut.overflow):
+            found = without(part, cut.overflow + cut.axes)
+            if found is None:
+                return None
+            part = found
+    return found
+
+
+def _fits_within(
+    cut: FactorSharding, replicated: Parts, part: Part, before: int, size: int
+) -> Part | None:
+    """The beginning of an axis by which a factor can be cut further, or is cut already.
+
+    Args:
+        cut: of the factor.
+        replicated: axes the tensor may not be cut along.
+        part: the axis.
+        before: parts into which the axes before it cut.
+        size: of the factor.
+    """
+    free = without(part, replicated)
+    if free is None:
+        return None
+    if any(covers(axis, free) for axis in cut.axes):
+        return free
+    if not cut.is_closed and not cut.overflow:
+        if cut.is_last:
+            return free
+        if size % before == 0:
+            common = math.gcd(size // before, free[2])
+            if common == free[2]:
+                return free
+            if common != 1 and not free[3]:
+                return (free[0], free[1], common, 0)
+    if cut.axes and begins(cut.axes[-1], free):
+        return cut.axes[-1]
+    return None
+
+
+def _preferred(tensors: Tensors, agreed: Sequence[Parts]) -> list[int]:
+    """The factors in the order in which they may take axes."""
+    sizes = [-1] * len(agreed)
+    indices = [-1] * len(agreed)
+    for number, factors in enumerate(tensors.factors):
+        elements = math.prod(tensors.rule.sizes[factor] for factor in factors)
+        for factor, cut in factors.items():
+            axes = agreed[factor]
+            is_source = axes and (axes == cut.axes or begins_strictly(axes, cut.axes))
+            if is_source and elements > sizes[factor]:
+                sizes[factor], indices[factor] = elements, number
+    shards = [size_of(axes) if tensors.is_elementwise else 0 for axes in agreed]
+    return sorted(
+        range(len(agreed)),
+        key=lambda factor: (-sizes[factor], -shards[factor], indices[factor], factor),
+    )
+
+
+def _not_sideways(tensors: Tensors, factor: int, axes: Parts) -> Parts:
+    """What a result has of `axes`, where it could not take all: operands then take no more."""
+    for factors in tensors.factors[tensors.count_of_operands :]:
+        cut = factors.get(factor)
+        if cut is not None and begins_strictly(cut.axes, axes):
+            axes = cut.axes
+    return axes

@@ -1,0 +1,125 @@
+"""Which operators propagate first, and in which direction?
+
+Operators through which data passes unchanged come first: what they carry costs nothing. The
+stages, each of which adds to those before it:
+
+====  =======================================================================================
+0     elementwise, reshape and transpose, both ways; dynamic slices, forwards; but not where an
+      operand is read by several operators, which might disagree
+1     the same with several readers
+2     all others along the factors that no device needs to combine, move or have whole;
+      broadcasts backwards only
+3     all factors, except forwards through broadcasts
+4     all
+====  =======================================================================================
+
+The stages are Shardy's (OpenXLA), op priority propagation.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import lru_cache
+
+from reshard.spmd.operators.table import operators
+from reshard.spmd.propagation.merging import Direction
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+STAGES = 5
+ANY_STAGE = STAGES - 1
+
+
+class OperatorClass(enum.Enum):
+    """How an operator treats what passes through it."""
+
+    OTHER = 0
+    ELEMENTWISE = 1
+    REARRANGING = 2
+    SLICING = 3
+    BROADCASTING = 4
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element of the result comes from the same place of the operands."""
+        return self is OperatorClass.ELEMENTWISE
+
+
+_BY_NAME = {
+    **dict.fromkeys(
+        (
+            "reshape",
+            "flatten",
+            "permute_dims",
+            "matrix_transpose",
+            "moveaxis",
+            "squeeze",
+            "expand_dims",
+        ),
+        OperatorClass.REARRANGING,
+    ),
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), OperatorClass.SLICING),
+    **dict.fromkeys(("broadcast_to", "broadcast_arrays"), OperatorClass.BROADCASTING),
+}
+
+
+@lru_cache(maxsize=4096)
+def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
+    """The class of an operator: that of its name, or its rule's where the table has no such name.
+
+    >>> class_of("add", OpShardingRule.parse("([i], [i]) -> ([i]) {i=4}")).name
+    'ELEMENTWISE'
+    >>> class_of("sort", OpShardingRule.parse("([i]) -> ([i]) {i=4}")).name
+    'OTHER'
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    known = operators.get(name)
+    if known is not None and known.family != "users' own":
+        is_elementwise = known.family == "elementwise"
+    else:
+        special = rule.reduction or rule.need_replication or rule.permutation or rule.blocked
+        mappings = {mapping for mapping in rule.tensors if mapping}
+        is_plain = all(len(dim) <= 1 for mapping in mappings for dim in mapping)
+        is_elementwise = not special and len(mappings) <= 1 and is_plain
+    return OperatorClass.ELEMENTWISE if is_elementwise else OperatorClass.OTHER
+
+
+def directions(
+    rule: OpShardingRule, kind: OperatorClass, is_shared: bool, stage: int
+) -> tuple[Direction, ...]:
+    """Where an operator propagates to in a stage, factor by factor.
+
+    Args:
+        rule: of the operator.
+        kind: its class.
+        is_shared: whether another operator reads one of its operands, scalars aside.
+        stage: 0 to 4.
+
+    >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")
+    >>> [way.name for way in directions(rule, OperatorClass.OTHER, False, 2)]
+    ['BOTH', 'BOTH', 'NONE']
+    """
+    special = {*rule.reduction, *rule.need_replication, *rule.permutation}
+    return tuple(
+        Direction.NONE
+        if factor in rule.blocked
+        else _direction(kind, is_shared, stage, factor in special)
+        for factor in range(len(rule.sizes))
+    )
+
+
+def _direction(kind: OperatorClass, is_shared: bool, stage: int, is_special: bool) -> Direction:
+    found = Direction.NONE
+    if stage >= 1 or not is_shared:
+        if kind in (OperatorClass.ELEMENTWISE, OperatorClass.REARRANGING):
+            found |= Direction.BOTH
+        if kind is OperatorClass.SLICING:
+            found |= Direction.FORWARD
+    is_broadcast = kind is OperatorClass.BROADCASTING
+    if stage >= 2 and not is_special:
+        found |= Direction.BACKWARD if is_broadcast else Direction.BOTH
+    if stage >= 3:
+        found |= Direction.BACKWARD if is_broadcast else Direction.BOTH
+    if stage >= ANY_STAGE:
+        found |= Direction.BOTH
+    return found

@@ -1,0 +1,349 @@
+"""Once every value has its sharding, what has to move?
+
+Operations run on tensors that are cut alike along each factor (`common_axes`). So each operand
+that is not is resharded before, each result after, contributions are combined where they are not
+wanted, and outputs become what was asked for::
+
+    x : [-, y]   w : [y, -]                    x moves to [x, y]
+    r = x @ w : [x, y] wanted                  the product is [x, -] and a sum over y
+                                               it is reduced over y, and moves to [x, y]
+
+Nothing here says how a movement is done: `reshard.plan` and `find_program` do.
+
+`reduction` of a `Movement` names axes whose contributions are combined; the other movements keep
+what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from reshard.errors import SpecError
+from reshard.mesh import Axis
+from reshard.sharding import ShardingSpec
+from reshard.spmd.operators.table import operators
+from reshard.spmd.propagation.axis_parts import (
+    AxisTable,
+    Part,
+    Parts,
+    Sharding,
+    are_alike,
+    are_apart,
+    joined,
+)
+from reshard.spmd.propagation.common_axes import Axes, common_axes
+from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
+from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.propagation.propagation import PropagatedGraph, Run, carriers_of
+
+Side = Literal["operand", "result", "output"]
+Place = tuple[int | None, Side, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One value that changes its sharding, at one place.
+
+    Args:
+        value: its number.
+        operation: the number of the operation that reads or makes it; None for an output.
+        side: where it moves: before the operation, behind it, or behind the whole function.
+        position: of the operand, result or output.
+        source, target: shardings.
+        reduced: axes along which contributions are combined; none for a reshard.
+    """
+
+    value: int
+    operation: int | None
+    side: Side
+    position: int
+    source: ShardingSpec
+    target: ShardingSpec
+    reduced: tuple[Axis, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.side} {self.position}"
+        where += "" if self.operation is None else f" of operation {self.operation}"
+        verb = f"reduced over {' '.join(map(str, self.reduced))}" if self.reduced else "resharded"
+        return f"%{self.value}, {where}: {verb} from `{self.source}` to `{self.target}`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGraph:
+    """A propagated graph with what its operations run with, and what moves.
+
+    Args:
+        propagated: the graph and the shardings of its values.
+        operands: for each operation the shardings of its operands while it runs.
+        results: for each operation those its results have at once, partial axes included.
+        moved: all movements, in order.
+    """
+
+    propagated: PropagatedGraph
+    operands: tuple[tuple[ShardingSpec, ...], ...]
+    results: tuple[tuple[ShardingSpec, ...], ...]
+    moved: tuple[Movement, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.moved)) or "nothing moves"
+
+
+def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
+    """What moves in a graph whose values have their shardings.
+
+    Values without a sharding are whole on every device. On a mesh that nothing is over, nothing
+    moves. Axes that overflow a factor, and levels with a rule of their own where they are not
+    carried, are left by a reshard before the operation and restored behind it.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd.propagation.graph import Graph
+    >>> from reshard.spmd.propagation.propagation import propagate_graph
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> graph = Graph.of(
+    ...     [(8, 8), (8, 8)],
+    ...     [("matmul", [0, 1], "([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")],
+    ...     [2],
+    ... )
+    >>> given = {0: spec(mesh, "-, y"), 1: spec(mesh, "y, -"), 2: spec(mesh, "x, -")}
+    >>> print(explicit_reshards(propagate_graph(graph, given)))
+    %0, operand 0 of operation 0: resharded from `-, y` to `x, y`
+    %2, result 0 of operation 0: reduced over y from `x, - | sum(y)` to `x, -`
+    """
+    if not isinstance(propagated, PropagatedGraph):
+        raise SpecError(f"{propagated!r} is not propagated; give what propagate_graph returns")
+    if propagated.mesh is None:
+        count = len(propagated.graph.operations)
+        return PlacedGraph(propagated, ((),) * count, ((),) * count, ())
+    run = _Placing(propagated, AxisTable.of(propagated.mesh))
+    for number, operation in enumerate(propagated.graph.operations):
+        if propagated.runs is None:
+            run.place(number, operation)
+        else:
+            run.follow(number, operation, propagated.runs[number])
+    run.deliver()
+    return PlacedGraph(propagated, tuple(run.operands), tuple(run.results), tuple(run.moved))
+
+
+class _Placing:
+    """The walk over a graph's operations."""
+
+    def __init__(self, propagated: PropagatedGraph, table: AxisTable) -> None:
+        self.graph = propagated.graph
+        self.asked = propagated.outputs
+        self.table = table
+        self.state = [
+            _whole(len(value.shape))
+            if spec is None
+            else table.encoded(spec)._replace(replicated=())
+            for value, spec in zip(self.graph.values, propagated.values, strict=True)
+        ]
+        self.operands: list[tuple[ShardingSpec, ...]] = []
+        self.results: list[tuple[ShardingSpec, ...]] = []
+        self.moved: list[Movement] = []
+
+    def spec(self, sharding: Sharding) -> ShardingSpec:
+        """A sharding as people see it: closed, since nothing propagates any more."""
+        closed = (True,) * len(sharding.dims)
+        return self.table.decoded(sharding._replace(is_closed=closed))
+
+    def move(
+        self,
+        value: int,
+        place: Place,
+        source: Sharding,
+        target: Sharding,
+        reduced: Parts = (),
+    ) -> None:
+        """Write a movement down."""
+        axes = tuple(map(self.table.axis, reduced))
+        self.moved.append(Movement(value, *place, self.spec(source), self.spec(target), axes))
+
+    def place(self, number: int, operation: Operation) -> None:
+        """Decide what one operation runs with, and what moves for it."""
+        rule = operation.rule
+        wanted = self.state[operation.results[0]].partial if operation.results else ()
+        kept = self._kept(operation, wanted)
+        shardings = self._with_partial(operation, kept)
+        chosen = self._chosen(operation, shardings)
+        if not all(are_apart(part, other) for axes in chosen for part in axes for other in kept):
+            # Axes with contributions are needed to cut: the contributions are combined first.
+            kept = ()
+            shardings = self._with_partial(operation, kept)
+            chosen = self._chosen(operation, shardings)
+        contributed = ordered((*kept, *(part for f in rule.reduction for part in chosen[f])))
+        cut = [
+            updated(
+                mapping,
+                rule.sizes,
+                {
+                    factor: FactorSharding(chosen[factor], (), True, place == len(dim) - 1)
+                    for dim in mapping
+                    for place, factor in enumerate(dim)
+                },
+                sharding,
+            )
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        count = len(operation.operands)
+        for position, value in enumerate(operation.operands):
+            at: Place = (number, "operand", position)
+            less = self._reduced(value, at, self.state[value], kept)
+            if less.dims != cut[position].dims:
+                self.move(value, at, less, cut[position])
+        made = []
+        for position, value in enumerate(operation.results):
+            target = self.state[value]
+            found = cut[count + position]._replace(
+                partial=contributed,
+                reduction=self._combining(operation, kept) if contributed else None,
+            )
+            made.append(self.spec(found))
+            at = (number, "result", position)
+            less = self._reduced(value, at, found, _staying(found, target))
+            if not are_alike(less, target):
+                self.move(value, at, less, target)
+        self.operands.append(tuple(map(self.spec, cut[:count])))
+        self.results.append(tuple(made))
+
+    def _with_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
+        """The shardings of an operation's tensors, its operands' contributions combined."""
+        operands = [
+            _less(self.state[value], difference(self.state[value].partial, kept))
+            for value in operation.operands
+        ]
+        # What a result has of contributions follows from how the operation runs.
+        return operands + [_less(self.state[v], self.state[v].partial) for v in operation.results]
+
+    def _chosen(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
+        """What cuts each factor. Axes that overflow one cut none."""
+        rule = operation.rule
+        carriers = carriers_of(rule)
+        factors = [
+            collected(mapping, rule.sizes, sharding, carriers, closed_if_missing=True)
+            for mapping, sharding in zip(rule.tensors, shardings, strict=True)
+        ]
+        for cuts in factors:
+            for cut in cuts.values():
+                cut.overflow = ()
+        places = (*operation.operands, *operation.results)
+        sizes = [math.prod(self.graph.values[value].shape) for value in places]
+        return common_axes(rule, factors, sizes, self.table.mesh)
+
+    def _reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
+        """Combine contributions that are not kept, and write that down."""
+        combined = difference(source.partial, kept)
+        if not combined:
+            return source
+        target = _less(source, combined)
+        self.move(value, place, source, target, combined)
+        return target
+
+    def follow(self, number: int, operation: Operation, run: Run) -> None:
+        """Write down what moves for an operation of which it is decided how it runs."""
+        reads, makes = run
+        for position, (value, target) in enumerate(zip(operation.operands, reads, strict=True)):
+            self.bring(value, (number, "operand", position), self.state[value], target)
+        for position, (value, source) in enumerate(zip(operation.results, makes, strict=True)):
+            self.bring(value, (number, "result", position), source, self.state[value])
+        self.operands.append(tuple(map(self.spec, reads)))
+        self.results.append(tuple(map(self.spec, makes)))
+
+    def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
+        """Write a movement down, if there is one: contributions and cuts at once."""
+        if not are_alike(source, target):
+            combined = difference(source.partial, _staying(source, target))
+            self.move(value, place, source, target, combined)
+
+    def _combining(self, operation: Operation, kept: Parts) -> str:
+        """How the contributions combine that an operation makes, or carries."""
+        carried = [self.state[value] for value in operation.operands] if kept else []
+        found = [one.reduction for one in carried if one.partial and one.reduction]
+        return found[0] if found else operation.rule.reduction_operator
+
+    def _kept(self, operation: Operation, wanted: Parts) -> Parts:
+        """Partial axes that operands keep, since the operator passes contributions on.
+
+        The result asks for them, and the operands that have them are such a set as the operator
+        may be applied to contribution by contribution.
+        """
+        known = operators.get(operation.operator)
+        if not wanted or known is None:
+            return ()
+        partial = [self.state[value].partial for value in operation.operands]
+        having = tuple(position for position, axes in enumerate(partial) if axes)
+        reductions = {self.state[operation.operands[position]].reduction for position in having}
+        if not having or len({partial[position] for position in having}) > 1:
+            return ()
+        if len(reductions) > 1:
+            return ()
+        sets = known.partial_operands(
+            len(partial), reductions.pop() or "sum", **operation.attributes
+        )
+        both = difference(wanted, difference(wanted, partial[having[0]]))
+        return both if having in sets else ()
+
+    def deliver(self) -> None:
+        """Make outputs what they are asked to be."""
+        for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
+            source = self.state[value]
+            ndim = len(self.graph.values[value].shape)
+            target = _whole(ndim) if spec is None else self.table.encoded(spec)
+            target = target._replace(replicated=())
+            at: Place = (None, "output", position)
+            source = self._reduced(value, at, source, target.partial)
+            if source.dims != target.dims or source.partial != target.partial:
+                self.move(value, at, source, target)
+
+
+def _whole(ndim: int) -> Sharding:
+    return Sharding(((),) * ndim, (True,) * ndim)
+
+
+def _staying(source: Sharding, target: Sharding) -> Parts:
+    """The contributions of a sharding that another has as well: of one kind, along these axes."""
+    return target.partial if source.reduction == target.reduction else ()
+
+
+def _less(sharding: Sharding, combined: Parts) -> Sharding:
+    """A sharding without contributions along some axes."""
+    left = difference(sharding.partial, combined)
+    return sharding._replace(partial=left, reduction=sharding.reduction if left else None)
+
+
+def ordered(parts: Sequence[Part]) -> Parts:
+    """Parts in the order of the mesh, those that follow one another joined.
+
+    >>> ordered([(1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 2, 0)])
+    ((0, 1, 4, 0), (1, 1, 2, 0))
+    """
+    found: Parts = ()
+    for part in sorted(parts):
+        found = joined(found, part)
+    return found
+
+
+def difference(parts: Parts, other: Parts) -> Parts:
+    """What of the first parts is not in the second ones, in the order of the mesh.
+
+    >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
+    ((0, 1, 2, 0), (0, 4, 2, 0))
+    """
+    if not other:
+        return ordered(parts)
+    left = list(parts)
+    for taken in other:
+        kept: list[Part] = []
+        for axis, pre, size, level in left:
+            low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
+            if axis != taken[0] or low >= high:
+                kept.append((axis, pre, size, level))
+                continue
+            if pre < low:
+                kept.append((axis, pre, low // pre, 0))
+            if high < pre * size:
+                kept.append((axis, high, pre * size // high, 0))
+        left = kept
+    return ordered(left)

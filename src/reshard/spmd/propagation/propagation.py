@@ -1,0 +1,489 @@
+"""Which shardings of all other values follow from those of a few?
+
+A user says how some values are cut. Propagation extends that over operators, forwards from
+operands to results, backwards and sideways, until nothing changes:
+
+1. for each user priority, lowest first: dimensions of that priority join in; those of higher
+   ones wait, empty and closed, and their axes are taken by nobody;
+2. for each stage of operator priority: operators whose data passes through unchanged come before
+   products and reductions, and those before broadcasts;
+3. each operator whose values changed is asked again: what does its rule carry from one of its
+   tensors to the others (`factor_shardings`), and what of it where they disagree (`merging`)?
+
+    x [{a}, {}]      x @ w : [{a, ?}, {b, ?}]      exp(x @ w) : [{a, ?}, {b, ?}]
+    w [{}, {b}]
+
+Where values disagree for good, each keeps what it has: `explicit_reshards` says what moves.
+
+Stages, and the order in which operators are asked, are Shardy's (OpenXLA), so that conflicts end
+alike. Strategy "cost" settles them by estimated seconds: see `cost_propagation`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import SpecError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.spmd.propagation.axis_parts import AxisTable, Parts, Sharding
+from reshard.spmd.propagation.factor_shardings import collected, updated
+from reshard.spmd.propagation.graph import Graph, Operation
+from reshard.spmd.propagation.merging import STRATEGIES, Direction, Strategy, Tensors
+from reshard.spmd.propagation.operator_stages import (
+    ANY_STAGE,
+    STAGES,
+    OperatorClass,
+    class_of,
+    directions,
+)
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+Known = Sequence[ShardingSpec | None]
+"""Shardings by the number of their value; None where nothing is said."""
+
+
+Run = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
+"""What an operation runs with: the shardings of its operands, and of its results."""
+
+
+@dataclass(frozen=True, slots=True)
+class PropagatedGraph:
+    """A graph and the shardings of its values.
+
+    Args:
+        graph: the function.
+        mesh: of all shardings; None where none were given.
+        values: a sharding a value, or None: nothing reached it, it is whole on every device.
+        outputs: the same for the function's outputs, which may differ from the values'.
+        runs: for each operation the shardings of its operands while it runs, and those its results
+            have at once; None where the strategy leaves that to `explicit_reshards`.
+    """
+
+    graph: Graph
+    mesh: DeviceMesh | None
+    values: tuple[ShardingSpec | None, ...]
+    outputs: tuple[ShardingSpec | None, ...]
+    runs: tuple[Run, ...] | None = None
+
+    def __str__(self) -> str:
+        names = [str(value) for value in self.graph.values]
+        width = max(map(len, names), default=0)
+        lines = [
+            f"{name:{width}}  {'-' if spec is None else spec}"
+            for name, spec in zip(names, self.values, strict=True)
+        ]
+        outputs = ("-" if spec is None else str(spec) for spec in self.outputs)
+        return "\n".join([*lines, f"return  {' ;  '.join(outputs)}"])
+
+
+def propagate(
+    rule: OpShardingRule,
+    operands: Known,
+    results: Known,
+    *,
+    strategy: str = "aggressive",
+    direction: Direction = Direction.BOTH,
+    is_elementwise: bool | None = None,
+) -> tuple[tuple[ShardingSpec | None, ...], tuple[ShardingSpec | None, ...]]:
+    """What an operator carries between its operands and results, in one step.
+
+    Args:
+        rule: of the operator.
+        operands, results: what is known of their shardings, None where nothing is.
+        strategy: "basic" or "aggressive".
+        direction: in which it may carry.
+        is_elementwise: whether the operator is; told by its rule when not given.
+
+    Raises:
+        SpecError: shardings of several meshes, or of another number of dimensions; an unknown
+            strategy.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=8, j=8, k=8} reduction={k}")
+    >>> mesh = DeviceMesh.of(a=2, b=2)
+    >>> propagate(rule, [spec(mesh, "a, -"), spec(mesh, "-, b")], [None])[1]
+    (ShardingSpec(DeviceMesh(a=2,b=2), 'a ?, b ?'),)
+    """
+    merge = merge_of(strategy)
+    if not isinstance(rule, OpShardingRule):
+        raise SpecError(f"{rule!r} is no rule; give OpShardingRule.parse(text)")
+    known = [*operands, *results]
+    for spec in known:
+        _check_sharding(spec)
+    mesh = _common_mesh(known)
+    _check_ranks(known, rule)
+    if mesh is None:
+        return tuple(operands), tuple(results)
+    table = AxisTable.of(mesh)
+    shardings = [None if spec is None else table.encoded(spec) for spec in known]
+    kind = class_of("", rule) if is_elementwise is None else OperatorClass(int(is_elementwise))
+    ways = tuple(
+        Direction.NONE if factor in rule.blocked else direction for factor in range(len(rule.sizes))
+    )
+    found = carried(rule, table, shardings, ways, merge, kind.is_elementwise)
+    specs = [
+        spec if new is None else table.decoded(new, priorities_of(spec))
+        for spec, new in zip(known, found, strict=True)
+    ]
+    return tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
+
+
+def propagate_graph(
+    graph: Graph,
+    annotations: Mapping[int, ShardingSpec],
+    *,
+    outputs: Mapping[int, ShardingSpec] | None = None,
+    strategy: str = "aggressive",
+    operator_priorities: bool = True,
+    user_priorities: bool = True,
+) -> PropagatedGraph:
+    """The shardings of all values of a graph.
+
+    Args:
+        graph: the function.
+        annotations: shardings of some values, by their numbers.
+        outputs: shardings in which outputs are asked for, by their position.
+        strategy: "basic", "aggressive", or "cost": the shardings of least estimated time on
+            the default machine, see `reshard.spmd.propagation.cost_propagation`.
+        operator_priorities: whether some operators come before others.
+        user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
+
+    Raises:
+        SpecError: shardings of several meshes, for a value that is not there or has another
+            number of dimensions; an unknown strategy.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> mesh = DeviceMesh.of(a=2, b=2)
+    >>> graph = Graph.parse('''%0: float32[8, 8], %1: float32[8, 8]
+    ... %2: float32[8, 8] = add(%0, %1) ([i, j], [i, j]) -> ([i, j]) {i=8, j=8}
+    ... return %2''')
+    >>> print(propagate_graph(graph, {0: spec(mesh, "a, b")}))
+    %0: float32[8, 8]  a, b
+    %1: float32[8, 8]  a ?, b ?
+    %2: float32[8, 8]  a ?, b ?
+    return  a ?, b ?
+    """
+    if strategy == "cost":
+        from reshard.spmd.propagation.cost_propagation import propagate_by_cost
+
+        return propagate_by_cost(graph, annotations, outputs=outputs).propagated
+    merge = merge_of(strategy)
+    if not isinstance(graph, Graph):
+        raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")
+    asked = _mapping(outputs or {}, "outputs")
+    annotations = _mapping(annotations, "annotations")
+    _check_annotations(graph, annotations, asked)
+    mesh = _common_mesh([*annotations.values(), *asked.values()])
+    nothing = (None,) * len(graph.values)
+    if mesh is None:
+        return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
+    run = _Run(graph, AxisTable.of(mesh), merge)
+    places = {number: run.interned(spec) for number, spec in annotations.items()}
+    places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
+    specs = {**annotations, **{-1 - place: spec for place, spec in asked.items()}}
+    levels = sorted({p for spec in specs.values() for p in priorities_of(spec) if p})
+    if not user_priorities:
+        levels = []
+    for place, sharding in places.items():
+        run.state[place] = sharding
+        if levels:
+            run.state[place] = run.waiting(sharding, priorities_of(specs[place]))
+    stages = range(STAGES) if operator_priorities else [ANY_STAGE]
+    for level in [0, *levels]:
+        if level:
+            for place, spec in specs.items():
+                if level in priorities_of(spec):
+                    run.join(place, places[place], priorities_of(spec), level)
+        for stage in stages:
+            run.settle(stage)
+    return run.answer()
+
+
+def merge_of(strategy: str) -> Strategy:
+    """The strategy of a name. Raises SpecError for an unknown one."""
+    if strategy not in STRATEGIES:
+        raise SpecError(
+            f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}, and cost for a "
+            "graph"
+        )
+    return STRATEGIES[strategy]
+
+
+def priorities_of(spec: ShardingSpec | None) -> tuple[int, ...]:
+    """The priorities of a sharding's dimensions."""
+    return () if spec is None else tuple(dim.priority for dim in spec.dim_specs)
+
+
+def carriers_of(rule: OpShardingRule) -> frozenset[int]:
+    """Factors that carry levels with a rule of their own: pointwise ones.
+
+    >>> sorted(carriers_of(OpShardingRule.parse("([ij], [k]) -> ([i, j, k]) {i=2, j=4, k=8}")))
+    [2]
+    """
+    special = {*rule.reduction, *rule.need_replication, *rule.permutation}
+    special |= {f for mapping in rule.tensors for dim in mapping if len(dim) > 1 for f in dim}
+    return frozenset(range(len(rule.sizes))) - special
+
+
+def carried(
+    rule: OpShardingRule,
+    table: AxisTable,
+    shardings: Sequence[Sharding | None],
+    ways: Sequence[Direction],
+    merge: Strategy,
+    is_elementwise: bool,
+) -> list[Sharding | None]:
+    """The new shardings of an operator's tensors; None for one that stays as it is."""
+    carriers = carriers_of(rule)
+    mappings = rule.tensors
+    factors = [
+        collected(mapping, rule.sizes, sharding, carriers)
+        for mapping, sharding in zip(mappings, shardings, strict=True)
+    ]
+    kept: list[Parts] = [
+        () if sharding is None else sharding.replicated + sharding.partial for sharding in shardings
+    ]
+    tensors = Tensors(rule, table, factors, kept, is_elementwise)
+    merge(tensors, ways)
+    found: list[Sharding | None] = [None] * len(mappings)
+    for number in tensors.changed:
+        old = shardings[number]
+        new = updated(mappings[number], rule.sizes, factors[number], old)
+        if new != old and (old is not None or new.is_cut):
+            found[number] = new
+    return found
+
+
+def _common_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
+    meshes = list(dict.fromkeys(spec.mesh for spec in known if spec is not None))
+    if len(meshes) > 1:
+        raise SpecError(
+            f"shardings over {meshes[0]!r} and over {meshes[1]!r} in one propagation; give all of "
+            "them over one mesh"
+        )
+    return meshes[0] if meshes else None
+
+
+def _check_ranks(known: Known, rule: OpShardingRule) -> None:
+    if len(known) != len(rule.tensors):
+        raise SpecError(f"{len(known)} shardings for the {len(rule.tensors)} tensors of {rule}")
+    for spec, mapping in zip(known, rule.tensors, strict=True):
+        if spec is not None and spec.ndim != len(mapping):
+            raise SpecError(
+                f"`{spec}` is for {spec.ndim} dimensions, but the tensor has {len(mapping)} in "
+                f"{rule}"
+            )
+
+
+def _mapping(given: object, name: str) -> dict[int, ShardingSpec]:
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{name} {given!r} are no shardings by number; give {{0: spec, ...}}")
+    return dict(given)
+
+
+def _check_sharding(spec: object) -> None:
+    if spec is not None and not isinstance(spec, ShardingSpec):
+        raise SpecError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+
+
+def _check_annotations(
+    graph: Graph, annotations: Mapping[int, ShardingSpec], outputs: Mapping[int, ShardingSpec]
+) -> None:
+    for key, spec in itertools.chain(annotations.items(), outputs.items()):
+        if not isinstance(key, int) or spec is None:
+            raise SpecError(f"{key!r}: {spec!r} is no sharding by number; give {{0: spec, ...}}")
+        _check_sharding(spec)
+    for number, spec in annotations.items():
+        if not 0 <= number < len(graph.values):
+            raise SpecError(
+                f"`{spec}` is for value %{number}; the graph has %0 to %{len(graph.values) - 1}"
+            )
+        _check_rank(spec, graph, number)
+    for place, spec in outputs.items():
+        if not 0 <= place < len(graph.outputs):
+            raise SpecError(
+                f"`{spec}` is for output {place}; the graph has {len(graph.outputs)}, from 0 on"
+            )
+        _check_rank(spec, graph, graph.outputs[place])
+
+
+def _check_rank(spec: ShardingSpec, graph: Graph, number: int) -> None:
+    if spec.ndim != len(graph.values[number].shape):
+        raise SpecError(
+            f"`{spec}` is for {spec.ndim} dimensions, but the value is {graph.values[number]}"
+        )
+
+
+class _Run:
+    """One propagation over a graph.
+
+    Shardings have numbers here, so that a question asked before is answered by one look-up: a
+    model is a few layers, many times. `state` has the number of each value's sharding, and under
+    -1, -2 and so on those of the outputs; None where nothing is said.
+    """
+
+    def __init__(self, graph: Graph, table: AxisTable, merge: Strategy) -> None:
+        self.graph = graph
+        self.table = table
+        self.merge = merge
+        self.state: dict[int, int | None] = dict.fromkeys(range(-len(graph.outputs), 0))
+        self.state |= dict.fromkeys(range(len(graph.values)))
+        self.shardings: list[Sharding] = []
+        self._numbers: dict[Sharding, int] = {}
+        self._answers: dict[tuple[int | None, ...], tuple[tuple[int, int], ...]] = {}
+        self._kinds: dict[tuple[OpShardingRule, OperatorClass, bool], int] = {}
+        self._maker: dict[int, int] = {}
+        self._users: list[list[int]] = [[] for _ in graph.values]
+        self._tensors = [(*one.operands, *one.results) for one in graph.operations]
+        uses = [0] * len(graph.values)
+        for number, operation in enumerate(graph.operations):
+            for result in operation.results:
+                self._maker[result] = number
+            for operand in operation.operands:
+                uses[operand] += 1
+                if number not in self._users[operand]:
+                    self._users[operand].append(number)
+        for output in graph.outputs:
+            uses[output] += 1
+        self._kind_of = [self._kind(one, uses) for one in graph.operations]
+        self._kind_list = list(self._kinds)
+        # Whoever is told of a change last is asked first: the maker, then users from the last on.
+        self._neighbours = [
+            ([self._maker[value]] if value in self._maker else []) + self._users[value][::-1]
+            for value in range(len(graph.values))
+        ]
+
+    def _kind(self, operation: Operation, uses: Sequence[int]) -> int:
+        is_shared = any(
+            uses[operand] > 1 and self.graph.values[operand].shape for operand in operation.operands
+        )
+        kind = class_of(operation.operator, operation.rule)
+        return self._kinds.setdefault((operation.rule, kind, is_shared), len(self._kinds))
+
+    def number(self, sharding: Sharding) -> int:
+        """The number of a sharding."""
+        found = self._numbers.setdefault(sharding, len(self.shardings))
+        if found == len(self.shardings):
+            self.shardings.append(sharding)
+        return found
+
+    def interned(self, spec: ShardingSpec) -> int:
+        """The number of a user's sharding."""
+        return self.number(self.table.encoded(spec))
+
+    def waiting(self, number: int, priorities: Sequence[int]) -> int:
+        """The sharding without its dimensions of higher priorities, whose axes are reserved."""
+        sharding = self.shardings[number]
+        later = [place for place, priority in enumerate(priorities) if priority]
+        reserved = [part for place in later for part in sharding.dims[place]]
+        return self.number(
+            sharding._replace(
+                dims=tuple(
+                    () if place in later else axes for place, axes in enumerate(sharding.dims)
+                ),
+                is_closed=tuple(
+                    place in later or closed for place, closed in enumerate(sharding.is_closed)
+                ),
+                replicated=tuple(sorted((*sharding.replicated, *reserved))),
+            )
+        )
+
+    def join(self, place: int, given: int, priorities: Sequence[int], level: int) -> None:
+        """Give a value its dimensions of the priority `level`."""
+        current = self.state[place]
+        if current is None:
+            return
+        now, user = self.shardings[current], self.shardings[given]
+        joining = [dim for dim, priority in enumerate(priorities) if priority == level]
+        freed = {part for dim in joining for part in user.dims[dim]}
+        self.state[place] = self.number(
+            now._replace(
+                dims=tuple(
+                    (user if dim in joining else now).dims[dim] for dim in range(len(now.dims))
+                ),
+                is_closed=tuple(
+                    (user if dim in joining else now).is_closed[dim] for dim in range(len(now.dims))
+                ),
+                replicated=tuple(part for part in now.replicated if part not in freed),
+            )
+        )
+
+    def settle(self, stage: int) -> None:
+        """Ask operators, each again when a value of it changed, with one stage's directions.
+
+        An operator that changed a value itself is not asked again for that: an answer leaves
+        nothing to add, but where one value is two of its operands.
+        """
+        self._meet_outputs()
+        self._sweep(stage)
+        self._meet_outputs()
+
+    def _sweep(self, stage: int) -> None:
+        count = len(self.graph.operations)
+        waiting = list(range(count - 1, -1, -1))
+        is_waiting = [True] * count
+        state, answers, tensors = self.state, self._answers, self._tensors
+        while waiting:
+            current = waiting.pop()
+            is_waiting[current] = False
+            places = tensors[current]
+            key = (self._kind_of[current], stage, *[state[place] for place in places])
+            found = answers.get(key)
+            if found is None:
+                found = answers[key] = self._asked(current, stage)
+            for tensor, new in found:
+                value = places[tensor]
+                state[value] = new
+                for neighbour in self._neighbours[value]:
+                    if neighbour != current and not is_waiting[neighbour]:
+                        is_waiting[neighbour] = True
+                        waiting.append(neighbour)
+
+    def _asked(self, current: int, stage: int) -> tuple[tuple[int, int], ...]:
+        rule, kind, is_shared = self._kind_list[self._kind_of[current]]
+        ways = directions(rule, kind, is_shared, stage)
+        return self._changes(rule, self._tensors[current], ways, kind.is_elementwise)
+
+    def _changes(
+        self,
+        rule: OpShardingRule,
+        places: Sequence[int],
+        ways: Sequence[Direction],
+        is_elementwise: bool,
+    ) -> tuple[tuple[int, int], ...]:
+        numbers = [self.state[place] for place in places]
+        shardings = [None if number is None else self.shardings[number] for number in numbers]
+        if not any(sharding is not None for sharding in shardings):
+            return ()
+        found = carried(rule, self.table, shardings, ways, self.merge, is_elementwise)
+        return tuple(
+            (tensor, self.number(new)) for tensor, new in enumerate(found) if new is not None
+        )
+
+    def _meet_outputs(self) -> None:
+        """Carry between the outputs and the values they are of, as an identity would."""
+        for position, value in enumerate(self.graph.outputs):
+            ndim = len(self.graph.values[value].shape)
+            if not ndim:
+                continue
+            places = (value, -1 - position)
+            mapping = tuple((dim,) for dim in range(ndim))
+            rule = OpShardingRule([mapping], [mapping], self.graph.values[value].shape)
+            ways = (Direction.BOTH,) * ndim
+            for tensor, new in self._changes(rule, places, ways, False):
+                self.state[places[tensor]] = new
+
+    def answer(self) -> PropagatedGraph:
+        """What came out."""
+        decoded = [
+            None if number is None else self.table.decoded(self.shardings[number])
+            for number in (self.state[place] for place in range(len(self.graph.values)))
+        ]
+        asked = [
+            None if number is None else self.table.decoded(self.shardings[number])
+            for number in (self.state[-1 - place] for place in range(len(self.graph.outputs)))
+        ]
+        return PropagatedGraph(self.graph, self.table.mesh, tuple(decoded), tuple(asked))

@@ -1,0 +1,234 @@
+"""On which shards can an operator run, so that each device computes its part of the results?
+
+Each device needs, of every operand, exactly what its part of the results asks for. So each
+factor of the operator's rule is cut one way in all tensors:
+
+1. every operand proposes, for each factor of a dimension, the axes that cut it there;
+2. proposals are taken, those of the largest operands first, where the factor is not cut yet, as
+   far as their axes are free; where one goes on from a cut that was taken (`x y` from `x`), so far
+   as its axes are left: the others are resharded;
+3. a factor that the operator needs whole, or whose parts would not meet (a slice's shorter
+   result, a reshape whose parts do not divide), is not cut;
+4. the results are cut as their factors are; axes of reduced factors hold contributions.
+
+    add   i:x, -   +   i:y, -            the second operand moves, the result is i:x
+    dot   k:x      .   -                 the second is sliced in place, the result is a sum over x
+
+A dimension of one factor takes any cut along with it, uneven or strided. A dimension of several,
+`[ij]`, is cut from the major one on, in parts that divide it: an axis of 4 over `i=2, j=6` is
+halves of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from reshard.mesh import Axis, DeviceMesh
+from reshard.runs import OWNED
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+
+Shape = tuple[int, ...]
+Cuts = dict[int, DimSpec]
+
+
+@lru_cache(maxsize=8192)
+def aligned(
+    rule: OpShardingRule,
+    operands: tuple[ShardingSpec, ...],
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    whole: tuple[int, ...] = (),
+) -> tuple[tuple[ShardingSpec, ...], tuple[ShardingSpec, ...]]:
+    """The shardings that the operator runs with: of its operands, and of its results.
+
+    Args:
+        rule: of the operator.
+        operands: shardings without partial axes, over one mesh.
+        operand_shapes, result_shapes: of the tensors, which may differ from the factors' sizes.
+        whole: factors that are not to be cut.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> rule = OpShardingRule.parse("([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}")
+    >>> mesh = DeviceMesh.of(x=2, y=2)
+    >>> found = aligned(
+    ...     rule, (spec(mesh, "y, x"), spec(mesh, "-, -")), ((4, 8), (8, 16)), ((4, 16),)
+    ... )
+    >>> [str(one) for specs in found for one in specs]
+    ['y, x', 'x, -', 'y, - | sum(x)']
+    """
+    mesh = operands[0].mesh
+    blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
+    cuts = _chosen(rule, operands, operand_shapes, blocked)
+    partial = [axis for factor in rule.reduction if factor in cuts for axis in cuts[factor].axes]
+    placed = [
+        ShardingSpec(mesh, [_dim_of(dim, cuts) for dim in mapping]) for mapping in rule.operands
+    ]
+    results = [
+        ShardingSpec(
+            mesh,
+            [_dim_of(dim, cuts) for dim in mapping],
+            partial_axes=partial,
+            reduction=rule.reduction_operator,
+        )
+        for mapping in rule.results
+    ]
+    return tuple(placed), tuple(results)
+
+
+def _dim_of(factors: Sequence[int], cuts: Cuts) -> DimSpec:
+    found = [cuts[factor] for factor in factors if factor in cuts]
+    if len(found) == 1:
+        return found[0]
+    return DimSpec([axis for one in found for axis in one.axes])
+
+
+def _chosen(
+    rule: OpShardingRule,
+    operands: tuple[ShardingSpec, ...],
+    operand_shapes: tuple[Shape, ...],
+    blocked: set[int],
+) -> Cuts:
+    mesh = operands[0].mesh
+    compound = _compound(rule)
+    proposals = []
+    for number, (spec, mapping, shape) in enumerate(
+        zip(operands, rule.operands, operand_shapes, strict=True)
+    ):
+        for dim, factors in zip(spec.dim_specs, mapping, strict=True):
+            if not dim.levels:
+                continue
+            for factor, cut in _proposed(rule, mesh, dim, factors, compound).items():
+                proposals.append((-math.prod(shape), number, factor, cut))
+    cuts: Cuts = {}
+    used: list[Axis] = []
+    proposals = sorted((one for one in proposals if one[2] not in blocked), key=lambda one: one[:3])
+    for _, _, factor, cut in proposals:
+        free = _free_prefix(cut, used)
+        if factor not in cuts and free is not None:
+            cuts[factor] = free
+            used += free.axes
+    for _, _, factor, cut in proposals:
+        taken = cuts.get(factor)
+        longer = None if taken is None else _continued(taken, cut, used)
+        if longer is not None:
+            used += longer.axes
+            cuts[factor] = longer
+    while True:
+        loose = _without_major(rule, mesh, cuts)
+        if not loose:
+            return cuts
+        for factor in loose:
+            del cuts[factor]
+
+
+def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
+    """The cut, or what is left of it before the first axis in use; None where that is nothing."""
+    taken = [any(_meet(axis, other) for other in used) for axis in cut.axes]
+    if not any(taken):
+        return cut
+    count = taken.index(True)
+    return DimSpec(cut.axes[:count]) if count and _is_flat(cut) else None
+
+
+def _continued(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
+    """A cut that goes on from one that was taken, as far as axes are free; None where it cannot."""
+    if not (_is_flat(taken) and _is_flat(cut)) or cut.axes[: len(taken.axes)] != taken.axes:
+        return None
+    more = _free_prefix(DimSpec(cut.axes[len(taken.axes) :]), used)
+    return DimSpec([*taken.axes, *more.axes]) if more is not None and more.axes else None
+
+
+def _is_flat(cut: DimSpec) -> bool:
+    """Whether it is the plain cut over all its axes at once."""
+    return len(cut.levels) == 1 and cut.levels[0].rule.is_default
+
+
+def _meet(one: Axis, other: Axis) -> bool:
+    """Whether two axes share devices' coordinates, or cut one axis in ways that do not fit."""
+    if one.name != other.name:
+        return False
+    if one.size is None or other.size is None:
+        return True
+    low, high = sorted((one, other), key=lambda axis: axis.pre)
+    return high.pre % (low.pre * (low.size or 1)) != 0
+
+
+def _compound(rule: OpShardingRule) -> set[int]:
+    """Factors that share a dimension with others in some tensor."""
+    return {factor for mapping in rule.tensors for dim in mapping if len(dim) > 1 for factor in dim}
+
+
+def _whole_factors(rule: OpShardingRule, shapes: Sequence[Shape]) -> set[int]:
+    """Factors that every device needs whole."""
+    found = {*rule.need_replication, *rule.permutation, *rule.blocked}
+    for mapping, shape in zip(rule.tensors, shapes, strict=True):
+        for factors, size in zip(mapping, shape, strict=True):
+            if math.prod(rule.sizes[factor] for factor in factors) != size:
+                found.update(factors)
+    return found
+
+
+def _proposed(
+    rule: OpShardingRule,
+    mesh: DeviceMesh,
+    dim: DimSpec,
+    factors: Sequence[int],
+    compound: set[int],
+) -> Cuts:
+    """How a dimension that is cut this way would cut its factors."""
+    if not factors:
+        return {}
+    if len(factors) == 1 and factors[0] not in compound:
+        return {factors[0]: DimSpec(dim.levels)} if _is_exact(dim, mesh, rule, factors[0]) else {}
+    if any(not level.rule.is_default for level in dim.levels):
+        return {}
+    found: Cuts = {}
+    waiting = list(dim.axes)
+    for factor in factors:
+        taken, left = [], rule.sizes[factor]
+        while waiting and left > 1:
+            axis = waiting[0]
+            size = mesh.axis_size(axis)
+            if left % size == 0:
+                taken.append(waiting.pop(0))
+                left //= size
+            elif size % left == 0 and left > 1:
+                taken.append(Axis(axis.name, axis.pre, left))
+                waiting[0] = Axis(axis.name, axis.pre * left, size // left)
+                left = 1
+            else:
+                waiting = []
+        if taken:
+            found[factor] = DimSpec(taken)
+        if left > 1:
+            break
+    return found
+
+
+def _is_exact(dim: DimSpec, mesh: DeviceMesh, rule: OpShardingRule, factor: int) -> bool:
+    """Whether each index is in one part only, and every position of a part is an index."""
+    if all(level.rule.is_default for level in dim.levels):
+        return True
+    size = rule.sizes[factor]
+    table = dim.table(mesh, size)
+    runs = table.single_runs()
+    return bool((runs.role == OWNED).all()) and int(table.local_lengths.sum()) == size
+
+
+def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[int]:
+    """Cut factors of a dimension in which a more major one is not cut to single indices."""
+    found = []
+    for mapping in rule.tensors:
+        for dim in mapping:
+            is_whole = True
+            for factor in dim:
+                if factor in cuts and not is_whole:
+                    found.append(factor)
+                parts = math.prod(
+                    mesh.axis_size(axis) for axis in (cuts[factor].axes if factor in cuts else ())
+                )
+                is_whole = is_whole and parts == rule.sizes[factor]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,308 @@
+"""What do the rules of the common families of operators look like, before shapes are known?
+
+A `Template` is a rule whose factors have no sizes yet; `template.rule(*shapes)` reads them off
+the operands' shapes. The names of the templates are those of nabla's sharding module.
+
+>>> print(matmul_template(batch_dims=1).rule((2, 4, 8), (2, 8, 16)))
+([i, j, l], [i, l, k]) -> ([i, j, k]) {i=2, j=4, k=16, l=8} reduction={l}
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import SpecError
+from reshard.layout import REDUCTIONS
+from reshard.spmd.rules.reshape_factors import reshape_factors
+from reshard.spmd.rules.sharding_rule import Mapping, OpShardingRule, factor_names
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A rule for any sizes.
+
+    Args:
+        operands: the factors of each operand's dimensions, by index, major to minor.
+        results: the same per result.
+        sizes: of the factors, by index; None where the operands' shapes decide.
+        reduction: factors over which contributions are combined.
+        need_replication: factors that each device needs whole.
+        reduction_operator: how contributions combine.
+        repeats: whether the one operand stands for any number of them.
+
+    >>> print(elementwise_template(2))
+    ([i, j], ...) -> ([i, j])
+    """
+
+    operands: tuple[Mapping, ...]
+    results: tuple[Mapping, ...]
+    sizes: tuple[int | None, ...]
+    reduction: tuple[int, ...] = ()
+    need_replication: tuple[int, ...] = ()
+    reduction_operator: str = "sum"
+    repeats: bool = False
+
+    def rule(self, *shapes: Sequence[int]) -> OpShardingRule:
+        """The rule for operands of these shapes.
+
+        Raises:
+            SpecError: shapes that the template does not fit, such as two sizes for one factor.
+
+        >>> print(elementwise_template(1).rule((4,), (4,), (4,)))
+        ([i], [i], [i]) -> ([i]) {i=4}
+        """
+        operands = self.operands * len(shapes) if self.repeats else self.operands
+        if len(shapes) != len(operands) or not shapes:
+            raise SpecError(
+                f"{len(shapes)} shapes for {self}; give one for each of its "
+                f"{len(self.operands)} operands"
+            )
+        shapes = tuple(_whole_numbers(shape, "shape") for shape in shapes)
+        names = factor_names(len(self.sizes))
+        sizes = list(self.sizes)
+        for number, (shape, mapping) in enumerate(zip(shapes, operands, strict=True)):
+            if len(shape) != len(mapping):
+                raise SpecError(
+                    f"operand {number} has shape {tuple(shape)}, but {self} gives it "
+                    f"{len(mapping)} dimensions; give a size for each"
+                )
+            for dim, factors in enumerate(mapping):
+                if len(factors) == 1 and sizes[factors[0]] is None:
+                    sizes[factors[0]] = shape[dim]
+                expected = math.prod(sizes[factor] or 0 for factor in factors)
+                if expected != shape[dim]:
+                    raise SpecError(
+                        f"operand {number} of shape {tuple(shape)} has {shape[dim]} in dimension "
+                        f"{dim}; {''.join(names[f] for f in factors) or '1'}={expected} of {self} "
+                        "was expected there"
+                    )
+        return OpShardingRule(
+            operands,
+            self.results,
+            [0 if size is None else size for size in sizes],
+            reduction=self.reduction,
+            need_replication=self.need_replication,
+            reduction_operator=self.reduction_operator,
+        )
+
+    def __str__(self) -> str:
+        names = factor_names(len(self.sizes))
+
+        def text(mappings: Iterable[Mapping]) -> str:
+            return ", ".join(
+                f"[{', '.join(''.join(names[f] for f in dim) or '1' for dim in mapping)}]"
+                for mapping in mappings
+            )
+
+        suffix = "" if self.reduction_operator == "sum" else f":{self.reduction_operator}"
+        known = ", ".join(
+            f"{n}={s}" for n, s in zip(names, self.sizes, strict=True) if s is not None
+        )
+        kinds = "".join(
+            f" {kind}={{{', '.join(names[factor] + after for factor in factors)}}}"
+            for kind, factors, after in (
+                ("reduction", self.reduction, suffix),
+                ("need_replication", self.need_replication, ""),
+            )
+            if factors
+        )
+        more = ", ..." if self.repeats else ""
+        sizes = f" {{{known}}}" if known else ""
+        return f"({text(self.operands)}{more}) -> ({text(self.results)}){sizes}{kinds}"
+
+
+def _plain(factors: Iterable[int]) -> Mapping:
+    return tuple((factor,) for factor in factors)
+
+
+def _check_count(count: object, said: str) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise SpecError(f"{said}; a whole number, 0 or more, was expected")
+
+
+def _whole_numbers(values: object, what: str) -> tuple[int, ...]:
+    """Sizes or axes as a tuple. Raises SpecError for what has none."""
+    is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
+    found = tuple(values) if is_iterable and isinstance(values, Iterable) else (None,)
+    if not all(hasattr(one, "__index__") for one in found):
+        raise SpecError(f"{what} {values!r}; whole numbers were expected, as in (4, 8)")
+    return tuple(operator.index(one) for one in found)
+
+
+def matmul_template(batch_dims: int = 0) -> Template:
+    """Matrix products `[..., i, k] @ [..., k, j] -> [..., i, j]` over leading batch dimensions.
+
+    >>> print(matmul_template(0))
+    ([i, k], [k, j]) -> ([i, j]) reduction={k}
+    """
+    _check_count(batch_dims, f"{batch_dims!r} batch dimensions")
+    batch = range(batch_dims)
+    rows, columns, inner = batch_dims, batch_dims + 1, batch_dims + 2
+    return Template(
+        (_plain((*batch, rows, inner)), _plain((*batch, inner, columns))),
+        (_plain((*batch, rows, columns)),),
+        (None,) * (batch_dims + 3),
+        reduction=(inner,),
+    )
+
+
+def elementwise_template(rank: int) -> Template:
+    """Any number of operands of one shape, and a result of it: every dimension passes through.
+
+    >>> print(elementwise_template(2).rule((4, 8), (4, 8)))
+    ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
+    """
+    _check_count(rank, f"rank {rank!r}")
+    mapping = _plain(range(rank))
+    return Template((mapping,), (mapping,), (None,) * rank, repeats=True)
+
+
+def reduce_template(
+    rank: int,
+    reduce_dims: Iterable[int],
+    *,
+    keepdims: bool = False,
+    reduction_operator: str = "sum",
+) -> Template:
+    """A reduction over dimensions, which are no factors of the result.
+
+    >>> print(reduce_template(3, [1], reduction_operator="max").rule((4, 8, 2)))
+    ([i, j, k]) -> ([i, k]) {i=4, j=8, k=2} reduction={j:max}
+    >>> print(reduce_template(2, [0], keepdims=True).rule((4, 8)))
+    ([i, j]) -> ([k, j]) {i=4, j=8, k=1} reduction={i}
+    """
+    _check_count(rank, f"rank {rank!r}")
+    reduced = dimensions(rank, reduce_dims)
+    if reduction_operator not in REDUCTIONS:
+        raise SpecError(
+            f"unknown reduction {reduction_operator!r}; it is one of {', '.join(REDUCTIONS)}"
+        )
+    ones = {dim: rank + number for number, dim in enumerate(reduced)} if keepdims else {}
+    result = [ones.get(dim, dim) for dim in range(rank) if keepdims or dim not in reduced]
+    return Template(
+        (_plain(range(rank)),),
+        (_plain(result),),
+        (None,) * rank + (1,) * len(ones),
+        reduction=reduced,
+        reduction_operator=reduction_operator,
+    )
+
+
+def transpose_template(rank: int, perm: Sequence[int]) -> Template:
+    """Dimension `d` of the result is dimension `perm[d]` of the operand.
+
+    >>> print(transpose_template(3, (2, 0, 1)).rule((4, 8, 2)))
+    ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
+    """
+    _check_count(rank, f"rank {rank!r}")
+    given = _whole_numbers(perm, "permutation")
+    axes = tuple(axis + rank if axis < 0 else axis for axis in given)
+    if sorted(axes) != list(range(rank)):
+        raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
+    operand = [axes.index(dim) for dim in range(rank)]
+    return Template((_plain(operand),), (_plain(range(rank)),), (None,) * rank)
+
+
+def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
+    """NumPy's broadcast: dimensions are lined up at the end, and 1 becomes any size.
+
+    >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
+    ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
+    """
+    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    missing = len(out_shape) - len(in_shape)
+    operand: list[int] = []
+    result: list[int] = []
+    sizes: list[int] = []
+    whole: list[int] = []
+    for dim, size in enumerate(out_shape):
+        source = dim - missing
+        if source >= 0 and in_shape[source] != size:
+            if in_shape[source] != 1:
+                missing = -1
+                break
+            whole.append(len(sizes))
+            operand.append(len(sizes))
+            sizes.append(1)
+        elif source >= 0:
+            operand.append(len(sizes))
+        result.append(len(sizes))
+        sizes.append(size)
+    if missing < 0:
+        raise SpecError(
+            f"shape {tuple(in_shape)} does not broadcast to {tuple(out_shape)}; sizes counted "
+            "from the end must be equal, or 1"
+        )
+    return Template(
+        (_plain(operand),), (_plain(result),), tuple(sizes), need_replication=tuple(whole)
+    )
+
+
+def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
+    """A reshape: dimensions that split or merge have several factors, those in common shared.
+
+    A factor of the operand alone has to be whole on each device, and so has one of the result
+    alone, unless its size is 1: neither can be cut where the other side is not.
+
+    >>> print(reshape_template((8,), (2, 4)).rule((8,)))
+    ([ij]) -> ([i, j]) {i=2, j=4}
+    >>> print(reshape_template((6, 4), (8, 3)).rule((6, 4)))
+    ([ij, l]) -> ([ik, m]) {i=2, j=3, k=4, l=4, m=3} need_replication={j, k, l, m}
+    """
+    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    operand, result, sizes = reshape_factors(in_shape, out_shape)
+    of_operand = {factor for dim in operand for factor in dim}
+    of_result = {factor for dim in result for factor in dim}
+    whole = (of_operand - of_result) | {f for f in of_result - of_operand if sizes[f] != 1}
+    return Template((operand,), (result,), sizes, need_replication=tuple(sorted(whole)))
+
+
+def einsum_template(text: str) -> Template:
+    """What `numpy.einsum` reads: a letter per dimension, those not in the result summed.
+
+    >>> print(einsum_template("bik,bkj->bij"))
+    ([i, j, l], [i, l, k]) -> ([i, j, k]) reduction={l}
+    """
+    if not isinstance(text, str):
+        raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")
+    found = re.fullmatch(r"([a-zA-Z]*(?:,[a-zA-Z]*)*)->([a-zA-Z]*)", re.sub(r"\s", "", text))
+    if found is None:
+        raise SpecError(f"{text!r} is not an einsum; write it as bik,bkj->bij")
+    operands, result = found[1].split(","), found[2]
+    for letters in (*operands, result):
+        if len(set(letters)) != len(letters):
+            raise SpecError(f"{letters!r} of {text!r} has a letter twice; take the diagonal first")
+    reduced = [x for x in dict.fromkeys("".join(operands)) if x not in result]
+    if not set(result) <= set("".join(operands)):
+        raise SpecError(f"{text!r} has a letter in its result alone; broadcast it afterwards")
+    index = {letter: number for number, letter in enumerate([*result, *reduced])}
+    return Template(
+        tuple(_plain(index[x] for x in letters) for letters in operands),
+        (_plain(index[x] for x in result),),
+        (None,) * len(index),
+        reduction=tuple(index[x] for x in reduced),
+    )
+
+
+def dimensions(rank: int, dims: Iterable[int]) -> tuple[int, ...]:
+    """Dimensions counted from the start, in rising order.
+
+    Raises:
+        SpecError: a dimension that is not there, or named twice.
+
+    >>> dimensions(3, [-1, 0])
+    (0, 2)
+    """
+    given = tuple(dims)
+    if not all(hasattr(dim, "__index__") for dim in given):
+        raise SpecError(f"dimensions {given} of {rank}; name them by whole numbers")
+    found = sorted(dim + rank if dim < 0 else dim for dim in given)
+    if len(set(found)) != len(found) or any(not 0 <= dim < rank for dim in found):
+        raise SpecError(f"dimensions {given} of {rank}; name some of 0 to {rank - 1}, each once")
+    return tuple(found)

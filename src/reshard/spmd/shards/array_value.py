@@ -1,0 +1,35 @@
+"""An array in shards, without what it can do: its type, the shards that are here, their runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.shard_copies import Shards
+
+
+class ArrayValue:
+    """What operations see of an array. `shards` are in the order of `runner.ranks(mesh)`."""
+
+    __slots__ = ("_shards", "runner", "type")
+
+    type: ArrayType
+    runner: Runner
+    _shards: Shards
+
+    @classmethod
+    def of_shards(cls, type: ArrayType, shards: Shards, runner: Runner) -> Any:
+        """An array of these shards, which nobody changes from now on."""
+        made = cls.__new__(cls)
+        made.type = type
+        made._shards = shards
+        made.runner = runner
+        return made
+
+    def to_dense(self) -> Any:
+        """The whole array as one of NumPy or PyTorch; every process gets it.
+
+        It may share memory with the shards: copy it before writing to it.
+        """
+        return self.runner.dense(self.type, self._shards)

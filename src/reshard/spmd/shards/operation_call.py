@@ -1,0 +1,471 @@
+"""What does one operation do on shards, and how is it done again without asking twice?
+
+`call(name, operands, attributes)` is the one place where operations are carried out:
+
+1. The types of the operands, the operator and its attributes are looked up: what was done before
+   is one look in a dictionary.
+2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
+   work on are marked to be reduced (`pending_sums`); the operator's rule says on which shards it
+   runs (`alignment`); each operand whose sharding differs gets its movement (`runner`); each rank
+   gets the function that it computes (`local_functions`).
+3. It is run: operands move, every rank that is here computes, the results are wrapped.
+
+A `Recorder` sees every operation that is carried out while it is listening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from reshard.errors import ArrayIndexError, MeshError, ReshardError, ShardError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.table import operator_of
+from reshard.spmd.rules.alignment import aligned
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.local_functions import LocalWork, fails_by_elements, knows_where_it_lies
+from reshard.spmd.shards.pending_sums import (
+    are_finite,
+    factors_of,
+    kept_pending,
+    with_pending,
+    without_pending,
+)
+from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
+from reshard.spmd.shards.shard_copies import Movement
+
+Attributes = Mapping[str, Any]
+Run = Callable[..., Any]
+REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
+"""What a library raises for elements, or shapes, that it cannot work on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation, compiled for operands of certain types.
+
+    Args:
+        name, attributes, options: of the operator.
+        operands: types as they are given; None for a number.
+        runs_with: the shardings that the operator runs with; None for what is not sharded.
+        results: types of the results.
+        run: what carries it out, on the operands.
+        factors: operands that contributions are multiplied by. Where one of them is infinite,
+            the contributions are combined before: `3 inf - 1 inf` is no number, `2 inf` is.
+    """
+
+    name: str
+    attributes: Attributes
+    options: Attributes
+    operands: tuple[ArrayType | None, ...]
+    runs_with: tuple[ShardingSpec | None, ...]
+    results: tuple[ArrayType, ...]
+    run: Run
+    factors: tuple[int, ...] = ()
+
+
+class Recorder(Protocol):
+    """Sees operations, in the order in which they are carried out."""
+
+    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+        """Called after an operation."""
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Called after an array was resharded because the user said so."""
+
+
+recorders: list[Recorder] = []
+"""Those that are listening; `recording` adds one for a while."""
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """A recorder sees the operations inside. Raises UsageError for what is none."""
+    if not hasattr(recorder, "record") or not hasattr(recorder, "record_reshard"):
+        raise UsageError(
+            f"recording by {recorder!r}, a {type(recorder).__name__}; an object with the methods "
+            "record and record_reshard was expected: see sp.Recorder"
+        )
+    recorders.append(recorder)
+    try:
+        yield
+    finally:
+        recorders.remove(recorder)
+
+
+def call(
+    name: str,
+    operands: Sequence[Any],
+    attributes: Attributes | None = None,
+    options: Attributes | None = None,
+) -> Any:
+    """Carry out an operation.
+
+    Args:
+        name: of the operator, as in the table of rules.
+        operands: arrays in shards, and numbers.
+        attributes: of the operator, hashable.
+        options: what its rule does not ask for, such as the results' element type; hashable.
+
+    Returns:
+        An array in shards; a tuple of them from an operator with several results.
+
+    Raises:
+        MeshError: operands over different meshes.
+        UsageError: operands of different runners, or none that is an array in shards.
+        SpecError: shapes or attributes that the operator cannot have.
+    """
+    types = tuple([x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
+    key = (name, *types)
+    if attributes or options:
+        key = (*key, _key(attributes or {}), _key(options or {}))
+    runner = _runner(name, operands)
+    found = runner.calls.get(key)
+    if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
+        return _first(name, operands, attributes or {}, options or {}, runner, key)
+    results = found.run(*operands)
+    if recorders:
+        _tell(found, operands, results)
+    return results
+
+
+def _key(values: Attributes) -> tuple[Any, ...]:
+    """Equal for equal attributes only: 1, 1.0 and True are different ones."""
+    return tuple([(name, repr(value)) for name, value in values.items()])
+
+
+def _tell(done: Call, operands: Sequence[Any], results: Any) -> None:
+    made = results if isinstance(results, tuple) else (results,)
+    for recorder in recorders:
+        recorder.record(done, operands, made)
+
+
+def _runner(name: str, operands: Sequence[Any]) -> Runner:
+    runner: Runner | None = None
+    for operand in operands:
+        if isinstance(operand, ArrayValue):
+            if runner is None or operand.runner.is_abstract:
+                runner = operand.runner
+            elif operand.runner is not runner and not runner.is_abstract:
+                raise UsageError(
+                    f"{name} of arrays of {runner!r} and of {operand.runner!r}; make both with "
+                    "one runner: sp.array(x.to_dense(), spec)"
+                )
+    if runner is None:
+        raise UsageError(f"{name} of {list(operands)}; at least one sp.array(...) was expected")
+    return runner
+
+
+def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | None:
+    """The mesh of the operands that are sharded. Raises MeshError where there are two."""
+    mesh: DeviceMesh | None = None
+    for one in types:
+        if one is None or one.spec is None:
+            continue
+        if mesh is None:
+            mesh = one.spec.mesh
+        elif one.spec.mesh is not mesh:
+            raise MeshError(
+                f"{name} of arrays over {mesh!r} and over {one.spec.mesh!r}; an operation has one "
+                "mesh: bring one array to the other's with sp.array(x.to_dense(), spec)"
+            )
+    return mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where an operation runs, before it was."""
+
+    runs_with: tuple[ShardingSpec | None, ...]
+    result_specs: tuple[ShardingSpec, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    keeps_pending: bool
+
+
+def laid_out(
+    operator: Operator,
+    operands: Sequence[ArrayType | None],
+    attributes: Attributes,
+    mesh: DeviceMesh,
+    may_pend: bool = True,
+) -> _Layout:
+    """The shardings of operands and results of an operation over a mesh.
+
+    Pending sums are reduced first where they may not be kept.
+    """
+    shapes = [() if one is None else one.shape for one in operands]
+    inferred = operator.inferred(shapes, **attributes)
+    axes, reduction = kept_pending(operator, operands, attributes) if may_pend else ((), None)
+    specs = [
+        replicated(mesh, len(shape))
+        if one is None or one.spec is None
+        else without_pending(one.spec)
+        for one, shape in zip(operands, shapes, strict=True)
+    ]
+    placed, results = aligned(
+        inferred.rule,
+        tuple(specs),
+        tuple(shapes),
+        tuple(inferred.result_shapes),
+        () if knows_where_it_lies(operator.name, specs, shapes, attributes) else inferred.adjusted,
+    )
+    if any(
+        spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in results
+    ):
+        # An array's contributions combine in one way: what waits is combined before.
+        return laid_out(operator, operands, attributes, mesh, may_pend=False)
+    runs_with: list[ShardingSpec | None] = []
+    for one, spec in zip(operands, placed, strict=True):
+        own = () if one is None or one.spec is None else one.spec.partial_axes
+        kept = tuple(axis for axis in own if axis in axes)
+        runs_with.append(None if one is None else with_pending(spec, kept, reduction))
+    return _Layout(
+        tuple(runs_with),
+        tuple(with_pending(spec, axes, reduction) for spec in results),
+        tuple(inferred.result_shapes),
+        bool(axes),
+    )
+
+
+def _first(
+    name: str,
+    operands: Sequence[Any],
+    attributes: Attributes,
+    options: Attributes,
+    runner: Runner,
+    key: Any,
+    may_pend: bool = True,
+) -> Any:
+    """Compile an operation, carry it out for the first time, and keep it."""
+    for operand in operands:
+        if not isinstance(operand, ArrayValue | int | float | complex):
+            raise UsageError(
+                f"{name} of {operand!r}, a {type(operand).__name__}; numbers and arrays were "
+                "expected: make it one with sp.array"
+            )
+    types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
+    mesh = common_mesh(name, types)
+    layout = None
+    if mesh is not None:
+        operator = operator_of(name)
+        if operator.has_rule:
+            layout = laid_out(operator, types, attributes, mesh, may_pend)
+    if layout is None:
+        runs_with = tuple(
+            None if one is None or mesh is None else replicated(mesh, one.ndim) for one in types
+        )
+    else:
+        runs_with = layout.runs_with
+    factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
+    if factors and not are_finite(factors, operands, runner):
+        key = (*key, "contributions combined before")
+        found = runner.calls.get(key)
+        if found is None:
+            return _first(name, operands, attributes, options, runner, key, False)
+        made_again = found.run(*operands)
+        if recorders:
+            _tell(found, operands, made_again)
+        return made_again
+    ranks = runner.ranks(mesh)
+    movements = [
+        None if one is None or one.spec is spec or spec is None else runner.movement(one, spec)
+        for one, spec in zip(types, runs_with, strict=True)
+    ]
+    work = LocalWork(
+        name,
+        {**attributes, **options},
+        tuple(
+            None if one is None else one.with_spec(spec)
+            for one, spec in zip(types, runs_with, strict=True)
+        ),
+        () if layout is None else layout.result_specs,
+        () if layout is None else layout.result_shapes,
+        ranks,
+        runner.library,
+        tuple(options),
+    )
+    functions = runner.functions(work)
+    columns = [
+        _column(operand, move, len(ranks))
+        for operand, move in zip(operands, movements, strict=True)
+    ]
+    is_told = fails_by_elements(work)
+    rows = _computed(name, functions, columns, operands, runner, is_told)
+    is_single = not isinstance(rows[0], tuple | list)
+    made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
+    results = _result_types(work, made, mesh, layout, runner)
+    if layout is not None and layout.keeps_pending and not _may_pend(types, results):
+        return _first(name, operands, attributes, options, runner, key, False)
+    wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
+    run = _run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
+    done = Call(name, attributes, options, types, runs_with, results, run, factors)
+    if len(runner.calls) >= MOST_KEPT:
+        runner.calls.clear()
+    runner.calls[key] = done
+    wrapped = tuple(
+        wrap.of_shards(one, tuple(row[n] for row in made), runner) for n, one in enumerate(results)
+    )
+    if recorders:
+        _tell(done, operands, wrapped)
+    return wrapped[0] if is_single else wrapped
+
+
+def _computed(
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    columns: Sequence[Sequence[Any]],
+    operands: Sequence[Any],
+    runner: Runner,
+    is_told: bool,
+) -> list[Any]:
+    """What every rank here computes; where one fails by its elements, others are told."""
+    rows: list[Any] = []
+    failure = None
+    try:
+        rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
+    except REFUSALS as error:
+        failure = _refusal(name, operands, runner, error)
+    if is_told:
+        failure = runner.failure_of_any(failure)
+    if failure is not None:
+        raise failure
+    return rows
+
+
+def _refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
+    """What a library raised, as an error that names the operation and its operands."""
+    if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
+        return error
+    given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
+    kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
+    refusal = kind(
+        f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
+        "elements that it takes, by sp.astype for instance"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
+    raise _refusal(name, operands, runner, error)
+
+
+def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
+    """Whether the element types allow an operation on contributions.
+
+    Whole numbers and truth values wrap around in their own type, and not in the floating or wider
+    one of a result; a narrower type rounds each contribution; a truth value is none of a
+    contribution.
+    """
+    pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
+    made = {result.dtype for result in results}
+    if made == pending:
+        return True
+    wraps = any(dtype.name.startswith(("bool", "int", "uint")) for dtype in pending)
+    widest = max(dtype.itemsize_bytes for dtype in pending)
+    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
+    return not wraps and not narrows
+
+
+def _column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
+    if not isinstance(operand, ArrayValue):
+        return (operand,) * count
+    return operand._shards if move is None else move(operand._shards)
+
+
+def _result_types(
+    work: LocalWork,
+    made: list[tuple[Any, ...]],
+    mesh: DeviceMesh | None,
+    layout: _Layout | None,
+    runner: Runner,
+) -> tuple[ArrayType, ...]:
+    """The results' types, checked against what the ranks computed."""
+    types = []
+    for number, array in enumerate(made[0]):
+        dtype = runner.library.dtype_of(array)
+        if layout is None:
+            shape = tuple(array.shape)
+            types.append(
+                ArrayType(shape, dtype, None if mesh is None else replicated(mesh, len(shape)))
+            )
+        else:
+            types.append(
+                ArrayType(layout.result_shapes[number], dtype, layout.result_specs[number])
+            )
+    for number, one in enumerate(types):
+        for rank, row in zip(work.ranks, made, strict=True):
+            expected = one.layout.local_shape(rank)
+            if tuple(row[number].shape) != expected:
+                raise ShardError(
+                    f"{work.name} made a shard of shape {list(row[number].shape)} on rank {rank}, "
+                    f"but result {number} sharded by `{one.spec}` has {list(expected or ())} "
+                    "there; its rule and what it computes do not fit"
+                )
+    return tuple(types)
+
+
+def _run(
+    name: str,
+    functions: Sequence[Callable[..., Any]],
+    movements: Sequence[Movement | None],
+    types: Sequence[ArrayType | None],
+    results: tuple[ArrayType, ...],
+    is_single: bool,
+    runner: Runner,
+    wrap: type[ArrayValue],
+    is_told: bool,
+) -> Run:
+    """What carries a compiled operation out. The common cases have the shortest way."""
+    result = results[0]
+    new = wrap.__new__
+    function = functions[0]
+    is_same = all(one is function for one in functions)
+    arrays_only = all(one is not None for one in types)
+    is_plain = is_single and is_same and arrays_only and not is_told
+    if is_plain and not any(movements) and len(types) <= 2:
+        if len(types) == 1:
+
+            def run_one(x: Any) -> Any:
+                made = new(wrap)
+                made.type = result
+                try:
+                    made._shards = tuple([function(shard) for shard in x._shards])
+                except REFUSALS as error:
+                    _refuse(name, (x,), runner, error)
+                made.runner = runner
+                return made
+
+            return run_one
+
+        def run_two(x: Any, y: Any) -> Any:
+            made = new(wrap)
+            made.type = result
+            try:
+                made._shards = tuple(map(function, x._shards, y._shards))
+            except REFUSALS as error:
+                _refuse(name, (x, y), runner, error)
+            made.runner = runner
+            return made
+
+        return run_two
+    count = len(functions)
+
+    def run(*operands: Any) -> Any:
+        columns = [
+            _column(operand, move, count) for operand, move in zip(operands, movements, strict=True)
+        ]
+        rows = _computed(name, functions, columns, operands, runner, is_told)
+        if is_single:
+            return wrap.of_shards(result, tuple(rows), runner)
+        return tuple(
+            wrap.of_shards(one, tuple([row[n] for row in rows]), runner)
+            for n, one in enumerate(results)
+        )
+
+    return run

@@ -1,0 +1,125 @@
+"""Which partial sums may an operation leave pending, and which must be reduced before it?
+
+An array is pending along the axes whose devices hold contributions to it. An operation `f` may be
+applied to each contribution by itself where that gives contributions to its result:
+
+    each    f(a0 + a1, b0 + b1) = f(a0, b0) + f(a1, b1)    add: both pending along the same axes
+    one     f(a0 + a1, b) = f(a0, b) + f(a1, b)            multiply: one pending, the other whole
+
+The second holds for finite `b` only: `3 inf - 1 inf` is no number, and `2 inf` is one. So factors
+are looked at before (`are_finite`).
+
+An axis along which that does not hold is reduced first; the operand is then resharded from
+contributions to what the operation needs, so that a pending operand of a sharded one is
+reduce-scattered.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.mesh import Axis
+from reshard.sharding import ShardingSpec
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.runner import Runner
+
+
+def kept_pending(
+    operator: Operator, operands: Sequence[ArrayType | None], attributes: Mapping[str, Any]
+) -> tuple[tuple[Axis, ...], str | None]:
+    """The axes along which the operation works on contributions, and how those combine.
+
+    Args:
+        operator: what is done.
+        operands: their types; None for a number, which is a whole operand.
+        attributes: of the operator.
+    """
+    reductions = {t.spec.reduction for t in operands if t is not None and t.spec is not None}
+    reductions.discard(None)
+    if len(reductions) != 1:
+        return (), None
+    (reduction,) = reductions
+    pending = [_pending_of(one) for one in operands]
+    best: tuple[Axis, ...] = ()
+    for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
+        axes = tuple(
+            axis
+            for axis in pending[min(chosen)]
+            if all(axis in pending[number] for number in chosen)
+            and not any(_uses(operands[n], axis) for n in range(len(operands)) if n not in chosen)
+        )
+        best = max(best, axes, key=len)
+    return best, reduction if best else None
+
+
+def _pending_of(one: ArrayType | None) -> tuple[Axis, ...]:
+    return () if one is None or one.spec is None else one.spec.partial_axes
+
+
+def _uses(one: ArrayType | None, axis: Axis) -> bool:
+    """Whether an operand differs between devices along an axis, or a part of it."""
+    if one is None or one.spec is None:
+        return False
+    used = [a for dim in one.spec.dim_specs for a in dim.axes] + list(one.spec.partial_axes)
+    return any(other.name == axis.name for other in used)
+
+
+def without_pending(spec: ShardingSpec) -> ShardingSpec:
+    """The sharding that is left when all contributions are combined."""
+    return ShardingSpec(spec.mesh, spec.dim_specs) if spec.partial_axes else spec
+
+
+def factors_of(
+    operands: Sequence[Any], runs_with: Sequence[ShardingSpec | None]
+) -> tuple[int, ...]:
+    """The operands by which an operation multiplies contributions, and which may be infinite.
+
+    Args:
+        operands: arrays and numbers.
+        runs_with: the shardings that the operation runs with.
+    """
+    return tuple(
+        number
+        for number, (operand, spec) in enumerate(zip(operands, runs_with, strict=True))
+        if not (spec is not None and spec.partial_axes) and _may_be_infinite(operand)
+    )
+
+
+def _may_be_infinite(operand: Any) -> bool:
+    if not isinstance(operand, ArrayValue):
+        return isinstance(operand, float | complex)
+    return not operand.type.dtype.name.startswith(("bool", "int", "uint"))
+
+
+def are_finite(factors: Sequence[int], operands: Sequence[Any], runner: Runner) -> bool:
+    """Whether these operands are finite on every rank; all ranks find the same.
+
+    Where they are cut, ranks tell each other. Without elements, arrays are taken for finite.
+    """
+    all_are, is_cut = True, False
+    for number in factors:
+        factor = operands[number]
+        if not isinstance(factor, ArrayValue):
+            all_are = all_are and cmath.isfinite(factor)
+        elif not runner.is_abstract:
+            # Copies of one array are looked at once.
+            shards = {id(shard): shard for shard in factor._shards}.values()
+            all_are = all_are and all(map(runner.library.is_finite, shards))
+            is_cut = is_cut or factor.type.is_cut
+    return not runner.on_any_rank(not all_are) if is_cut else all_are
+
+
+def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None) -> ShardingSpec:
+    """The same cuts, and contributions along more axes."""
+    if not axes:
+        return spec
+    return ShardingSpec(
+        spec.mesh,
+        spec.dim_specs,
+        partial_axes=(*axes, *spec.partial_axes),
+        reduction=reduction or "sum",
+    )

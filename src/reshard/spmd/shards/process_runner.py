@@ -1,0 +1,143 @@
+"""One shard per process, over `torch.distributed`: each process has the shard of its own rank.
+
+Every process runs the same program: operations that move elements are called by all of them, in
+one order. What lies in the own shard already is taken from it, without a message. What does not
+moves by the program that `chosen_program` finds, or by the direct exchange.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.collectives.program import Program
+from reshard.collectives.steps import Exchange
+from reshard.errors import MeshError, ReshardError, RunError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.plans.plan import Plan
+from reshard.sharding import ShardingSpec
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.chosen_program import chosen_program
+from reshard.spmd.shards.library import library
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.shard_copies import Movement, Shards, copies
+from reshard.torch.exchange.agreement import answering, device_of
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.programs.run import least_extra_bytes
+from reshard.torch.redistribution import redistribute
+
+
+class OverProcesses(Runner):
+    """This process's shard only. Get one with `over_processes`."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(library("torch"))
+        self.group = group
+        self.rank = dist.get_rank()
+
+    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        if self.rank not in mesh.devices:
+            raise MeshError(
+                f"rank {self.rank} is not in {mesh!r}; every process that computes needs a place "
+                "in the mesh"
+            )
+        return (self.rank,)
+
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+        if not plan.moved_elements and plan.target.reduction is None:
+            ranks = self.ranks(spec.mesh)
+            return copies(plan, ranks, ranks, self.library)
+        program = chosen_program(source, spec)
+        if any(isinstance(step, Exchange) for step in program.steps):
+            return self._exchanged(source, spec.layout(source.shape))
+        return self._by_collectives(program, source.dtype.itemsize_bytes)
+
+    def _by_collectives(self, program: Program, itemsize_bytes: int) -> Movement:
+        ranks = dist.get_world_size(self.group)
+        extra_bytes = max(DEFAULT_EXTRA_BYTES, least_extra_bytes(program, itemsize_bytes, ranks))
+
+        def moved(shards: Shards) -> Shards:
+            found = redistribute(
+                torch.as_tensor(shards[0]).contiguous(),
+                program.target,
+                source=program.source,
+                shape=program.shape,
+                group=self.group,
+                extra_bytes=extra_bytes,
+                method=program,
+            )
+            return (found,)
+
+        return moved
+
+    def _exchanged(self, source: ArrayType, target: Layout) -> Movement:
+        def moved(shards: Shards) -> Shards:
+            own = torch.as_tensor(shards[0]).contiguous()
+            found = redistribute(own, target, source=source.layout, group=self.group)
+            return (found,)
+
+        return moved
+
+    def on_any_rank(self, is_so: bool) -> bool:
+        """By an all-reduce of one number."""
+        count = torch.tensor(int(is_so), device=device_of(self.group))
+        with answering("an operation was not finished"):
+            dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
+            return bool(count)
+
+    def failure_of_any(self, failure: Exception | None) -> Exception | None:
+        """That of the first rank that failed."""
+        if not self.on_any_rank(failure is not None):
+            return None
+        every: list[tuple[type[Exception], str] | None]
+        every = [None] * dist.get_world_size(self.group)
+        own = None if failure is None else (_kind(failure), str(failure))
+        with answering("an operation was not finished"):
+            dist.all_gather_object(every, own, self.group)
+        kind, text = next(one for one in every if one is not None)
+        told = kind(text)
+        told.__cause__ = failure
+        return told
+
+    def dense(self, source: ArrayType, shards: Shards) -> Any:
+        if source.spec is None:
+            return shards[0]
+        everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
+        if source.layout is whole:
+            return shards[0]
+        return self._exchanged(source, whole)(shards)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "an array over processes cannot be pickled: each process has its own shard. Pickle "
+            "x.shards and x.spec, and make it anew with sp.from_shards; or save a checkpoint"
+        )
+
+    def __repr__(self) -> str:
+        return f"over_processes() of rank {self.rank}"
+
+
+def _kind(failure: Exception) -> type[Exception]:
+    """The class to raise on every rank: one that is made of a text."""
+    return type(failure) if isinstance(failure, ReshardError) else RunError
+
+
+@lru_cache(maxsize=8)
+def over_processes(group: dist.ProcessGroup | None = None) -> Runner:
+    """The runner that has one shard in each process of a group; of all processes when None.
+
+    Raises:
+        MissingExtraError: where `array_api_compat` is not installed.
+        UsageError: outside a `torch.distributed` job.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            "over processes, without a job of them; call torch.distributed.init_process_group "
+            "before, or compute in this process: sp.in_process('torch')"
+        )
+    return OverProcesses(group)

@@ -1,0 +1,202 @@
+"""Who has the shards: this process all of them, or each process one.
+
+A runner keeps the shards of arrays and moves them between shardings. Operations ask it which
+ranks' shards are here (`ranks`), compute on those, and never look at the others: the same code
+runs in one process and in many.
+
+    runner                 shards here        computes with       moves by
+    InProcess              of all ranks       NumPy, PyTorch      copies in memory
+    OverProcesses          of this rank       PyTorch             messages between processes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+from reshard.errors import MeshError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.plans.plan import Plan
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.library import Library, library, library_of
+from reshard.spmd.shards.local_functions import Function, LocalWork, local_functions
+from reshard.spmd.shards.shard_copies import Movement, Shards, copies
+
+# Beyond any program's number of different operations; a bound all the same.
+MOST_KEPT = 1 << 16
+
+
+class Runner:
+    """What is the same for every runner: what was worked out is kept by types.
+
+    `calls` are the compiled operations, see `reshard.spmd.shards.operation_call`. An abstract
+    runner has arrays without elements, and takes other runners' arrays as operands beside them.
+    """
+
+    is_abstract = False
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.calls: dict[Any, Any] = {}
+        self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
+        self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}
+
+    def ranks(self, mesh: DeviceMesh | None) -> tuple[int, ...]:
+        """The ranks of a mesh whose shards are here, in the mesh's order.
+
+        An array without a mesh has one shard: all of it.
+
+        Raises MeshError for a mesh without this process.
+        """
+        found = self._ranks.get(mesh)
+        if found is None and mesh is not None:
+            found = self._ranks[mesh] = self._ranks_here(mesh)
+        return found or ()
+
+    def functions(self, work: LocalWork) -> list[Function]:
+        """What each rank that is here computes of an operation."""
+        return local_functions(work)
+
+    def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
+        """A function that makes the shards of `spec` from those of an array of type `source`."""
+        found = self._movements.get((source, spec))
+        if found is None:
+            if len(self._movements) >= MOST_KEPT:
+                self._movements.clear()
+            found = self._movements[source, spec] = self._new_movement(source, spec)
+        return found
+
+    def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
+        ranks = self.ranks(spec.mesh)
+        if source.spec is None:
+            whole = source.with_spec(replicated(spec.mesh, source.ndim))
+            move = self.movement(whole, spec)
+            return lambda shards: move(shards * len(ranks))
+        if source.spec.mesh is not spec.mesh:
+            raise MeshError(
+                f"an array over {source.spec.mesh!r} cannot be sharded over {spec.mesh!r}; make it "
+                "dense first: sp.array(x.to_dense(), spec)"
+            )
+        before, after = source.layout, spec.layout(source.shape)
+        if before is after:
+            return lambda shards: shards
+        return self._between(source, spec, Plan(before, after, source.dtype))
+
+    def on_any_rank(self, is_so: bool) -> bool:
+        """Whether something is so on any rank. All ranks ask, and get the same answer."""
+        return is_so
+
+    def failure_of_any(self, failure: Exception | None) -> Exception | None:
+        """Why some rank failed to compute; None where all could. All ranks get the same."""
+        return failure
+
+    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+        raise NotImplementedError
+
+    def dense(self, source: ArrayType, shards: Shards) -> Any:
+        """The whole array, on every process."""
+        raise NotImplementedError
+
+
+class InProcess(Runner):
+    """All shards in this process. Get one with `in_process`."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library)
+        self._gathers: dict[ArrayType, Movement] = {}
+
+    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        return mesh.devices
+
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+        ranks = self.ranks(spec.mesh)
+        return copies(plan, ranks, ranks, self.library)
+
+    def dense(self, source: ArrayType, shards: Shards) -> Any:
+        if source.spec is None:
+            return shards[0]
+        gather = self._gathers.get(source)
+        if gather is None:
+            if len(self._gathers) >= MOST_KEPT:
+                self._gathers.clear()
+            devices, before = source.spec.mesh.devices, source.layout
+            # One place that wants all of it: the others need no copy.
+            whole = Layout.whole(source.shape, devices[:1], before.slots)
+            plan = Plan(before, whole, source.dtype)
+            gather = self._gathers[source] = copies(plan, devices, devices[:1], self.library)
+        return gather(shards)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (in_process, (self.library.name,))
+
+    def __repr__(self) -> str:
+        return f"in_process({self.library.name!r})"
+
+
+def replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
+    """The sharding that has a whole copy on every device."""
+    return _replicated(mesh, ndim)
+
+
+@lru_cache(maxsize=1024)
+def _replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
+    return ShardingSpec(mesh, [DimSpec()] * ndim)
+
+
+def in_process(name: str = "numpy") -> Runner:
+    """The runner that has all shards in this process, as arrays of `numpy` or `torch`.
+
+    Raises:
+        UsageError: another library.
+        MissingExtraError: a library that is not installed.
+
+    >>> in_process() is in_process("numpy")
+    True
+    """
+    return _in_process(name)
+
+
+@lru_cache(maxsize=2)
+def _in_process(name: str) -> Runner:
+    return InProcess(library(name))
+
+
+_chosen: ContextVar[Runner | None] = ContextVar("runner", default=None)
+
+
+@contextmanager
+def running(runner: Runner) -> Iterator[Runner]:
+    """Arrays that are made inside are this runner's.
+
+    >>> import reshard.spmd as sp
+    >>> with sp.running(sp.in_process("numpy")):
+    ...     sp.ones((2, 2)).runner
+    in_process('numpy')
+    """
+    if not isinstance(runner, Runner):
+        raise UsageError(
+            f"running {runner!r}, a {type(runner).__name__}; give sp.in_process('numpy') or "
+            "sp.over_processes()"
+        )
+    token = _chosen.set(runner)
+    try:
+        yield runner
+    finally:
+        _chosen.reset(token)
+
+
+def runner_for(data: object = None) -> Runner:
+    """The runner of a new array: the chosen one, else the one whose library `data` is from."""
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
+    found = library_of(data)
+    return in_process("numpy" if found is None else found.name)

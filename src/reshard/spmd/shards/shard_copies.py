@@ -1,0 +1,210 @@
+"""How do shards become those of another layout, within one process, as quickly as can be?
+
+A plan says which boxes go where. For arrays that are never changed most of it needs no copy:
+
+1. ranks that want the same box share one array;
+2. a box that lies within one shard is a view of it;
+3. boxes that follow one another along one dimension are joined by one call;
+4. where every rank wants pieces of all, and the source is cut along one dimension, that is joined
+   once, and each rank gets a view of the whole;
+5. contributions to one whole shard are combined as they are;
+6. what is left is written box by box into a new array.
+
+What has padding, means, or contributions on its target side goes through `Plan.run`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Box
+from reshard.plans.plan import Plan
+from reshard.spmd.shards.library import Library
+
+Shards = tuple[Any, ...]
+Movement = Callable[[Shards], Shards]
+_Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], bool]
+
+
+def copies(
+    plan: Plan, sources: Sequence[int], targets: Sequence[int], library: Library
+) -> Movement:
+    """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
+
+    >>> import reshard
+    >>> from reshard.spmd.shards.library import library
+    >>> mesh = reshard.DeviceMesh.of(x=2)
+    >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
+    >>> move = copies(reshard.plan(rows, columns), (0, 1), (0, 1), library("numpy"))
+    >>> move((np.array([[0, 1, 2, 3]]), np.array([[4, 5, 6, 7]])))[1].tolist()
+    [[2, 3], [6, 7]]
+    """
+    if not _is_plain(plan):
+        return _planned(plan, sources, targets)
+    position = {rank: number for number, rank in enumerate(sources)}
+    makers: list[Callable[[Shards], Any]] = []
+    which: list[int] = []
+    known: dict[bytes, int] = {}
+    transfers = plan.transfers
+    for rank in targets:
+        cell = plan.target.cells_of(rank)[0]
+        box = plan.target.cell_part[cell].tobytes()
+        if box not in known:
+            known[box] = len(makers)
+            rows = transfers.take(transfers.target_slot == rank)
+            makers.append(_maker(plan, rows, rank, position, library))
+        which.append(known[box])
+    if len(transfers) > 2 * len(targets) > 2 and plan.source.contributions == 1:
+        through = _through_the_whole(plan, sources, targets, library)
+        if through is not None:
+            return through
+    if len(makers) == len(which):
+        return lambda shards: tuple([make(shards) for make in makers])
+
+    def moved(shards: Shards) -> Shards:
+        made = [make(shards) for make in makers]
+        return tuple([made[number] for number in which])
+
+    return moved
+
+
+def _through_the_whole(
+    plan: Plan, sources: Sequence[int], targets: Sequence[int], library: Library
+) -> Movement | None:
+    """Joins the source once; None where it is not cut into stretches of one dimension."""
+    boxes: dict[Box, int] = {}
+    for number, rank in enumerate(sources):
+        own = plan.source.boxes(rank)
+        if len(own) > 1:
+            return None
+        if own and all(low < high for low, high in zip(own[0].start, own[0].stop, strict=True)):
+            boxes.setdefault(own[0], number)
+    axes = {
+        axis
+        for box in boxes
+        for axis, size in enumerate(plan.source.shape)
+        if box.stop[axis] - box.start[axis] != size
+    }
+    wanted = [plan.target.boxes(rank) for rank in targets]
+    if len(axes) != 1 or any(len(own) != 1 for own in wanted):
+        return None
+    (axis,) = axes
+    parts = sorted(boxes, key=lambda box: box.start[axis])
+    if any(a.stop[axis] != b.start[axis] for a, b in itertools.pairwise(parts)):
+        return None
+    order = [boxes[box] for box in parts]
+    views = [tuple(map(slice, own[0].start, own[0].stop)) for own in wanted]
+    concat = library.namespace.concat
+
+    def moved(shards: Shards) -> Shards:
+        whole = concat([shards[number] for number in order], axis=axis)
+        return tuple([whole[view] for view in views])
+
+    return moved
+
+
+def _is_plain(plan: Plan) -> bool:
+    single = all(layout.cells == len(layout.holders) for layout in (plan.source, plan.target))
+    numerator, denominator = plan.scale
+    return (
+        single
+        and plan.target.contributions == 1
+        and numerator == denominator
+        and not plan.target.is_padded
+    )
+
+
+def _planned(plan: Plan, sources: Sequence[int], targets: Sequence[int]) -> Movement:
+    def moved(shards: Shards) -> Shards:
+        made = plan.run(dict(zip(sources, shards, strict=True)))
+        return tuple([made[rank] for rank in targets])
+
+    return moved
+
+
+def _slices(start: Any, shape: Any) -> tuple[slice, ...]:
+    ends = zip(start.tolist(), shape.tolist(), strict=True)
+    return tuple(slice(low, low + size) for low, size in ends)
+
+
+def _maker(
+    plan: Plan, rows: Transfers, rank: int, position: dict[int, int], library: Library
+) -> Callable[[Shards], Any]:
+    """A function that makes the shard of one rank."""
+    shape = plan.target.local_shape(rank) or ()
+    pieces: list[_Piece] = []
+    order = np.lexsort((*rows.target_start.T[::-1], rows.order))
+    for row in order.tolist():
+        source = int(rows.source_slot[row])
+        window: tuple[slice, ...] | None = _slices(rows.source_start[row], rows.shape[row])
+        if tuple(rows.shape[row].tolist()) == plan.source.local_shape(source):
+            window = None
+        place = _slices(rows.target_start[row], rows.shape[row])
+        pieces.append((position[source], window, place, bool(rows.order[row])))
+    combine = library.reductions[plan.source.reduction or "sum"]
+    whole = tuple(slice(0, size) for size in shape)
+    if pieces and all(place == whole for _, _, place, _ in pieces):
+        return _combined(pieces, combine)
+    axis = _joined_axis(pieces, whole)
+    if axis is not None:
+        return _concatenated(pieces, axis, library)
+    return _written(pieces, shape, combine, library)
+
+
+def _taken(shards: Shards, piece: _Piece) -> Any:
+    index, window, _, _ = piece
+    return shards[index] if window is None else shards[index][window]
+
+
+def _combined(pieces: list[_Piece], combine: Callable[[Any, Any], Any]) -> Callable[[Shards], Any]:
+    if len(pieces) == 1:
+        return lambda shards: _taken(shards, pieces[0])
+
+    def made(shards: Shards) -> Any:
+        # Sums of what is infinite may be no number, as they are in the dense computation.
+        with np.errstate(all="ignore"):
+            return reduce(combine, [_taken(shards, piece) for piece in pieces])
+
+    return made
+
+
+def _joined_axis(pieces: list[_Piece], whole: tuple[slice, ...]) -> int | None:
+    """The dimension along which pieces follow one another; None where they do not."""
+    if not pieces or any(combines for _, _, _, combines in pieces):
+        return None
+    axes = {
+        axis
+        for _, _, place, _ in pieces
+        for axis, (part, full) in enumerate(zip(place, whole, strict=True))
+        if part != full
+    }
+    return axes.pop() if len(axes) == 1 else None
+
+
+def _concatenated(pieces: list[_Piece], axis: int, library: Library) -> Callable[[Shards], Any]:
+    concat = library.namespace.concat
+    return lambda shards: concat([_taken(shards, piece) for piece in pieces], axis=axis)
+
+
+def _written(
+    pieces: list[_Piece],
+    shape: tuple[int, ...],
+    combine: Callable[[Any, Any], Any],
+    library: Library,
+) -> Callable[[Shards], Any]:
+    def made(shards: Shards) -> Any:
+        filled = library.filled(shape, 0, shards[0])
+        with np.errstate(all="ignore"):
+            for piece in pieces:
+                _, _, place, combines = piece
+                data = _taken(shards, piece)
+                filled[place] = combine(filled[place], data) if combines else data
+        return filled
+
+    return made

@@ -1,0 +1,195 @@
+"""What would operations do, on arrays of which only shape, element type and sharding are known?
+
+An `AbstractRunner` stands where a runner with elements would: operations find their shardings,
+movements and results as they always do, and compute nothing. The shapes are those of the
+operators' rules. The element types are what the library itself makes of a few elements; types
+that NumPy lacks stand in as `float16`, which promotes as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
+from reshard.plans.plan import Plan
+from reshard.sharding import ShardingSpec
+from reshard.spmd.operators.table import operator_of
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.library import Library, library
+from reshard.spmd.shards.local_functions import Function, LocalWork, local_functions
+from reshard.spmd.shards.runner import Runner
+from reshard.spmd.shards.shard_copies import Movement, Shards
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractShard:
+    """A shard without elements."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+class AbstractLibrary(Library):
+    """NumPy, which also knows the element types of abstract shards."""
+
+    def dtype_of(self, array: Any) -> DType:
+        """The element type of an array or an abstract shard."""
+        return array.dtype if isinstance(array, AbstractShard) else super().dtype_of(array)
+
+    def filled(self, shape: Sequence[int], value: Any, beside: Any) -> Any:
+        """An array of one number, of the element type of another array or abstract shard."""
+        return np.full(shape, value, dtype=self.dtype_of(beside).numpy)
+
+
+class AbstractRunner(Runner):
+    """All shards of arrays without elements.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd.arrays.sharded_array import ShardedArray
+    >>> rows = ArrayType((4, 8), as_dtype("float32"), spec(DeviceMesh.of(x=2), "x, -"))
+    >>> (AbstractRunner().array(rows, ShardedArray) > 0).type
+    ArrayType(bool[4, 8], 'x, -')
+    """
+
+    is_abstract = True
+
+    def __init__(self) -> None:
+        super().__init__(AbstractLibrary("numpy", library("numpy").namespace))
+
+    def array(self, kind: ArrayType, wrap: type[Any]) -> Any:
+        """An array of a type, of the class `wrap`."""
+        ranks = self.ranks(None if kind.spec is None else kind.spec.mesh)
+        return wrap.of_shards(kind, self._shards(kind, ranks), self)
+
+    def functions(self, work: LocalWork) -> list[Function]:
+        """What makes the results' abstract shards on each rank.
+
+        Raises UsageError for an operator whose results' shapes no rule tells.
+        """
+        operator = operator_of(work.name)
+        if not operator.has_rule:
+            raise UsageError(
+                f"operator {work.name} has no sharding rule, so that the shape of its result is "
+                f'not known before it runs; give it one with @reshard.spmd.rule("{work.name}")'
+            )
+        asked = {k: value for k, value in work.attributes.items() if k not in work.options}
+        shapes = [() if one is None else one.shape for one in work.operands]
+        result_shapes = operator.result_shapes(shapes, **asked)
+        specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
+        moves_only = operator.family == "movement"
+
+        @lru_cache(typed=True)
+        def made(*numbers: Any) -> Any:
+            dtypes, is_single = _result_dtypes(work, numbers, len(result_shapes), moves_only)
+            columns = [
+                self._shards(ArrayType(shape, dtype, spec), work.ranks)
+                for shape, dtype, spec in zip(result_shapes, dtypes, specs, strict=True)
+            ]
+            return columns[0] if is_single else tuple(zip(*columns, strict=True))
+
+        def function(place: int, *operands: Any) -> Any:
+            pairs = zip(operands, work.operands, strict=True)
+            return made(*(number for number, kind in pairs if kind is None))[place]
+
+        return [partial(function, place) for place in range(len(work.ranks))]
+
+    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        return mesh.devices
+
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+        shards = self._shards(source.with_spec(spec), self.ranks(spec.mesh))
+        return lambda _: shards
+
+    def _shards(self, kind: ArrayType, ranks: Sequence[int]) -> Shards:
+        if kind.spec is None:
+            return (AbstractShard(kind.shape, kind.dtype),) * len(ranks)
+        shapes = (kind.layout.local_shape(rank) or () for rank in ranks)
+        return tuple(AbstractShard(shape, kind.dtype) for shape in shapes)
+
+    def dense(self, source: ArrayType, shards: Shards) -> Any:
+        """The elements of a constant. Raises UsageError for an array that has none."""
+        if source.spec is None and not isinstance(shards[0], AbstractShard):
+            return shards[0]
+        raise UsageError(
+            f"the elements of {source} were asked for, but a function is traced without any: "
+            "bool(x), float(x), masks, nonzero and unique need them; use sp.where and the like, or "
+            "do that outside the function"
+        )
+
+    def __repr__(self) -> str:
+        return "AbstractRunner()"
+
+
+_FEW = 2
+"""Elements along a dimension that tell the type of a result."""
+
+
+def _result_dtypes(
+    work: LocalWork, numbers: Sequence[Any], count: int, moves_only: bool
+) -> tuple[tuple[DType, ...], bool]:
+    """The results' element types, and whether there is one result that stands by itself."""
+    given = [one.dtype for one in work.operands if one is not None]
+    if moves_only:
+        dtype = _meant(np.result_type(*map(_stand_in, given)), given)
+        return (dtype,) * count, count == 1
+    few = tuple(
+        None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
+        for one in work.operands
+    )
+    here = LocalWork(work.name, _standing_in(work.attributes), few, (), (), (0,), library("numpy"))
+    (function,) = local_functions(here)
+    waiting = list(numbers)
+    arrays = [waiting.pop(0) if one is None else _elements(one) for one in few]
+    with np.errstate(all="ignore"):
+        made = function(*arrays)
+    is_single = not isinstance(made, tuple | list)
+    results = (made,) if is_single else tuple(made)
+    asked = [value for value in work.attributes.values() if isinstance(value, DType)]
+    return tuple(_meant(one.dtype, [*asked, *given]) for one in results), is_single
+
+
+def _elements(kind: ArrayType) -> Any:
+    """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
+    numpy = _stand_in(kind.dtype)
+    if numpy.kind in "iub":
+        return np.zeros(kind.shape, dtype=numpy)
+    if kind.ndim < 2:
+        return np.ones(kind.shape, dtype=numpy)
+    unit = np.eye(*kind.shape[-2:], dtype=numpy)
+    return np.broadcast_to(unit, kind.shape)
+
+
+def _is_numpys(dtype: DType) -> bool:
+    """Whether NumPy itself has the type: a package that adds some lets NumPy's own names be."""
+    try:
+        return np.dtype(dtype.name).isbuiltin == 1
+    except TypeError:
+        return False
+
+
+def _stand_in(dtype: DType) -> np.dtype[Any]:
+    return dtype.numpy if _is_numpys(dtype) else np.dtype(np.float16)
+
+
+def _standing_in(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: as_dtype(_stand_in(value)) if isinstance(value, DType) else value
+        for name, value in attributes.items()
+    }
+
+
+def _meant(found: np.dtype[Any], given: Sequence[DType]) -> DType:
+    """The type that NumPy's stands for: the first one given that NumPy lacks."""
+    if found == np.float16:
+        for dtype in given:
+            if not _is_numpys(dtype):
+                return dtype
+    return as_dtype(found)

@@ -1,0 +1,92 @@
+"""A trace as a JSON document, for other programs: what its table says, with every rank's numbers.
+
+Sizes are in bytes, times in seconds, lists by rank in the order of `ranks`. Times are null without
+a topology, and those of computing where it knows of no devices.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+
+if TYPE_CHECKING:
+    from reshard.spmd.tracing.trace import Trace
+
+
+def trace_document(trace: Trace) -> str:
+    """The document.
+
+    >>> import json
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd import abstract, trace
+    >>> x = abstract((4, 4), "float32", spec(DeviceMesh.of(x=2), "-, x"))
+    >>> found = json.loads(trace_document(trace(lambda x: x @ x, x)))
+    >>> found["operations"][0]["before"][0]["steps"], found["moved_bytes"]
+    (['all-to-all(x)'], 32)
+    """
+    axes: dict[str, int] = {}
+    if trace.mesh is not None:
+        axes = dict(zip(trace.mesh.axis_names, trace.mesh.shape, strict=True))
+    inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+    is_timed = trace.topology is not None
+    document = {
+        "strategy": trace.strategy,
+        "mesh": axes,
+        "ranks": list(trace.ranks),
+        "inputs": [
+            {"value": number, "name": name, **_array(kind)} for number, name, kind in inputs
+        ],
+        "operations": [_operation(one, is_timed) for one in trace.operations],
+        "outputs": list(trace.graph.outputs),
+        "moved_bytes": trace.moved_bytes,
+        "peak_bytes": list(trace.peak_bytes.values()),
+        "compute_s": None if trace.compute_s is None else list(trace.compute_s.values()),
+        "inserted_s": trace.inserted_s,
+        "seconds_s": trace.seconds_s,
+    }
+    return json.dumps(document, indent=1)
+
+
+def _array(kind: ArrayType | None) -> dict[str, Any]:
+    """A number has no shape."""
+    if kind is None:
+        return {}
+    sharding = None if kind.spec is None else str(kind.spec)
+    return {"dtype": kind.dtype.name, "shape": list(kind.shape), "sharding": sharding}
+
+
+def _operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
+    results = zip(one.operation.results, one.results, strict=True)
+    return {
+        "operator": one.operation.operator,
+        "attributes": {name: _plain(value) for name, value in one.operation.attributes.items()},
+        "operands": list(one.operation.operands),
+        "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
+        "results": [{"value": number, **_array(kind)} for number, kind in results],
+        "before": [_reshard(reshard) for reshard in one.before],
+        "after": [_reshard(reshard) for reshard in one.after],
+        "live_bytes": list(one.live_bytes),
+        "compute_s": list(one.compute_s) or None,
+        "inserted_s": one.inserted_s if is_timed else None,
+        "seconds_s": one.seconds_s if is_timed else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _reshard(one: InsertedReshard) -> dict[str, Any]:
+    return {
+        "value": one.value,
+        "source": str(one.program.source),
+        "target": str(one.target),
+        "steps": [str(step) for step in one.program.steps],
+        "moved_bytes": one.moved_bytes,
+        "seconds_s": None if one.estimate is None else one.seconds_s,
+    }

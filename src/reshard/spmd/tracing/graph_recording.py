@@ -1,0 +1,291 @@
+"""Which graph does a Python function make of its arguments?
+
+The function is called once with arrays that have no elements (`abstract_runner`). A recorder sees
+every operation, as eager arrays carry them out, and writes it down:
+
+1. every array is a value of the graph, known by the object that it is;
+2. an operation's rule is that of its operator for the operands' shapes;
+3. `x.shard(spec)` is an operation `with_sharding`, whose result has that sharding;
+4. arrays and numbers that the function brings along are inputs too: its constants.
+
+A recorded function can be carried out again, on arrays with elements or without.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import UsageError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
+from reshard.spmd.operators.table import operator_of
+from reshard.spmd.propagation.graph import Graph, Operation, Value
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.library import library_of
+from reshard.spmd.shards.operation_call import Attributes, Call, recording
+from reshard.spmd.tracing.abstract_runner import AbstractRunner
+from reshard.spmd.tracing.argument_tree import leaves, replaced
+
+WITH_SHARDING = "with_sharding"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array stands in arguments or results: the number of its value."""
+
+    value: int
+
+
+def abstract(
+    shape: Iterable[int], dtype: object = "float32", spec: ShardingSpec | None = None
+) -> ArrayType:
+    """An array without elements, for `trace`: its shape, element type and sharding.
+
+    Raises:
+        UsageError: an unknown element type; what is no shape, or no sharding.
+        SpecError: a sharding for another number of dimensions.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> abstract((64, 32), "bfloat16", spec(DeviceMesh.of(x=2), "x, -"))
+    ArrayType(bfloat16[64, 32], 'x, -')
+    """
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
+        raise UsageError(f"{shape!r} is no shape; give whole numbers, 0 or more, as in (64, 32)")
+    if spec is not None and not isinstance(spec, ShardingSpec):
+        raise UsageError(f"{spec!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+    return ArrayType(sizes, as_dtype(dtype), spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What carries an operation of a graph out.
+
+    Args:
+        name: of the operator.
+        attributes, options: as `reshard.spmd.shards.operation_call.call` takes them.
+        target: the sharding of a `with_sharding`; None for other operators.
+    """
+
+    name: str
+    attributes: Attributes
+    options: Attributes
+    target: ShardingSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A function's graph, and what is needed to carry it out again. Make one with `record`.
+
+    Args:
+        graph: of the function.
+        names: what the function calls its inputs, in their order.
+        types: of its inputs in their order, with the shardings given; None for a number.
+        constants: inputs that the function brings along: arrays and numbers, by value number.
+        actions: one an operation.
+        arguments: what the function was called with, the places of arrays being their values.
+        results: what it returned, likewise.
+    """
+
+    graph: Graph
+    names: tuple[str, ...]
+    types: tuple[ArrayType | None, ...]
+    constants: Mapping[int, Any]
+    actions: tuple[Action, ...]
+    arguments: Any
+    results: Any
+
+
+class _GraphRecorder:
+    """Writes operations of one runner down, see `reshard.spmd.shards.operation_call.Recorder`."""
+
+    def __init__(self, runner: AbstractRunner) -> None:
+        self.runner = runner
+        self.values: list[Value] = []
+        self.inputs: list[int] = []
+        self.names: list[str] = []
+        self.types: list[ArrayType | None] = []
+        self.constants: dict[int, Any] = {}
+        self.operations: list[Operation] = []
+        self.actions: list[Action] = []
+        self._number_of: dict[Any, int] = {}
+        # Arrays are known by their identity, so none of them may be freed.
+        self._kept: list[Any] = []
+
+    def input(self, array: Any, kind: ArrayType | None, name: str) -> int:
+        """A new input of the graph."""
+        index = self._made(array, () if kind is None else kind.shape, _dtype_name(array, kind))
+        self.inputs.append(index)
+        self.names.append(name)
+        self.types.append(kind)
+        return index
+
+    def _made(self, array: Any, shape: tuple[int, ...], dtype: str) -> int:
+        index = len(self.values)
+        self.values.append(Value(index, shape, dtype))
+        self._number_of[_key(array)] = index
+        self._kept.append(array)
+        return index
+
+    def value_of(self, array: Any) -> int:
+        """The number of an array; one that is not known is a constant."""
+        found = self._number_of.get(_key(array))
+        if found is not None:
+            return found
+        kind = array.type if isinstance(array, ArrayValue) else None
+        index = self.input(array, kind, "constant" if kind is not None else repr(array))
+        self.constants[index] = array
+        return index
+
+    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+        """An operation; one on constants alone was carried out, and its result is a constant."""
+        if results[0].runner is not self.runner:
+            return
+        shapes = [() if one is None else one.shape for one in call.operands]
+        rule = operator_of(call.name).rule(shapes, **call.attributes)
+        action = Action(call.name, call.attributes, call.options)
+        self._add(action, operands, results, rule, call.attributes)
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """A sharding that the function asks for."""
+        spec = result.type.spec
+        if result.runner is not self.runner or spec is None:
+            return
+        mapping = tuple((dim,) for dim in range(operand.type.ndim))
+        rule = OpShardingRule([mapping], [mapping], operand.type.shape)
+        action = Action(WITH_SHARDING, {}, {}, spec)
+        self._add(action, [operand], [result], rule, {"sharding": str(spec)})
+
+    def _add(
+        self,
+        action: Action,
+        operands: Sequence[Any],
+        results: Sequence[ArrayValue],
+        rule: OpShardingRule,
+        attributes: Attributes,
+    ) -> None:
+        reads = tuple([self.value_of(one) for one in operands])
+        makes = tuple([self._made(one, one.type.shape, one.type.dtype.name) for one in results])
+        said = {name: _said(value) for name, value in attributes.items()}
+        self.operations.append(Operation(action.name, reads, makes, rule, MappingProxyType(said)))
+        self.actions.append(action)
+
+
+def _key(array: Any) -> Any:
+    """Arrays are told apart by their identity, numbers by what they are."""
+    return id(array) if isinstance(array, ArrayValue) else repr(array)
+
+
+def _said(value: Any) -> Any:
+    return value.name if isinstance(value, DType) else value
+
+
+def _dtype_name(array: Any, kind: ArrayType | None) -> str:
+    if kind is not None:
+        return kind.dtype.name
+    names = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+    return names[type(array)]
+
+
+def type_of(leaf: Any) -> ArrayType | None:
+    """What array an argument is, or stands for; None for one that is none."""
+    if isinstance(leaf, ArrayType):
+        return leaf
+    if isinstance(leaf, ArrayValue):
+        return leaf.type
+    found = library_of(leaf)
+    return None if found is None else ArrayType(leaf.shape, found.dtype_of(leaf))
+
+
+def filled(tree: Any, arrays: Mapping[int, Any] | Sequence[Any]) -> Any:
+    """Arguments or results with the arrays of their values at their places."""
+    return replaced(tree, lambda leaf: arrays[leaf.value] if isinstance(leaf, Place) else leaf)
+
+
+def _named(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Each leaf of the arguments, with what the function calls it."""
+    try:
+        bound = inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"{len(arguments)} arguments for the function {function!r}: {error}; give what it is "
+            "called with"
+        ) from error
+    except ValueError:  # A function that does not tell its parameters.
+        yield from leaves(list(arguments), "argument")
+        return
+    for name, argument in bound.arguments.items():
+        yield from leaves(argument, name)
+
+
+def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
+    """The graph of a function.
+
+    Args:
+        function: of arrays in shards.
+        arguments: arrays in shards or of a library, types from `abstract`, and lists, tuples and
+            dictionaries of them; all else is passed as it is.
+
+    Raises:
+        UsageError: a function that asks for elements, or returns none but other things.
+
+    >>> from reshard.spmd.functions.elementwise import exp
+    >>> print(record(lambda x: exp(x) * 2, [abstract((4, 8))]).graph)
+    %0: float32[4, 8], %2: int64[]
+    %1: float32[4, 8] = exp(%0) ([i, j]) -> ([i, j]) {i=4, j=8}
+    %3: float32[4, 8] = multiply(%1, %2) ([i, j], []) -> ([i, j]) {i=4, j=8}
+    return %3
+    """
+    runner = AbstractRunner()
+    recorder = _GraphRecorder(runner)
+    arrays: list[Any] = []
+    names = [name for name, _ in _named(function, arguments)]
+
+    def entered(leaf: Any) -> Any:
+        name = names.pop(0)
+        kind = type_of(leaf)
+        if kind is None:
+            return leaf
+        plain = kind if kind.spec is None else kind.with_spec(plain_spec(kind.spec))
+        arrays.append(runner.array(plain, ShardedArray))
+        return Place(recorder.input(arrays[-1], kind, name))
+
+    places = replaced(list(arguments), entered)
+    given = filled(places, arrays)
+    with recording(recorder):
+        returned = function(*given)
+
+    def left(leaf: Any) -> Any:
+        if not isinstance(leaf, ArrayValue):
+            raise UsageError(
+                f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
+                "lists, tuples and dictionaries of them"
+            )
+        return Place(recorder.value_of(leaf))
+
+    results = replaced(returned, left)
+    graph = Graph(
+        tuple(recorder.values),
+        tuple(recorder.inputs),
+        tuple(recorder.operations),
+        tuple(place.value for _, place in leaves(results)),
+    )
+    return Recording(
+        graph,
+        tuple(recorder.names),
+        tuple(recorder.types),
+        MappingProxyType(recorder.constants),
+        tuple(recorder.actions),
+        places,
+        results,
+    )

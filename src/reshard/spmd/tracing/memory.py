@@ -1,0 +1,130 @@
+"""How much memory does each rank need at every operation of a traced function?
+
+A value has memory of its own from the operation that makes it to the last one that reads it. The
+arguments are the caller's, who keeps them; results are kept to the end. Around an operation:
+
+    operand reshards   the value, the reshards so far, the new shards, what the program needs
+    the operator       all operands as it runs with them, and its results
+    result reshards    those, the new shards, what the program needs
+
+`with_sharding` computes nothing: its operand is its result before it is resharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from reshard.collectives.program import Program
+from reshard.collectives.steps import Permute
+from reshard.layout import Layout
+from reshard.runs import IntArray
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.tracing.graph_recording import WITH_SHARDING
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+
+Ranks = tuple[int, ...]
+
+
+def with_memory(
+    graph: Graph,
+    inputs: Iterable[ArrayType | None],
+    operations: Sequence[TracedOperation],
+    ranks: Ranks,
+) -> tuple[TracedOperation, ...]:
+    """The operations with the memory that is live at each.
+
+    Args:
+        graph: of the function.
+        inputs: types of its arguments and constants; None for numbers.
+        operations: one for each of the graph's.
+        ranks: of the mesh, in its order.
+    """
+    live = np.array(held_bytes(inputs, ranks))
+    last = {value: place for place, one in enumerate(graph.operations) for value in one.operands}
+    kept = {*graph.inputs, *graph.outputs}
+    held: dict[int, IntArray] = {}
+    found = []
+    for place, one in enumerate(operations):
+        meanwhile, after = _around(one, ranks)
+        found.append(
+            replace(
+                one,
+                live_bytes=tuple((live + meanwhile).tolist()),
+                held_bytes=tuple(live.tolist()),
+            )
+        )
+        for value, size in zip(one.operation.results, after, strict=True):
+            held[value] = size
+            live = live + size
+        for value in {*one.operation.operands, *one.operation.results}:
+            if value not in kept and last.get(value, place) <= place:
+                live = live - held.pop(value)
+    return tuple(found)
+
+
+def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
+    """What arrays of these types take on each rank; None is a number, which takes nothing."""
+    nothing = np.zeros(len(ranks), dtype=np.int64)
+    held = sum((_held(kind, ranks) for kind in kinds if kind is not None), nothing)
+    return tuple(held.tolist())
+
+
+def _around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
+    """The most that an operation holds beyond what is live, and what each result then is."""
+    most = beside = np.zeros(len(ranks), dtype=np.int64)
+    for reshard in one.before:
+        beside = beside + _held(reshard.result, ranks)
+        most = np.maximum(most, beside + _extra(reshard, ranks))
+    made = [_held(kind, ranks) for kind in one.computed]
+    if one.operation.operator != WITH_SHARDING:
+        beside = beside + sum(made)
+        most = np.maximum(most, beside)
+    for reshard in one.after:
+        beside = beside + _held(reshard.result, ranks)
+        most = np.maximum(most, beside + _extra(reshard, ranks))
+    after = [_held(kind, ranks) for kind in one.results]
+    return np.maximum(most, sum(after, np.zeros_like(most))), after
+
+
+@lru_cache(maxsize=4096)
+def _held(kind: ArrayType, ranks: Ranks) -> IntArray:
+    """Bytes of an array's shard on each rank."""
+    if kind.spec is None:
+        size_bytes = math.prod(kind.shape) * kind.dtype.itemsize_bytes
+        return np.full(len(ranks), size_bytes, dtype=np.int64)
+    return _elements(kind.layout, ranks) * kind.dtype.itemsize_bytes
+
+
+def _elements(layout: Layout, ranks: Ranks) -> IntArray:
+    total = np.zeros(max(layout.slots, *ranks) + 1, dtype=np.int64)
+    np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1))
+    return total[list(ranks)]
+
+
+def _extra(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
+    return _extra_elements(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
+
+
+@lru_cache(maxsize=4096)
+def _extra_elements(program: Program, ranks: Ranks) -> IntArray:
+    """The most elements each rank holds beyond its source and target: shards on the way, buffers.
+
+    See `Program.extra_bytes`, which is that of the fullest rank.
+    """
+    most = np.zeros(len(ranks), dtype=np.int64)
+    for number, step in enumerate(program.steps):
+        here = np.zeros(len(ranks), dtype=np.int64)
+        if number:
+            here += _elements(step.source_layout, ranks)
+        if number < len(program.steps) - 1:
+            here += _elements(step.target_layout, ranks)
+        if not isinstance(step, Permute):
+            here += (step.sent_elements + step.received_elements)[list(ranks)]
+        most = np.maximum(most, here)
+    return most

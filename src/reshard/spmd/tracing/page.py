@@ -1,0 +1,268 @@
+"""What a traced function does, as one HTML page: figures, memory, operations, reshards, ranks.
+
+The page needs no network and no script, as that of `reshard.show.pages.html_report`, whose parts it
+has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.plans.plan import Plan
+from reshard.show.pages.html_report import DrawnChange, Figure, change_html, figures_html, page_html
+from reshard.show.pages.memory_chart import Moment, memory_chart
+from reshard.show.pages.rank_legend import rank_legend
+from reshard.show.pictures.palette import rank_colours
+from reshard.spmd.tracing.table import (
+    call_text,
+    collectives,
+    inserted_text,
+    mesh_text,
+    number_texts,
+    sharding_text,
+    summary,
+    time_headers,
+    time_texts,
+)
+from reshard.text.markup import element, escaped
+from reshard.text.quantities import bytes_text, count_text, duration_text
+from reshard.text.rank_sets import ranks_text, short_rank_text
+
+if TYPE_CHECKING:
+    from reshard.sharding import ShardingSpec
+    from reshard.spmd.shards.array_type import ArrayType
+    from reshard.spmd.tracing.trace import Trace
+    from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+
+# Words stand at the left of their columns, numbers at the right.
+STYLE = """main { max-width: 1400px; }
+.wide { overflow-x: auto; }
+thead .left, .operations td { text-align: left; white-space: nowrap; }
+.operations td, .operations th { padding: 4px 8px; }
+.operations td.amount { text-align: right; font-size: inherit; }
+.operations th:first-child { color: var(--soft); text-align: right; }
+"""
+MOST_DRAWN = 12
+MOST_KINDS = 32
+
+
+def trace_page(trace: Trace, title: str = "") -> str:
+    """The page.
+
+    Args:
+        trace: of a function.
+        title: in one line; what the trace is of when empty.
+    """
+    heading = title or summary(trace)[0]
+    return page_html(
+        heading,
+        [
+            element("h1", escaped(heading)),
+            figures_html(_figures(trace)),
+            element("h2", "Memory"),
+            *_memory(trace),
+            element("h2", "Operations"),
+            _operations(trace),
+            *_ranks(trace),
+            *_reshards(trace),
+            element("h2", "Graph"),
+            element(
+                "details",
+                element("summary", "Its values and rules as text"),
+                element("pre", escaped(str(trace.graph))),
+            ),
+        ],
+        STYLE,
+    )
+
+
+def _figures(trace: Trace) -> list[Figure]:
+    counted = collectives(trace)
+    names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
+    peak = max(trace.peak_bytes.values())
+    fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]
+    mesh = "" if trace.mesh is None else mesh_text(trace.mesh)
+    figures = [
+        Figure("operations", count_text(len(trace.operations))),
+        Figure("ranks", count_text(len(trace.ranks)), mesh),
+        Figure("shardings", trace.strategy),
+        Figure("steps inserted", count_text(counted.total()), names),
+        Figure("moves", bytes_text(trace.moved_bytes)),
+        Figure("peak memory", bytes_text(peak), ranks_text(fullest, 24)),
+    ]
+    if trace.seconds_s is not None and trace.inserted_s is not None:
+        inserted = duration_text(trace.inserted_s)
+        if trace.counts_compute:
+            said = f"{inserted} of it collectives"
+            figures.append(Figure("estimated time", duration_text(trace.seconds_s), said))
+        else:
+            said = "collectives only: no device is known"
+            figures.append(Figure("estimated time", inserted, said))
+    return figures
+
+
+def _memory(trace: Trace) -> list[str]:
+    peaks = list(trace.peak_bytes.values())
+    place = int(np.argmax(peaks))
+    numbers = number_texts(trace)
+    moments = [
+        Moment(
+            f"{number}. {call_text(one.operation, numbers)}",
+            one.held_bytes[place],
+            one.live_bytes[place],
+        )
+        for number, one in enumerate(trace.operations, 1)
+    ]
+    said = (
+        f"What rank {trace.ranks[place]} holds, which holds most, at each operation: dark what "
+        "there is before it, light what it and its reshards add."
+    )
+    return [
+        element("p", escaped(said)),
+        element("figure", memory_chart(moments, bytes_text)),
+    ]
+
+
+def _operations(trace: Trace) -> str:
+    heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
+    heads += time_headers(trace)
+    numbers = number_texts(trace)
+    rows = [
+        _row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
+        for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+        if kind is not None
+    ]
+    for place, one in enumerate(trace.operations, 1):
+        texts = [
+            inserted_text(one),
+            bytes_text(one.moved_bytes) if one.moved_bytes else "-",
+            bytes_text(max(one.live_bytes)),
+            *time_texts(trace, one),
+        ]
+        for index, (number, kind) in enumerate(
+            zip(one.operation.results, one.results, strict=True)
+        ):
+            first = (str(place), f"%{number}", call_text(one.operation, numbers))
+            words = first if not index else ("", f"%{number}", "")
+            rest = texts if not index else []
+            rows.append(_row(*words, str(kind), sharding_text(kind), heads, rest))
+    returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
+    listed = element(
+        "table",
+        element(
+            "thead",
+            element(
+                "tr",
+                *(
+                    element("th", head, scope="col", class_="left" if 0 < place < 6 else None)
+                    for place, head in enumerate(heads)
+                ),
+            ),
+        ),
+        element("tbody", *rows),
+        class_="operations",
+    )
+    return element("div", listed, class_="wide") + element(
+        "p", escaped(f"returns {returned or 'nothing'}")
+    )
+
+
+def _row(
+    place: str,
+    value: str,
+    operation: str,
+    array: str,
+    sharding: str,
+    heads: list[str],
+    rest: list[str] | None = None,
+) -> str:
+    texts = [value, operation, array, sharding, *(rest or [])]
+    texts += [""] * (len(heads) - 1 - len(texts))
+    cells = [
+        element("td", escaped(text), class_="amount")
+        if column > 4
+        else element("td", element("code", escaped(text)) if text else "")
+        for column, text in enumerate(texts)
+    ]
+    return element("tr", element("th", place, scope="row"), *cells)
+
+
+def _ranks(trace: Trace) -> list[str]:
+    """What each rank sends, receives and holds; those alike in one row."""
+    span = max(trace.ranks) + 1
+    sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
+    for one in trace.operations:
+        for reshard in one.reshards:
+            width = reshard.source.dtype.itemsize_bytes
+            for step in reshard.program.steps:
+                sent[: len(step.sent_elements)] += step.sent_elements * width
+                received[: len(step.received_elements)] += step.received_elements * width
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for rank in trace.ranks:
+        amounts: tuple[float, ...] = (int(sent[rank]), int(received[rank]), trace.peak_bytes[rank])
+        if trace.compute_s is not None:
+            amounts += (trace.compute_s[rank],)
+        kinds.setdefault(amounts, []).append(rank)
+    ordered = sorted(kinds.items(), key=lambda kind: (-max(kind[0][:2]), -kind[0][2], kind[1]))
+    rows = [
+        element(
+            "tr",
+            element("th", escaped(short_rank_text(sorted(ranks), 24)), scope="row"),
+            *(element("td", bytes_text(int(amount))) for amount in amounts[:3]),
+            *(element("td", duration_text(seconds_s)) for seconds_s in amounts[3:]),
+        )
+        for amounts, ranks in ordered[:MOST_KINDS]
+    ]
+    left_out = sum(len(ranks) for _, ranks in ordered[MOST_KINDS:])
+    if left_out:
+        rest = f"and {count_text(left_out, 'rank')} that move less"
+        span = 4 + trace.counts_compute
+        rows.append(element("tr", element("td", rest, colspan=span, class_="rest")))
+    heads = ["ranks", "each sends", "each receives", "each holds at most"]
+    heads += ["each computes"] * trace.counts_compute
+    return [
+        element("h2", "Ranks"),
+        element(
+            "table",
+            element("thead", element("tr", *(element("th", head, scope="col") for head in heads))),
+            element("tbody", *rows),
+        ),
+    ]
+
+
+def _reshards(trace: Trace) -> list[str]:
+    """The reshards that move most, drawn; equal ones once."""
+    count: Counter[tuple[ArrayType, ShardingSpec]] = Counter()
+    found: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}
+    for one in trace.operations:
+        for reshard in one.reshards:
+            key = (reshard.source, reshard.target)
+            count[key] += 1
+            found.setdefault(key, (one, reshard))
+    if not found:
+        return [element("h2", "Inserted"), element("p", "Nothing is resharded.")]
+    ordered = sorted(found, key=lambda key: -found[key][1].moved_bytes * count[key])
+    drawn = ordered[:MOST_DRAWN]
+    colours = rank_colours(set(trace.ranks))
+    sections = []
+    for number, key in enumerate(drawn, 1):
+        one, reshard = found[key]
+        program = reshard.program
+        plan = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
+        steps = " ".join(map(str, program.steps)) or "nothing"
+        times = count_text(count[key], "time")
+        heading = (
+            f"%{reshard.value} at {one.operation.operator}: {steps}, {times}, "
+            f"{bytes_text(reshard.moved_bytes)} each"
+        )
+        change = DrawnChange(
+            heading, str(program.source), str(program.target), plan, plan.transfers
+        )
+        sections.append(change_html(change, number, colours))
+    rest = len(ordered) - len(drawn)
+    if rest:
+        sections.append(element("p", f"and {count_text(rest, 'other kind')} that move less"))
+    return [element("h2", "Inserted"), rank_legend(colours), *sections]

@@ -1,0 +1,188 @@
+"""What a traced function does, as a table: a line for each operation, and what it comes to.
+
+>>> from reshard import DeviceMesh, spec
+>>> from reshard.spmd import abstract, trace
+>>> mesh = DeviceMesh.of(x=4)
+>>> x, w = abstract((8, 8), "float32", spec(mesh, "-, x")), abstract((8, 8))
+>>> print(trace(lambda x, w: (x @ w).reduced(), x, w))
+value  operation          array          sharding       inserted                 moves     live
+-----  -----------------  -------------  -------------  ---------------------  -------  -------
+%0     x                  float32[8, 8]  -, x
+%1     w                  float32[8, 8]
+%2     matmul(%0, %1)     float32[8, 8]  -, - | sum(x)  %1 slice(x) to `x, -`        -    640 B
+%3     with_sharding(%2)  float32[8, 8]  -, -           then all-reduce(x)     1.54 kB  1.60 kB
+returns %3
+2 operations on 4 ranks (x=4), eager; inserted: 1 all-reduce, 1 slice
+1.54 kB move between ranks; each rank holds at most 1.60 kB
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from reshard.spmd.tracing.graph_recording import WITH_SHARDING
+from reshard.text.quantities import bytes_text, count_text, duration_text, table
+from reshard.text.rank_sets import ranks_text
+
+if TYPE_CHECKING:
+    from reshard.mesh import DeviceMesh
+    from reshard.spmd.propagation.graph import Operation
+    from reshard.spmd.shards.array_type import ArrayType
+    from reshard.spmd.tracing.trace import Trace
+    from reshard.spmd.tracing.traced_operation import TracedOperation
+
+HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live")
+
+
+def trace_table(trace: Trace) -> str:
+    """The lines of the table and its summary, without a last line break."""
+    headers = [*HEADERS, *time_headers(trace)]
+    numbers = number_texts(trace)
+    rows = [
+        [f"%{number}", name, str(kind), sharding_text(kind), *[""] * 3]
+        for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+        if kind is not None
+    ]
+    count = len(rows)
+    for one in trace.operations:
+        rows += _rows(one, numbers)
+    wide = len(headers) - len(HEADERS)
+    times = [[""] * wide] * count
+    for one in trace.operations:
+        times += [time_texts(trace, one), *[[""] * wide] * (len(one.results) - 1)]
+    rows = [[*row, *own] for row, own in zip(rows, times, strict=True)]
+    returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
+    return "\n".join(
+        [
+            table(rows, headers, "lllllrr" + "r" * wide),
+            f"returns {returned or 'nothing'}",
+            *summary(trace),
+        ]
+    )
+
+
+def _rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
+    """A row a result, the first of which says all of the operation."""
+    rows = []
+    for number, kind in zip(one.operation.results, one.results, strict=True):
+        rows.append([f"%{number}", "", str(kind), sharding_text(kind), "", "", ""])
+    moves = bytes_text(one.moved_bytes) if one.moved_bytes else "-"
+    said = [call_text(one.operation, numbers), inserted_text(one), moves, live_text(one)]
+    for column, text in zip((1, 4, 5, 6), said, strict=True):
+        rows[0][column] = text
+    return rows
+
+
+def time_headers(trace: Trace) -> tuple[str, ...]:
+    """The columns of times: none without a topology, one where it knows of no devices."""
+    if trace.topology is None:
+        return ()
+    return ("compute", "collectives", "time") if trace.counts_compute else ("collectives",)
+
+
+def time_texts(trace: Trace, one: TracedOperation) -> list[str]:
+    """The times of an operation, one for each of `time_headers`."""
+    times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
+    return [duration_text(times[name]) if times[name] else "-" for name in time_headers(trace)]
+
+
+def number_texts(trace: Trace) -> dict[int, str]:
+    """The numbers that a function brings along, by their values."""
+    inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
+    return {number: name for number, name, kind in inputs if kind is None}
+
+
+def sharding_text(kind: ArrayType | None) -> str:
+    """How an array is sharded; nothing for one that is not."""
+    return "" if kind is None or kind.spec is None else str(kind.spec)
+
+
+def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
+    """An operator, its operands and what it was told. Numbers stand for themselves.
+
+    >>> from reshard.spmd.propagation.graph import Graph
+    >>> text = '''%0: float32[4]
+    ... %1: float32[] = sum(%0; axis=0) ([i]) -> ([]) {i=4} reduction={i}
+    ... return %1'''
+    >>> call_text(Graph.parse(text).operations[0], {})
+    'sum(%0, axis=0)'
+    """
+    words = [numbers.get(number, f"%{number}") for number in operation.operands]
+    words += [
+        f"{name}={value if isinstance(value, str) else repr(value)}"
+        for name, value in operation.attributes.items()
+        if value is not False and operation.operator != WITH_SHARDING
+    ]
+    return f"{operation.operator}({', '.join(words)})"
+
+
+def inserted_text(one: TracedOperation) -> str:
+    """The collectives around an operation, and which values they reshard."""
+    words = [str(reshard) for reshard in one.before]
+    words += [f"then {' '.join(map(str, reshard.program.steps))}" for reshard in one.after]
+    return "; ".join(words) or "-"
+
+
+def live_text(one: TracedOperation) -> str:
+    """The memory of the rank that holds most."""
+    return bytes_text(max(one.live_bytes))
+
+
+def collectives(trace: Trace) -> Counter[str]:
+    """How often each kind of step is inserted."""
+    return Counter(
+        step.name
+        for one in trace.operations
+        for reshard in one.reshards
+        for step in reshard.program.steps
+    )
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """The axes of a mesh and their sizes.
+
+    >>> from reshard import DeviceMesh
+    >>> mesh_text(DeviceMesh.of(dp=2, tp=4))
+    'dp=2, tp=4'
+    """
+    return ", ".join(f"{a}={size}" for a, size in zip(mesh.axis_names, mesh.shape, strict=True))
+
+
+def summary(trace: Trace) -> list[str]:
+    """What it comes to, a sentence a line."""
+    counted = collectives(trace)
+    names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
+    operations = count_text(len(trace.operations), "operation")
+    ranks = count_text(len(trace.ranks), "rank")
+    if trace.mesh is not None:
+        ranks += f" ({mesh_text(trace.mesh)})"
+    moved = bytes_text(trace.moved_bytes)
+    peak = max(trace.peak_bytes.values())
+    fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]
+    who = f"{ranks_text(sorted(fullest), 24)} hold{'s' if len(fullest) == 1 else ''}"
+    if len(fullest) == len(trace.ranks):
+        who = "each rank holds"
+    lines = [
+        f"{operations} on {ranks}, {trace.strategy}; inserted: {names or 'nothing'}",
+        f"{moved} move between ranks; {who} at most {bytes_text(peak)}",
+    ]
+    return lines + time_summary(trace)
+
+
+def time_summary(trace: Trace) -> list[str]:
+    """How long it takes, a sentence; none without a topology."""
+    if trace.seconds_s is None or trace.inserted_s is None:
+        return []
+    inserted = duration_text(trace.inserted_s)
+    if trace.compute_s is None:
+        return [f"collectives take {inserted}; the topology does not say how fast devices compute"]
+    least, most = min(trace.compute_s.values()), max(trace.compute_s.values())
+    each = duration_text(most)
+    if duration_text(least) != each:
+        each = f"{duration_text(least)} to {each}"
+    return [
+        f"estimated time {duration_text(trace.seconds_s)}: each rank computes {each}, "
+        f"collectives take {inserted}"
+    ]

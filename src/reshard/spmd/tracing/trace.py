@@ -1,0 +1,424 @@
+"""What will a function on arrays in shards do, before any of it is done?
+
+`trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
+arrays without elements. That tells, for every operation, on which shards it runs, what is
+resharded before and after it, and by which collectives; what that moves; how long that and the
+computing take; and how much memory each rank holds meanwhile. With a strategy other than "eager",
+shardings are propagated over the whole graph first.
+
+    operation        runs with         inserted              then
+    x @ w            x, k . k, -       all-gather(k)         x, -
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.cost.formulas import check_library
+from reshard.errors import MeshError, ShardError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
+from reshard.spmd.propagation.cost_model import Machine
+from reshard.spmd.propagation.cost_propagation import propagate_by_cost
+from reshard.spmd.propagation.graph import Graph, Operation
+from reshard.spmd.propagation.placement import explicit_reshards
+from reshard.spmd.propagation.propagation import propagate_graph
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.operation_call import Call, call, recording
+from reshard.spmd.shards.runner import Runner, replicated, runner_for
+from reshard.spmd.tracing.abstract_runner import AbstractRunner
+from reshard.spmd.tracing.argument_tree import leaves
+from reshard.spmd.tracing.compute import with_compute
+from reshard.spmd.tracing.document import trace_document
+from reshard.spmd.tracing.graph_recording import (
+    Recording,
+    filled,
+    record,
+    type_of,
+)
+from reshard.spmd.tracing.memory import held_bytes, with_memory
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
+from reshard.topology import Topology
+
+STRATEGIES = ("eager", "basic", "aggressive", "cost")
+Spec = ShardingSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shardings:
+    """What each value of a graph is to be sharded by; None where operations decide.
+
+    Args:
+        values: by number.
+        operands: of each operation: in which shardings it is to read them.
+    """
+
+    values: tuple[Spec, ...]
+    operands: tuple[tuple[Spec, ...], ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a function does on arrays in shards. Make one with `trace`.
+
+    Args:
+        graph: the function: values, operations, outputs.
+        strategy: by which shardings were found.
+        mesh: of all shardings; None where nothing is sharded.
+        names: what the function calls its inputs, in the order of `graph.inputs`.
+        inputs: their types; None for a number.
+        operations: one for each of the graph's.
+        outputs: types of what the function returns.
+        topology: of the times; None where there are none.
+    """
+
+    graph: Graph
+    strategy: str
+    mesh: DeviceMesh | None
+    names: tuple[str, ...]
+    inputs: tuple[ArrayType | None, ...]
+    operations: tuple[TracedOperation, ...]
+    outputs: tuple[ArrayType, ...]
+    topology: Topology | None
+    _recording: Recording
+    _shardings: Shardings
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the mesh, in its order; 0 alone where there is none."""
+        return (0,) if self.mesh is None else self.mesh.devices
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_elements for one in self.operations)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_bytes for one in self.operations)
+
+    @property
+    def counts_compute(self) -> bool:
+        """Whether times have those of computing: whether the topology knows of devices."""
+        return self.topology is not None and self.topology.device is not None
+
+    @property
+    def inserted_s(self) -> float | None:
+        """How long all that is inserted takes; None without a topology."""
+        if self.topology is None:
+            return None
+        return sum(one.inserted_s for one in self.operations)
+
+    @cached_property
+    def compute_s(self) -> Mapping[int, float] | None:
+        """How long each rank computes; None without a topology that knows of devices."""
+        if not self.counts_compute:
+            return None
+        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
+        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
+
+    @property
+    def seconds_s(self) -> float | None:
+        """How long the function takes; None without a topology.
+
+        One operation after the other, each as long as on the rank that computes longest, since
+        collectives wait for all. Where the topology knows of no devices, what is inserted alone.
+        """
+        if self.topology is None:
+            return None
+        return sum(one.seconds_s for one in self.operations)
+
+    @cached_property
+    def peak_bytes(self) -> Mapping[int, int]:
+        """The most memory that each rank holds at any time, arguments included."""
+        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
+        return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}
+
+    def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
+        """What the function returns, computed in these shardings.
+
+        Args:
+            arguments: like those that were traced, with elements.
+            runner: which keeps the shards, see `reshard.spmd.array`.
+
+        Raises:
+            ShardError: arguments of another number, shape or element type.
+
+        >>> import numpy as np
+        >>> from reshard import DeviceMesh, spec
+        >>> from reshard.spmd import abstract
+        >>> rows = abstract((4, 2), "float64", spec(DeviceMesh.of(x=2), "x, -"))
+        >>> double = trace(lambda x: x + x, rows, strategy="basic")
+        >>> double.run(np.ones((4, 2))).type
+        ArrayType(float64[4, 2], 'x, -')
+        """
+        given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
+        wanted = [n for n in self.graph.inputs if n not in self._recording.constants]
+        if len(given) != len(wanted):
+            raise ShardError(
+                f"{len(given)} arrays, but {len(wanted)} were traced: "
+                f"{', '.join(self.names[: len(wanted)])}; give one for each of these"
+            )
+        keeper = runner or next(
+            (one.runner for one in given if isinstance(one, ArrayValue)), runner_for(*given[:1])
+        )
+        arrays = dict(zip(wanted, given, strict=True)) | dict(self._recording.constants)
+        for number, name, kind in zip(self.graph.inputs, self.names, self.inputs, strict=True):
+            if kind is None:
+                continue
+            found = type_of(arrays[number])
+            if found is None or (found.shape, found.dtype) != (kind.shape, kind.dtype):
+                raise ShardError(f"{name} is {found}, but {kind} was traced; give such an array")
+            if kind.spec is None and found.spec is not None:
+                arrays[number] = arrays[number].to_dense()
+            arrays[number] = array(arrays[number], kind.spec, runner=keeper)
+        values = _carried_out(self._recording, self._shardings, arrays)
+        return filled(self._recording.results, values)
+
+    def html(self, title: str = "") -> str:
+        """A page that shows it, without scripts or anything from elsewhere."""
+        from reshard.spmd.tracing.page import trace_page
+
+        return trace_page(self, title)
+
+    def to_json(self) -> str:
+        """All of it as a JSON document, see `reshard.spmd.tracing.document`."""
+        return trace_document(self)
+
+    def __str__(self) -> str:
+        from reshard.spmd.tracing.table import trace_table
+
+        return trace_table(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Trace of {len(self.operations)} operations, {self.strategy}, which move "
+            f"{self.moved_bytes:,} bytes>"
+        )
+
+
+def trace(
+    function: Callable[..., Any],
+    *arguments: Any,
+    strategy: str = "eager",
+    topology: Topology | None = None,
+    library: str = "nccl",
+) -> Trace:
+    """What a function on arrays in shards does, found without carrying it out.
+
+    Args:
+        function: of arrays in shards, with the functions of `reshard.spmd`.
+        arguments: arrays from `abstract`, which have no elements, arrays in shards or of NumPy or
+            PyTorch, and lists, tuples and dictionaries of them. All else is passed as it is.
+        strategy: "eager": each operation by itself, as it is carried out at once; "basic",
+            "aggressive" or "cost": shardings are propagated over the whole function first.
+        topology: the hosts of the ranks, the links between them and their devices, for times, and
+            for "cost"; hosts of eight H100 for that when None.
+        library: whose collectives take the time, a key of `reshard.cost.LIBRARIES`.
+
+    Raises:
+        UsageError: an unknown strategy or library; what is no topology; a function that asks for
+            elements, as `if x > 0:` does, uses an operator without a rule, or returns something
+            else than arrays.
+        MeshError: shardings over several meshes.
+        LayoutError: a rank that the topology has not, or a link that it does not know.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> from reshard.spmd import abstract
+    >>> mesh = DeviceMesh.of(x=4)
+    >>> x, w = abstract((8, 16), "float32", spec(mesh, "-, x")), abstract((16, 8))
+    >>> traced = trace(lambda x, w: (x @ w).reduced(), x, w)
+    >>> traced.moved_bytes, traced.peak_bytes[0]
+    (1536, 1920)
+    """
+    if topology is not None and not isinstance(topology, Topology):
+        raise UsageError(
+            f"{topology!r} is no Topology; give one, such as "
+            'reshard.cost.load_preset("h100-8").topology()'
+        )
+    check_library(library)
+    if strategy not in STRATEGIES:
+        raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
+    recorded = record(function, arguments)
+    mesh = _mesh(recorded)
+    shardings = (
+        _as_given(recorded)
+        if strategy == "eager"
+        else _propagated(recorded, strategy, mesh, Machine(topology, library))
+    )
+    ranks = (0,) if mesh is None else mesh.devices
+    if topology is not None:
+        topology.host_of(ranks)
+    runner = AbstractRunner()
+    inputs = []
+    arrays: dict[int, Any] = dict(recorded.constants)
+    for number, kind in zip(recorded.graph.inputs, recorded.types, strict=True):
+        known = None if kind is None else kind.with_spec(shardings.values[number])
+        inputs.append(known)
+        if known is not None:
+            arrays[number] = runner.array(known, ShardedArray)
+    watcher = _Watcher(topology, library)
+    values = _carried_out(recorded, shardings, arrays, watcher)
+    operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
+    if topology is not None and topology.device is not None:
+        operations = with_compute(operations, ranks, topology.device)
+    return Trace(
+        recorded.graph,
+        strategy,
+        mesh,
+        recorded.names,
+        tuple(inputs),
+        operations,
+        tuple(values[number].type for number in recorded.graph.outputs),
+        topology,
+        recorded,
+        shardings,
+    )
+
+
+def _mesh(recorded: Recording) -> DeviceMesh | None:
+    given = [kind.spec for kind in recorded.types if kind is not None]
+    given += [action.target for action in recorded.actions]
+    meshes = list(dict.fromkeys(spec.mesh for spec in given if spec is not None))
+    if len(meshes) > 1:
+        raise MeshError(
+            f"shardings over {meshes[0]!r} and over {meshes[1]!r} in one function; give all of "
+            "them over one mesh"
+        )
+    return meshes[0] if meshes else None
+
+
+def _as_given(recorded: Recording) -> Shardings:
+    """Inputs as they were given; the rest as operations make it."""
+    graph = recorded.graph
+    values: list[Spec] = [None] * len(graph.values)
+    for number, kind in zip(graph.inputs, recorded.types, strict=True):
+        if kind is not None and kind.spec is not None:
+            values[number] = plain_spec(kind.spec)
+    return Shardings(tuple(values), tuple((None,) * len(o.operands) for o in graph.operations))
+
+
+def _propagated(
+    recorded: Recording, strategy: str, mesh: DeviceMesh | None, machine: Machine
+) -> Shardings:
+    """Shardings of all values, from those of the inputs and the `with_sharding`s."""
+    if mesh is None:
+        return _as_given(recorded)
+    graph = recorded.graph
+    known = {
+        number: kind.spec
+        for number, kind in zip(graph.inputs, recorded.types, strict=True)
+        if kind is not None and kind.spec is not None
+    }
+    for operation, action in zip(graph.operations, recorded.actions, strict=True):
+        if action.target is not None:
+            known[operation.results[0]] = action.target
+    if strategy == "cost":
+        found = propagate_by_cost(graph, known, machine=machine).propagated
+    else:
+        found = propagate_graph(graph, known, strategy=strategy)
+    values = tuple(
+        replicated(mesh, len(value.shape)) if spec is None else plain_spec(spec)
+        for value, spec in zip(graph.values, found.values, strict=True)
+    )
+    return Shardings(values, explicit_reshards(found).operands)
+
+
+def _carried_out(
+    recorded: Recording,
+    shardings: Shardings,
+    inputs: Mapping[int, Any],
+    watcher: _Watcher | None = None,
+) -> dict[int, Any]:
+    """All values of a recorded function, from its inputs. A watcher sees every operation."""
+    values = dict(inputs)
+    for operation, action, wanted in zip(
+        recorded.graph.operations, recorded.actions, shardings.operands, strict=True
+    ):
+        given = [values[number] for number in operation.operands]
+        placed = [_resharded(x, spec) for x, spec in zip(given, wanted, strict=True)]
+        specs = [shardings.values[number] for number in operation.results]
+        if action.target is not None:
+            made, specs = placed, [action.target]
+        else:
+            with nullcontext() if watcher is None else recording(watcher):
+                found = call(action.name, placed, action.attributes, action.options)
+            made = list(found) if isinstance(found, tuple) else [found]
+        results = [_resharded(x, spec) for x, spec in zip(made, specs, strict=True)]
+        if watcher is not None:
+            watcher.saw(operation, given, placed, made, results)
+        values.update(zip(operation.results, results, strict=True))
+    return values
+
+
+def _resharded(x: Any, spec: Spec) -> Any:
+    if spec is None or not isinstance(x, ShardedArray) or x.type.spec is spec:
+        return x
+    return x.shard(spec)
+
+
+class _Watcher:
+    """Makes a `TracedOperation` of every operation that it sees."""
+
+    def __init__(self, topology: Topology | None, library: str) -> None:
+        self.found: list[TracedOperation] = []
+        self.topology = topology
+        self.library = library
+        self._call: Call | None = None
+
+    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+        """The call that carries an operation out."""
+        self._call = call
+
+    def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
+        """Reshards are seen by `saw`."""
+
+    def saw(
+        self,
+        operation: Operation,
+        given: Sequence[Any],
+        placed: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """An operation: its operands, those that it was called with, and its results likewise."""
+        called, self._call = self._call, None
+        before, after = [], []
+        runs_with = [x.type.spec if isinstance(x, ArrayValue) else None for x in placed]
+        if called is not None:
+            runs_with = list(called.runs_with)
+        for number, x, there, spec in zip(
+            operation.operands, given, placed, runs_with, strict=True
+        ):
+            if isinstance(x, ArrayValue):
+                before += self._inserted(number, x.type, there.type.spec)
+                before += self._inserted(number, there.type, spec)
+        for number, x, there in zip(operation.results, made, results, strict=True):
+            after += self._inserted(number, x.type, there.type.spec)
+        self.found.append(
+            TracedOperation(
+                operation,
+                tuple(x.type if isinstance(x, ArrayValue) else None for x in given),
+                tuple(runs_with),
+                tuple(x.type for x in results),
+                tuple(x.type for x in made),
+                tuple(before),
+                tuple(after),
+            )
+        )
+
+    def _inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
+        if target is None or source.spec is target:
+            return []
+        before = source.spec or replicated(target.mesh, source.ndim)
+        if before.layout(source.shape) is target.layout(source.shape):
+            return []
+        return [InsertedReshard(value, source, target, self.topology, self.library)]

@@ -1,0 +1,389 @@
+"""How do the pieces of a plan travel between the ranks of a process group, in little memory?
+
+Each rank knows its own part of the plan (`messages`). Its messages stand in an order that all
+ranks share, and those that are staged take turns in a few slots of memory::
+
+    sends      s0  s1  s2  s3  s4 ...     posted ahead while their slots are free
+    receives   r0  r1  r2  r3  r4 ...
+    slots      A   B   -   A   B          - is dense: sent or received where it lies
+
+1. Once, messages are listed and slots are given out; a message follows those that have its slot
+   before. Several ranks that are sent the same are sent it from one slot, packed once.
+2. `start` posts what follows nothing: receives, and sends once they are packed. Then it copies
+   what stays.
+3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
+   that is not posted yet says whose slot to wait for: what it follows comes before it, so some
+   rank can always go on.
+4. A message that has arrived is unpacked, or combined once all contributions of lower order are.
+
+Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
+the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
+slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import RunError, UsageError
+from reshard.plans.plan import Plan
+from reshard.torch.exchange.host_memory import copier, empty_bytes
+from reshard.torch.exchange.messages import (
+    ALIGNMENT_BYTES,
+    Kept,
+    Message,
+    Movement,
+    Piece,
+    aligned,
+    cells_of,
+    messages_of,
+)
+from reshard.torch.exchange.reductions import combine, complete
+
+DEFAULT_EXTRA_BYTES = 64 << 20
+# The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or
+# unpacked, but gloo takes about 0.1 ms of processor time for each.
+MESSAGE_BYTES = 1 << 22
+# How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
+_MESSAGES_AHEAD = 4
+_PACKED_AHEAD = 2
+# As many go to one rank before others do: threads that wait for messages wake up less often. They
+# are still packed when the next rank's turn comes, which may be sent the same.
+_IN_A_TURN = _PACKED_AHEAD
+# The fewest messages that have to fit in a limit: two in each direction.
+_LEAST_MESSAGES = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
+
+    message: Message
+    buffer: torch.Tensor
+    copies: list[Callable[[], object]]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What is posted at once, and what is combined once it is done.
+
+    `key` is its place in the order of all; `follows` the steps whose slots it takes over.
+    """
+
+    key: tuple[int, ...]
+    messages: list[_Prepared] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    follows: list[_Step] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def order(self) -> int:
+        """Of the contributions that travel in it."""
+        return self.key[0]
+
+    @property
+    def only_sends(self) -> bool:
+        """Whether nothing arrives, or is combined, by it."""
+        return not self.kept and all(one.message.is_sent for one in self.messages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a slot of it is not free yet."""
+        return not all(before.is_done for before in self.follows)
+
+
+def message_bytes_of(extra_bytes: int, peers: int = 1) -> int:
+    """The most bytes of a message, so that enough of them for `peers` fit in a limit.
+
+    Raises:
+        UsageError: a limit that has no room for the smallest messages.
+
+    >>> message_bytes_of(64 << 20) == MESSAGE_BYTES
+    True
+    >>> message_bytes_of(100)
+    16
+    """
+    each = extra_bytes // (_LEAST_MESSAGES * max(peers, 1)) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if each < ALIGNMENT_BYTES:
+        least = _LEAST_MESSAGES * max(peers, 1) * ALIGNMENT_BYTES
+        raise UsageError(
+            f"extra_bytes={extra_bytes}: too little to send and receive with; give at least {least}"
+        )
+    return min(each, MESSAGE_BYTES)
+
+
+class Exchange:
+    """The messages of one rank, prepared to run any number of times.
+
+    Args:
+        movements: of all tensors, in the same order on every rank, with this rank's transfers.
+        rank: this process's, among the slots of the layouts.
+        group: of all ranks that have a part.
+        device: where the staging memory is.
+        extra_bytes: the most staging memory; the same on every rank.
+        is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
+            needs it; by default where the group is one of NCCL.
+        memory: bytes to stage in, `extra_bytes` of them, that exchanges share which run one after
+            the other; its own when None.
+
+    Raises:
+        UsageError: a limit too small for any message.
+    """
+
+    def __init__(
+        self,
+        movements: Iterable[Movement],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        extra_bytes: int = DEFAULT_EXTRA_BYTES,
+        is_grouped: bool | None = None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
+        peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
+        message_bytes = message_bytes_of(extra_bytes, peers)
+        found = messages_of(
+            movements,
+            rank,
+            dist.get_world_size(),
+            message_bytes,
+            1 if self._is_grouped else _IN_A_TURN,
+        )
+        self._copies = [copier(one.target, one.source) for one in found.kept.pop(0, [])]
+        self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
+        self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
+        self._steps = self._listed(found.messages, found.kept)
+        most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
+        slots = [
+            _Slots(
+                [m for m in found.messages if m.is_sent is is_sent],
+                is_sent and not self._is_grouped,
+                peers * (_PACKED_AHEAD if is_sent and not self._is_grouped else _MESSAGES_AHEAD),
+                most_bytes,
+                device,
+                half,
+            )
+            for is_sent, half in zip((False, True), halves, strict=True)
+        ]
+        for step in self._steps:
+            for message in step.messages:
+                slots[message.message.is_sent].give(message, step)
+        self.extra_bytes = sum(one.size_bytes for one in slots)
+        # What is grouped is posted in one order on all ranks; else sends and receives go apart.
+        self._lanes: tuple[list[_Step], list[_Step]] = ([], [])
+        for step in self._steps:
+            self._lanes[step.only_sends and not self._is_grouped].append(step)
+        self._posted = [0, 0]
+        self._open_order = 0
+        self._is_running = False
+        self.has_failed = False
+        # Of all its messages; exchanges that are under way at once have tags of their own.
+        self.tag = 0
+
+    def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
+        """Steps in the order of all messages; what stays and is combined comes before them."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        digits = 2 if self._is_grouped else 5
+        steps = [_Step((order, -1), kept=parts) for order, parts in kept.items()]
+        for key, together in itertools.groupby(messages, lambda message: message.key[:digits]):
+            prepared = [_Prepared(message, nothing, []) for message in together]
+            steps.append(_Step(key, prepared))
+        return sorted(steps, key=lambda step: step.key)
+
+    @property
+    def can_leave_its_thread(self) -> bool:
+        """Whether another thread may run it: not where streams belong to threads."""
+        return not self._is_grouped and self._device.type == "cpu"
+
+    def run(self) -> None:
+        """`start` and `finish`."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Begin. Sources must not change, nor targets be used, until `finish` has returned.
+
+        Raises RunError where the process group cannot send, or an earlier run failed.
+        """
+        if self.has_failed:
+            raise RunError(
+                "this exchange failed before, and its process group may still carry messages of "
+                "it; begin anew with a new group"
+            )
+        if self._is_running:
+            raise RunError("this exchange runs already; finish it before it starts again")
+        self._posted = [0, 0]
+        self._open_order = 0
+        for step in self._steps:
+            step.is_done = False
+        self._is_running = True
+        with _Failure(self, "a message could not be sent"):
+            self._post_what_can_be()
+            for copy in self._copies:
+                copy()
+
+    def finish(self) -> None:
+        """Wait for what has begun, and do the rest.
+
+        Raises RunError where a message does not come; the targets are not usable then.
+        """
+        if not self._is_running:
+            raise RunError("this exchange has not started")
+        with _Failure(self, "a message did not arrive"):
+            while waiting := self._post_what_can_be():
+                for before in min(waiting, key=lambda step: step.key).follows:
+                    self._complete(before)
+            for step in self._steps:
+                self._complete(step)
+        self._is_running = False
+
+    def _post_what_can_be(self) -> list[_Step]:
+        """The first step of each direction that still has to wait for a slot."""
+        waiting = []
+        for direction, lane in enumerate(self._lanes):
+            posted = self._posted[direction]
+            while posted < len(lane) and not lane[posted].waits:
+                self._post(lane[posted])
+                posted += 1
+            self._posted[direction] = posted
+            waiting += lane[posted : posted + 1]
+        return waiting
+
+    def _post(self, step: _Step) -> None:
+        operations = []
+        for one in step.messages:
+            if one.message.is_sent:
+                for pack in one.copies:
+                    pack()
+            kind = dist.isend if one.message.is_sent else dist.irecv
+            if self._is_grouped:
+                operations.append(dist.P2POp(kind, one.buffer, one.message.peer, self._group))
+            else:
+                step.works.append(kind(one.buffer, one.message.peer, self._group, self.tag))
+        if operations:
+            step.works = dist.batch_isend_irecv(operations)
+
+    def _complete(self, step: _Step) -> None:
+        if step.is_done:
+            return
+        if step.order > self._open_order and not step.only_sends:
+            # All of them are posted: they come before it on their lane.
+            for lower in self._lanes[0]:
+                if lower.order < step.order:
+                    self._complete(lower)
+            self._open_order = step.order
+        works, step.works = step.works, []
+        for work in works:
+            work.wait()
+        for one in step.messages:
+            if not one.message.is_sent:
+                for unpack in one.copies:
+                    unpack()
+        for kept in step.kept:
+            put(kept.target, kept.source, kept.reduction)
+        step.is_done = True
+
+
+class _Failure:
+    """Whatever interrupts an exchange leaves it failed; what torch raises becomes a RunError."""
+
+    def __init__(self, exchange: Exchange, what: str) -> None:
+        self._exchange = exchange
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        self._exchange.has_failed = True
+        if isinstance(error, RuntimeError):
+            raise RunError(f"{self._what}: {error}") from error
+
+
+class _Slots:
+    """Equal places of memory, that the staged messages of one direction have in turn.
+
+    Where they are shared, what has been packed for one rank is sent from there to others too.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        are_shared: bool,
+        most: int,
+        most_bytes: int,
+        device: torch.device,
+        memory: torch.Tensor | None,
+    ) -> None:
+        staged = [aligned(m.offsets[-1]) for m in messages if m.direct is None]
+        self._slot_bytes = max(staged, default=0)
+        room = most_bytes // self._slot_bytes if staged else 0
+        self._count = min(len(staged), room, most)
+        self.size_bytes = self._slot_bytes * self._count
+        if memory is None:
+            memory = empty_bytes(self.size_bytes, device)
+        self._memory = memory
+        self._are_shared = are_shared
+        self._users: list[list[_Step]] = []
+        self._buffers: list[tuple[list[Any], torch.Tensor]] = []
+
+    def give(self, prepared: _Prepared, step: _Step) -> None:
+        """Give a message of a step its bytes, and let the step follow the one that has them."""
+        direct = prepared.message.direct
+        if direct is not None:
+            prepared.buffer = direct
+            return
+        turn = len(self._users)
+        contents = prepared.message.contents if self._are_shared else []
+        for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
+            if self._buffers[number][0] == contents:
+                prepared.buffer = self._buffers[number][1]
+                self._users[number].append(step)
+                return
+        self._users.append([step])
+        begin = turn % self._count * self._slot_bytes
+        offsets = prepared.message.offsets
+        prepared.buffer = buffer = self._memory[begin : begin + offsets[-1]]
+        self._buffers.append((contents, buffer))
+        for piece, low in zip(prepared.message.pieces, offsets, strict=False):
+            view = piece.view
+            part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
+            prepared.copies.append(_copy_of(prepared.message, piece, part))
+        if turn >= self._count:
+            step.follows += self._users[turn - self._count]
+
+
+def _copy_of(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
+    """What packs a piece into its part of a message, or unpacks it."""
+    if message.is_sent:
+        return copier(part, piece.view)
+    if piece.reduction is None:
+        return copier(piece.view, part)
+    return functools.partial(combine, piece.reduction, piece.view, part)
+
+
+def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
+    """Copy what has arrived into its place, or combine it with what is there."""
+    if reduction is None:
+        target.copy_(source)
+    else:
+        combine(reduction, target, source)
+
+
+def complete_contributions(plan: Plan, rank: int, target: torch.Tensor | None) -> None:
+    """Scale means, and fill contributions that combine nothing, once all else is in place."""
+    complete(plan, cells_of(plan.target, rank, target))

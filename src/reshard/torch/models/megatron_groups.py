@@ -1,0 +1,243 @@
+"""Where are Megatron's ranks, when a model comes with its live process groups?
+
+1. Each rank reads which ranks its groups have, and counts the layers of its model chunks;
+2. all ranks tell each other, in one small gather of all of them;
+3. each puts the same together: both grids (`notation.megatron_groups`), and how many layers each
+   pipeline stage has, so that local names become those of the whole model.
+
+The number of experts nobody can count by itself: it is `num_experts` of the refit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.errors import ReshardError, ShardError, UsageError
+from reshard.megatron.groups import GROUP_AXES, MegatronGrids
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import places_along
+from reshard.torch.exchange.agreement import answering
+from reshard.torch.models.parameters import MegatronModel, Model, chunks_of, tensors_of
+
+# What Megatron calls the groups, by axis.
+_CALLED = {"etp": "expt_tp", "edp": "expt_dp"}
+# Where its modules keep them.
+_ATTRIBUTE = "pg_collection"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Both models as this rank has them, and why that cannot be; None where it can."""
+
+    source: Model
+    target: Model
+    num_experts: int | None
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, source: Model, target: Model, num_experts: int | None) -> Given:
+        """Both, with the number of experts where names do not say it."""
+        try:
+            both = [_with_number(model, num_experts) for model in (source, target)]
+        except ReshardError as error:
+            return cls(source, target, num_experts, str(error))
+        return cls(both[0], both[1], num_experts)
+
+    @property
+    def notes(self) -> tuple[int, ...]:
+        """What all ranks must know of any: whether a model lacks names, and is Megatron's."""
+        both = [one for one in (self.source, self.target) if isinstance(one, MegatronModel)]
+        return int(any(one.names is None for one in both)), int(bool(both))
+
+    def named(self, notes: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Model, Model]:
+        """Both models, with names also where they have process groups. All ranks call this.
+
+        Args:
+            notes: the greatest of all ranks.
+            group: of all ranks.
+
+        Raises:
+            UsageError: on every rank, a number of experts for models that have no use for it.
+            ShardError: on every rank, groups that make no grids, or layers that cannot be counted.
+            RunError: a rank that does not answer.
+        """
+        lacks_names, is_megatrons = notes
+        if self.num_experts is not None and not is_megatrons:
+            raise UsageError(
+                f"num_experts={self.num_experts}, but no rank has a MegatronModel; experts of "
+                "other models have their numbers in the whole model, or get them by names"
+            )
+        if not lacks_names:
+            return self.source, self.target
+        return _with_names(self.source, self.target, self.num_experts, group)
+
+
+def _with_number(model: Model, num_experts: int | None) -> Model:
+    names = model.names if isinstance(model, MegatronModel) else None
+    if names is not None and not isinstance(names, MegatronNames):
+        raise UsageError(f"a MegatronModel with names={names!r}; give MegatronNames, or groups")
+    if names is not None and isinstance(model, MegatronModel) and model.groups is not None:
+        raise UsageError(
+            "a MegatronModel with names and groups; give one of them, and num_experts to the refit"
+        )
+    if num_experts is None:
+        return model
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
+        raise UsageError(f"num_experts={num_experts!r}; give how many the whole model has")
+    if names is None or not isinstance(model, MegatronModel):
+        return model
+    if names.num_experts not in (None, num_experts):
+        raise UsageError(
+            f"num_experts={num_experts}, but the model's names are of {names.num_experts}; leave "
+            "one of them out"
+        )
+    return replace(model, names=replace(names, num_experts=num_experts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What one rank says of a model: its groups, and the layers of each chunk; or what is wrong."""
+
+    groups: Mapping[str, tuple[int, ...]]
+    layers: tuple[int, ...]
+    stack: str
+    problem: str = ""
+
+
+def _with_names(
+    source: Model, target: Model, num_experts: int | None, group: dist.ProcessGroup | None
+) -> tuple[Model, Model]:
+    told = [
+        _told(model) if isinstance(model, MegatronModel) and model.names is None else None
+        for model in (source, target)
+    ]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    with answering("nothing was moved"):
+        dist.all_gather_object(every, told, group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    found, problems = [], []
+    for number, (side, model) in enumerate((("source", source), ("target", target))):
+        of = {
+            rank: both[number]
+            for rank, both in zip(ranks, every, strict=True)
+            if both[number] is not None
+        }
+        wrong = [f"rank {rank}: {one.problem}" for rank, one in of.items() if one.problem]
+        names = None
+        try:
+            names = _names(of, num_experts) if of and not wrong else None
+        except ReshardError as error:
+            wrong.append(f"the {side}: {error}")
+        problems += wrong
+        found.append(
+            replace(model, names=names)
+            if isinstance(model, MegatronModel) and model.names is None
+            else model
+        )
+    if problems:
+        raise ShardError("nothing was written: " + "\n  ".join(problems))
+    return found[0], found[1]
+
+
+def _told(model: MegatronModel) -> _Told:
+    try:
+        return _Told(_ranks_of(model), tuple(_layers(model)), model.stack)
+    except ReshardError as error:
+        problem = str(error)
+    except Exception as error:
+        # Groups that cannot be read, or a chunk that is no module: the other ranks wait for this.
+        problem = f"{type(error).__name__}: {error}"
+    return _Told({}, (), model.stack, problem)
+
+
+def _ranks_of(model: MegatronModel) -> dict[str, tuple[int, ...]]:
+    """The global ranks of each group of this rank, by axis."""
+    groups = model.groups
+    if groups is None:
+        groups = getattr(chunks_of(model)[0], _ATTRIBUTE, None) if chunks_of(model) else None
+    if groups is None:
+        raise UsageError(
+            "a MegatronModel without names, process groups, or modules that have them "
+            f"(`{_ATTRIBUTE}`); give names=MegatronNames(...), or groups={{'tp': ..., 'pp': ...}}"
+        )
+    known = {*GROUP_AXES, *_CALLED.values()}
+    if isinstance(groups, Mapping) and not groups.keys() <= known:
+        raise UsageError(
+            f"groups {sorted(map(str, groups.keys() - known))}; they are along "
+            f"{', '.join(GROUP_AXES)}"
+        )
+    found = {}
+    for axis in GROUP_AXES:
+        for called in (axis, _CALLED.get(axis, axis)):
+            group = groups.get(called) if isinstance(groups, Mapping) else None
+            group = group or getattr(groups, called, None)
+            if group is not None:
+                found[axis] = _members(axis, group)
+    if not found:
+        raise UsageError(
+            f"groups={groups!r} has none along {', '.join(GROUP_AXES)}; give torch's process "
+            "groups, by these names"
+        )
+    return found
+
+
+def _members(axis: str, group: Any) -> tuple[int, ...]:
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"the group along {axis} is {group!r}; give the torch process group that this rank is "
+            "in"
+        )
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _layers(model: MegatronModel) -> list[int]:
+    """How many layers of the stack each chunk has, which it counts from 0."""
+    pattern = re.compile(rf"(?:^|\.){re.escape(model.stack)}\.(\d+)(?=\.|$)")
+    found = []
+    for number, chunk in enumerate(chunks_of(model)):
+        names = [name for name, _ in tensors_of(chunk)]
+        layers = {int(match[1]) for match in map(pattern.search, names) if match}
+        if layers != set(range(len(layers))):
+            raise UsageError(
+                f"chunk {number} has the layers {_shown(sorted(layers))} of {model.stack!r}; "
+                "Megatron counts them from 0 in each, and a model that does not has names of its "
+                "own: give names=MegatronNames(...)"
+            )
+        found.append(len(layers))
+    return found
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+
+
+def _names(told: Mapping[int, _Told], num_experts: int | None) -> MegatronNames:
+    """What all ranks together say of a model."""
+    first_rank, first = next(iter(told.items()))
+    for rank, one in told.items():
+        if (len(one.layers), one.stack) != (len(first.layers), first.stack):
+            raise UsageError(
+                f"rank {first_rank} has {len(first.layers)} chunks of {first.stack!r}, rank {rank} "
+                f"{len(one.layers)} of {one.stack!r}; all ranks have equally many of one stack"
+            )
+    grids = MegatronGrids.from_groups({rank: one.groups for rank, one in told.items()})
+    stages = places_along(grids.dense, "pp")
+    by_stage: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for rank, one in told.items():
+        other, layers = by_stage.setdefault(stages[rank], (rank, one.layers))
+        if layers != one.layers:
+            raise UsageError(
+                f"ranks {other} and {rank} are on pipeline stage {stages[rank]}, and one has "
+                f"{list(layers)} layers of {first.stack!r} by chunk, the other {list(one.layers)}"
+            )
+    # A model of one chunk counts over the whole model.
+    counts = [by_stage[stage][1] for stage in range(grids.pp)]
+    is_whole = grids.pp == 1 and len(first.layers) == 1
+    layers_of = None if is_whole else PipelineLayers(tuple(zip(*counts, strict=True)))
+    return MegatronNames(grids, layers_of, num_experts, first.stack)

@@ -1,0 +1,443 @@
+"""Which tensors has a rank of a model, and how does the rank know how they are cut?
+
+=============================  ==================================================================
+a model on one rank            how its tensors are cut
+a module, a state dict         DTensors as they say; other tensors are whole on every rank that
+                               has them. Parameters and persistent buffers count
+`{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
+`MegatronModel`                as Megatron's attributes of all ranks together say, which are where
+                               sizes or live process groups say (`process_groups`)
+`by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
+`None`                         the rank has nothing
+=============================  ==================================================================
+
+What a rank lists goes to the other ranks (`rosters`); the tensors stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError, ShardError, UsageError
+from reshard.layout import Layout
+from reshard.megatron.groups import MegatronGrids
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.rosters import LocalParameter
+from reshard.recipes.fusion import Fusion
+from reshard.torch.distributed_tensor import sharding_of
+from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern, tied_root
+from reshard.torch.models.rosters import Entry, Roster, Shape, moved_by
+from reshard.torch.sides import check_writable, local_of
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A rank's model chunks, whose parameters carry Megatron's attributes.
+
+    Where the ranks are among each other, either `names` say by sizes, or `groups` by what runs.
+
+    Args:
+        chunks: a module, or one for each virtual stage of this rank.
+        names: the ranks, and how they name their layers and experts; the same on every rank.
+        parameters: what the attributes leave out, by local name or pattern: fields of
+            `LocalParameter` such as `heads`, `true_length` or `is_expert`.
+        groups: this rank's process groups, in place of names: an object or a table with those of
+            torch as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`, `expt_dp` (or `edp`), as
+            far as there are any. Without either, the `pg_collection` that the first chunk has.
+            They have global ranks, so no offset counts; the layers of all stages are counted.
+        stack: the module whose numbered layers the pipeline shares out, where groups are given.
+    """
+
+    chunks: torch.nn.Module | Sequence[torch.nn.Module]
+    names: MegatronNames | None = None
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Any = None
+    stack: str = "decoder.layers"
+
+
+class LaidModel(dict[str, Any]):
+    """`{name: (tensor, Layout)}`, made of a model of other names.
+
+    `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
+    rank: a refit raises them on every rank, where an error of one would let the others wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_names: dict[str, str] = {}
+        self.problems: list[str] = []
+
+
+# What torch calls the state of a module that is no tensor.
+_EXTRA_STATE = "_extra_state"
+# What torch.compile calls the module inside the one that it gives.
+_COMPILED = "_orig_mod."
+
+Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
+
+
+@dataclass(slots=True)
+class Listing:
+    """A rank's tensors by common name, and what it tells the others of them.
+
+    `tensors` are the objects that the model has, `locals` their memory on this rank.
+    """
+
+    roster: Roster
+    tensors: dict[str, torch.Tensor]
+    locals: dict[str, torch.Tensor]
+    addresses: dict[str, int]
+
+    def moved(self) -> Iterator[tuple[str, int]]:
+        """Tensors whose memory is another than when they were listed, with where it was."""
+        for name, address in self.addresses.items():
+            tensor = self.tensors[name]
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if local.data_ptr() != address:
+                yield name, address
+
+
+def list_tensors(
+    model: Model,
+    naming: Naming | None = None,
+    stacks: Mapping[str, str] | None = None,
+    first_rank: int = 0,
+) -> Listing:
+    """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
+
+    Args:
+        model: see above.
+        naming: from the model's names to common ones.
+        stacks: patterns of stacked tensors and of their members, in common names.
+        first_rank: the global rank of the rank that layouts, or Megatron's ranks, call 0.
+    """
+    found = _Lister(naming, stacks, first_rank)
+    names = model.names if isinstance(model, MegatronModel) else None
+    if names is not None and isinstance(names.ranks, MegatronGrids):
+        # Process groups have global ranks.
+        found.first_rank = first_rank = 0
+    try:
+        if isinstance(model, MegatronModel):
+            found.add_megatron(model)
+        elif model is not None:
+            own_names = model.own_names if isinstance(model, LaidModel) else {}
+            found.problems += model.problems if isinstance(model, LaidModel) else ()
+            for name, value in tensors_of(model):
+                found.add(name, value, own_names.get(name, name))
+    except ReshardError as error:
+        found.problems.append(str(error))
+    except Exception as error:
+        # A function of the user's, such as one that gives names: the other ranks wait for this.
+        found.problems.append(f"{type(error).__name__}: {error}")
+    roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems), found.unmatched)
+    return Listing(roster, found.tensors, found.locals, found.addresses)
+
+
+class _Lister:
+    def __init__(
+        self, naming: Naming | None, stacks: Mapping[str, str] | None, first_rank: int
+    ) -> None:
+        self._naming = naming
+        self._stacks = stacks
+        self.first_rank = first_rank
+        self.entries: list[Entry] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.locals: dict[str, torch.Tensor] = {}
+        self.addresses: dict[str, int] = {}
+        self.unmatched: tuple[str, ...] = ()
+        self.problems: list[str] = []
+
+    def add(self, given_name: str, value: Any, model_name: str) -> None:
+        name, fusion = self._named(given_name)
+        own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
+        layout: Layout | None = None
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
+            value, layout = value[0], moved_by(value[1], self.first_rank)
+        if value is None and layout is not None:
+            self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
+            return
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{given_name!r} is a {type(value).__name__}; give a tensor, or (tensor, Layout)"
+            )
+        spec = None
+        if layout is None and isinstance(value, DTensor):
+            spec = sharding_of(value)
+            layout = spec.layout(tuple(value.shape))
+        local = self._local(name, value)
+        if local is None:
+            return
+        pattern = member_pattern(name, self._stacks)
+        if pattern is not None:
+            self._add_members(name, own_name, pattern, value, local, layout)
+            return
+        held = layout is None or _holds(layout)
+        self._keep(name, value, local if held else None)
+        shape = tuple(local.shape) if held else None
+        dtype = as_dtype(value.dtype).name
+        self.entries.append(
+            Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name, spec=spec)
+        )
+
+    def _named(self, own_name: str) -> tuple[str, Fusion | None]:
+        """A tensor's common name, and how its members lie in it where it is fused."""
+        found = meaning(own_name, self._naming)
+        return (own_name, found) if isinstance(found, Fusion) else (found, None)
+
+    def add_megatron(self, model: MegatronModel) -> None:
+        names = model.names
+        if names is None:
+            raise UsageError("a MegatronModel without names; give them, or let the refit find them")
+        if not isinstance(model.parameters, Mapping):
+            raise UsageError(f"parameters={model.parameters!r} of a MegatronModel; give a table")
+        own_names = [name for chunk in chunks_of(model) for name, _ in tensors_of(chunk)]
+        self.unmatched = tuple(
+            entry
+            for entry in model.parameters
+            if not any(fitting(name, {entry: True}) for name in own_names)
+        )
+        rank = torch.distributed.get_rank() - self.first_rank
+        for number, chunk in enumerate(chunks_of(model)):
+            for own_name, value in tensors_of(chunk):
+                whole = names.global_name(own_name, rank, number)
+                parameter = LocalParameter.of(value)
+                if names.expert(whole) is not None:
+                    # Megatron marks them only where ranks share the experts between them.
+                    parameter = replace(parameter, is_expert=True)
+                parameter = _said(own_name, parameter, fitting(own_name, model.parameters) or {})
+                name, fusion = self._named(whole)
+                local = self._local(name, value)
+                if local is None:
+                    continue
+                if fusion is not None:
+                    parameter = _fused(parameter, fusion)
+                self._keep(name, value, local)
+                shape = tuple(local.shape)
+                at = (own_name, number)
+                self.entries.append(
+                    Entry(name, parameter.dtype, shape, None, parameter, *at, fusion, whole)
+                )
+
+    def _local(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's memory here; None, and a problem, where it has none of its own."""
+        if value.layout != torch.strided or value.device.type == "meta":
+            self.problems.append(
+                f"{name}: a {value.layout} tensor on {value.device}; give one dense and in memory"
+            )
+            return None
+        if value.is_conj() or value.is_neg():
+            self.problems.append(f"{name}: conjugate or negative; give resolve_conj() of it")
+            return None
+        return local_of(value)
+
+    def _keep(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
+        self.tensors[name] = value
+        whole = local_of(value)
+        self.addresses[name] = 0 if whole is None else whole.data_ptr()
+        if local is not None:
+            self.locals[name] = local
+
+    def _add_members(
+        self,
+        name: str,
+        own_name: str,
+        pattern: str,
+        value: torch.Tensor,
+        local: torch.Tensor,
+        layout: Layout | None,
+    ) -> None:
+        """A stacked tensor as its members: each is a layout of its own, and a view of it here."""
+        rank = torch.distributed.get_rank()
+        dtype = as_dtype(value.dtype).name
+        if not value.ndim:
+            self.problems.append(f"{name}: a stacked tensor without dimensions")
+            return
+        if layout is None:
+            for number, view in enumerate(local):
+                member = pattern.replace("{}", str(number))
+                self._keep(member, value, view)
+                self._list_member(member, dtype, tuple(view.shape), None, own_name)
+            return
+        expected = layout.local_shape(rank) if _holds(layout) else None
+        if any(len(layout.cells_of(slot)) != 1 for slot in layout.holders):
+            self.problems.append(f"{name}: a stacked tensor whose ranks have several boxes each")
+            return
+        for number in range(layout.shape[0]):
+            member = pattern.replace("{}", str(number))
+            its_layout = member_layout(layout, number)
+            at = place_of(layout, rank, number)
+            view = None if at is None or expected != tuple(local.shape) else local[at]
+            self._keep(member, value, view)
+            shape = None if view is None else tuple(view.shape)
+            self._list_member(member, dtype, shape, its_layout, own_name)
+
+    def _list_member(
+        self, name: str, dtype: str, shape: Shape | None, layout: Layout | None, own_name: str
+    ) -> None:
+        """A member of a stack has its common name, and may be fused itself."""
+        found = meaning(name, self._naming) if isinstance(self._naming, Mapping) else None
+        fusion = found if isinstance(found, Fusion) else None
+        self.entries.append(Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name))
+
+
+def chunks_of(model: MegatronModel) -> list[torch.nn.Module]:
+    """A model's chunks."""
+    given = model.chunks
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    if not isinstance(given, Sequence) or not all(isinstance(c, torch.nn.Module) for c in given):
+        raise UsageError(f"a MegatronModel of {given!r}; give a module, or a list of modules")
+    return list(given)
+
+
+def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a module or a state dict has by name; what is no tensor of a module is left out."""
+    if isinstance(model, torch.nn.Module):
+        state = {
+            name.replace(_COMPILED, ""): value
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+        return ((name, v) for name, v in state.items() if isinstance(v, torch.Tensor))
+    if isinstance(model, Mapping):
+        return ((name, v) for name, v in model.items() if not str(name).endswith(_EXTRA_STATE))
+    raise UsageError(
+        f"a model of type {type(model).__name__}; give a module, a state dict, "
+        "{name: (tensor, Layout)}, a MegatronModel, or None"
+    )
+
+
+def _fused(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
+    """A parameter whose members are each cut over all ranks, also where it does not say so.
+
+    Not every version of Megatron marks gate and up by their `partition_stride`.
+    """
+    is_cut = parameter.tensor_model_parallel and parameter.partition_dim == fusion.dimension
+    says = (parameter.partition_sizes, parameter.heads, parameter.true_length)
+    if fusion.groups != 1 or not is_cut or says != (None, None, None):
+        return parameter
+    sizes = fusion.sizes(parameter.shape[fusion.dimension])
+    return replace(parameter, partition_stride=1, partition_sizes=sizes)
+
+
+def _said(name: str, parameter: LocalParameter, says: Mapping[str, Any]) -> LocalParameter:
+    """A parameter with what its attributes leave out."""
+    known = {field.name for field in fields(LocalParameter)}
+    if not set(says) <= known:
+        raise UsageError(
+            f"{sorted(set(says) - known)} of {name!r}; a parameter has {', '.join(sorted(known))}"
+        )
+    return replace(parameter, **says)
+
+
+def _holds(layout: Layout) -> bool:
+    rank = torch.distributed.get_rank()
+    return rank < layout.slots and bool(layout.cells_of(rank))
+
+
+def place_of(layout: Layout, slot: int, number: int) -> int | None:
+    """Where a slot has index `number` of the first dimension; None where it has not.
+
+    >>> place_of(Layout.replicated((4, 2)), 0, 3)
+    3
+    """
+    if slot >= layout.slots or not layout.cells_of(slot):
+        return None
+    part = int(layout.cell_part[layout.cells_of(slot).start, 0])
+    return _place_in_part(layout, part, number)
+
+
+def _place_in_part(layout: Layout, part: int, number: int) -> int | None:
+    for start, stop, local_start, _ in layout.tables[0].runs_of(part):
+        if start <= number < stop:
+            return int(local_start + number - start)
+    return None
+
+
+def member_layout(layout: Layout, number: int) -> Layout:
+    """The layout of one member of a stacked tensor: those who have it, without the first dimension.
+
+    >>> from reshard.layout import Box
+    >>> boxes = [(0, Box((0, 0), (2, 2))), (1, Box((2, 0), (4, 2)))]
+    >>> halves = Layout.from_boxes((4, 2), boxes)
+    >>> member_layout(halves, 3).holders
+    (1,)
+    """
+    parts = [
+        part
+        for part in range(layout.tables[0].parts)
+        if _place_in_part(layout, part, number) is not None
+    ]
+    chosen = np.isin(layout.cell_part[:, 0], parts)
+    return Layout(
+        layout.shape[1:],
+        layout.tables[1:],
+        layout.slots,
+        layout.cell_slot[chosen],
+        layout.cell_part[chosen, 1:],
+        layout.cell_contribution[chosen],
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+def check_memory(before: Listing, after: Listing, ties: Mapping[str, str]) -> None:
+    """Note problems of a target's memory, and leave out names of tensors that are listed already.
+
+    A target must not lie where a source is. Targets that are one tensor must be declared tied;
+    they are filled once.
+    """
+    problems, again = [], set()
+    at: dict[tuple[Any, ...], str] = {}
+    for name, local in after.locals.items():
+        try:
+            check_writable(local, None)
+        except ShardError as error:
+            problems.append(f"{name}: {error}")
+        key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
+        other = at.setdefault(key, name) if local.numel() else name
+        if other != name and tied_root(name, ties) == tied_root(other, ties):
+            again.add(name)
+        elif other != name:
+            problems.append(
+                f"{name}: one tensor with {other} in the target; if it is to be, declare "
+                f"ties={{{name!r}: {other!r}}}"
+            )
+    shared = _shared(before.locals, after.locals)
+    if shared:
+        problems.append(f"{shared} share memory; a target must not lie where a source is")
+    after.roster = replace(
+        after.roster,
+        entries=tuple(entry for entry in after.roster.entries if entry.name not in again),
+        problems=(*after.roster.problems, *problems),
+    )
+
+
+def _shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
+    """The first source and target that share memory; empty where none do."""
+    spans = sorted(
+        (str(tensor.device), *_span_bytes(tensor), number, name)
+        for number, side in enumerate((sources, targets))
+        for name, tensor in side.items()
+        if tensor.numel()
+    )
+    reach: list[tuple[str, int, str]] = [("", 0, "")] * 2
+    for device, begin, end, number, name in spans:
+        where, furthest, holder = reach[1 - number]
+        if where == device and begin < furthest:
+            return f"{name} and {holder}"
+        if reach[number][:2] < (device, end):
+            reach[number] = (device, end, name)
+    return ""
+
+
+def _span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (1 + steps) * tensor.element_size()

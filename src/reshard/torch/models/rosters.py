@@ -1,0 +1,271 @@
+"""What are the tensors of a model whose every rank knows its own part?
+
+A rank lists what it has: names, types, local shapes, and how each tensor is cut as far as it
+knows. Put together, the lists of all ranks say what each tensor of the model is:
+
+1. a tensor that knows its layout (a DTensor, a tensor given with one) has that, and every rank
+   that lists it must say the same;
+2. a parameter of Megatron says what one rank can know; the ranks' words together make the whole
+   (`notation.megatron_rosters`);
+3. any other tensor is whole on every rank that lists it.
+
+Whatever does not fit is collected, not raised, so that people see all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.rosters import LocalParameter, gather_parameters
+from reshard.recipes.fusion import Fusion
+from reshard.sharding import ShardingSpec
+
+Shape = tuple[int, ...]
+_SHOWN_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of one rank.
+
+    Attributes:
+        name: in both models.
+        dtype: its element type; None where the rank has none of it and does not know.
+        shape: the local one; None where this rank has none.
+        layout: over global ranks, where the rank knows it.
+        parameter: what Megatron says of it, by its own `local_name` in the model chunk `chunk`.
+        fusion: how its members lie in it, where it is fused; by common names.
+        own_name: what the model calls it, before names become common; of Megatron's over the
+            whole model.
+        spec: the sharding that the layout is of, where the rank knows it.
+    """
+
+    name: str
+    dtype: str | None
+    shape: Shape | None
+    layout: Layout | None = None
+    parameter: LocalParameter | None = None
+    local_name: str = ""
+    chunk: int = 0
+    fusion: Fusion | None = None
+    own_name: str = ""
+    spec: ShardingSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """What one rank has of a model. `names` are those of Megatron's ranks, where it is one.
+
+    `first_rank` is the global rank of that model's rank 0. `problems` are why the rank cannot
+    take part; `unmatched` what is said of parameters that this rank has not.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    names: MegatronNames | None = None
+    first_rank: int = 0
+    problems: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the whole model. `parameter` is what Megatron's ranks say, if they do.
+
+    `fusion` says how its members lie in it, where it is fused; `spec` is the sharding that the
+    layout is of, where ranks know it.
+    """
+
+    dtype: str
+    layout: Layout
+    parameter: MegatronParameter | None = None
+    first_rank: int = 0
+    fusion: Fusion | None = None
+    spec: ShardingSpec | None = None
+
+
+def moved_by(layout: Layout, ranks: int) -> Layout:
+    """The same layout on ranks of numbers that are greater by `ranks`.
+
+    >>> moved_by(Layout.replicated((4,), 2), 2).holders
+    (2, 3)
+    """
+    if not ranks:
+        return layout
+    return Layout(
+        layout.shape,
+        layout.tables,
+        layout.slots + ranks,
+        layout.cell_slot + ranks,
+        layout.cell_part,
+        layout.cell_contribution,
+        layout.contributions,
+        layout.reduction,
+    )
+
+
+def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held], list[str]]:
+    """The tensors of a model by name, and what does not fit.
+
+    Args:
+        rosters: by global rank.
+        side: `source` or `target`, for the messages.
+    """
+    problems: list[str] = []
+    for rank, roster in rosters.items():
+        problems += [f"rank {rank}: {problem}" for problem in roster.problems]
+    listed: dict[str, dict[int, Entry]] = {}
+    for rank, roster in rosters.items():
+        for entry in roster.entries:
+            by_rank = listed.setdefault(entry.name, {})
+            first = by_rank.setdefault(rank, entry)
+            if first is not entry:
+                names = {first.own_name: None, entry.own_name: None}
+                told = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
+                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{told}")
+    held: dict[str, Held] = {}
+    of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
+    parameters = _parameters(of_megatron, side, problems)
+    if of_megatron:
+        # Another rank may have what one has not.
+        nowhere = set.intersection(*(set(r.unmatched) for r in of_megatron.values()))
+        problems += [
+            f"{name}: no rank of the {side} has such a parameter, of which MegatronModel says more"
+            for name in sorted(nowhere)
+        ]
+    for name, by_rank in listed.items():
+        problems += _several(name, by_rank, side)
+        first_of = rosters[next(iter(by_rank))]
+        found = _held(name, by_rank, parameters, first_of, side, problems)
+        fusions = {entry.fusion for entry in by_rank.values()}
+        if len(fusions) > 1:
+            problems.append(f"{name}: ranks of the {side} name different members of it")
+        elif found is not None:
+            held[name] = replace(found, fusion=fusions.pop())
+    return held, problems
+
+
+def _several(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
+    """What is wrong where ranks give one name to tensors that their model has by two.
+
+    They would pass for copies, or for parts, of one tensor.
+    """
+    calls: dict[str, int] = {}
+    for rank, entry in by_rank.items():
+        if entry.shape is not None:
+            calls.setdefault(entry.own_name, rank)
+    if len(calls) > 1:
+        shown = " and ".join(f"{own!r} of rank {rank}" for own, rank in list(calls.items())[:2])
+        yield (
+            f"{name}: the name of two tensors of the {side}, {shown}; give each a name of its "
+            "own, and declare ties where they are one"
+        )
+
+
+def _parameters(
+    rosters: Mapping[int, Roster], side: str, problems: list[str]
+) -> dict[str, MegatronParameter]:
+    """What Megatron's ranks say together, by common name."""
+    if not rosters:
+        return {}
+    first = next(iter(rosters.values()))
+    names, ahead = first.names, first.first_rank
+    if names is None or any((r.names, r.first_rank) != (names, ahead) for r in rosters.values()):
+        problems.append(f"the {side}'s ranks have different MegatronNames or rank offsets")
+        return {}
+    common: dict[str, str] = {}
+    told: dict[int, list[list[tuple[str, LocalParameter]]]] = {}
+    try:
+        for rank, roster in rosters.items():
+            own = rank - ahead
+            chunks = max((entry.chunk for entry in roster.entries), default=0) + 1
+            told[own] = [[] for _ in range(chunks)]
+            for entry in roster.entries:
+                if entry.parameter is not None:
+                    told[own][entry.chunk].append((entry.local_name, entry.parameter))
+                    whole = names.global_name(entry.local_name, own, entry.chunk)
+                    common[whole] = entry.name
+        found = gather_parameters(names, told)
+    except ReshardError as error:
+        problems.append(f"the {side}'s ranks do not fit: {error}")
+        return {}
+    return {common[name]: parameter for name, parameter in found.items()}
+
+
+def _held(
+    name: str,
+    by_rank: Mapping[int, Entry],
+    parameters: Mapping[str, MegatronParameter],
+    first_of: Roster,
+    side: str,
+    problems: list[str],
+) -> Held | None:
+    first = next(iter(by_rank.values()))
+    dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
+    if len(dtypes) != 1:
+        told = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in dtypes.items())
+        problems.append(f"{name}: the {side} is {told}" if told else f"{name}: no rank has it")
+        return None
+    (dtype,) = dtypes
+    if any((e.parameter is None) != (first.parameter is None) for e in by_rank.values()):
+        problems.append(f"{name}: Megatron's on some ranks of the {side}, and not on others")
+        return None
+    if first.parameter is not None:
+        parameter = parameters.get(name)
+        if parameter is None:
+            return None
+        try:
+            layout = parameter.spec().layout(parameter.global_shape)
+        except ReshardError as error:
+            problems.append(f"{name}: the {side}: {error}")
+            return None
+        ahead = first_of.first_rank
+        return Held(dtype, moved_by(layout, ahead), replace(parameter, dtype=dtype), ahead)
+    layouts = {entry.layout: rank for rank, entry in by_rank.items()}
+    if len(layouts) > 1:
+        ranks = " and ".join(map(str, list(layouts.values())[:2]))
+        problems.append(f"{name}: ranks {ranks} have different layouts of the {side}")
+        return None
+    if first.layout is not None:
+        problems += _misfits(name, first.layout, by_rank, side)
+        return Held(dtype, first.layout, spec=first.spec)
+    shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
+    if len(shapes) > 1:
+        told = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())
+        problems.append(
+            f"{name}: a plain tensor of the {side} is whole on every rank, but it has shape {told}"
+        )
+        return None
+    if not shapes:
+        problems.append(f"{name}: no rank of the {side} has it")
+        return None
+    (shape,) = shapes
+    holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
+    return Held(dtype, Layout.whole(shape, holders, max(holders) + 1))
+
+
+def _misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:
+    """Ranks whose local shapes are not those of the layout, together where they say the same."""
+    found: dict[str, list[int]] = {}
+    for rank in layout.holders:
+        expected = layout.local_shape(rank)
+        entry = by_rank.get(rank)
+        if entry is None or entry.shape is None:
+            what = "no part of the {side}, which its layout says it holds"
+            found.setdefault(what.format(side=side), []).append(rank)
+        elif entry.shape != expected:
+            what = (
+                f"local shape {list(entry.shape)}, the {side}'s layout says {list(expected or ())}"
+            )
+            found.setdefault(what, []).append(rank)
+    lines = []
+    for what, ranks in found.items():
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+        more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+        has = "has" if len(ranks) == 1 else "have"
+        lines.append(f"{name}: rank{'s' * (len(ranks) > 1)} {shown}{more} {has} {what}")
+    return lines

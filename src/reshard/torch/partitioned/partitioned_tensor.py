@@ -1,0 +1,323 @@
+"""How does a tensor of partitions move, whose sizes each rank knows only for itself?
+
+The tokens of a mixture of experts are sorted by expert on every rank (*unaligned*), and go to
+the ranks that have the experts (*aligned*), and back. How many go where, only the sender knows::
+
+    rank 0   |P00 P01 P02 P03|    -- to_aligned() -->    |P00 P10|P01 P11|
+    rank 1   |P10 P11 P12 P13|    <- to_unaligned() -    |P02 P12|P03 P13|
+
+1. All ranks agree that they mean the same.
+2. A first all-to-all carries splits: how large the pieces are that each rank will get. There is
+   none where they are known: to all as a matrix, or from the way there on the way back.
+3. The pieces travel, each to its place.
+
+For the whole tensor (`redistribute`) every rank needs all splits: they are gathered first, where
+they are not known to all.
+
+Source: the proposal of a `PartitionedShard` placement for DTensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from reshard.cut_rules import ceil_sizes
+from reshard.errors import ReshardError, ShardError, UsageError
+from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.torch.exchange.agreement import Intent, agree
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
+from reshard.torch.partitioned.exchange import Line, converted, exchange_splits, gather_splits
+from reshard.torch.partitioned.partitions import Dealing, Splits
+from reshard.torch.redistribution import redistribute
+from reshard.torch.sides import Description
+
+Matrix = tuple[tuple[int, ...], ...]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _called(method: Method) -> Method:
+    """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
+
+    @wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*arguments, **options)
+        return method(*arguments, **options)
+
+    return cast(Method, call)
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedTensor:
+    """This rank's part of a tensor, one of whose dimensions is made of partitions.
+
+    Make it with `of_splits`, `of_placement` or `distribute`. All ranks of the mesh call its
+    conversions.
+
+    Attributes:
+        local: this rank's tensor.
+        mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger one.
+        dim: the dimension that is made of partitions.
+        num_partitions: how many there are, of all ranks together.
+        splits: the sizes of the pieces that lie one behind another in `local`: unaligned, one a
+            partition; aligned, for each partition that the rank owns, one a rank.
+        aligned: whether the rank has whole partitions.
+        matrix: how much every rank has, unaligned, of every partition: shape
+            `(ranks, num_partitions)`; None where ranks do not know each other's splits.
+        received_bytes: what came from other ranks when a conversion made this tensor.
+
+    Raises:
+        ShardError: splits that do not fit the tensor or the mesh.
+        UsageError: a mesh of several axes, or one that this rank is not in.
+    """
+
+    local: torch.Tensor
+    mesh: DeviceMesh
+    dim: int
+    num_partitions: int
+    splits: tuple[int, ...]
+    aligned: bool = False
+    matrix: Matrix | None = None
+    received_bytes: int = 0
+    # What a rank knows of both ends of a conversion, once the splits were exchanged.
+    _known: Splits | None = field(default=None, repr=False)
+
+    @_called
+    def __post_init__(self) -> None:
+        local = self.local
+        if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+            raise ShardError(
+                f"a {type(local).__name__}; give this rank's local tensor, or a DTensor to "
+                "PartitionedTensor.distribute"
+            )
+        if not -local.ndim <= self.dim < local.ndim:
+            raise ShardError(
+                f"partitions along dimension {self.dim} of a tensor that has {local.ndim}; give "
+                "one of its dimensions"
+            )
+        object.__setattr__(self, "dim", self.dim % local.ndim)
+        ranks = len(self._line)
+        expected, each = self.num_partitions, "one for each partition"
+        if self.aligned:
+            owned = len(self._dealing.owned(self._line.position))
+            expected = owned * ranks
+            each = f"for each of the {owned} partitions that this rank owns, one for each rank"
+        if len(self.splits) != expected or min(self.splits, default=0) < 0:
+            raise ShardError(
+                f"the splits {list(self.splits)} of {self.num_partitions} partitions over "
+                f"{ranks} ranks; give {expected} sizes of 0 or more, {each}"
+            )
+        if sum(self.splits) != local.shape[self.dim]:
+            raise ShardError(
+                f"the splits {list(self.splits)} add up to {sum(self.splits)}, but the local "
+                f"tensor has length {local.shape[self.dim]} along dimension {self.dim}"
+            )
+
+    @classmethod
+    @_called
+    def of_splits(
+        cls,
+        local: torch.Tensor,
+        splits: Sequence[int] | torch.Tensor,
+        mesh: DeviceMesh,
+        *,
+        dim: int = 0,
+        aligned: bool = False,
+        num_partitions: int | None = None,
+    ) -> PartitionedTensor:
+        """A tensor of which each rank knows its own splits: as the attribute, or a tensor of them.
+
+        Raises as the class does; and UsageError for an aligned tensor without `num_partitions`,
+        which its splits do not say.
+        """
+        given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+        sizes = tuple(int(size) for size in given)
+        if num_partitions is None:
+            if aligned:
+                raise UsageError(
+                    "an aligned tensor needs num_partitions=, how many all ranks have together"
+                )
+            num_partitions = len(sizes)
+        return cls(local, mesh, dim, num_partitions, sizes, aligned)
+
+    @classmethod
+    @_called
+    def of_placement(
+        cls, local: torch.Tensor, placement: PartitionedShard, mesh: DeviceMesh
+    ) -> PartitionedTensor:
+        """A tensor whose splits all ranks know: those of a `PartitionedShard`.
+
+        Where it gives one size a partition, every rank's piece of it is by ceil. Raises as the
+        class does.
+        """
+        line = Line(mesh)
+        matrix = placement.by_rank
+        if matrix is None:
+            cut = [ceil_sizes(size, len(line)).tolist() for size in placement.partition_sizes]
+            matrix = tuple(zip(*cut, strict=True)) if cut else ((),) * len(line)
+        if len(matrix) != len(line):
+            raise ShardError(
+                f"{placement} gives sizes for {len(matrix)} ranks, but the mesh has {len(line)}; "
+                "give one row for each"
+            )
+        count = placement.num_partitions
+        known = Splits.of_matrix(Dealing(count, len(line)), line.position, matrix)
+        splits = known.of_side(placement.aligned)
+        return cls(local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, known)
+
+    @classmethod
+    @_called
+    def distribute(cls, tensor: DTensor, placement: PartitionedShard) -> PartitionedTensor:
+        """A DTensor over a mesh of one axis, in partitions. Gradients flow.
+
+        Raises what `redistribute` raises, and UsageError for a mesh of several axes.
+        """
+        mesh = tensor.device_mesh
+        group = Line(mesh).group
+        begun = redistribute(tensor, (mesh, [placement]), group=group)
+        return cls.of_placement(begun, placement, mesh)
+
+    @property
+    def partitions(self) -> dict[int, torch.Tensor]:
+        """The partitions that this rank has, by number: whole, or its pieces; views of `local`."""
+        numbers, sizes = range(self.num_partitions), np.array(self.splits, dtype=np.int64)
+        if self.aligned:
+            numbers = self._dealing.owned(self._line.position)
+            sizes = sizes.reshape(len(numbers), len(self._line)).sum(axis=1)
+        return dict(zip(numbers, self.local.split(sizes.tolist(), self.dim), strict=True))
+
+    @property
+    def placement(self) -> PartitionedShard | None:
+        """The placement that says the same, where all splits are known to all."""
+        if self.matrix is None:
+            return None
+        sizes = tuple(map(sum, zip(*self.matrix, strict=True)))
+        splits = sizes if self.aligned else self.matrix
+        return PartitionedShard(self.dim, self.num_partitions, splits, self.aligned)
+
+    @_called
+    def with_local(self, local: torch.Tensor) -> PartitionedTensor:
+        """The same pieces of another tensor, such as what experts made of their tokens.
+
+        Its dtype and its other dimensions may differ. Raises ShardError for another length.
+        """
+        return replace(self, local=local, received_bytes=0)
+
+    @_called
+    def to_aligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
+        """Whole partitions, dealt to the ranks by ceil of their number. Gradients flow.
+
+        Raises:
+            RunError: on every rank, a rank that fails or does not answer.
+            PlanError: on every rank, ranks that mean different things.
+        """
+        return self._converted(True, extra_bytes)
+
+    @_called
+    def to_unaligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
+        """Every piece at its rank again, sorted by partition. As `to_aligned`."""
+        return self._converted(False, extra_bytes)
+
+    def to_replicated(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
+        """The whole tensor on every rank, partition behind partition. As `to_aligned`."""
+        found: DTensor = self.redistribute((self.mesh, [Replicate()]), extra_bytes=extra_bytes)
+        return found
+
+    def to_shard(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
+        """The whole tensor cut along `dim` by ceil. As `to_aligned`."""
+        target = (self.mesh, [Shard(self.dim)])
+        found: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
+        return found
+
+    @_called
+    def redistribute(self, target: Description, **options: Any) -> Any:
+        """The whole tensor in another layout, by `reshard.torch.redistribute`.
+
+        `options` are those of `redistribute`; its `group` is the mesh's, where none is given.
+        """
+        known = self.gather_splits()
+        shape = list(known.local.shape)
+        shape[known.dim] = sum(map(sum, known.matrix or ()))
+        options.setdefault("group", known._line.group)
+        source = (known.mesh, [known.placement])
+        return redistribute(known.local, target, source=source, shape=shape, **options)
+
+    @_called
+    def gather_splits(self) -> PartitionedTensor:
+        """The same tensor, with all splits known to all ranks. Raises as `to_aligned` does."""
+        # Ranks that know all splits agree as well: those that do not would wait for them.
+        agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._line.group)
+        if self.matrix is not None:
+            return self
+        dealing = self._dealing
+        most = dealing.most * dealing.ranks if self.aligned else dealing.partitions
+        rows = gather_splits(self._line, self.splits, most)
+        if self.aligned:
+            # A rank tells a column of the matrix for each partition that it owns.
+            rows = rows.reshape(-1, dealing.ranks)[: dealing.partitions].T
+        matrix = tuple(tuple(row) for row in rows.tolist())
+        known = Splits.of_matrix(dealing, self._line.position, matrix)
+        return replace(self, matrix=matrix, _known=known)
+
+    def _converted(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
+        line, orders = self._line, ("unaligned", "aligned")
+        what = f"{orders[self.aligned]} to {orders[is_aligning]}"
+        agree(self._intent(what, extra_bytes), line.group)
+        if self.aligned == is_aligning:
+            return self
+        known = self._known
+        if known is None:
+            sizes = np.array(self.splits, dtype=np.int64)
+            known = exchange_splits(line, self._dealing, sizes, is_aligning)
+        local, received_bytes = converted(
+            line, known, self.local, self.dim, is_aligning, extra_bytes
+        )
+        return replace(
+            self,
+            local=local,
+            splits=known.of_side(is_aligning),
+            aligned=is_aligning,
+            received_bytes=received_bytes,
+            _known=known,
+        )
+
+    def _intent(self, what: str, extra_bytes: int) -> Intent:
+        """What all ranks have to mean alike."""
+        others = [size for d, size in enumerate(self.local.shape) if d != self.dim]
+        known = "each rank's own" if self._known is None else "both ends"
+        meant = {
+            "conversion": what,
+            "shape": f"{others} beside dimension {self.dim}",
+            "dtype": str(self.local.dtype),
+            "partitions": str(self.num_partitions),
+            "splits": known if self.matrix is None else str(self.matrix),
+            "requires_grad": str(torch.is_grad_enabled() and self.local.requires_grad),
+            "extra_bytes": str(extra_bytes),
+        }
+        problem = None
+        try:
+            message_bytes_of(extra_bytes)
+        except ReshardError as error:
+            problem = f"{type(error).__name__}: {error}"
+        digests = {
+            name: hashlib.blake2b(text.encode(), digest_size=16).digest()
+            for name, text in meant.items()
+        }
+        return Intent(digests, problem)
+
+    @property
+    def _dealing(self) -> Dealing:
+        return Dealing(self.num_partitions, len(self._line))
+
+    @cached_property
+    def _line(self) -> Line:
+        return Line(self.mesh)

@@ -1,0 +1,201 @@
+"""By which method is a tensor moved: the direct exchange, or a program of collectives?
+
+1. `"exchange"`: each rank gets what it lacks from ranks that have it. Any layouts.
+2. `"program"`: `find_program`'s, between shardings over the same devices. One that cannot be is an
+   error. A `Program` of one's own is likewise taken as it is.
+3. `"auto"`: with a topology, what `reshard.collectives.choose` says is quicker, if its memory
+   suffices. Without one the exchange is taken, which moves the fewest bytes in any memory; but for
+   contributions that become replicas. Those are combined once by a program, and on every rank by
+   the exchange, so the program is taken where it moves less, and the bytes that it saves outweigh
+   its messages, each counted as so many bytes (`assumed_topology`).
+
+The answer follows from what all ranks know, so they find the same; the digest of it is compared
+before anything moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from reshard.collectives.choice import choose
+from reshard.collectives.program import Program
+from reshard.collectives.search.find_program import find_program
+from reshard.collectives.steps import Exchange
+from reshard.errors import PlanError, UsageError
+from reshard.sharding import ShardingSpec
+from reshard.topology import Link, Topology
+from reshard.torch.programs.run import least_extra_bytes
+from reshard.torch.sides import Side
+
+Method = str | Program
+METHODS = ("auto", "exchange", "program")
+
+# For how many bytes a message counts where no topology says so, all that is done for it included.
+# Links of 50 to 450 GB/s carry about a megabyte in its latency; between four ranks of gloo on one
+# host programs are quicker from sizes on that follow from as much.
+MESSAGE_COUNTS_BYTES = 1 << 20
+
+
+def program_for(
+    method: Method,
+    topology: Topology | None,
+    source: Side,
+    target: Side,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    extra_bytes: int,
+) -> Program | None:
+    """The program to run, or None for the exchange.
+
+    Raises:
+        UsageError: an unknown method, a side that is no sharding where a program is asked for, a
+            program of others than these sides, or one that `extra_bytes` has no room for.
+        PlanError: a program is asked for, and there is none.
+        LayoutError: a topology without a rank or link that is needed.
+    """
+    if not isinstance(method, Program) and method not in METHODS:
+        raise UsageError(
+            f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}, or a Program"
+        )
+    problem = topology_problem(topology)
+    if problem is not None:
+        raise UsageError(problem)
+    if method == "exchange":
+        return None
+    ranks = dist.get_world_size(group)
+    if isinstance(method, Program):
+        ends = [
+            spec.layout(method.shape) is side.layout
+            for spec, side in ((method.source, source), (method.target, target))
+        ]
+        if not all(ends):
+            raise UsageError(
+                f"a program from `{method.source}` to `{method.target}` for shape "
+                f"{list(method.shape)}, which are not the source and target; find one for these"
+            )
+        return _fitting(method, dtype, ranks, extra_bytes)
+    is_combined = source.layout.contributions > target.layout.contributions
+    if method == "auto" and topology is None and not is_combined:
+        return None
+    if source.spec is None or target.spec is None:
+        if method == "auto":
+            return None
+        which = "source" if source.spec is None else "target"
+        raise UsageError(
+            f"method='program' and a {which} that is a Layout; give a ShardingSpec, or a torch "
+            "mesh with placements, or take method='exchange'"
+        )
+    shape = source.layout.shape
+    if method == "program":
+        return _fitting(_found(source.spec, target.spec, shape), dtype, ranks, extra_bytes)
+    library = library_of(group)
+    is_known = topology is not None
+    slots = max(source.layout.slots, target.layout.slots)
+    topology = topology or assumed_topology(slots)
+    program = _quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
+    if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
+        return None
+    return program
+
+
+def topology_problem(topology: object) -> str | None:
+    """Why something cannot be a topology; None where it can, or none is given."""
+    if topology is None or isinstance(topology, Topology):
+        return None
+    return (
+        f"topology is a {type(topology).__name__}; give a reshard.topology.Topology, such as "
+        "load_preset(...).topology()"
+    )
+
+
+def _found(source: ShardingSpec, target: ShardingSpec, shape: tuple[int, ...]) -> Program:
+    program = find_program(source, target, shape)
+    if any(isinstance(step, Exchange) for step in program.steps):
+        raise PlanError(
+            f"no program of collectives leads from `{source}` on {source.mesh} to `{target}` on "
+            f"{target.mesh} for shape {list(shape)}; take method='exchange'"
+        )
+    return program
+
+
+def _fitting(program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int) -> Program | None:
+    """The program, if memory suffices; None where nothing is to do, which the exchange does."""
+    if not program.steps:
+        return None
+    least = least_extra_bytes(program, dtype.itemsize, ranks)
+    if least > extra_bytes:
+        raise UsageError(
+            f"extra_bytes={extra_bytes}: too little for {program!r}; give at least {least}, or "
+            "take method='exchange'"
+        )
+    return program
+
+
+@lru_cache(maxsize=1024)
+def _quicker(
+    source: ShardingSpec,
+    target: ShardingSpec,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    topology: Topology,
+    library: str,
+    is_known: bool,
+) -> Program | None:
+    """The program where it is the quicker one, else None.
+
+    On a topology that is only assumed, it has to move less than the exchange, too.
+    """
+    choice = choose(source, target, shape, dtype, topology, library=library)
+    is_less = choice.program.moved_elements < choice.plan.moved_elements
+    if choice.method == "exchange" or not choice.program.steps or not (is_known or is_less):
+        return None
+    return choice.program
+
+
+def library_of(group: dist.ProcessGroup | None) -> str:
+    """Whose collectives a process group has: a key of `reshard.cost.LIBRARIES`."""
+    return "gloo" if dist.get_backend(group) == "gloo" else "nccl"
+
+
+@lru_cache(maxsize=64)
+def assumed_topology(ranks: int) -> Topology:
+    """Ranks of one host, between whom a message counts as `MESSAGE_COUNTS_BYTES`.
+
+    Its seconds are none: only their order counts.
+    """
+    link = Link(bandwidth_bytes_per_s=1.0, latency_s=MESSAGE_COUNTS_BYTES)
+    return Topology.of(hosts=1, ranks_per_host=ranks, within_host=link)
+
+
+def program_back(
+    source: ShardingSpec | None,
+    target: ShardingSpec | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    ranks: int,
+    extra_bytes: int,
+) -> Program | None:
+    """A program for gradients, where there is one that fits; the exchange always does."""
+    if source is None or target is None:
+        return None
+    program = find_program(source, target, shape)
+    if not program.steps or any(isinstance(step, Exchange) for step in program.steps):
+        return None
+    fits = least_extra_bytes(program, dtype.itemsize, ranks) <= extra_bytes
+    return program if fits else None
+
+
+@lru_cache(maxsize=1024)
+def method_digest(program: Program | None) -> bytes:
+    """What tells methods apart: the steps of a program, with their groups and shards."""
+    if program is None:
+        return b"exchange"
+    hasher = hashlib.blake2b(b"program", digest_size=16)
+    for step in program.steps:
+        hasher.update(step.name.encode() + step.target_layout.fingerprint)
+        hasher.update(repr(step.groups).encode())
+    return hasher.digest()

@@ -1,0 +1,366 @@
+"""Which tensor of the source fills which of the target, and what does not fit?
+
+1. names: every target needs a source, by its own name or one it is tied to; every source serves
+   a target, unless those that serve none may be left. A fused tensor stands for its members,
+   where the other side has not the same one (`members`);
+2. what both sides are: one shape, and one element type where no cast is allowed. Parameters of
+   Megatron are read together (`notation.megatron_refit`);
+3. what travels: elements of the narrower of both types, so that a cast to a narrower one is at
+   the sender. Where a transform makes the target, what it makes if that is less and the source's
+   ranks can make it, each of its own part; else its travelling tensor.
+
+All that does not fit is collected, so that people see it at once and before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from reshard.megatron.tensor_pairs import reconcile
+from reshard.plans.plan import Plan
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.torch.models.naming import serving_name, tied_root
+from reshard.torch.models.rosters import Held, moved_by
+from reshard.torch.refit.fused_members import (
+    Member,
+    Piece,
+    doubled_members,
+    fused_members,
+    members_of,
+    pieces_of,
+    told_twice,
+)
+from reshard.torch.refit.spans import Span
+
+if TYPE_CHECKING:
+    from reshard.torch.refit.transforms import Transform
+
+Cast = bool | str | Mapping[str, str]
+Where = Literal["", "source", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One tensor to move, or a piece of one: from `source_name` of the source to `target_name`.
+
+    Attributes:
+        name: of what moves, once in a refit.
+        source_name, target_name: of the tensors.
+        source, target: layouts of what moves.
+        dtype: of the elements that travel.
+        source_span, target_span: where a piece is in its tensors; None for a whole tensor.
+        made_at: where a transform makes the target: of the source's parts, so that what it makes
+            travels; or of what has arrived. Empty without one.
+        made_of: the tensor that the transform is for.
+        why: what made_at follows from.
+        specs: the shardings that the layouts are of, where both are known.
+    """
+
+    name: str
+    source_name: str
+    target_name: str
+    source: Layout
+    target: Layout
+    dtype: str
+    source_span: Span | None = None
+    target_span: Span | None = None
+    made_at: Where = ""
+    made_of: str = ""
+    why: str = ""
+    specs: tuple[ShardingSpec, ShardingSpec] | None = None
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether its elements need memory between source and target."""
+        return bool(self.made_at)
+
+
+def match(
+    source: Mapping[str, Held],
+    target: Mapping[str, Held],
+    ties: Mapping[str, str],
+    cast: Cast,
+    strict: bool,
+    transforms: Mapping[str, Transform],
+) -> tuple[list[Match], list[str]]:
+    """The tensors to move, in the order of the target, and what does not fit.
+
+    Args:
+        source, target: both models.
+        ties: names that mean the same tensor as another name.
+        cast: whether types may differ; or the type that targets have where they do, for all or
+            by name.
+        strict: whether a source that serves no target is a problem.
+        transforms: what makes a target of other elements, by its name.
+    """
+    found = _Matching(source, target, ties, cast, transforms)
+    found.run()
+    if strict:
+        found.problems += [f"{name}: in the source only" for name in found.unused()]
+    return found.matches, found.problems
+
+
+@dataclass(slots=True)
+class _Matching:
+    source: Mapping[str, Held]
+    target: Mapping[str, Held]
+    ties: Mapping[str, str]
+    cast: Cast
+    transforms: Mapping[str, Transform]
+    matches: list[Match] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        transforms = self.transforms.items()
+        made = {one for name, of in transforms for one in of.outputs(name) if one != name}
+        for side, held in (("source", self.source), ("target", self.target)):
+            doubled = [f"{told} (in the {side})" for told in doubled_members(held, self.ties)]
+            self.problems += doubled
+        self.problems += map("{} (in the source)".format, told_twice(self.source, self.ties))
+        if self.problems:
+            return
+        try:
+            members = members_of(self.source)
+        except ReshardError as error:
+            self.problems.append(f"the source: {error}")
+            return
+        for name, wanted in self.target.items():
+            if name in made:
+                continue
+            served_by = serving_name(name, self.source, self.ties)
+            try:
+                if served_by is not None and _are_alike(self.source[served_by], wanted):
+                    self.matches += self._whole(name, served_by, wanted)
+                else:
+                    self.matches += self._pieces(name, wanted, members)
+            except _Misfit as misfit:
+                self.problems += misfit.problems
+            except ReshardError as error:
+                self.problems.append(f"{name}: {error}")
+
+    def unused(self) -> Iterator[str]:
+        """What of the source serves nothing."""
+        wanted = {one for name, held in self.target.items() for one in _stands_for(name, held)}
+        used = {tied_root(name, self.ties) for name in wanted | self.target.keys()}
+        for name, held in self.source.items():
+            if tied_root(name, self.ties) in used:
+                continue
+            for member in _stands_for(name, held):
+                if tied_root(member, self.ties) not in used:
+                    yield member if member == name else f"{member}, which {name} has"
+
+    def _whole(self, name: str, served_by: str, wanted: Held) -> list[Match]:
+        """The move of a whole tensor."""
+        held, transform = self.source[served_by], self.transforms.get(name)
+        source, target = held.layout, wanted.layout
+        both_say = held.parameter is not None and wanted.parameter is not None
+        if transform is None and both_say:
+            source, target = _reconciled(held, wanted)
+        elif source.shape != target.shape:
+            raise _Misfit(f"{name}: {_other_shapes(source.shape, target.shape)}")
+        if transform is not None:
+            return self._transformed(name, Member(served_by, held), Member(name, wanted), transform)
+        travels = self._travels(name, held, wanted)
+        return [Match(name, served_by, name, source, target, travels, specs=_specs(held, wanted))]
+
+    def _pieces(self, name: str, wanted: Held, members: Mapping[str, Member]) -> list[Match]:
+        """The moves of all pieces of a tensor that one side fuses."""
+        matches: list[Match] = []
+        problems: list[str] = []
+        parts = fused_members(name, wanted) or {name: Member(name, wanted)}
+        for member_name, part in parts.items():
+            of = "" if member_name == name else f" (a member of {name})"
+            served_by = serving_name(member_name, members, self.ties)
+            if served_by is None:
+                problems.append(f"{member_name}: not in the source{of}")
+                continue
+            member = members[served_by]
+            if member.shape != part.shape:
+                told = _other_shapes(member.shape, part.shape)
+                problems.append(f"{member_name}: {told}{of}")
+                continue
+            matches += self._pieces_of(member_name, name, wanted, member, part)
+        if problems:
+            raise _Misfit(*problems)
+        return matches
+
+    def _pieces_of(
+        self, member_name: str, name: str, wanted: Held, member: Member, part: Member
+    ) -> list[Match]:
+        """The moves of all pieces of one member."""
+        transform = self.transforms.get(name)
+        if transform is not None:
+            return self._transformed(name, member, part, transform)
+        travels = self._travels(name, member.held, wanted)
+        return [
+            Match(
+                f"{member_name}[{piece.start}:{piece.stop}]",
+                member.name,
+                name,
+                _layout_of(member.held, piece.source),
+                _layout_of(wanted, piece.target),
+                travels,
+                piece.source,
+                piece.target,
+            )
+            for piece in pieces_of(member, part)
+        ]
+
+    def _transformed(
+        self, name: str, member: Member, part: Member, transform: Transform
+    ) -> list[Match]:
+        """The moves of what a transform makes at the source, or makes a target of."""
+        pieces = list(pieces_of(member, part))
+        travels = transform.sent_dtype(member.held.dtype)
+        wide = [
+            Match(
+                name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]",
+                member.name,
+                name,
+                _layout_of(member.held, piece.source),
+                _layout_of(part.held, piece.target),
+                travels,
+                piece.source,
+                piece.target,
+                "target",
+                name,
+            )
+            for piece in pieces
+        ]
+        made = self._made_at_source(name, member, part, transform, pieces)
+        if not isinstance(made, str):
+            bytes_made, bytes_wide = (sum(map(_moved_bytes, of)) for of in (made, wide))
+            if bytes_made < bytes_wide:
+                return made
+            made = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
+        return [replace(one, why=made) for one in wide]
+
+    def _made_at_source(
+        self, name: str, member: Member, part: Member, transform: Transform, pieces: list[Piece]
+    ) -> list[Match] | str:
+        """The moves of what ranks make of each piece that they have; or why they cannot."""
+        if part.dimension is not None:
+            return f"the target {part.name} is fused"
+        found = []
+        outputs = [made for made in transform.outputs(name) if made in self.target]
+        for piece in pieces:
+            spans: dict[str, Span | None] = dict.fromkeys(outputs)
+            for made in outputs:
+                if piece.target is None:
+                    continue
+                dimension, layout = piece.target.dimension, self.target[made].layout
+                ends = transform.stretch(name, made, part.shape, dimension, piece.start, piece.stop)
+                if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
+                    return f"a rank of {member.name} has a part of what is made together"
+                spans[made] = Span(layout, dimension, *ends)
+            layouts = {made: _layout_of(self.target[made], spans[made]) for made in outputs}
+            source = _layout_of(member.held, piece.source)
+            at_source = transform.at_source(
+                name, source, {made: (self.target[made].dtype, of) for made, of in layouts.items()}
+            )
+            if isinstance(at_source, str):
+                return at_source
+            found += [
+                Match(
+                    made if piece.is_whole else f"{made}[of {piece.start}:{piece.stop}]",
+                    member.name,
+                    made,
+                    of,
+                    layouts[made],
+                    self.target[made].dtype,
+                    piece.source,
+                    spans[made],
+                    "source",
+                    name,
+                    "fewer bytes travel",
+                )
+                for made, of in at_source.items()
+            ]
+        return found
+
+    def _travels(self, name: str, held: Held, wanted: Held) -> str:
+        """The type of the elements that travel. Raises where the types may not differ."""
+        if held.dtype == wanted.dtype:
+            return held.dtype
+        cast = self.cast
+        allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
+        if allowed is False:
+            raise _Misfit(
+                f"{name}: the source is {held.dtype}, the target {wanted.dtype}; to convert, say "
+                "cast=True"
+            )
+        if allowed is not True and as_dtype(allowed).name != wanted.dtype:
+            raise _Misfit(f"{name}: cast to {allowed}, but the target is {wanted.dtype}")
+        if held.layout.contributions > 1 or wanted.layout.contributions > 1:
+            raise _Misfit(
+                f"{name}: partial, and {held.dtype} to {wanted.dtype}; combine it before it is cast"
+            )
+        return _narrower(held.dtype, wanted.dtype)
+
+
+class _Misfit(Exception):
+    """What does not fit of one tensor."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+def _are_alike(held: Held, wanted: Held) -> bool:
+    """Whether tensors of one name are one tensor: not where they have their members elsewhere."""
+    return held.fusion is None or wanted.fusion is None or held.fusion == wanted.fusion
+
+
+def _stands_for(name: str, held: Held) -> tuple[str, ...]:
+    return (name,) if held.fusion is None else held.fusion.members
+
+
+def _specs(held: Held, wanted: Held) -> tuple[ShardingSpec, ShardingSpec] | None:
+    """The shardings of both sides. A plain tensor on all ranks of a mesh is replicated there."""
+    if held.spec is not None and wanted.spec is not None:
+        return held.spec, wanted.spec
+    known = held.spec or wanted.spec
+    if known is None:
+        return None
+    everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in held.layout.shape])
+    plain = wanted if held.spec is not None else held
+    if everywhere.layout(held.layout.shape) is not plain.layout:
+        return None
+    return (held.spec or everywhere), (wanted.spec or everywhere)
+
+
+def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:
+    """The layouts of a parameter that Megatron describes on both sides."""
+    if held.parameter is None or wanted.parameter is None:
+        return held.layout, wanted.layout
+    # Whether types may differ is asked elsewhere, of all kinds of models alike.
+    differs = held.dtype != wanted.dtype
+    pair = reconcile(held.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
+    return (
+        moved_by(pair.source.layout(pair.shape), held.first_rank),
+        moved_by(pair.target.layout(pair.shape), wanted.first_rank),
+    )
+
+
+def _layout_of(held: Held, span: Span | None) -> Layout:
+    return held.layout if span is None else span.layout
+
+
+def _moved_bytes(match: Match) -> int:
+    elements = Plan(match.source, match.target).moved_elements
+    return elements * as_dtype(match.dtype).itemsize_bytes
+
+
+def _other_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
+    return f"shape {list(target)}, the source's {list(source)}"
+
+
+def _narrower(source: str, target: str) -> str:
+    """The type of the elements that travel; of two equally wide ones the target's."""
+    widths = [as_dtype(dtype).itemsize_bytes for dtype in (source, target)]
+    return source if widths[0] < widths[1] else target

@@ -1,0 +1,157 @@
+"""By which method does each tensor of a refit move: in the exchange of all, or by a program?
+
+1. `"exchange"`: all in one exchange.
+2. `"program"`: every tensor by the collectives that `find_program` finds. Those that have none are
+   one error, told before anything is written.
+3. `"auto"`: what `reshard.collectives.divide` finds to be quicker on a topology. Without one,
+   programs are looked for only where contributions are combined, since only there they move less
+   than the exchange does; every message counts then as `assumed_topology` says.
+
+Programs are of whole tensors, as they are, whose shardings are over the same devices on both
+sides. Memory between source and target has to fit in what `extra_bytes` leaves for it.
+The answer follows from what all ranks know of both models, so every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.collectives.division import Ways, divide
+from reshard.collectives.program import Program
+from reshard.collectives.search.find_program import find_program
+from reshard.collectives.steps import Exchange
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import PlanError
+from reshard.plans.plan import Plan
+from reshard.topology import Topology
+from reshard.torch.programs.methods import assumed_topology
+from reshard.torch.programs.phases import between_bytes
+from reshard.torch.refit.matching import Match
+
+_SHOWN = 20
+# On any backend the steps are messages of one exchange, as many as this library's.
+_RUN_AS = "gloo"
+_EXCHANGED = "every rank has what it needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How one tensor moves: by a program, or in the exchange where there is none; and why."""
+
+    program: Program | None = None
+    why: str = ""
+
+
+IN_EXCHANGE = Chosen()
+
+
+@dataclass(frozen=True, slots=True)
+class RefitMethods:
+    """How methods are chosen: the same on every rank.
+
+    Args:
+        method: "auto", "exchange" or "program".
+        topology: the hosts of the ranks and the links between them, where known.
+    """
+
+    method: str = "exchange"
+    topology: Topology | None = None
+
+    def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[Chosen, ...]:
+        """The method of every tensor, in their order.
+
+        Args:
+            matches: the tensors.
+            staging_bytes: the most memory that one of them may take between source and target.
+
+        Raises:
+            PlanError: programs are asked for, and tensors have none.
+            LayoutError: a topology without a rank or link that is needed.
+        """
+        if self.method == "exchange":
+            return (IN_EXCHANGE,) * len(matches)
+        found: list[Program | str] = [self._program(one, staging_bytes) for one in matches]
+        if self.method == "program":
+            return self._forced(matches, found)
+        tensors = [
+            (Plan(match.source, match.target, as_dtype(match.dtype)), program)
+            for match, program in zip(matches, found, strict=True)
+            if isinstance(program, Program)
+        ]
+        topology = self.topology
+        if topology is None:
+            ranks = [max(plan.source.slots, plan.target.slots) for plan, _ in tensors]
+            topology = assumed_topology(max(ranks, default=1))
+        division = divide(tensors, topology, _RUN_AS)
+        divided = zip(division.by_program, division.ways, strict=True)
+        chosen = []
+        for program in found:
+            if isinstance(program, str):
+                chosen.append(Chosen(None, program))
+                continue
+            is_chosen, ways = next(divided)
+            chosen.append(Chosen(program if is_chosen else None, self._told(ways, is_chosen)))
+        return tuple(chosen)
+
+    def _program(self, match: Match, staging_bytes: int) -> Program | str:
+        """The program of a tensor; or why it has none, or none is looked for."""
+        if match.is_transformed:
+            return "a transform makes it"
+        if match.source_span is not None or match.target_span is not None:
+            return "it is a piece of a fused tensor"
+        if match.specs is None:
+            return "a side of it is not a DTensor"
+        is_assumed = self.method == "auto" and self.topology is None
+        if is_assumed and match.source.contributions <= match.target.contributions:
+            return "no topology is given, and nothing of it is combined"
+        program = find_program(*match.specs, match.source.shape)
+        if not program.steps:
+            return _EXCHANGED
+        if any(isinstance(step, Exchange) for step in program.steps):
+            return f"no program leads from `{match.specs[0]}` to `{match.specs[1]}`"
+        least = Plan(match.source, match.target).moved_elements if is_assumed else 0
+        if is_assumed and program.moved_elements >= least:
+            return "no topology is given, and its program moves no less"
+        needed = between_bytes(program, as_dtype(match.dtype).itemsize_bytes)
+        if needed > staging_bytes:
+            return (
+                f"its program needs {needed} bytes between source and target, and extra_bytes "
+                f"leaves {staging_bytes}"
+            )
+        return program
+
+    def _forced(
+        self, matches: Sequence[Match], found: Sequence[Program | str]
+    ) -> tuple[Chosen, ...]:
+        problems = [
+            f"{match.name}: {program}"
+            for match, program in zip(matches, found, strict=True)
+            if isinstance(program, str) and program != _EXCHANGED
+        ]
+        if problems:
+            shown = "\n  ".join(problems[:_SHOWN])
+            rest = len(problems) - _SHOWN
+            raise PlanError(
+                f"method='program', but {len(problems)} of {len(matches)} tensors have no program; "
+                f"take method='auto':\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+            )
+        return tuple(
+            Chosen(None, program) if isinstance(program, str) else Chosen(program, "asked for")
+            for program in found
+        )
+
+    def _told(self, ways: Ways, is_chosen: bool) -> str:
+        """Why a tensor that has a program moves by it, or does not."""
+        if self.topology is None:
+            by_exchange, by_program = (
+                f"{int(sum(part.busiest_bytes for part in parts))} bytes"
+                for parts in ((ways.exchange,), ways.program)
+            )
+        else:
+            by_exchange, by_program = (
+                f"{seconds_s:.3g} s" for seconds_s in (ways.exchange_s, ways.program_s)
+            )
+        told = f"{by_program} by its program, {by_exchange} in the exchange"
+        saves = not is_chosen and ways.program_s < ways.exchange_s
+        return told + (", which is less than what waits between steps take" if saves else "")

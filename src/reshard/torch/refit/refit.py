@@ -1,0 +1,305 @@
+"""How does a model in one layout fill another, between the ranks of a running job, again and again?
+
+A trainer's weights move into the inference engine's, in place:
+
+1. every rank lists what it has of both models (`parameters`), and learns what the others have
+   (`rosters`, `metadata`);
+2. names, shapes and types are compared (`matching`); all that does not fit is one error, on
+   every rank, before anything is written;
+3. the tensors are one job; each rank has its part of it (`refit_planning`, `refit_parts`), and
+   prepares memory and messages once (`refit_stages`);
+4. a run sends and receives. All ranks confirm its end: where one fails, all raise, and the
+   target counts as not usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.topology import Topology
+from reshard.torch.exchange.agreement import Intent, agree, check_member, device_of
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.models.megatron_groups import Given
+from reshard.torch.models.naming import Naming, tied_root
+from reshard.torch.models.parameters import Listing, Model, check_memory, list_tensors
+from reshard.torch.programs.methods import METHODS, topology_problem
+from reshard.torch.refit.matching import Cast, Match
+from reshard.torch.refit.methods import RefitMethods
+from reshard.torch.refit.parts import RefitPart
+from reshard.torch.refit.planning import Matching, Planning, PlanningReport, planned
+from reshard.torch.refit.stages import Stages
+from reshard.torch.refit.transforms import Transform
+from reshard.torch.usability import is_usable, mark_unusable, mark_usable
+
+
+class Refit:
+    """A refit that is prepared, and runs as often as wanted. Make it with `Refit.prepare`.
+
+    `tensors`, `sent_bytes`, `received_bytes` and `extra_bytes` (memory beyond both models) are
+    this rank's; `report` is of the preparation. `is_usable` says whether the target has the values
+    of one run, and none of another.
+    """
+
+    def __init__(
+        self, prepared: _Prepared, stages: Stages, group: dist.ProcessGroup | None
+    ) -> None:
+        self._prepared = prepared
+        self._group = group
+        self._stages = stages
+        self.report = prepared.report
+        self.is_usable = True
+        self.tensors = len({item.match.target_name for item in prepared.part.items})
+        self.sent_bytes = stages.sent_bytes
+        self.received_bytes = stages.received_bytes
+        self.extra_bytes = stages.extra_bytes
+
+    @classmethod
+    def prepare(
+        cls,
+        source: Model,
+        target: Model,
+        *,
+        source_names: Naming | None = None,
+        target_names: Naming | None = None,
+        ties: Mapping[str, str] | None = None,
+        stacks: Mapping[str, str] | None = None,
+        num_experts: int | None = None,
+        cast: Cast = False,
+        strict: bool = True,
+        source_offset: int = 0,
+        target_offset: int = 0,
+        transforms: Mapping[str, Transform] | None = None,
+        planning: Planning = "local",
+        method: str = "auto",
+        topology: Topology | None = None,
+        extra_bytes: int = DEFAULT_EXTRA_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ) -> Refit:
+        """Compare both models, plan, and prepare what every run needs. Nothing is written yet.
+
+        All ranks of `group` call this.
+
+        Args:
+            source: the model that has the values, as this rank has it; see
+                `reshard.torch.models.parameters`. None where it has nothing of it.
+            target: likewise the model to fill.
+            source_names, target_names: what each side's names are in names common to both, by
+                function or table (`reshard.torch.models.naming`), such as a recipe's
+                (`Recipe.naming`). Each rank gives its own.
+            ties: names that mean the same tensor as another name.
+            stacks: patterns of stacked tensors with those of their members, such as
+                `{"*.experts.up": "*.experts.{}.up"}`, in common names; on either side.
+            num_experts: in the whole model, where Megatron's ranks number their own from 0, and
+                the names given with a `MegatronModel` do not say it.
+            cast: whether a target may have another type than its source, for all or by name;
+                or the type that it has then. The narrower of both travels.
+            strict: whether a source that fills nothing is an error. A target without a source
+                always is.
+            source_offset, target_offset: the global rank of the rank that layouts given with
+                tensors, or Megatron's ranks, call 0. DTensors and process groups have global
+                ranks already.
+            transforms: what makes targets of other elements, by their common names or patterns;
+                the first that fits counts.
+            planning: whether every rank plans its own part, or the group's first rank plans all.
+            method: "exchange" moves all tensors in one exchange of messages; "program" every
+                tensor by the collectives that `reshard.collectives.find_program` finds; "auto"
+                each by what is quicker on `topology`. Without one, programs are taken for
+                contributions that become replicas, where they move less.
+            topology: the hosts of the ranks and the links between them; the same on all ranks.
+            extra_bytes: the most memory beyond both models, on each rank.
+            group: of all ranks that have a part of either; all ranks when None.
+
+        Raises:
+            ShardError: on every rank, all names, shapes and types that do not fit.
+            PlanError, RunError: on every rank, ranks that mean different things or cannot, or
+                tensors without a program where programs are asked for.
+            LayoutError: on every rank, a topology without a rank or link that is needed.
+            UsageError: a rank that is none of the group's, or no process groups at all.
+        """
+        check_member(group)
+        options = {
+            "planning": planning,
+            "method": method,
+            "topology": topology.interning_key() if isinstance(topology, Topology) else topology,
+            "extra_bytes": extra_bytes,
+            "ties": _in_order(ties),
+            "stacks": stacks,
+            "num_experts": num_experts,
+            "cast": _in_order(cast),
+            "strict": strict,
+            "transforms": transforms,
+        }
+        problem = _problem_of(ties or {}, transforms or {}, extra_bytes)
+        problem = problem or _problem_of_names(stacks or {}, source_offset, target_offset)
+        if planning not in ("local", "centralized"):
+            problem = f"planning={planning!r}; it is 'local' or 'centralized'"
+        if method not in METHODS:
+            problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
+        problem = problem or topology_problem(topology)
+        given = Given.of(source, target, num_experts)
+        parts = {k: repr(v).encode() for k, v in options.items()}
+        notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
+        source, target = given.named(notes, group)
+        before = list_tensors(source, source_names, stacks, source_offset)
+        after = list_tensors(target, target_names, stacks, target_offset)
+        check_memory(before, after, ties or {})
+        methods = RefitMethods(method, topology)
+        matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
+        part, report = planned(matching, before.roster, after.roster, planning, group)
+        made_by = matching.transforms_of(
+            dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
+        )
+        prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
+        stages, problem = prepared.stages(group)
+        agree(Intent({"refit": part.digest.encode()}, problem), group)
+        if stages is None:
+            raise RunError("nothing was moved: no messages could be prepared")
+        return cls(prepared, stages, group)
+
+    def run(self) -> None:
+        """Fill the target with what the source has now. All ranks of the group call this.
+
+        Raises:
+            RunError: on every rank, one that fails or does not answer in the group's timeout.
+                Where that is after the first byte, the target is not usable.
+            PlanError: on every rank, ranks that run different refits.
+        """
+        agree(Intent({"refit": self._prepared.part.digest.encode()}, self._problem()), self._group)
+        self.is_usable = False
+        try:
+            # An engine's tensors may be inference tensors, which only this mode may write.
+            with torch.inference_mode():
+                self._stages.run()
+        except BaseException as error:
+            for tensor in self._prepared.after.tensors.values():
+                torch.autograd.graph.increment_version(tensor)
+                mark_unusable(tensor)
+            if isinstance(error, ReshardError):
+                raise RunError(
+                    f"{error}; the target is partly new and partly old, and not usable"
+                ) from error
+            raise
+        for tensor in self._prepared.after.tensors.values():
+            # Messages are written behind autograd's back.
+            torch.autograd.graph.increment_version(tensor)
+            mark_usable(tensor)
+        self.is_usable = True
+
+    def _problem(self) -> str | None:
+        """Why this rank cannot run; None where it can."""
+        if not self.is_usable:
+            return (
+                "an earlier run failed, and messages of it may still be on their way; call "
+                "renew(group) with a new process group"
+            )
+        for side in (self._prepared.before, self._prepared.after):
+            for name, address in side.moved():
+                return f"{name} is at another address than when it was prepared ({address:#x})"
+        for name, tensor in self._prepared.before.tensors.items():
+            if not is_usable(tensor):
+                return f"{name} of the source is partly new and partly old after a run that failed"
+        return None
+
+    def renew(self, group: dist.ProcessGroup | None) -> None:
+        """Prepare messages anew over another group of the same ranks, after a run that failed.
+
+        All ranks of the group call this. Raises RunError on all where one cannot.
+        """
+        stages, problem = self._prepared.stages(group)
+        agree(Intent({"refit": self._prepared.part.digest.encode()}, problem), group)
+        if stages is not None:
+            self._stages, self._group = stages, group
+            self.is_usable = True
+
+
+def _problem_of(ties: object, transforms: object, extra_bytes: object) -> str | None:
+    """Why options of this rank cannot be used; None where they can."""
+    if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
+        return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
+    for name, transform in transforms.items():
+        if not isinstance(transform, Transform):
+            return f"transforms={{{name!r}: {transform!r}}}; give a Transform, such as Cast('int8')"
+    if isinstance(extra_bytes, bool) or not isinstance(extra_bytes, int):
+        return f"extra_bytes={extra_bytes!r}; give a whole number of bytes"
+    try:
+        for name in ties:
+            tied_root(name, ties)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _problem_of_names(stacks: object, *offsets: object) -> str | None:
+    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
+        return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
+    for offset in offsets:
+        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+            return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
+    return None
+
+
+def _in_order(given: Any) -> Any:
+    """A table in one order on all ranks; others as they are."""
+    return sorted(given.items()) if isinstance(given, Mapping) else given
+
+
+def refit(source: Model, target: Model, **options: Any) -> Refit:
+    """Fill a model from another, once. The result can run again.
+
+    Takes and raises what `Refit.prepare` and `Refit.run` do.
+    """
+    prepared = Refit.prepare(source, target, **options)
+    prepared.run()
+    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What one rank has and does, kept for every run."""
+
+    part: RefitPart
+    before: Listing
+    after: Listing
+    transforms: Mapping[str, Transform]
+    extra_bytes: int
+    report: PlanningReport
+
+    def stages(self, group: dist.ProcessGroup | None) -> tuple[Stages | None, str | None]:
+        """Memory and messages for every run; or None and why there are none."""
+        try:
+            devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
+            if len(devices) > 1:
+                raise ShardError(
+                    f"tensors on {sorted(map(str, devices))}; a rank has all of them on one device"
+                )
+            for item in self.part.items:
+                if item.match.made_at == "target" and item.match.made_of in self.after.locals:
+                    self._check_transform(item.match)
+            stages = Stages(
+                self.part,
+                self.before.locals,
+                self.after.locals,
+                self.transforms,
+                devices.pop() if devices else device_of(group),
+                self.extra_bytes,
+                group,
+            )
+        except ReshardError as error:
+            return None, str(error)
+        except Exception as error:
+            # Memory that is not there, a transform of the user's: the other ranks wait for this.
+            return None, f"{type(error).__name__}: {error}"
+        return stages, None
+
+    def _check_transform(self, match: Match) -> None:
+        name, held = match.made_of, self.after.locals
+        transform = self.transforms[name]
+        made = {one: held[one] for one in transform.outputs(name) if one in held}
+        whole = match.target if match.target_span is None else match.target_span.whole
+        transform.check(name, whole, dist.get_rank(), made)

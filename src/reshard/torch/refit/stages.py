@@ -1,0 +1,255 @@
+"""What does one rank do in a run of a refit, with memory that is prepared once?
+
+Batches run one after the other, in the same memory::
+
+    extra_bytes   | messages on their way | what is sent and arrives of transformed tensors |
+    batch 0         straight from the source into the target, nothing beside it
+    batch 1, ...    prepare_send  ->  exchange  ->  finish_receive
+                    made at the source  ->  exchange, straight into the target
+
+A part without transformed tensors has only batch 0, and all the memory for its messages.
+
+A batch has one stage, or as many as the longest program in it has steps. The first steps of all
+programs travel with what is exchanged, in one exchange of messages; then the second steps of all::
+
+    stage 0   exchanged tensors, first steps     source -> target, source -> next shard
+    stage 1   second steps                       shard  -> shard or target
+
+Shards between steps lie in the source, in the target (`program_phases`), or in the batch's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from reshard.collectives.program import Program
+from reshard.dtypes import dtype as as_dtype
+from reshard.torch.exchange.agreement import confirm
+from reshard.torch.exchange.exchange import Exchange, complete_contributions
+from reshard.torch.exchange.messages import Movement, aligned
+from reshard.torch.programs.phases import LOCAL, phases_of
+from reshard.torch.programs.places import Places
+from reshard.torch.refit.matching import Match
+from reshard.torch.refit.parts import DIRECT, PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refit.spans import Span
+from reshard.torch.refit.transforms import Transform
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """What travels at once: messages, and the movements that they are of."""
+
+    exchange: Exchange
+    movements: list[Movement]
+
+    def move(self) -> None:
+        """Raises RunError where a message does not come."""
+        self.exchange.run()
+        for movement in self.movements:
+            if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
+                complete_contributions(movement.plan, dist.get_rank(), movement.target)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Stages, one behind the other, and what transforms do before and after them."""
+
+    stages: list[Stage]
+    before: list[Callable[[], None]]
+    after: list[Callable[[], None]]
+
+
+class _Arena:
+    """Memory that is given out piece by piece, and taken back as a whole."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._used_bytes = 0
+
+    def clear(self) -> None:
+        self._used_bytes = 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A dense tensor."""
+        begin, size_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
+        self._used_bytes += aligned(size_bytes)
+        return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
+
+
+class Stages:
+    """All batches of one rank. `extra_bytes` is what they take beyond source and target.
+
+    Args:
+        part: what the rank does.
+        source, target: its local tensors by name.
+        transforms: by the names of the targets they make.
+        device: of the tensors.
+        extra_bytes: the most memory to take.
+        group: of all ranks.
+    """
+
+    def __init__(
+        self,
+        part: RefitPart,
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        transforms: Mapping[str, Transform],
+        device: torch.device,
+        extra_bytes: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._source, self._target, self._transforms = source, target, transforms
+        self._group, self._device = group, device
+        self._arena = _Arena(0, device)
+        if part.batches > 1:
+            self._arena = _Arena(part.staging_bytes, device)
+            extra_bytes -= staging_limit_bytes(extra_bytes)
+        listed = [_Listed() for _ in range(part.batches)]
+        for number, found in enumerate(listed):
+            self._arena.clear()
+            for item in part.items:
+                if item.batch == number:
+                    self._list(item, found)
+        shared: torch.Tensor | None = None
+        if sum(len(found.movements) for found in listed) > 1:
+            shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
+        self.batches = []
+        for found in listed:
+            exchanges = (
+                Exchange(movements, dist.get_rank(), group, device, extra_bytes, memory=shared)
+                for movements in found.movements
+            )
+            stages = list(map(Stage, exchanges, found.movements))
+            self.batches.append(Batch(stages, found.before, found.after))
+        every = [stage.exchange for batch in self.batches for stage in batch.stages]
+        self.sent_bytes = sum(exchange.sent_bytes for exchange in every)
+        self.received_bytes = sum(exchange.received_bytes for exchange in every)
+        own_bytes = sum(exchange.extra_bytes for exchange in every)
+        self.extra_bytes = self._arena.memory.numel() + (
+            own_bytes if shared is None else shared.numel()
+        )
+
+    def _list(self, item: PartItem, found: _Listed) -> None:
+        """What is done for one tensor or piece, and where."""
+        match, rank = item.match, dist.get_rank()
+        dtype = getattr(torch, as_dtype(match.dtype).name)
+        source = self._source.get(match.source_name)
+        target = self._target.get(match.target_name)
+        if item.chosen.program is not None:
+            self._list_program(item.chosen.program, source, target, dtype, found)
+            return
+        if match.made_at:
+            source, target = self._staged(match, source, target, dtype, found)
+        elif match.source_span is not None:
+            source = match.source_span.of(source, rank)
+        if match.target_span is not None:
+            target = match.target_span.of(target, rank)
+        movement = Movement.of(item.plan, item.transfers, rank, source, target, dtype)
+        found.movements[0].append(movement)
+
+    def _list_program(
+        self,
+        program: Program,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        dtype: torch.dtype,
+        found: _Listed,
+    ) -> None:
+        """The steps of a program that move anything, each in a stage of its own."""
+        rank = dist.get_rank()
+        phases = phases_of(program, rank)
+        places = Places(phases, rank, source, target, dtype, self._device, self._arena.tensor)
+        stage = 0
+        for number, phase in enumerate(phases.phases):
+            is_there = phases.is_view(number)
+            if is_there and phase.kind == LOCAL:
+                continue
+            transfers = phase.transfers(rank)
+            movement = Movement.of(
+                phase.plan,
+                transfers.moving if is_there else transfers,
+                rank,
+                places.at(number),
+                places.at(number + 1),
+                dtype,
+            )
+            if stage == len(found.movements):
+                found.movements.append([])
+            found.movements[stage].append(movement)
+            stage += 1
+
+    def _staged(
+        self,
+        match: Match,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        dtype: torch.dtype,
+        found: _Listed,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where a transform has what travels of a piece, and where its whole tensor arrives."""
+        name, rank = match.made_of, dist.get_rank()
+        transform, span = self._transforms[name], match.source_span
+        part = source if span is None else span.of(source, rank)
+        sent = None
+        if part is not None:
+            sent = self._arena.tensor(match.source.local_shape(rank) or (), dtype)
+        if match.made_at == "source":
+            made = found.made.setdefault((name, span), {})
+            if part is not None and sent is not None:
+                if not made:
+                    found.before.append(partial(transform.finish_receive, name, part, made))
+                made[match.target_name] = sent
+            return sent, target
+        if part is not None and sent is not None:
+            found.before.append(partial(transform.prepare_send, name, part, sent))
+        if target is not None and name not in found.received:
+            received = self._arena.tensor(target.shape, dtype)
+            outputs = {
+                one: self._target[one] for one in transform.outputs(name) if one in self._target
+            }
+            found.received[name] = received
+            found.after.append(partial(transform.finish_receive, name, received, outputs))
+        return sent, found.received.get(name)
+
+    def run(self) -> None:
+        """Run all batches; all ranks confirm the end.
+
+        Raises RunError where a message does not come, and on every rank where a transform of one
+        fails: before each batch that transforms have a part in, ranks tell each other.
+        """
+        error: Exception | None = None
+        for number, batch in enumerate(self.batches):
+            if number != DIRECT:
+                error = error or _error_of(batch.before)
+                confirm(self._group, error)
+            for stage in batch.stages:
+                stage.move()
+            error = _error_of(batch.after)
+        confirm(self._group, error)
+
+
+def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
+    """What the first of the calls that fails raises; None where all are done."""
+    try:
+        for call in calls:
+            call()
+    except Exception as error:
+        return error
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class _Listed:
+    """A batch while it is listed: movements by stage, what transforms do, their memory by name."""
+
+    movements: list[list[Movement]] = field(default_factory=lambda: [[]])
+    before: list[Callable[[], None]] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    made: dict[tuple[str, Span | None], dict[str, torch.Tensor]] = field(default_factory=dict)
+    received: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,291 @@
+"""The staging folder: what it refuses, what it keeps, what it says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.small_conversion import (
+    NEW,
+    OLD,
+    assert_done,
+    convert,
+    digest,
+    files_in,
+    start,
+    write_files,
+)
+from reshard.checkpoint.conversion import staging
+from reshard.checkpoint.conversion.journal import Commit
+from reshard.checkpoint.conversion.staging import Staging, staging_folder
+from reshard.checkpoint.files import durability
+from reshard.errors import RunError, UsageError
+
+
+def test_a_new_target_appears(tmp_path: Path) -> None:
+    convert(tmp_path / "checkpoint")
+    assert_done(tmp_path / "checkpoint")
+
+
+def test_a_resumed_run_knows_what_is_finished(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        assert (work.resumed, work.already_complete) == (False, False)
+        write_files(work.content, {"weights-0": b"new 0"})
+        work.journal.append_blocks([(0, 0, digest(b"new 0"))])
+    assert not target.exists()
+
+    with Staging.open(target, "new", {}) as work:
+        assert (work.resumed, work.already_complete) == (True, False)
+        assert dict(work.journal.finished) == {(0, 0): digest(b"new 0")}
+        assert files_in(work.content) == {"weights-0": b"new 0"}
+
+
+def test_a_commit_that_recovery_finishes_is_told(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        write_files(work.content, NEW)
+        work.journal.append_commit(Commit(work.content.stat().st_ino, replaces=False))
+
+    with Staging.open(target, "new", {}) as work:
+        assert work.already_complete and not work.resumed
+        with pytest.raises(RunError, match="already_complete"):
+            _ = work.journal
+    assert_done(target)
+
+
+def test_a_commit_whose_folder_is_gone_is_not_guessed_at(tmp_path: Path) -> None:
+    """Swapped, killed, and the new target moved away by hand: what is staged is the old one."""
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        write_files(work.content, OLD)
+        work.journal.append_commit(Commit(inode=work.content.stat().st_ino + 1, replaces=True))
+
+    with pytest.raises(RunError, match=r"it is gone(.|\n)*--restart"):
+        convert(target, overwrite=True)
+
+    assert files_in(staging_folder(target) / "content") == OLD
+    convert(target, restart=True)
+    assert_done(target)
+
+
+def test_staged_files_that_vanished_are_not_resumed(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        work.journal.append_blocks([(0, 0, bytes(16))])
+        work.content.rmdir()
+    with pytest.raises(RunError, match=r"staged files are gone(.|\n)*--restart"):
+        convert(target)
+
+
+def test_a_damaged_journal_needs_a_restart(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        path = work.journal.path
+    path.write_bytes(b"\0" * 100)
+    with pytest.raises(RunError, match=r"damaged(.|\n)*--restart"):
+        convert(target)
+    convert(target, restart=True)
+    assert_done(target)
+
+
+def test_an_existing_target_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    write_files(tmp_path / "checkpoint", OLD)
+    with pytest.raises(UsageError, match=r"the target exists(.|\n)*--overwrite"):
+        convert(tmp_path / "checkpoint")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert files_in(tmp_path / "checkpoint") == OLD
+
+
+def test_a_refusal_keeps_what_an_earlier_run_staged(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    write_files(target, OLD)
+    with Staging.open(target, "new", {"identity": "new"}, overwrite=True) as work:
+        write_files(work.content, {"weights-0": b"new 0"})
+        work.journal.append_blocks([(0, 0, digest(b"new 0"))])
+    for restart in (False, True):
+        with pytest.raises(UsageError, match="the target exists"):
+            convert(target, restart=restart)
+    with Staging.open(target, "new", {"identity": "new"}, overwrite=True) as work:
+        assert list(work.journal.finished) == [(0, 0)]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_target_that_is_a_file_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"data")
+    with pytest.raises(UsageError, match="the target is a file"):
+        convert(tmp_path / "model.safetensors", overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"parent is not a folder: .*missing"):
+        convert(tmp_path / "missing" / "checkpoint")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_mounted_target_is_refused() -> None:
+    with pytest.raises(UsageError, match="mounted: /"):
+        convert(Path("/"), overwrite=True)
+
+
+@pytest.mark.parametrize("refused", ["parent", "target"])
+def test_a_folder_without_leave_to_write_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    write_files(tmp_path / "checkpoint", OLD)
+    folder = tmp_path if refused == "parent" else tmp_path / "checkpoint"
+    # The user who runs the tests may be one to whom no permission is ever denied.
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != folder)
+    with pytest.raises(RunError, match=f"cannot write to {folder}\n"):
+        convert(tmp_path / "checkpoint", overwrite=True)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_link_to_a_folder_keeps_its_place(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    write_files(tmp_path / "elsewhere" / "checkpoint", OLD)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "checkpoint")
+    convert(tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert_done(tmp_path / "elsewhere" / "checkpoint")
+
+
+def test_a_target_that_appears_during_the_run_is_not_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {"identity": "new"}) as work:
+        for index, (name, data) in enumerate(NEW.items()):
+            write_files(work.content, {name: data})
+            work.journal.append_blocks([(index, 0, digest(data))])
+        write_files(target, OLD)
+        with pytest.raises(RunError, match="appeared during the run"):
+            work.commit()
+    assert files_in(target) == OLD
+    convert(target, overwrite=True)
+    assert_done(target)
+
+
+def test_a_target_that_appears_after_the_commit_record_is_not_replaced_unasked(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "checkpoint"
+    with Staging.open(target, "new", {}) as work:
+        write_files(work.content, NEW)
+        work.journal.append_commit(Commit(work.content.stat().st_ino, replaces=False))
+    write_files(target, OLD)
+    with pytest.raises(UsageError, match="the target exists"):
+        convert(target)
+    assert files_in(target) == OLD
+    convert(target, overwrite=True)
+    assert_done(target)
+
+
+def test_discard_leaves_the_target_alone(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    write_files(target, OLD)
+    with Staging.open(target, "new", {}, overwrite=True) as work:
+        write_files(work.content, NEW)
+        work.discard()
+    assert files_in(target) == OLD
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_everything_is_synced_before_the_next_step_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, fdatasync, exchange, rmtree = (
+        os.fsync,
+        os.fdatasync,
+        staging.exchange_folders,
+        durability.shutil.rmtree,
+    )
+
+    def name_of(descriptor: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix()
+
+    def note(event: Callable[..., str], real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(event(*arguments))
+            return real(*arguments)
+
+        return call
+
+    target = tmp_path / "checkpoint"
+    write_files(target, OLD)
+    monkeypatch.setattr(os, "fsync", note(lambda fd: f"sync {name_of(fd)}", fsync))
+    monkeypatch.setattr(os, "fdatasync", note(lambda fd: f"sync {name_of(fd)}", fdatasync))
+    monkeypatch.setattr(os, "rename", note(lambda _, new: f"rename to {new.name}", os.rename))
+    monkeypatch.setattr(staging, "exchange_folders", note(lambda *_: "exchange", exchange))
+    monkeypatch.setattr(durability.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
+    root = ".checkpoint.reshard-staging"
+
+    with Staging.open(target, "new", {}, overwrite=True) as work:
+        assert events[-4:] == [
+            "sync .",
+            f"sync {root}/journal.new",
+            "rename to journal",
+            f"sync {root}",
+        ]
+        write_files(work.content, NEW)
+        events.clear()
+        work.commit()
+
+    assert events == [
+        f"sync {root}/content",
+        f"sync {root}/content/inner",
+        f"sync {root}/journal",
+        "exchange",
+        "sync .",
+        f"sync {root}",
+        "delete content",
+    ]
+
+
+def test_descriptors_and_lock_are_let_go(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    target = tmp_path / "checkpoint"
+    before = descriptors()
+    with pytest.raises(ZeroDivisionError), Staging.open(target, "new", {}):
+        raise ZeroDivisionError
+    assert descriptors() == before
+    with pytest.raises(RunError):
+        Staging.open(target, "other", {})
+    assert descriptors() == before
+    with Staging.open(target, "new", {}) as work:
+        work.commit()
+    assert descriptors() == before
+
+
+def test_a_second_process_is_told_who_holds_the_target(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    holder = start(
+        """
+        import sys
+        from pathlib import Path
+        from reshard.checkpoint.conversion.staging import Staging
+        with Staging.open(Path(sys.argv[1]), "new", {}):
+            print("ready", flush=True)
+            sys.stdin.read()
+        """,
+        target,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "ready\n"
+        for restart in (False, True):
+            with pytest.raises(RunError, match=rf"in use by process {holder.pid} on \S+\n"):
+                convert(target, restart=restart)
+        assert (staging_folder(target) / "journal").exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+    with Staging.open(target, "new", {}) as work:
+        assert work.resumed

@@ -1,0 +1,126 @@
+"""Which files a new checkpoint has, and which ranks store what."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import reshard
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    PlannedTensor,
+    arrange_shards,
+    arrange_whole,
+)
+from reshard.dtypes import dtype
+from reshard.errors import RecipeError, UsageError
+from reshard.layout import Box, Layout
+
+F32 = dtype("float32")
+
+
+def planned(mesh: reshard.DeviceMesh, text: str, shape: tuple[int, ...]) -> PlannedTensor:
+    return PlannedTensor(F32, reshard.spec(mesh, text).layout(shape), text)
+
+
+def storing(arrangement: Arrangement, name: str) -> tuple[int, ...]:
+    return arrangement.tensors[name].stored_slots
+
+
+def arranged(
+    mesh: reshard.DeviceMesh, text: str, shape: tuple[int, ...], replicas: str = "once"
+) -> tuple[int, ...]:
+    return storing(arrange_shards({"w": planned(mesh, text, shape)}, mesh, {}, replicas), "w")
+
+
+def test_copies_are_stored_once_or_every_time() -> None:
+    mesh = reshard.DeviceMesh.of(dp=2, tp=2)
+    assert arranged(mesh, "tp, -", (4, 4)) == (0, 1)
+    assert arranged(mesh, "tp, -", (4, 4), "every") == (0, 1, 2, 3)
+    assert arranged(mesh, "dp tp, -", (4, 4)) == (0, 1, 2, 3)
+    assert arranged(mesh, "", ()) == (0,)
+    assert arranged(mesh, "", (), "every") == (0, 1, 2, 3)
+
+
+def test_heads_that_ranks_share_are_stored_once() -> None:
+    mesh = reshard.DeviceMesh.of(tp=8)
+    assert arranged(mesh, "tp@heads2, -", (8, 4)) == (0, 4)
+    assert len(arranged(mesh, "tp@heads2, -", (8, 4), "every")) == 8
+
+
+def test_empty_shards_are_not_stored_unless_all_are_empty() -> None:
+    mesh = reshard.DeviceMesh.of(tp=4)
+    assert arranged(mesh, "tp, -", (2, 4)) == (0, 1)
+    assert arranged(mesh, "tp, -", (2, 4), "every") == (0, 1)
+    assert arranged(mesh, "tp, -", (0, 4)) == (0,)
+
+
+def test_copies_are_spread_over_the_ranks() -> None:
+    mesh = reshard.DeviceMesh.of(dp=4)
+    tensors = {f"t{n}": planned(mesh, "-", (100,)) for n in range(8)}
+    arrangement = arrange_shards(tensors, mesh, {})
+    counts = Counter(storing(arrangement, name) for name in tensors)
+    assert set(counts.values()) == {2}
+    assert len(counts) == 4
+
+
+def test_a_file_for_each_rank_that_stores_something() -> None:
+    mesh = reshard.DeviceMesh("mesh", (2,), ("tp",), (5, 2))
+    arrangement = arrange_shards({"w": planned(mesh, "tp", (5,))}, mesh, {})
+    assert [(file.stored.rank, file.stored.name) for file in arrangement.files] == [
+        (2, "shard-00003-model-00001-of-00001.safetensors"),
+        (5, "shard-00006-model-00001-of-00001.safetensors"),
+    ]
+    for file in arrangement.files:
+        assert file.stored.size_bytes == file.header.file_size_bytes
+        assert len(file.content) % 4096 == 0
+
+
+def test_one_shard_that_is_no_box_takes_the_whole_checkpoint_out_of_the_convention() -> None:
+    mesh = reshard.DeviceMesh.of(tp=2)
+    tensors = {"w": planned(mesh, "tp", (8,)), "glu": planned(mesh, "tp@stride2", (8,))}
+    arrangement = arrange_shards(tensors, mesh, {})
+    assert len(arrangement.notes) == 1
+    assert "glu" in arrangement.notes[0]
+    assert not any(b"DCP_SHARDING_INFO" in file.content for file in arrangement.files)
+    del tensors["glu"]
+    arrangement = arrange_shards(tensors, mesh, {})
+    assert arrangement.notes == ()
+    assert all(b"DCP_SHARDING_INFO" in file.content for file in arrangement.files)
+
+
+def test_layouts_of_strategies_that_a_manifest_can_describe() -> None:
+    halves = [(0, Box((0, 0), (2, 4))), (1, Box((2, 0), (4, 4)))]
+    several = [(0, Box((3, 0), (4, 4))), (1, Box((1, 0), (3, 4))), (0, Box((0, 0), (1, 4)))]
+    for boxes in (halves, several):
+        layout = Layout.from_boxes((4, 4), boxes, 3)
+        arrange_shards({"w": PlannedTensor(F32, layout)}, None, {})
+    flat = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
+    arrange_shards({"w": PlannedTensor(F32, flat)}, None, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["tp@stride2, -", "-, tp@cyclic1", "tp@pad3, -", "tp@halo[1,1], -"]
+)
+def test_layouts_of_strategies_that_it_cannot(text: str) -> None:
+    mesh = reshard.DeviceMesh.of(tp=2)
+    layout = reshard.spec(mesh, text).layout((4, 4))
+    with pytest.raises(RecipeError, match="'w' is laid out by a strategy"):
+        arrange_shards({"w": PlannedTensor(F32, layout)}, None, {})
+
+
+def test_contributions_are_no_values() -> None:
+    mesh = reshard.DeviceMesh.of(tp=2)
+    with pytest.raises(RecipeError, match="'w' would be partial"):
+        arrange_shards({"w": planned(mesh, "-, - | sum(tp)", (4, 4))}, mesh, {})
+
+
+def test_another_word_for_replicas() -> None:
+    with pytest.raises(UsageError, match="replicas 'twice'"):
+        arrange_shards({}, None, {}, "twice")
+
+
+def test_nothing_at_all_is_still_a_file() -> None:
+    assert len(arrange_shards({}, None, {}).files) == 1
+    assert len(arrange_whole({}, {}, None).files) == 1

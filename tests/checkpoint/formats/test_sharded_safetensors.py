@@ -1,0 +1,187 @@
+"""Shards in PyTorch's convention, read with and without a manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.checkpoint_files import (
+    MANIFEST,
+    Tensor,
+    read_file,
+    read_metadata,
+    small_folder,
+    tensor,
+    write_file,
+)
+from reshard import checkpoint
+from reshard.checkpoint.formats.sharded_safetensors import rank_of_file, shard_file_name
+from reshard.errors import CoverageError
+from reshard.layout import Box
+from reshard.testing.strategies import partitions_into_boxes, shapes
+
+
+def piece(whole: Tensor, box: Box) -> Tensor:
+    window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return Tensor(whole.dtype, whole.bits[window or (...,)])
+
+
+def write_boxes(folder: Path, whole: Tensor, boxes: list[Box], ranks: list[int]) -> None:
+    folder.mkdir()
+    for rank, box in zip(ranks, boxes, strict=True):
+        info = {"w": {"saved_offsets": list(box.start)}}
+        write_file(
+            folder / shard_file_name(rank),
+            {"w": piece(whole, box)},
+            {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)},
+        )
+
+
+@st.composite
+def box_checkpoints(draw: st.DrawFn) -> tuple[Tensor, list[Box], list[int]]:
+    """A tensor in boxes that need form no grid, on ranks in any order with gaps."""
+    shape = draw(shapes(max_rank=3))
+    boxes = draw(partitions_into_boxes(shape))
+    ranks = draw(st.lists(st.integers(0, 20), min_size=9, max_size=9, unique=True))[: len(boxes)]
+    return tensor("float32", shape, 1), boxes, ranks
+
+
+@given(box_checkpoints(), st.sampled_from([16, 1000]))
+def test_boxes_that_cover_a_tensor(
+    stored: tuple[Tensor, list[Box], list[int]], block_bytes: int
+) -> None:
+    whole, boxes, ranks = stored
+    with small_folder(block_bytes) as folder:
+        write_boxes(folder / "cut", whole, boxes, ranks)
+        found = checkpoint.open(folder / "cut")
+        assert found["w"].shape == whole.shape
+        assert checkpoint.read_tensor(found, "w").tobytes() == whole.bits.tobytes()
+        report = checkpoint.convert(folder / "cut", folder / "full", to="full")
+        assert report.read_bytes == whole.size_bytes, "each byte is read once"
+        assert read_file(folder / "full" / "model.safetensors") == {"w": whole}
+
+
+@given(box_checkpoints(), st.data())
+def test_a_box_that_is_missing_is_never_taken_for_zeros(
+    stored: tuple[Tensor, list[Box], list[int]], data: st.DataObject
+) -> None:
+    whole, boxes, ranks = stored
+    gone = data.draw(st.integers(0, len(boxes) - 1))
+    left = [box for number, box in enumerate(boxes) if number != gone]
+    if not left:
+        return
+    with small_folder() as folder:
+        write_boxes(folder / "cut", whole, left, ranks[1:])
+        shape = [max(stop) for stop in zip(*(box.stop for box in left), strict=True)]
+        if sum(box.elements for box in left) == math.prod(shape):
+            # The rest is a whole tensor by itself: nothing in the files can know of more.
+            found = checkpoint.open(folder / "cut")
+            assert list(found["w"].shape) == shape
+            assert "if a last file is missing, they are too small" in found.notes[0]
+            return
+        with pytest.raises(CoverageError, match="no shard holds"):
+            checkpoint.open(folder / "cut")
+
+
+@given(box_checkpoints(), st.data())
+def test_boxes_that_overlap_are_an_error(
+    stored: tuple[Tensor, list[Box], list[int]], data: st.DataObject
+) -> None:
+    whole, boxes, ranks = stored
+    filled = [box for box in boxes if box.elements]
+    if not filled:
+        return
+    more = data.draw(st.sampled_from(filled))
+    at = [data.draw(st.integers(a, b - 1)) for a, b in zip(more.start, more.stop, strict=True)]
+    extra = Box(tuple(at), tuple(a + 1 for a in at))
+    with small_folder() as folder:
+        write_boxes(folder / "cut", whole, [*boxes, extra], [*ranks, 30])
+        with pytest.raises(CoverageError, match="overlap"):
+            checkpoint.open(folder / "cut")
+
+
+def test_the_offsets_that_are_written(tmp_path: Path) -> None:
+    whole = {"w": tensor("float32", (5, 6), 1), "s": tensor("int64", (), 2)}
+    write_file(tmp_path / "model.safetensors", whole, {"author": "us"})
+    target = tmp_path / "made"
+    checkpoint.convert(
+        tmp_path / "model.safetensors", target, to="tp=2,dp=2", rules=["w=tp, dp@sizes[2,4]"]
+    )
+    found = {}
+    for rank in range(4):
+        metadata = read_metadata(target / shard_file_name(rank))
+        assert (metadata["format"], metadata["DCP_VERSION"]) == ("pt", "1.0")
+        assert metadata["author"] == "us"
+        info = json.loads(metadata["DCP_SHARDING_INFO"])
+        assert set(info) == set(read_file(target / shard_file_name(rank)))
+        found[rank] = info["w"]["saved_offsets"]
+    assert found == {0: [0, 0], 1: [0, 2], 2: [3, 0], 3: [3, 2]}
+    (target / MANIFEST).unlink()
+    opened = checkpoint.open(target)
+    assert opened.metadata == {"format": "pt", "author": "us"}
+    assert (opened.mesh, opened.ranks) == (None, 4)
+    assert checkpoint.compare(tmp_path / "model.safetensors", opened).is_same
+
+
+@pytest.mark.parametrize("gone", range(4))
+def test_our_files_know_of_each_other_without_a_manifest(tmp_path: Path, gone: int) -> None:
+    write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (8, 3), 1)})
+    cut = tmp_path / "cut"
+    checkpoint.convert(tmp_path / "model.safetensors", cut, to="tp=4", rules=["*=tp, -"])
+    (cut / MANIFEST).unlink()
+    assert checkpoint.open(cut).notes == ()
+    (cut / shard_file_name(gone)).unlink()
+    with pytest.raises(CoverageError, match="no shard holds" if gone < 3 else "one of 4 files"):
+        checkpoint.open(cut)
+    with pytest.raises(CoverageError, match=r"no shard holds|one of 4 files"):
+        checkpoint.open(cut / shard_file_name((gone + 1) % 4))
+
+
+def test_a_file_more_than_were_written(tmp_path: Path) -> None:
+    whole = tensor("float32", (6, 3), 1)
+    write_file(tmp_path / "model.safetensors", {"w": whole})
+    cut = tmp_path / "cut"
+    checkpoint.convert(tmp_path / "model.safetensors", cut, to="tp=2", rules=["*=tp, -"])
+    (cut / MANIFEST).unlink()
+    # It continues the tensor, so that only the number of files tells it.
+    write_boxes(tmp_path / "other", whole, [Box((3, 0), (6, 3))], [2])
+    name = shard_file_name(2)
+    text = json.dumps({"w": {"saved_offsets": [6, 0]}})
+    write_file(
+        cut / name,
+        read_file(tmp_path / "other" / name),
+        {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": text},
+    )
+    with pytest.raises(CoverageError, match=r"one of 2 files.*here are 3"):
+        checkpoint.open(cut)
+
+
+def test_one_shard_file_by_itself(tmp_path: Path) -> None:
+    whole = tensor("float32", (4, 4), 1)
+    write_boxes(tmp_path / "cut", whole, [Box((0, 0), (2, 4)), Box((2, 0), (4, 4))], [0, 1])
+    assert checkpoint.open(tmp_path / "cut" / shard_file_name(0))["w"].shape == (2, 4)
+    with pytest.raises(CoverageError, match=r"no shard holds \[0:2, 0:4\]"):
+        checkpoint.open(tmp_path / "cut" / shard_file_name(1))
+
+
+@pytest.mark.parametrize("rank", [0, 7, 99_998, 123_456])
+def test_names_of_files(rank: int) -> None:
+    assert rank_of_file(shard_file_name(rank)) == rank
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard-00000-model-00001-of-00001.safetensors",
+        "shard-00001-model-00001-of-00001.safetensors.tmp",
+        f"shard-{'9' * 30}-model-00001-of-00001.safetensors",
+        "model-00001-of-00001.safetensors",
+    ],
+)
+def test_names_of_other_files(name: str) -> None:
+    assert rank_of_file(name) is None

@@ -1,0 +1,215 @@
+"""Pickles are read and written as Python does, and never do what they say."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import os
+import pickle
+import pickletools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoint.formats.torch_dcp.pickle_writing import write_pickle
+from reshard.checkpoint.formats.torch_dcp.restricted_pickle import (
+    Call,
+    Global,
+    Reference,
+    read_pickle,
+)
+from reshard.errors import FormatError, UsageError
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)
+KEYS = st.text() | st.integers(0, 2**40) | st.tuples(st.text(), st.integers())
+VALUES = st.recursive(
+    PLAIN | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.tuples(inner, inner)
+    ),
+)
+
+
+@given(VALUES, st.integers(2, 5))
+def test_plain_values_are_read_as_python_reads_them(value: Any, protocol: int) -> None:
+    assert read_pickle(pickle.dumps(value, protocol), {}, "x") == value
+
+
+@given(VALUES)
+def test_plain_values_are_written_as_python_reads_them(value: Any) -> None:
+    content = write_pickle(value)
+    assert pickle.loads(content) == value
+    assert read_pickle(content, {}, "x") == value
+
+
+def test_many_names_and_texts_are_recalled() -> None:
+    value = [f"{number % 600}" for number in range(1200)]
+    content = write_pickle(value)
+    assert pickle.loads(content) == value
+    assert len(content) < 12_000
+
+
+def test_bytes_are_read() -> None:
+    for value in (b"abc", bytes(300)):
+        assert read_pickle(pickle.dumps(value, 4), {}, "x") == value
+
+
+def test_calls_are_remembered_and_not_made() -> None:
+    value = collections.OrderedDict(a=1, b=[2])
+    allowed = {"collections": frozenset(["OrderedDict"])}
+    found = read_pickle(pickle.dumps(value), allowed, "x")
+    assert isinstance(found, Call)
+    assert (found.function, found.arguments) == (Global("collections", "OrderedDict"), ())
+    assert found.state == {"a": 1, "b": [2]}
+    assert pickle.loads(write_pickle(found)) == value
+
+
+def test_references_are_kept() -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            return ("storage", 7) if value == "outside" else None
+
+    stream = io.BytesIO()
+    Pickler(stream, 2).dump(["outside", "inside"])
+    found = read_pickle(stream.getvalue(), {}, "x")
+    assert isinstance(found[0], Reference)
+    assert found[0].key == ("storage", 7)
+    assert found[1] == "inside"
+    again = read_pickle(write_pickle(found), {}, "x")
+    assert (again[0].key, again[1]) == (found[0].key, found[1])
+
+
+class Harm:
+    """What an attacker pickles: a call of anything with anything."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.called = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.called
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (os.system, "posix.system"),
+        (eval, "builtins.eval"),
+        (exec, "builtins.exec"),
+        (getattr, "builtins.getattr"),
+        (__import__, "builtins.__import__"),
+        (pickle.loads, "_pickle.loads"),
+        (os.path.join, "posixpath.join"),
+    ],
+)
+def test_a_name_that_is_not_allowed_is_refused_and_nothing_runs(
+    tmp_path: Path, function: Any, name: str, protocol: int
+) -> None:
+    command = f"touch {tmp_path / 'ran'}"
+    content = pickle.dumps({"w": Harm(function, command)}, protocol)
+    allowed = {"collections": frozenset(["OrderedDict"]), "builtins": frozenset(["set"])}
+    with pytest.raises(FormatError, match="f metadata") as error:
+        read_pickle(content, allowed, "f metadata")
+    # Protocol 2 and below have another name for the module; 0 and 1 also other opcodes.
+    assert name.split(".")[1] in str(error.value) or protocol < 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_allowed_is_not_imported() -> None:
+    content = b"\x80\x02cmodule_that_would_be_imported\nthing\n)R."
+    allowed = {"module_that_would_be_imported": frozenset(["thing"])}
+    assert isinstance(read_pickle(content, allowed, "x"), Call)
+    assert "module_that_would_be_imported" not in sys.modules
+
+
+def test_dotted_names_lead_nowhere() -> None:
+    content = b"\x80\x04\x8c\x02os\x8c\x0bpath.system\x93."
+    with pytest.raises(FormatError, match=r"os\.path\.system"):
+        read_pickle(content, {"os": frozenset(["path"])}, "x")
+
+
+READ = {
+    *("PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE"),
+    *("BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "EMPTY_LIST"),
+    *("EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT"),
+    *("LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE"),
+    *("NEWOBJ", "BUILD", "BINPERSID", "STOP"),
+}
+
+
+@pytest.mark.parametrize("opcode", pickletools.opcodes, ids=lambda opcode: opcode.name)
+def test_other_opcodes_are_refused_by_name(opcode: Any) -> None:
+    content = b"\x80\x04" + opcode.code.encode("latin-1") + bytes(20)
+    with pytest.raises(FormatError) as error:
+        read_pickle(content, {}, "x")
+    assert (f"the opcode {opcode.name} is nothing" in str(error.value)) == (opcode.name not in READ)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ends early"),
+        (b"\x80\x06N.", "protocol 6"),
+        (b"\x80\x04\x8a\xff" + bytes(300) + b".", "an integer of 255 bytes"),
+        (b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.", "should follow"),
+        (b"\x80\x04]r\xff\xff\xff\xff.", None),
+        (b"\x80\x04]j\x05\x00\x00\x00.", "remembers nothing under 5"),
+        (b"\x80\x04NN.", "left over"),
+        (b"\x80\x04(.", "left over"),
+        (b"\x80\x04(((t.", "left over"),
+        (b"\x80\x04t.", "ends early"),
+        (b"\x80\x04Nt.", "a mark is missing"),
+        (b"\x80\x04}(Nu.", "shorter|longer"),
+        (b"\x80\x04NNa.", "list"),
+        (b"\x80\x04NNR.", "no name with a tuple"),
+        (b"\x80\x04N}b.", "Call"),
+        (b"\x80\x04\x8c\x02\xff\xff.", "not UTF-8"),
+        (b"\x80\x04\xfeN.", "byte 254"),
+        (b"\x80\x04}]K\x01s.", "a list is a key"),
+    ],
+)
+def test_damaged_pickles_are_errors(content: bytes, message: str | None) -> None:
+    if message is None:
+        assert read_pickle(content, {}, "x") == []
+        return
+    with pytest.raises(FormatError, match=message):
+        read_pickle(content, {}, "x")
+
+
+def test_a_key_that_takes_forever_to_hash_is_refused() -> None:
+    # A tuple of two that are each a tuple of two ...: 2 ** 60 of them, one after the other.
+    nested = b"\x80\x04K\x00" + b"\x94h\x00\x86"
+    for number in range(1, 60):
+        nested += b"\x94h" + bytes([number]) + b"\x86"
+    assert isinstance(read_pickle(nested + b".", {}, "x"), tuple)
+    with pytest.raises(FormatError, match="a tuple is a key"):
+        read_pickle(b"\x80\x04}" + nested[2:] + b"Ns.", {}, "x")
+
+
+def test_deep_nesting_is_no_recursion() -> None:
+    found = read_pickle(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", {}, "x")
+    assert isinstance(found, list)
+
+
+@given(VALUES, st.data())
+def test_any_change_gives_a_value_or_an_error(value: Any, data: st.DataObject) -> None:
+    content = bytearray(pickle.dumps(value, data.draw(st.integers(2, 5))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FormatError):
+        read_pickle(bytes(content), {"collections": frozenset(["OrderedDict"])}, "x")
+
+
+def test_what_cannot_be_written_is_refused() -> None:
+    with pytest.raises(UsageError, match="a set cannot be written"):
+        write_pickle({1, 2})

@@ -1,0 +1,199 @@
+"""`reshard recipe show` and `check`: their output, checked by eye, and every way to misuse them.
+
+`RESHARD_UPDATE_GOLDEN=1 pytest tests/cli/commands/test_recipe.py` writes the files anew; look at
+every change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.command_runs import Run, run_here, write_model
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "recipe"
+MESH = ("--to", "pp=2,ep=2,tp=2")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "show": ("show",),
+    "show_own": ("show", "./mine.toml"),
+    "show_own_json": ("show", "./mine.toml", "--json"),
+    "show_mixtral": ("show", "mixtral"),
+    "check": ("check", "tiny", *MESH),
+    "check_json": ("check", "tiny", "--to", "pp=2", "--json"),
+    "check_options": ("check", "tiny", *MESH, "--option", "layer=sizes[0,2]", "--option", "tp="),
+    "check_own": ("check", "tiny", "--to", "tp=3", "--recipe", "mine.toml", "--rule", "x=-"),
+    "check_rules": ("check", "model", "--to", "tp=2", "--rule", "*.weight=tp, -"),
+}
+LEFT_OVER = {"check_own", "check_rules"}
+
+OWN = """
+name = "mine"
+model_types = ["mine"]
+axes = ["tp", "pp", "etp"]
+[cuts]
+rows = "balanced"
+[stand_ins]
+etp = "tp"
+[numbers.block]
+axis = "pp"
+count = "n_layers|depth"
+[[rules]]
+pattern = "*.{block}.*.w2.weight"
+spec = "-, etp"
+[[rules]]
+pattern = "*embed*"
+spec = "tp@{rows}, ..."
+at = { block = ["first"] }
+when = "mixture"
+note = "of interest"
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(folder: Path) -> None:
+    """A very small Mixtral with tied embeddings, and a recipe of one's own."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (9, 4),
+        "model.norm.weight": (4,),
+    }
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (4, 4) for name in ("q", "k", "v", "o")}
+        shapes[f"{at}.block_sparse_moe.gate.weight"] = (2, 4)
+        for expert in range(2):
+            for name, shape in (("w1", (6, 4)), ("w2", (4, 6)), ("w3", (6, 4))):
+                shapes[f"{at}.block_sparse_moe.experts.{expert}.{name}.weight"] = shape
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    config = {
+        "model_type": "mixtral",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "num_local_experts": 2,
+        "tie_word_embeddings": True,
+        "mixture": True,
+    }
+    path = write_model(folder / "tiny", **tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    (folder / "mine.toml").write_text(OWN)
+
+
+def run(*arguments: str) -> Run:
+    return run_here("recipe", *arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_is_as_checked_by_eye(name: str) -> None:
+    found = run(*CASES[name])
+    assert found.errors == ""
+    assert found.code == (1 if name in LEFT_OVER else 0)
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("RESHARD_UPDATE_GOLDEN") == "1":
+        golden.write_text(found.output, encoding="utf-8")
+    assert found.output == golden.read_text(encoding="utf-8")
+
+
+def test_every_golden_file_belongs_to_a_case() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == CASES.keys()
+
+
+def test_ranks_hold_what_a_conversion_writes(folder: Path) -> None:
+    """Every rank's own copies: the tensors that it reads back are those that were counted."""
+    checked = run("check", "tiny", *MESH, "--json").json
+    converted = run_here("convert", "tiny", "new", *MESH, "--recipe", "auto", "--replicas", "every")
+    assert converted.code == 0
+    listed = run_here("inspect", "new", "--json").json
+    for rank in checked["ranks"]:
+        of_rank = [t for t in listed["tensors"] if rank["rank"] in t["ranks"]]
+        assert len(of_rank) == rank["tensors"]
+    cuts = {tensor["name"]: tensor["cut"] for tensor in listed["tensors"]}
+    for rule in checked["rules"]:
+        assert cuts[rule["example"]] == rule["cut"]
+    assert sum(rule["tensors"] for rule in checked["rules"]) == len(listed["tensors"])
+    assert run_here("verify", "tiny", "new").code == 0
+
+
+def test_a_conversion_says_the_same_notes() -> None:
+    arguments = ("tiny", "new", "--to", "pp=2", "--recipe", "auto")
+    plan = run_here("plan", "tiny", "--to", "pp=2", "--recipe", "auto")
+    (note,) = run("check", "tiny", "--to", "pp=2", "--json").json["notes"]
+    assert note.startswith("model.embed_tokens.weight: tied with the output layer")
+    assert f"note: {note}" in plan.output
+    assert f"note: {note}" in run_here("convert", *arguments).output
+
+
+def test_options_reach_conversions() -> None:
+    arguments = ("tiny", "--to", "tp=2", "--recipe", "auto", "--option", "vocabulary=pad4")
+    planned = run_here("plan", *arguments, "--json").json
+    cuts = {tensor["name"]: tensor["cut"] for tensor in planned["tensors"]}
+    assert cuts["model.embed_tokens.weight"] == "tp@pad4, -"
+    assert run_here("convert", "tiny", "new", *arguments[1:]).code == 0
+    assert run_here("verify", "tiny", "new").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "nix"), "unknown recipe 'nix'; The shipped recipes are bert, deepseek_v3"),
+        (("show", "nix.toml"), "cannot read the recipe file nix.toml: No such file"),
+        (("shwo",), "no command 'shwo'; did you mean 'show'?"),
+        (("check", "tiny"), "Missing option '--to'"),
+        (("check", "tiny", "--to", "4"), "cannot read the mesh '4'; write axes with sizes"),
+        (("check", "model", "--to", "tp=2"), "no shipped recipe for the model type 'unheard-of'"),
+        (("check", "nothing", "--to", "tp=2"), "no checkpoint at nothing"),
+        (("check", "tiny", *MESH, "--option", "x=1"), "recipe 'mixtral' has no option 'x'; its"),
+        (("check", "tiny", *MESH, "--option", "layer"), "the option 'layer' has no name or no"),
+        (("check", "tiny", *MESH, "--option", "ep=a", "--option", "ep=b"), "is given twice"),
+        (("check", "tiny", *MESH, "--option", "vocabulary=x"), "the cut 'x' is not a cut rule"),
+        (("check", "tiny", *MESH, "--option", "ep=dp"), "axis 'ep' cannot be played by 'dp': unkn"),
+        (("check", "tiny", *MESH, "--option", "layer=sizes[3]"), "1 sizes for 2 parts"),
+        (("check", "tiny", *MESH, "--rule", "x=-", "--option", "tp="), "--option is of a recipe"),
+    ],
+)
+def test_mistakes_are_answered(arguments: tuple[str, ...], message: str) -> None:
+    found = run(*arguments)
+    assert (found.code, found.output) == (2, "")
+    assert message in found.errors
+
+
+def test_options_without_a_recipe_are_refused() -> None:
+    found = run_here("convert", "tiny", "new", "--to", "tp=2", "--option", "vocabulary=pad")
+    assert found.code == 2
+    assert "the option 'vocabulary' without a recipe that has it" in found.errors
+
+
+def test_bare_command_is_help() -> None:
+    assert run() == run("--help")
+    assert run().code == 0
+    assert "Commands:\n  show" in run().output
+
+
+@pytest.mark.parametrize("name", ["show", "check"])
+def test_help_has_examples_that_run(folder: Path, name: str) -> None:
+    (folder / "tiny").rename(folder / "llama-3-8b")
+    text = run(name, "--help").output
+    assert all(len(line) <= 100 for line in text.splitlines())
+    examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) == 3
+    for line in examples:
+        arguments = shlex.split(line)[1:]
+        assert run_here(*arguments).code in (0, 1), line
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("check", ("tiny", *MESH)), ("show", ("llama",))])
+def test_json_has_the_keys_that_help_lists(name: str, arguments: tuple[str, ...]) -> None:
+    content = run(name, *arguments, "--json").json
+    text = run(name, "--help").output.partition("Keys of --json:")[2].partition("\n\n")[0]
+    text = text.partition("or\n")[2] or text
+    outer = re.sub(r"\[?\{[^{}]*\}\]?", "", text)
+    assert set(re.findall(r"\w+", outer)) == content.keys()
+    for key, inner in re.findall(r"(\w+) \[\{([^\[\]]*?)\}\]", text):
+        for item in content[key]:
+            assert item.keys() == set(re.findall(r"\w+", inner))

@@ -1,0 +1,51 @@
+"""What every rank holds of what every place needs, element by element."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+import reshard
+from reshard.geometry.overlap_matrix import kept_elements, needed_elements
+from reshard.layout import Layout
+from reshard.testing.rule_definitions import NO_ELEMENT
+from reshard.testing.strategies import LayoutAndContents, movements
+
+Movement = tuple[LayoutAndContents, LayoutAndContents]
+
+
+@given(movements())
+def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
+    (source, held), (target, wanted) = movement
+    plan = reshard.plan(source, target)
+    kept = kept_elements(plan)
+    assert kept.shape == (source.slots, target.slots)
+    total = 0
+    for place in range(target.slots):
+        needs: list[tuple[int, int]] = []
+        if place in wanted.elements:
+            elements = wanted.elements[place]
+            needs = [
+                (element, contribution)
+                for element in elements[elements != NO_ELEMENT].tolist()
+                for contribution in plan.combines[wanted.contribution[place]]
+            ]
+        total += len(needs)
+        for rank in range(source.slots):
+            has = held.held(rank)
+            assert kept[rank, place] == sum(need in has for need in needs)
+    assert needed_elements(plan) == total
+
+
+@given(movements())
+def test_what_stays_is_on_the_diagonal(movement: Movement) -> None:
+    (source, _), (target, _) = movement
+    plan = reshard.plan(source, target)
+    stays = int(kept_elements(plan).diagonal().sum())
+    assert needed_elements(plan) - stays == plan.lower_bound_elements == plan.moved_elements
+
+
+def test_what_a_slot_has_twice_is_kept_once() -> None:
+    box = reshard.Box((0,), (3,))
+    source = Layout.from_boxes((3,), [(0, box), (0, box), (1, box)])
+    plan = reshard.plan(source, Layout.replicated((3,), 2))
+    assert kept_elements(plan).tolist() == [[3, 3], [3, 3]]

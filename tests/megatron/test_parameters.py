@@ -1,0 +1,252 @@
+"""Megatron's parameters, against the way Megatron itself shares a whole weight out to its ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import reshard
+from reshard.errors import LayoutError, RuleError, SpecError
+from reshard.layout import Layout
+from reshard.megatron.parameters import MegatronParameter
+from reshard.megatron.ranks import MegatronRanks
+
+Shape = tuple[int, ...]
+
+
+def held(parameter: MegatronParameter) -> dict[int, NDArray[np.int64]]:
+    """What every rank has of a tensor whose elements are numbered."""
+    shape = parameter.global_shape
+    source = Layout.whole(shape, [0], 1)
+    plan = reshard.plan(source, parameter.spec().layout(shape))
+    plan.verify()
+    return plan.run({0: np.arange(math.prod(shape)).reshape(shape)})
+
+
+def by_stride(shape: Shape, dim: int, stride: int, parts: int) -> list[NDArray[np.int64]]:
+    """A weight cut into stride x parts pieces, of which a rank has every `parts`-th."""
+    pieces = np.split(np.arange(math.prod(shape)).reshape(shape), stride * parts, axis=dim)
+    return [np.concatenate(pieces[rank::parts], axis=dim) for rank in range(parts)]
+
+
+def by_blocks(
+    shape: Shape, dim: int, rows: list[tuple[int, ...]], parts: int
+) -> list[NDArray[np.int64]]:
+    """A weight cut into blocks, each shared out by itself; `rows[rank]` are a rank's pieces."""
+    cuts = np.cumsum([size for block in zip(*rows, strict=True) for size in block])[:-1]
+    pieces = np.split(np.arange(math.prod(shape)).reshape(shape), cuts, axis=dim)
+    return [np.concatenate(pieces[rank::parts], axis=dim) for rank in range(parts)]
+
+
+def shape_with(length: int, dim: int) -> Shape:
+    shape = [2, 3]
+    shape[dim] = length
+    return tuple(shape)
+
+
+dims = st.integers(0, 1)
+sizes = st.integers(1, 4)
+
+
+@given(sizes, sizes, sizes, dims, st.integers(1, 2))
+def test_strides(unit: int, stride: int, tp: int, dim: int, dp: int) -> None:
+    parameter = MegatronParameter(
+        MegatronRanks(tp=tp, dp=dp),
+        shape_with(unit * stride, dim),
+        True,
+        partition_dim=dim,
+        partition_stride=stride,
+    )
+    shape = shape_with(unit * stride * tp, dim)
+    assert parameter.global_shape == shape
+    expected = by_stride(shape, dim, stride, tp)
+    found = held(parameter)
+    assert sorted(found) == list(range(tp * dp))
+    for rank, array in found.items():
+        assert np.array_equal(array, expected[rank % tp])
+
+
+blocks_of_ranks = st.integers(1, 4).flatmap(
+    lambda count: st.lists(
+        st.lists(st.integers(0, 4), min_size=count, max_size=count).map(tuple),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@given(blocks_of_ranks, dims)
+def test_blocks_of_any_sizes(rows: list[tuple[int, ...]], dim: int) -> None:
+    parts = len(rows)
+    alike = len(set(rows)) == 1
+    shapes = tuple(shape_with(sum(row), dim) for row in rows)
+    parameter = MegatronParameter(
+        MegatronRanks(tp=parts),
+        shapes[0] if alike else shapes,
+        True,
+        partition_dim=dim,
+        partition_sizes=rows[0] if alike else tuple(rows),
+    )
+    shape = shape_with(sum(map(sum, rows)), dim)
+    assert parameter.global_shape == shape
+    found = held(parameter)
+    for rank, expected in enumerate(by_blocks(shape, dim, rows, parts)):
+        assert np.array_equal(found[rank], expected)
+    assert parameter.blocks == tuple(map(sum, zip(*rows, strict=True)))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 3))
+def test_uneven_lengths(lengths: list[int], stride: int) -> None:
+    """With a stride, each of its blocks is as uneven as the whole."""
+    shapes = tuple((length * stride, 2) for length in lengths)
+    parameter = MegatronParameter(
+        MegatronRanks(tp=len(lengths)), shapes, True, partition_stride=stride
+    )
+    rows = [(length,) * stride for length in lengths]
+    found = held(parameter)
+    for rank, expected in enumerate(by_blocks((sum(lengths) * stride, 2), 0, rows, len(lengths))):
+        assert np.array_equal(found[rank], expected)
+
+
+def test_an_expert_is_cut_over_its_own_ranks() -> None:
+    """Ranks 0-7: experts in turn over ep=2, each over etp=2, copies on edp=2."""
+    ranks = MegatronRanks(tp=4, dp=2, ep=2, etp=2)
+    parameter = MegatronParameter(ranks, (3, 2), True, is_expert=True, expert_ranks=(1,))
+    assert parameter.global_shape == (6, 2)
+    layout = parameter.spec().layout((6, 2))
+    assert layout.holders == (2, 3, 6, 7)
+    assert [layout.boxes(rank)[0].start[0] for rank in layout.holders] == [0, 3, 0, 3]
+
+
+def test_a_layer_is_on_its_stage() -> None:
+    parameter = MegatronParameter(MegatronRanks(tp=2, pp=3), (2,), True, stages=(1,))
+    assert parameter.spec().layout((4,)).holders == (2, 3)
+
+
+def test_heads() -> None:
+    """3 rows a head: with fewer ranks than heads whole heads, with more the same one on several."""
+    few = MegatronParameter(MegatronRanks(tp=2), (6,), True, heads=4)
+    many = MegatronParameter(MegatronRanks(tp=8), (3,), True, heads=4)
+    assert few.global_shape == many.global_shape == (12,)
+    assert [array.tolist() for array in held(few).values()] == [
+        list(range(6)),
+        list(range(6, 12)),
+    ]
+    assert [held(many)[rank][0] for rank in range(8)] == [0, 0, 3, 3, 6, 6, 9, 9]
+    # 4 heads on 3 ranks: two, two and none.
+    uneven = MegatronParameter(MegatronRanks(tp=3), ((4,), (4,), (0,)), True, heads=4)
+    assert held(uneven)[1].tolist() == [4, 5, 6, 7]
+
+
+def test_a_padded_vocabulary() -> None:
+    parameter = MegatronParameter(MegatronRanks(tp=4), (4, 1), True, true_length=10)
+    assert parameter.global_shape == (10, 1)
+    found = [held(parameter)[rank].ravel().tolist() for rank in range(4)]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_parameter_without_a_mark_is_whole() -> None:
+    """Megatron's unmarked parameters say partition_dim=-1."""
+    parameter = MegatronParameter(MegatronRanks(tp=2, pp=2), (3, 2), partition_dim=-1)
+    assert parameter.global_shape == (3, 2)
+    assert str(parameter.spec()) == "-, -"
+    scalar = MegatronParameter(MegatronRanks(tp=2), ())
+    assert (scalar.global_shape, scalar.spec().layout(()).holders) == ((), (0, 1))
+
+
+TWO = MegatronRanks(tp=2)
+
+
+def test_plain_values_become_tuples() -> None:
+    given_lists: dict[str, Any] = {
+        "shape": [4, 2],
+        "partition_sizes": [3, 1],
+        "stages": [np.int64(0)],
+    }
+    parameter = MegatronParameter(TWO, tensor_model_parallel=True, **given_lists)
+    same: dict[str, Any] = {"shape": (4, 2), "partition_sizes": (3, 1), "stages": (0,)}
+    assert parameter == MegatronParameter(TWO, tensor_model_parallel=True, **same)
+    assert hash(parameter) == hash(MegatronParameter(TWO, tensor_model_parallel=True, **same))
+    assert MegatronParameter(TWO, (4,), dtype="float32").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"shape": ((4, 2),) * 3}, SpecError, "for 2 tensor-parallel ranks; give one shape"),
+        ({"shape": ((4, 2), (4,))}, SpecError, "one of as many dimensions for each"),
+        ({"shape": (4, -2)}, SpecError, "has a negative size"),
+        ({"shape": (4, 2.5)}, SpecError, "shape has 2.5, where a whole number was expected"),
+        ({"shape": 4}, SpecError, "shape=4, where a list of numbers was expected"),
+        ({"shape": (4,), "stages": 0}, SpecError, "stages=0, where a list"),
+        ({"shape": (4,), "heads": [4]}, SpecError, r"heads=\[4\], where one number was expected"),
+        ({"shape": (4,), "partition_dim": None}, SpecError, "partition_dim has None"),
+        ({"shape": ((4,), 3)}, SpecError, "give one shape of whole numbers, or one for each rank"),
+        ({"shape": (4, (3,))}, SpecError, "give one shape of whole numbers"),
+        ({"shape": "ab"}, SpecError, "shape has 'ab'"),
+        ({"shape": (4,), "partition_dim": "0"}, SpecError, "partition_dim has '0'"),
+        ({"shape": (4,), "partition_sizes": ((3, 1), (None, 4))}, SpecError, "sizes has None"),
+        ({"shape": ((4, 2), (4, 3))}, SpecError, r"\[2, 3\] of dimension 1, which is not cut"),
+        ({"shape": (4, 2), "partition_dim": 2}, SpecError, "partition_dim=2 of a parameter of 2"),
+        ({"shape": (4, 2), "partition_dim": -1}, SpecError, "it is one of 0 to 1"),
+        ({"shape": (), "partition_dim": 0}, SpecError, "has no dimension to cut"),
+        ({"shape": (4,), "partition_stride": 0}, RuleError, "partition_stride=0"),
+        (
+            {"shape": (4,), "partition_stride": 2, "heads": 2},
+            SpecError,
+            "partition_stride and heads of one parameter",
+        ),
+        (
+            {"shape": (4,), "partition_sizes": (3, 2)},
+            RuleError,
+            r"\[3, 2\] add up to 5, but tensor-parallel rank 0 has 4",
+        ),
+        (
+            {"shape": (4,), "partition_sizes": ((3, 1), (3, 2))},
+            RuleError,
+            r"\[3, 2\] add up to 5, but tensor-parallel rank 1 has 4",
+        ),
+        (
+            {"shape": (4,), "partition_sizes": ((3, 1), (4,))},
+            SpecError,
+            "one of as many blocks for each rank",
+        ),
+        ({"shape": (4,), "expert_ranks": (0,)}, SpecError, "say is_expert=True"),
+        ({"shape": (4,), "heads": 0}, RuleError, "heads=0"),
+        ({"shape": (4,), "true_length": -1}, RuleError, "true_length=-1"),
+    ],
+)
+def test_attributes_that_cannot_be(
+    attributes: dict[str, Any], error: type[LayoutError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        MegatronParameter(TWO, tensor_model_parallel=True, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        # 6 rows in two blocks of 3: ranks would have 2 + 2 and 1 + 1.
+        ({"shape": (3,), "partition_stride": 2}, r"local lengths \[3, 3\] of stride 2"),
+        ({"shape": ((3,), (4,)), "partition_stride": 2}, r"local lengths \[3, 4\] of stride 2"),
+        ({"shape": (4,), "heads": 3}, "not made of 3 equal heads"),
+        ({"shape": ((2,), (4,)), "heads": 3}, r"into \[4, 2\], but the ranks have \[2, 4\]"),
+        ({"shape": (4,), "true_length": 9}, r"into \[8, 8\], but the ranks have \[4, 4\]"),
+        ({"shape": ((4,), (3,)), "true_length": 6}, r"into \[4, 4\], but the ranks have \[4, 3\]"),
+    ],
+)
+def test_cuts_that_do_not_give_the_local_shapes(attributes: dict[str, Any], message: str) -> None:
+    parameter = MegatronParameter(TWO, tensor_model_parallel=True, **attributes)
+    with pytest.raises(RuleError, match=message):
+        parameter.spec()
+
+
+def test_places_that_are_not_there() -> None:
+    with pytest.raises(SpecError, match=r"only coordinates \[2\] of axis pp"):
+        MegatronParameter(MegatronRanks(pp=2), (4,), stages=(2,)).spec()

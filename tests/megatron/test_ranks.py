@@ -1,0 +1,148 @@
+"""Megatron's ranks against groups listed by hand, and against the sum that defines them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import MeshError
+from reshard.megatron.ranks import MegatronRanks, rank_grid
+
+# 16 ranks, tensor parallel 2, pipeline parallel 4: the groups that Megatron's documentation lists.
+SIXTEEN = {
+    "dp": "0 2, 1 3, 4 6, 5 7, 8 10, 9 11, 12 14, 13 15",
+    "tp": "0 1, 2 3, 4 5, 6 7, 8 9, 10 11, 12 13, 14 15",
+    "pp": "0 4 8 12, 1 5 9 13, 2 6 10 14, 3 7 11 15",
+    "tp-pp": "0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15",
+}
+
+
+def listed(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, group.split())) for group in text.split(","))
+
+
+@pytest.mark.parametrize(("words", "groups"), SIXTEEN.items())
+def test_the_groups_of_sixteen_ranks(words: str, groups: str) -> None:
+    ranks = MegatronRanks.of_world(16, tp=2, pp=4)
+    assert ranks.groups(words) == listed(groups)
+    assert ranks.groups("-".join(reversed(words.split("-")))) == listed(groups)
+
+
+def test_another_order() -> None:
+    ranks = MegatronRanks(tp=2, pp=2, dp=2, order="tp-pp-dp")
+    assert ranks.groups("dp") == listed("0 4, 1 5, 2 6, 3 7")
+    assert ranks.groups("pp") == listed("0 2, 1 3, 4 6, 5 7")
+
+
+def test_experts_have_a_grid_of_their_own() -> None:
+    """Attention over tp=2 x cp=2 x dp=2, experts over etp=1 x ep=4 x edp=2 of the same ranks."""
+    ranks = MegatronRanks(tp=2, cp=2, dp=2, ep=4, etp=1)
+    assert ranks.groups("tp") == listed("0 1, 2 3, 4 5, 6 7")
+    assert ranks.groups("cp") == listed("0 2, 1 3, 4 6, 5 7")
+    assert ranks.groups("dp-cp") == listed("0 2 4 6, 1 3 5 7")
+    assert ranks.groups("ep") == listed("0 1 2 3, 4 5 6 7")
+    assert ranks.groups("edp") == listed("0 4, 1 5, 2 6, 3 7")
+    assert (ranks.edp, ranks.world_size) == (2, 8)
+
+
+def test_an_offset_moves_every_rank() -> None:
+    ranks = MegatronRanks(tp=2, dp=2, offset=10)
+    assert ranks.groups("tp") == listed("10 11, 12 13")
+    assert ranks.expert.devices == (10, 11, 12, 13)
+
+
+def test_words_of_size_one_may_be_left_out() -> None:
+    assert MegatronRanks(tp=2, dp=3, order="TP-DP").dense.shape == (1, 1, 3, 2)
+    assert MegatronRanks(tp=2, dp=3, order="dp-tp").groups("tp") == listed("0 3, 1 4, 2 5")
+
+
+@given(st.permutations(["tp", "cp", "ep", "dp", "pp"]), st.data())
+def test_groups_are_those_of_the_sum(order: list[str], data: st.DataObject) -> None:
+    """A rank is the sum of its places times the sizes before each; a group varies some of them."""
+    small = st.integers(1, 3)
+    sizes = {word: data.draw(small) for word in ("tp", "cp", "dp", "pp")}
+    ranks = MegatronRanks(**sizes, etp=1, order="-".join(order)) if order[-1] == "pp" else None
+    grid = rank_grid(sizes, "-".join(order))
+    chosen = data.draw(st.sets(st.sampled_from(list(sizes)), min_size=1))
+    words = [word for word in order if word in sizes]
+    stride = {word: math.prod(sizes[w] for w in words[:i]) for i, word in enumerate(words)}
+
+    def places(of: list[str]) -> list[dict[str, int]]:
+        """All places along some words, the first varying fastest."""
+        found = itertools.product(*(range(sizes[word]) for word in reversed(of)))
+        return [dict(zip(reversed(of), place, strict=True)) for place in found]
+
+    expected = tuple(
+        tuple(
+            sum(at * stride[word] for word, at in {**outside, **inside}.items())
+            for inside in places([word for word in words if word in chosen])
+        )
+        for outside in places([word for word in words if word not in chosen])
+    )
+    assert grid.groups([axis for axis in grid.axis_names if axis in chosen]) == expected
+    if ranks is not None:
+        assert ranks.groups("-".join(chosen)) == expected
+
+
+@given(
+    st.sampled_from(["tp-cp-ep-dp-pp", "ep-tp-dp-cp-pp", "cp-dp-ep-tp-pp"]),
+    *[st.sampled_from([1, 2, 3])] * 4,
+    st.sampled_from([1, 2]),
+)
+def test_both_grids_have_the_same_stages(
+    order: str, tp: int, cp: int, dp: int, pp: int, ep: int
+) -> None:
+    if (tp * cp * dp) % ep:
+        with pytest.raises(MeshError, match="must divide the number of ranks"):
+            MegatronRanks(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=1, order=order)
+        return
+    ranks = MegatronRanks(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=1, order=order)
+    assert (
+        sorted(ranks.dense.devices) == sorted(ranks.expert.devices) == list(range(ranks.dense.size))
+    )
+    assert ranks.dense.groups(["pp"]) == ranks.expert.groups(["pp"]) == ranks.groups("pp")
+
+
+def test_a_pipeline_that_would_differ_between_the_grids() -> None:
+    """Of dense tensors rank 1 would be on stage 1, of experts on stage 0."""
+    with pytest.raises(MeshError, match=r"\(dp 4\) and on another for its experts \(edp 2\)"):
+        MegatronRanks(dp=4, pp=2, ep=2, order="tp-ep-pp-dp")
+    # Megatron asks for pp last or equally many copies; it is enough that the stages agree.
+    ranks = MegatronRanks(dp=4, pp=2, ep=2, order="tp-pp-ep-dp")
+    assert ranks.dense.groups(["pp"]) == ranks.expert.groups(["pp"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 0}, "tp=0; a parallel size is a whole number from 1 up"),
+        ({"dp": 2.0}, r"dp=2.0; a parallel size"),
+        ({"offset": -1}, "offset=-1"),
+        ({"tp": 2, "order": "dp-pp"}, "leaves out tp, whose size is 2"),
+        ({"dp": 2, "order": "tp-dp-dp"}, "at most once"),
+        ({"order": "tp-xp"}, "order 'tp-xp'; write each of tp, cp, ep, dp, pp"),
+        ({"dp": 2, "ep": 3}, "2 ranks .* etp 1 x ep 3 x pp 1 = 3; it must divide"),
+        ({"tp": 2, "etp": 4}, "2 ranks .* etp 4 x ep 1 x pp 1 = 4"),
+        ({"tp": 2, "etp": 1, "order": "tp-ep-pp"}, "leaves out edp, whose size is 2"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        MegatronRanks(**sizes)  # type: ignore[arg-type]
+
+
+def test_a_world_that_does_not_divide() -> None:
+    with pytest.raises(MeshError, match="10 ranks cannot be cut into tp x cp x pp = 4"):
+        MegatronRanks.of_world(10, tp=2, pp=2)
+    with pytest.raises(MeshError, match="0 ranks"):
+        MegatronRanks.of_world(0)
+
+
+@pytest.mark.parametrize("words", ["tp-ep", "xp", "tp-tp", ""])
+def test_groups_that_are_not_there(words: str) -> None:
+    with pytest.raises(MeshError, match="write words of one grid once each"):
+        MegatronRanks(tp=2, dp=2).groups(words)

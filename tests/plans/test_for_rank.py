@@ -1,0 +1,146 @@
+"""One rank's part of a plan, found without the others' parts, is that part of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import reshard
+from reshard.errors import LayoutError, PlanError
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.runs import RunTable
+from reshard.testing.strategies import LayoutAndContents, movements
+
+Movement = tuple[LayoutAndContents, LayoutAndContents]
+
+
+def rows(transfers: Transfers) -> Counter[tuple[object, ...]]:
+    columns = [getattr(transfers, name) for name in Transfers.__dataclass_fields__]
+    lists = [column.tolist() for column in columns]
+    return Counter(
+        tuple(tuple(value) if isinstance(value, list) else value for value in row)
+        for row in zip(*lists, strict=True)
+    )
+
+
+@given(movements())
+def test_the_parts_of_all_ranks_are_the_plan(movement: Movement) -> None:
+    (source, _), (target, _) = movement
+    plan = reshard.plan(source, target)
+    ranks = range(max(source.slots, target.slots))
+    # Asked on a plan of its own, which has not looked at the whole.
+    parts = {rank: plan.for_rank(rank) for rank in ranks}
+    received, sent = Counter[tuple[object, ...]](), Counter[tuple[object, ...]]()
+    for rank, part in parts.items():
+        ends_here = part.target_slot == rank
+        assert (ends_here | (part.source_slot == rank)).all()
+        received += rows(part.take(ends_here))
+        sent += rows(part.take(~ends_here))
+    assert received == rows(plan.transfers)
+    assert sent == rows(plan.transfers.moving)
+
+
+@given(movements())
+def test_the_totals_are_those_of_the_transfers(movement: Movement) -> None:
+    (source, _), (target, _) = movement
+    plan = reshard.plan(source, target)
+    moving = plan.transfers.moving
+    for counted, slots, slot in (
+        (plan.sent_elements, source.slots, moving.source_slot),
+        (plan.received_elements, target.slots, moving.target_slot),
+    ):
+        expected = np.zeros(slots, dtype=np.int64)
+        np.add.at(expected, slot, moving.elements)
+        assert counted.tolist() == expected.tolist()
+
+
+def test_what_is_held_already_stays() -> None:
+    mesh = reshard.DeviceMesh.of(x=2, y=3)
+    layout = reshard.spec(mesh, "x, y").layout((6, 6))
+    plan = reshard.plan(layout, layout)
+    assert plan.moved_elements == 0
+    assert len(plan.transfers.moving) == 0
+    assert plan.transfers.stays.all()
+
+
+def test_replicas_take_turns_as_senders() -> None:
+    whole, one = Layout.replicated((4,), 4), Layout.replicated((4,), 12)
+    plan = reshard.plan(whole, one)
+    assert plan.sent_elements.tolist() == [8, 8, 8, 8]
+
+
+def test_a_rank_beyond_both_layouts_has_no_part() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    rows_layout, columns_layout = (
+        reshard.spec(mesh, text).layout((4, 4)) for text in ("x, -", "-, x")
+    )
+    assert len(reshard.plan(rows_layout, columns_layout).for_rank(5)) == 0
+
+
+def test_a_source_that_leaves_elements_out_is_refused() -> None:
+    table = RunTable(6, 1, [(0, 0, 4, 0)])
+    partial = Layout((6,), [table], 1, [0], [[0]])
+    plan = reshard.plan(partial, Layout.replicated((6,), 2))
+    with pytest.raises(PlanError, match=r"only 4 of the 6 elements that slot 0 .*index 4 of dim"):
+        _ = plan.routes
+    with pytest.raises(PlanError, match="slot 1"):
+        plan.for_rank(1)
+
+
+def test_a_hole_between_boxes_is_found() -> None:
+    boxes = [(0, reshard.Box((0, 0), (1, 2))), (1, reshard.Box((1, 1), (2, 2)))]
+    plan = reshard.plan(Layout.from_boxes((2, 2), boxes), Layout.replicated((2, 2)))
+    with pytest.raises(PlanError, match="only 3 of the 4 elements"):
+        plan.verify()
+
+
+def test_layouts_of_different_tensors_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"source of shape \[4\] cannot become .* shape \[5\]"):
+        reshard.plan(Layout.replicated((4,)), Layout.replicated((5,)))
+
+
+def test_a_sharding_is_not_yet_a_layout() -> None:
+    spec = reshard.spec(reshard.DeviceMesh.of(x=2), "x")
+    with pytest.raises(PlanError, match="the source is ShardingSpec"):
+        reshard.plan(spec, spec)
+
+
+@pytest.mark.parametrize("rank", [-1, 0.5, "0", None, False])
+def test_a_rank_that_cannot_be(rank: Any) -> None:
+    plan = reshard.plan(Layout.replicated((4,)), Layout.replicated((4,), 2))
+    with pytest.raises(LayoutError, match=r"-1|whole numbers"):
+        plan.for_rank(rank)
+
+
+def test_bytes_need_a_dtype() -> None:
+    plan = reshard.plan(Layout.replicated((4,)), Layout.replicated((4,), 2))
+    for name in ("moved_bytes", "lower_bound_bytes"):
+        with pytest.raises(PlanError, match=f"{name} of a plan without a dtype"):
+            getattr(plan, name)
+
+
+def test_a_plan_is_one_object() -> None:
+    layouts = Layout.replicated((4,)), Layout.replicated((4,), 2)
+    assert reshard.plan(*layouts, dtype="int8") is reshard.plan(*layouts, dtype=np.int8)
+    assert reshard.plan(*layouts) is not reshard.plan(*layouts, dtype="int8")
+
+
+def test_a_thousand_rows_to_a_thousand_columns() -> None:
+    mesh = reshard.DeviceMesh.of(x=1024)
+    rows_layout, columns_layout = (
+        reshard.spec(mesh, text).layout((2048, 1024)) for text in ("x, -", "-, x")
+    )
+    plan = reshard.plan(rows_layout, columns_layout, dtype="bfloat16")
+    mine = plan.for_rank(17)
+    assert len(mine) == 1024 + 1023
+    assert len(plan.transfers) == 1024 * 1024 == 1_048_576
+    assert plan.moved_elements == plan.lower_bound_elements == 2048 * 1023
+    plan.verify()
+    row = int(np.flatnonzero((mine.source_slot == 5) & (mine.target_slot == 17))[0])
+    assert mine.box(row) == reshard.Box((10, 17), (12, 18))
+    assert (mine.source_start[row].tolist(), mine.target_start[row].tolist()) == ([0, 17], [10, 0])

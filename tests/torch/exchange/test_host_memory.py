@@ -1,0 +1,120 @@
+"""Copies are torch's, bit for bit, whichever way they take; memory is what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import math
+import mmap
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.torch.exchange.host_memory import copier, empty_bytes, row_bytes
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@st.composite
+def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of random bits, dense or a part of a larger one, its dimensions in any order."""
+    order = draw(st.permutations(range(len(shape))))
+    around = [shape[dim] + draw(st.sampled_from([0, 0, 1])) for dim in order]
+    bits = torch.randint(0, 2, (math.prod(around) * dtype.itemsize,), dtype=torch.uint8)
+    whole = bits.view(dtype).view(around)
+    for dim, length in enumerate(order):
+        whole = whole.narrow(dim, around[dim] - shape[length], shape[length])
+    back = [order.index(dim) for dim in range(len(shape))]
+    return whole.permute(back)
+
+
+def bits_of(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.contiguous().view(-1).view(torch.uint8).tolist()
+    return found
+
+
+@given(st.data(), st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 3, 5), (3, 0), (4, 700)]))
+def test_a_copy_has_the_same_bits(
+    data: st.DataObject, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    source, target = data.draw(views(shape, dtype)), data.draw(views(shape, dtype))
+    whole = target._base if target._base is not None else target
+    expected = whole.clone()
+    expected.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(source)
+    copy = copier(target, source)
+    copy()
+    assert bits_of(whole) == bits_of(expected)
+    # It can be called again, and sees what the source is by then.
+    source.copy_(torch.zeros((), dtype=dtype))
+    copy()
+    assert not any(bits_of(target))
+
+
+@given(st.data(), st.sampled_from([(), (1,), (3,), (2, 3, 5), (1, 4, 1, 2)]))
+def test_rows_are_the_longest_that_are_dense(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    tensor = data.draw(views(shape, torch.int16))
+    fits = [tensor[(0,) * dims] for dims in range(tensor.dim() + 1)]
+    assert row_bytes(tensor) == max(2 * one.numel() for one in fits if one.is_contiguous())
+
+
+def test_what_changes_as_it_is_copied_is_torchs() -> None:
+    source, target = torch.randn(4, 1024, dtype=torch.complex64), torch.zeros(4, 1024)
+    conjugate = torch.zeros_like(source)
+    copier(conjugate, source.conj())()
+    assert torch.equal(conjugate, source.conj().resolve_conj())
+    copier(target, source.imag)()
+    assert torch.equal(target, source.imag)
+    copier(target, source.conj().imag)()
+    assert torch.equal(target, -source.imag)
+    cast = torch.zeros(4, 1024, dtype=torch.bfloat16)
+    copier(cast, target)()
+    assert torch.equal(cast, target.to(torch.bfloat16))
+
+
+def test_a_copy_is_none_of_autograds() -> None:
+    source = torch.randn(4, 1024, requires_grad=True)
+    target = torch.zeros(4, 1024)
+    with torch.no_grad():
+        copier(target, source)()
+    assert torch.equal(target, source) and not target.requires_grad
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5, 5 << 20])
+def test_memory_has_its_size_and_can_be_written(size_bytes: int) -> None:
+    found = empty_bytes(size_bytes, CPU)
+    assert found.shape == (size_bytes,) and found.dtype is torch.uint8
+    assert found.fill_(3).sum() == 3 * size_bytes
+
+
+MAPS = Path("/proc/self/smaps")
+
+
+@pytest.mark.skipif(not MAPS.exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
+def test_large_memory_asks_for_large_pages() -> None:
+    found = empty_bytes(64 << 20, CPU)
+    at = found.data_ptr() + found.numel() // 2
+    flags = ""
+    is_inside = False
+    for line in MAPS.read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(end, 16) for end in head.split("-"))
+            is_inside = low <= at < high
+        elif head == "VmFlags:" and is_inside:
+            flags = line
+    if "hg" not in flags.split() and "nh" not in flags.split():
+        advised = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+        assert not advised.exists() or "[never]" in advised.read_text()

@@ -1,0 +1,109 @@
+"""Both ends of every message list the same, whatever the layouts and the limit."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import math
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard.errors import PlanError
+from reshard.layout import Layout
+from reshard.testing.strategies import layouts, shapes
+from reshard.torch.exchange.messages import (
+    ALIGNMENT_BYTES,
+    Message,
+    Movement,
+    Piece,
+    cut,
+    messages_of,
+    packed,
+)
+
+RANKS = 16
+
+
+def local(layout: Layout, rank: int, dtype: torch.dtype) -> torch.Tensor | None:
+    shape = layout.local_shape(rank) if rank < layout.slots else None
+    return None if shape is None else torch.zeros(shape, dtype=dtype)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> reshard.Plan:
+    shape = draw(shapes())
+    plan = reshard.plan(draw(layouts(shape)), draw(layouts(shape)), dtype="int16")
+    assume(max(plan.source.slots, plan.target.slots) <= RANKS)
+    try:
+        _ = plan.routes
+    except PlanError:
+        assume(False)
+    return plan
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(plans(), min_size=1, max_size=3),
+    st.sampled_from([16, 48, 1 << 21]),
+    st.sampled_from([1, 4]),
+)
+def test_both_ends_of_every_message_agree(
+    of: list[reshard.Plan], message_bytes: int, in_a_turn: int
+) -> None:
+    sent: dict[tuple[int, ...], Message] = {}
+    received: dict[tuple[int, ...], Message] = {}
+    for rank in range(RANKS):
+        movements = [
+            Movement.of(
+                plan,
+                plan.for_rank(rank),
+                rank,
+                local(plan.source, rank, torch.int16),
+                local(plan.target, rank, torch.int16),
+            )
+            for plan in of
+        ]
+        found = messages_of(movements, rank, RANKS, message_bytes, in_a_turn)
+        keys = [message.key for message in found.messages]
+        assert keys == sorted(keys)
+        assert len(set(keys)) == len(keys)
+        for message in found.messages:
+            assert message.peer != rank
+            assert message.offsets[-1] <= message_bytes
+            assert all(offset % ALIGNMENT_BYTES == 0 for offset in message.offsets[:-1])
+            (sent if message.is_sent else received)[message.key] = message
+    assert sent.keys() == received.keys()
+    for key, message in sent.items():
+        order, turn, shift, number, sender = key
+        assert turn == number // in_a_turn
+        assert received[key].peer == sender
+        assert message.peer == (sender + shift) % RANKS
+        shapes_of = [
+            [tuple(piece.view.shape) for piece in end.pieces] for end in (message, received[key])
+        ]
+        assert shapes_of[0] == shapes_of[1]
+        # Only what is not the first contribution is combined.
+        assert all((piece.reduction is not None) == (order > 0) for piece in received[key].pieces)
+    assert sum(m.size_bytes for m in sent.values()) == sum(plan.moved_bytes for plan in of)
+
+
+@given(shapes(min_rank=1), st.integers(4, 200))
+def test_parts_are_small_and_together_the_whole(shape: tuple[int, ...], most_bytes: int) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    parts = list(cut(whole, most_bytes))
+    assert all(part.numel() * 4 <= most_bytes for part in parts)
+    assert all(part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1))
+
+
+def test_large_pieces_travel_alone_and_small_ones_together() -> None:
+    small, large = torch.zeros(10), torch.zeros(300, 1024)
+    pieces = [Piece(one, torch.float32) for one in (small, large, small)]
+    together, *alone = packed(pieces, 1 << 20)
+    assert [tuple(piece.view.shape) for piece in together] == [(10,), (10,)]
+    assert [tuple(piece.view.shape) for (piece,) in alone] == [(256, 1024), (44, 1024)]

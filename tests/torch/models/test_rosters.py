@@ -1,0 +1,286 @@
+"""What ranks list, put together and matched; without any process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+import reshard
+from reshard.errors import UsageError
+from reshard.layout import Layout
+
+torch = pytest.importorskip("torch")
+
+from reshard.megatron.names import MegatronNames  # noqa: E402
+from reshard.megatron.ranks import MegatronRanks  # noqa: E402
+from reshard.megatron.rosters import LocalParameter  # noqa: E402
+from reshard.torch import BlockQuantized  # noqa: E402
+from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
+from reshard.torch.models.parameters import member_layout, place_of  # noqa: E402
+from reshard.torch.models.rosters import Entry, Held, Roster, assemble, moved_by  # noqa: E402
+from reshard.torch.refit.matching import match  # noqa: E402
+from reshard.torch.refit.parts import DIRECT, RefitPlan, staging_bytes  # noqa: E402
+
+ROWS = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((5, 4))
+COLUMNS = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((5, 4))
+
+
+def rosters(*entries: list[Entry], **others: Any) -> dict[int, Roster]:
+    return {rank: Roster(tuple(of), **others) for rank, of in enumerate(entries)}
+
+
+def problems_of(*entries: list[Entry], **others: Any) -> list[str]:
+    return assemble(rosters(*entries, **others), "source")[1]
+
+
+def test_layouts_that_ranks_agree_on() -> None:
+    listed = [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (2, 4), ROWS)]]
+    held, problems = assemble(rosters(*listed), "source")
+    assert (held, problems) == ({"w": Held("int8", ROWS)}, [])
+
+
+def test_a_rank_that_has_none_may_describe_it() -> None:
+    whole = Layout.whole((5, 4), [1], 2)
+    listed = [[Entry("w", None, None, whole)], [Entry("w", "int8", (5, 4), whole)]]
+    assert assemble(rosters(*listed), "source") == ({"w": Held("int8", whole)}, [])
+
+
+def test_plain_tensors_are_whole_where_they_are() -> None:
+    held, problems = assemble(rosters([], [Entry("b", "int8", (3,))], []), "target")
+    assert not problems
+    assert held["b"].layout is Layout.whole((3,), [1], 2)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        (
+            [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (5, 2), COLUMNS)]],
+            "w: ranks 0 and 1 have different layouts of the source",
+        ),
+        (
+            [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int16", (2, 4), ROWS)]],
+            "w: the source is int8 on rank 0, int16 on rank 1",
+        ),
+        (
+            [[Entry("w", "int8", (2, 4), ROWS)], [Entry("w", "int8", (2, 4), ROWS)]],
+            "w: rank 0 has local shape [2, 4], the source's layout says [3, 4]",
+        ),
+        (
+            [[Entry("w", "int8", (3, 4), ROWS)], []],
+            "w: rank 1 has no part of the source, which its layout says it holds",
+        ),
+        (
+            [[Entry("b", "int8", (3,))], [Entry("b", "int8", (4,))]],
+            "b: a plain tensor of the source is whole on every rank, but it has shape [3] on rank "
+            "0, [4] on rank 1",
+        ),
+        ([[Entry("w", None, None, ROWS)]], "w: no rank has it"),
+        (
+            [[Entry("b", "int8", (3,)), Entry("b", "int8", (3,))]],
+            "b: twice in the source, on rank 0",
+        ),
+        (
+            [[Entry("b", "int8", (3,), own_name="x"), Entry("b", "int8", (3,), own_name="y")]],
+            "b: twice in the source, on rank 0, as 'x' and 'y'",
+        ),
+        (
+            [[Entry("b", "int8", (3,), own_name=name)] for name in "xxy"],
+            "b: the name of two tensors of the source, 'x' of rank 0 and 'y' of rank 2; give each "
+            "a name of its own, and declare ties where they are one",
+        ),
+        (
+            [
+                [Entry("w", "int8", (3, 4), ROWS, own_name="x")],
+                [Entry("w", "int8", (2, 4), ROWS, own_name="y")],
+            ],
+            "w: the name of two tensors of the source, 'x' of rank 0 and 'y' of rank 1; give each "
+            "a name of its own, and declare ties where they are one",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told(entries: list[list[Entry]], told: str) -> None:
+    assert problems_of(*entries) == [told]
+
+
+def test_a_rank_that_has_none_may_call_it_otherwise() -> None:
+    whole = Layout.whole((5, 4), [1], 2)
+    described = Entry("w", None, None, whole, own_name="x")
+    has = Entry("w", "int8", (5, 4), whole, own_name="y")
+    assert problems_of([described], [has]) == []
+
+
+def test_two_of_megatrons_names_for_one() -> None:
+    # The embedding of the first stage, and the output layer of the last, by a table.
+    names = MegatronNames(MegatronRanks(pp=2))
+    local = LocalParameter((2, 3), dtype="int8")
+    first, last = (
+        Entry("embed", "int8", (2, 3), None, local, name, 0, None, name) for name in ("e", "out")
+    )
+    problems = problems_of([first], [last], names=names)
+    assert problems[0].startswith("embed: the name of two tensors of the source, 'e' of rank 0")
+
+
+def test_problems_of_ranks_come_with_the_rank() -> None:
+    assert problems_of([], problems=("no memory",)) == ["rank 0: no memory"]
+
+
+def test_megatron_on_ranks_that_begin_elsewhere() -> None:
+    names = MegatronNames(MegatronRanks(tp=2))
+    half = LocalParameter((2, 3), tensor_model_parallel=True, dtype="int8")
+    entry = Entry("common", "int8", (2, 3), None, half, "own", 0)
+    both = {rank: Roster((entry,), names, 4) for rank in (4, 5)}
+    held, problems = assemble({0: Roster(), **both}, "source")
+    assert not problems
+    assert held["common"].layout.boxes(5) == ROWS_OF_4.boxes(1)
+    assert held["common"].layout.holders == (4, 5)
+    _, problems = assemble({4: both[4]}, "source")
+    assert problems[0].startswith("the source's ranks do not fit: no roster of rank 1")
+
+
+ROWS_OF_4 = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((4, 3))
+
+
+def held(dtype: str = "float32", layout: Layout = ROWS) -> Held:
+    return Held(dtype, layout)
+
+
+def matched(source: Any, target: Any, **options: Any) -> tuple[list[Any], list[str]]:
+    chosen = {"ties": {}, "cast": False, "strict": True, "transforms": {}} | options
+    return match(source, target, **chosen)
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    source = {"a": held(), "b": held(), "d": held(), "left": held()}
+    target = {
+        "a": held(layout=COLUMNS),
+        "b": held("bfloat16"),
+        "c": held(),
+        "d": held(layout=ROWS_OF_4),
+    }
+    found, problems = matched(source, target)
+    assert [(one.name, one.source, one.target) for one in found] == [("a", ROWS, COLUMNS)]
+    assert problems == [
+        "b: the source is float32, the target bfloat16; to convert, say cast=True",
+        "c: not in the source",
+        "d: shape [4, 3], the source's [5, 4]",
+        "left: in the source only",
+    ]
+    assert matched(source, {"a": held()}, strict=False)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("cast", "travels"),
+    [
+        (True, "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ({"w": "BF16"}, "bfloat16"),
+        ({"w": True}, "bfloat16"),
+        ("float16", "w: cast to float16, but the target is bfloat16"),
+        ({"v": True}, "w: the source is float32, the target bfloat16; to convert, say cast=True"),
+        (False, "w: the source is float32, the target bfloat16; to convert, say cast=True"),
+    ],
+)
+def test_casts(cast: Any, travels: str) -> None:
+    found, problems = matched({"w": held()}, {"w": held("bfloat16")}, cast=cast)
+    assert [one.dtype for one in found] + problems == [travels]
+
+
+def test_the_narrower_type_travels() -> None:
+    types = {"bfloat16": "bfloat16", "float64": "float32", "int32": "int32", "float32": "float32"}
+    for target, travels in types.items():
+        found, _ = matched({"w": held()}, {"w": held(target)}, cast=True)
+        assert [one.dtype for one in found] == [travels], target
+
+
+def test_partial_sums_are_not_cast() -> None:
+    partial = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, - | sum(tp)").layout((5, 4))
+    _, problems = matched({"w": held(layout=partial)}, {"w": held("bfloat16")}, cast=True)
+    assert problems == ["w: partial, and float32 to bfloat16; combine it before it is cast"]
+    assert matched({"w": held(layout=partial)}, {"w": held()})[1] == []
+
+
+def test_ties() -> None:
+    ties = {"head": "embed"}
+    both = {"embed": held(), "head": held()}
+    only = {"embed": held()}
+    for source, target, expected in (
+        (only, both, ["embed", "embed"]),
+        (both, both, ["embed", "head"]),
+        (both, only, ["embed"]),
+        ({"head": held()}, only, ["head"]),
+        ({"head": held()}, both, ["head", "head"]),
+    ):
+        found, problems = matched(source, target, ties=ties)
+        assert ([one.source_name for one in found], problems) == (expected, [])
+    with pytest.raises(UsageError, match="circle: a -> b -> a"):
+        serving_name("a", {}, {"a": "b", "b": "a"})
+
+
+def test_what_a_transform_makes_needs_no_source() -> None:
+    target = {"w": held("float8_e4m3fn"), "w_scale_inv": held()}
+    found, problems = matched({"w": held("bfloat16")}, target, transforms={"w": BlockQuantized()})
+    assert not problems
+    assert [(one.name, one.dtype, one.is_transformed) for one in found] == [("w", "bfloat16", True)]
+
+
+def test_names_that_are_no_names() -> None:
+    with pytest.raises(UsageError, match="'w' became 3"):
+        renamed("w", lambda name: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UsageError, match="more `\\*` than the pattern"):
+        renamed("a.b", {"a.*": "*.*"})
+
+
+def test_members_of_a_stack() -> None:
+    mesh = reshard.DeviceMesh.of(ep=2, tp=2)
+    stacked = reshard.spec(mesh, "ep, tp, -").layout((6, 4, 3))
+    for number in range(6):
+        member = member_layout(stacked, number)
+        assert member.holders == ((0, 1) if number < 3 else (2, 3))
+        for slot in range(4):
+            at = place_of(stacked, slot, number)
+            assert at == (number % 3 if slot in member.holders else None)
+            if at is not None:
+                ((start, stop),) = stacked.boxes(slot)
+                assert member.boxes(slot) == (reshard.Box(start[1:], stop[1:]),)
+
+
+def test_layouts_on_later_ranks() -> None:
+    later = moved_by(ROWS, 3)
+    assert later.holders == (3, 4)
+    assert [later.boxes(rank + 3) == ROWS.boxes(rank) for rank in range(2)] == [True, True]
+
+
+def plan_of(count: int, staging: int) -> RefitPlan:
+    source = {f"{i}.w": held() for i in range(count)} | {"b": held()}
+    target = {name: held(layout=COLUMNS) for name in source}
+    transforms = {f"{i}.w": BlockQuantized() for i in range(count)}
+    found, problems = matched(source, target, transforms=transforms)
+    assert not problems
+    return RefitPlan(tuple(found), staging)
+
+
+def test_batches_of_transformed_tensors() -> None:
+    (first, *_, direct) = plan_of(5, 1 << 20).matches
+    # The largest parts: 3 rows of 4, and 5 rows of 2, of 4 bytes; 40 is 48 when aligned.
+    assert (first.name, direct.name, staging_bytes(first)) == ("0.w", "b", 48 + 48)
+    assert plan_of(5, 1 << 20).batches == (1, 1, 1, 1, 1, DIRECT)
+    assert plan_of(5, 2 * 96).batches == (1, 1, 2, 2, 3, DIRECT)
+    assert plan_of(5, 2 * 96).part(0).staging_bytes == 2 * 96
+    assert plan_of(0, 0).part(0).staging_bytes == 0
+    with pytest.raises(UsageError, match="give at least 192"):
+        _ = plan_of(1, 95).batches
+
+
+def test_a_part_survives_its_journey() -> None:
+    plan = plan_of(2, 1 << 20)
+    for rank in range(2):
+        part = plan.part(rank)
+        again = pickle.loads(pickle.dumps(part))
+        assert (again.digest, again.batches) == (part.digest, part.batches)
+        for one, other in zip(again.items, part.items, strict=True):
+            assert one.match == other.match and one.plan is other.plan
+            assert str(one.transfers) == str(other.transfers)
+    assert plan.part(7).items == ()

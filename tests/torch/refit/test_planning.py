@@ -1,0 +1,99 @@
+"""Whether two models fit, as every rank finds it alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.errors import ShardError
+from reshard.recipes.fusion import Fusion
+
+torch = pytest.importorskip("torch")
+
+from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
+from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
+from reshard.torch.refit.planning import Matching, plan_or_error  # noqa: E402
+
+
+def rosters(*entries: list[Entry]) -> dict[int, Roster]:
+    return {rank: Roster(tuple(of)) for rank, of in enumerate(entries)}
+
+
+def matching(**options: object) -> Matching:
+    chosen = {"ties": {}, "cast": False, "strict": True, "transforms": {}, "extra_bytes": 1024}
+    return Matching(**(chosen | options))  # type: ignore[arg-type]
+
+
+A, B, C = (Entry(name, "int8", (2,)) for name in "abc")
+
+
+def test_what_fits_is_planned() -> None:
+    plan = matching().plan(rosters([A, B], []), rosters([], [A, B]))
+    assert [one.name for one in plan.matches] == ["a", "b"]
+    assert str(plan.part(1).items[0].transfers) == "0 -> 1 [0:2]"
+    assert (
+        plan.part(0).digest
+        == plan.part(1).digest
+        != matching().plan(rosters([A], []), rosters([], [A])).part(0).digest
+    )
+
+
+def test_a_tensor_that_ranks_describe_differently_is_told_once() -> None:
+    other = Entry("a", "int16", (2,))
+    with pytest.raises(ShardError) as caught:
+        matching().plan(rosters([A, B], [other]), rosters([A], [B]))
+    assert str(caught.value).splitlines() == [
+        "1 thing does not fit; nothing was written:",
+        "  a: the source is int8 on rank 0, int16 on rank 1",
+    ]
+    with pytest.raises(ShardError, match="1 thing"):
+        matching().plan(rosters([A, B], [B]), rosters([A], [other, B]))
+
+
+def test_many_problems_are_counted() -> None:
+    many = [Entry(str(number), "int8", (2,)) for number in range(23)]
+    with pytest.raises(ShardError, match="23 things do not fit") as caught:
+        matching().plan(rosters([]), rosters(many))
+    assert str(caught.value).splitlines()[-1] == "  ... 3 more"
+
+
+def test_a_member_of_two_tensors() -> None:
+    # As a table says whose members have no `*`, of all layers.
+    fused = [Entry(f"{layer}.qk", "int8", (4,), fusion=Fusion(("q", "k"))) for layer in range(2)]
+    apart = [Entry(name, "int8", (2,)) for name in "qk"]
+    for source, target, side in ((fused, apart, "source"), (apart, fused, "target")):
+        with pytest.raises(ShardError) as caught:
+            matching().plan(rosters(source), rosters(target))
+        assert "q: a member of 0.qk and of 1.qk" in str(caught.value)
+        assert f"(in the {side})" in str(caught.value)
+    tied = matching(ties={"1.qk": "0.qk"}).plan(rosters(fused), rosters(apart))
+    assert {one.source_name for one in tied.matches} == {"0.qk"}
+
+
+def test_a_tensor_that_is_also_a_member() -> None:
+    fused = Entry("qk", "int8", (4,), fusion=Fusion(("q", "k")))
+    apart = [Entry(name, "int8", (2,)) for name in "qk"]
+    with pytest.raises(ShardError, match="q: a tensor, and a member of qk") as caught:
+        matching(strict=False).plan(rosters([fused, apart[0]]), rosters(apart))
+    assert "(in the source)" in str(caught.value)
+    # A target that has both is filled in both.
+    found = matching().plan(rosters(apart), rosters([fused, apart[0]]))
+    assert len(found.matches) == 3
+
+
+def test_what_a_transform_raises_is_told_to_the_other_ranks() -> None:
+    class Faulty(Transform):
+        def outputs(self, name: str) -> tuple[str, ...]:
+            raise ValueError("no more")
+
+    both = {0: (Roster((A,)), Roster((A,)))}
+    found = plan_or_error(matching(transforms={"a": Faulty()}), both)
+    assert isinstance(found, ShardError) and "ValueError: no more" in str(found)
+
+
+def test_the_first_transform_that_fits() -> None:
+    block, cast = BlockQuantized(), Cast("int8")
+    found = matching(transforms={"*.w": block, "*": cast}).transforms_of(
+        ["l.w", "l.w_scale_inv", "l.b"]
+    )
+    # What a transform makes has none of its own.
+    assert found == {"l.w": block, "l.b": cast}
