@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rank_cases import run_cases
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import reshard
+from rank_cases import run_cases
 from refit_models import expect, expect_same, laid_out, whole
 from reshard.torch import Refit
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
 
 import reshard
+from rank_cases import run_cases
 from refit_models import expect, expect_same, laid_out, module_of, whole, zeros
 from reshard.errors import ShardError
 from reshard.layout import Layout

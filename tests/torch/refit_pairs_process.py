@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from rank_cases import run_cases
 
+from rank_cases import run_cases
 from refit_models import expect, expect_same, module_of
 from reshard.errors import ShardError
 from reshard.megatron.layers import PipelineLayers

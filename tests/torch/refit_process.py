@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import reshard
+from rank_cases import run_cases
 from refit_models import (
     CUTS,
     Allocations,

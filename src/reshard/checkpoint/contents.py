@@ -21,9 +21,9 @@ from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.plan import Plan
 
 if TYPE_CHECKING:
     from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive
@@ -125,14 +125,14 @@ class StoredTensor:
         )
 
     @cached_property
-    def assembly(self) -> Plan:
+    def assembly(self) -> LayoutChange:
         """The plan that puts the whole tensor together, on a slot that holds none of it.
 
         Raises:
             CoverageError: shards that leave part of the tensor out, naming the first box.
         """
         stored = self.stored_layout
-        plan = Plan(stored, _whole(self.shape, stored.slots), self.dtype)
+        plan = LayoutChange(stored, _whole(self.shape, stored.slots))
         try:
             _ = plan.routes
         except PlanError:

@@ -2,7 +2,7 @@
 
 A rank's arrays of any layout are put together from any checkpoint:
 
-1. Plan from the stored layout to what the rank holds, on a slot that holds nothing yet.
+1. LayoutChange from the stored layout to what the rank holds, on a slot that holds nothing yet.
 2. Each route of the plan is a product of stretches of one shard: read each of its boxes, and
    little else, straight into its place.
 """
@@ -28,8 +28,8 @@ from reshard.checkpoint.files.file_io import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.errors import ShardError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.plans.plan import Plan
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -221,7 +221,7 @@ def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any])
         [stored.slots] * len(cells),
         layout.cell_part[cells.start : cells.stop],
     )
-    plan = Plan(stored, mine, tensor.dtype)
+    plan = LayoutChange(stored, mine)
     routes = plan.routes
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
     for route in range(len(routes.source_cell)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.cli.output import cut_text
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.job import JobItem
 from reshard.plans.plan import Plan
@@ -21,7 +22,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     """
     job = conversion.job
     traffic = Traffic.of_job(job)
-    alike: dict[Plan, list[JobItem]] = {}
+    alike: dict[LayoutChange, list[JobItem]] = {}
     for item in job.items:
         alike.setdefault(item.plan, []).append(item)
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
@@ -68,4 +69,10 @@ def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
     heading = f"{first.name}{others}: {shape} of {first.dtype.name}"
     nothing = Transfers.none(first.plan.source.ndim)
     transfers = conversion.job.transfers.get(first.name, nothing)
-    return DrawnChange(heading, before, after, first.plan, transfers)
+    return DrawnChange(
+        heading,
+        before,
+        after,
+        Plan(first.plan.source, first.plan.target, first.dtype),
+        transfers,
+    )

@@ -20,9 +20,11 @@ from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
+from reshard.plans.estimates import change_estimate
 from reshard.sharding import ShardingSpec
 from reshard.topology import Topology
 
@@ -35,14 +37,16 @@ class Choice:
         method: "program" or "exchange".
         reason: why, in a few words.
         program: the program that moves the fewest elements.
-        plan: of the exchange.
+        change: of the layouts, as the exchange makes it.
+        dtype: of the elements.
         program_estimate, exchange_estimate: how long each takes.
     """
 
     method: str
     reason: str
     program: Program
-    plan: Plan
+    change: LayoutChange
+    dtype: DType
     program_estimate: Estimate
     exchange_estimate: Estimate
 
@@ -54,7 +58,7 @@ class Choice:
     def __str__(self) -> str:
         from reshard.text.quantities import bytes_text, duration_text, table
 
-        width = self.plan.dtype.itemsize_bytes if self.plan.dtype else 1
+        width = self.dtype.itemsize_bytes
         steps = " ".join(map(str, self.program.steps)) or "nothing to do"
         rows = [
             (
@@ -65,7 +69,7 @@ class Choice:
             )
             for name, what, elements, estimate in (
                 ("program", steps, self.program.moved_elements, self.program_estimate),
-                ("exchange", "direct", self.plan.moved_elements, self.exchange_estimate),
+                ("exchange", "direct", self.change.moved_elements, self.exchange_estimate),
             )
         ]
         headers = ("method", "steps", "moves", "latency", "transfer", "time")
@@ -113,9 +117,9 @@ def choose(
         raise UsageError(f"a memory of {memory_bytes} bytes; 0 or more were expected")
     kind = as_dtype(dtype)
     program = find_program(source, target, shape)
-    plan = Plan(source.layout(program.shape), target.layout(program.shape), kind)
+    change = LayoutChange(source.layout(program.shape), target.layout(program.shape))
     by_program = program_estimate(program, kind, topology, library)
-    by_exchange = plan.estimate(topology)
+    by_exchange = change_estimate(change, kind.itemsize_bytes, topology)
     method, reason = _decided(
         program,
         by_program,
@@ -124,7 +128,7 @@ def choose(
         memory_bytes,
         library,
     )
-    return Choice(method, reason, program, plan, by_program, by_exchange)
+    return Choice(method, reason, program, change, kind, by_program, by_exchange)
 
 
 def _decided(

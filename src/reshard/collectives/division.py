@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from reshard.collectives.estimates import program_estimate
 from reshard.collectives.program import Program
 from reshard.cost.estimate import Part
-from reshard.errors import PlanError
+from reshard.dtypes import DType
+from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.estimates import exchange_part
-from reshard.plans.plan import Plan
 from reshard.topology import Topology
 
 
@@ -73,38 +73,40 @@ class Division:
 
 
 def divide(
-    tensors: Sequence[tuple[Plan, Program]], topology: Topology, library: str = "nccl"
+    tensors: Sequence[tuple[LayoutChange, DType, Program]],
+    topology: Topology,
+    library: str = "nccl",
 ) -> Division:
     """The quickest division of tensors that move together.
 
     Args:
-        tensors: each as its plan, with a dtype, and a program from its source to its target.
+        tensors: each as its change of layouts, its dtype and a program from source to target.
         topology: the hosts of the ranks, and the links.
         library: a key of `reshard.cost.LIBRARIES`.
 
     Raises:
-        PlanError: a plan without a dtype.
         UsageError: an unknown library.
         LayoutError: a rank that the topology has not, or a link that it does not know.
 
     >>> import reshard
     >>> from reshard.collectives import find_program
     >>> from reshard.cost import load_preset
+    >>> from reshard.dtypes import dtype
     >>> mesh = reshard.DeviceMesh.of(x=4)
     >>> tensors = []
     >>> for text in ("-, - | sum(x)", "x, -"):
     ...     ends = reshard.spec(mesh, text), reshard.spec(mesh, "-, -")
-    ...     plan = reshard.plan(*(end.layout((4096, 64)) for end in ends), dtype="float32")
-    ...     tensors.append((plan, find_program(*ends, (4096, 64))))
+    ...     change = LayoutChange(*(end.layout((4096, 64)) for end in ends))
+    ...     tensors.append((change, dtype("float32"), find_program(*ends, (4096, 64))))
     >>> divide(tensors, load_preset("gloo-host").topology(), "gloo").by_program
     (True, False)
     """
-    found: dict[tuple[Plan, Program], Ways] = {}
-    for plan, program in tensors:
+    found: dict[tuple[LayoutChange, DType, Program], Ways] = {}
+    for tensor in tensors:
         # Layers of a model move alike.
-        if (plan, program) not in found:
-            found[plan, program] = _ways(plan, program, topology, library)
-    ways = tuple(found[pair] for pair in tensors)
+        if tensor not in found:
+            found[tensor] = _ways(*tensor, topology, library)
+    ways = tuple(found[tensor] for tensor in tensors)
     most = max((one.stages for one in ways), default=0)
     choices = [
         # A program without steps moves nothing, and copies nothing either.
@@ -117,12 +119,12 @@ def divide(
     return Division(choices[best], ways, seconds_s[best], seconds_s[0])
 
 
-def _ways(plan: Plan, program: Program, topology: Topology, library: str) -> Ways:
-    if plan.dtype is None:
-        raise PlanError("a plan without a dtype, whose bytes nobody knows; give it one")
-    by_program = program_estimate(program, plan.dtype, topology, library)
+def _ways(
+    change: LayoutChange, dtype: DType, program: Program, topology: Topology, library: str
+) -> Ways:
+    by_program = program_estimate(program, dtype, topology, library)
     return Ways(
-        exchange_part(plan, plan.dtype.itemsize_bytes, topology),
+        exchange_part(change, dtype.itemsize_bytes, topology),
         tuple(part for part in by_program.parts if part.seconds_s),
     )
 

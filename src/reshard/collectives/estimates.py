@@ -40,10 +40,10 @@ from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
 from reshard.dtypes import dtype as as_dtype
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.estimates import exchanges_part
 from reshard.plans.local_copies import run_elements
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.topology import Topology
 
@@ -129,7 +129,7 @@ def _messages_part(
         # A slice between two steps is a view; the last one is copied into the target.
         if not is_last or not topology.overhead.counts_copies:
             return Part.nothing(name)
-        whole = Plan(step.source_layout, step.target_layout)
+        whole = LayoutChange(step.source_layout, step.target_layout)
         return exchanges_part([whole], itemsize_bytes, topology, name, inside=inside)
     if isinstance(step, Permute):
         sent = step.received_elements * itemsize_bytes

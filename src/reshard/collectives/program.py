@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.collectives.steps import Step
 from reshard.errors import PlanError
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Program:
         That is what every rank lacks. Where `q` contributions are combined, each element needs
         `q - 1` arrivals until one rank has it, and one for each further rank that wants it.
         """
-        direct = Plan(self.source.layout(self.shape), self.target.layout(self.shape))
+        direct = LayoutChange(self.source.layout(self.shape), self.target.layout(self.shape))
         before, after = direct.source.contributions, direct.target.contributions
         combined = -(-before // after)
         if combined == 1:

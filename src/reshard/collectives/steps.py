@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 
@@ -79,10 +79,10 @@ class Step:
         return self.source.mesh.groups(self.axes)
 
     @cached_property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[LayoutChange, ...]:
         """One plan a group, of what its ranks hold and need."""
         return tuple(
-            Plan(_within(self.source_layout, group), _within(self.target_layout, group))
+            LayoutChange(_within(self.source_layout, group), _within(self.target_layout, group))
             for group in self.groups
         )
 
@@ -319,6 +319,6 @@ class Exchange(Step):
         return (tuple(sorted({*self.source.mesh.devices, *self.target.mesh.devices})),)
 
     @cached_property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[LayoutChange, ...]:
         """The plan."""
-        return (Plan(self.source_layout, self.target_layout),)
+        return (LayoutChange(self.source_layout, self.target_layout),)

@@ -108,7 +108,7 @@ def given_sources(
         name, tensor = item.name, f" of {item.name!r}"
         if name not in arrays:
             raise ShardError(f"no arrays for tensor {name!r}; got {in_order(arrays)}")
-        kinds[name] = check_shards(item.plan, arrays[name], tensor)
+        kinds[name] = check_shards(item.plan, arrays[name], tensor, item.dtype)
         held[name] = source_storages(item.plan, kinds[name], arrays[name], tensor)
     return kinds, held
 

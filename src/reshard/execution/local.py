@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reshard.dtypes import DType
 from reshard.errors import ShardError
 from reshard.execution.arrays import (
     ArrayKind,
@@ -33,16 +34,17 @@ from reshard.execution.outputs import storages_to_fill
 from reshard.execution.route_copies import route_copies
 
 if TYPE_CHECKING:
-    from reshard.plans.plan import Plan
+    from reshard.geometry.layout_change import LayoutChange
 
 Array = TypeVar("Array")
 
 
 def run(
-    plan: Plan,
+    plan: LayoutChange,
     shards: Mapping[int, Array],
     out: Mapping[int, Array] | None = None,
     threads: int | None = None,
+    dtype: DType | None = None,
 ) -> dict[int, Array]:
     """The target's shards, from the source's.
 
@@ -56,6 +58,7 @@ def run(
             machine's host: the system has to find and clear it first.
         threads: how many copy at most; one for each processor when None. The result is the
             same for any number.
+        dtype: what the arrays have to be of; anything when None.
 
     Returns:
         For every target slot that holds something its array: that of `out`, or a new one.
@@ -79,7 +82,7 @@ def run(
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     workers = checked_threads(threads)
-    kind = check_shards(plan, shards)
+    kind = check_shards(plan, shards, dtype=dtype)
     source = source_storages(plan, kind, shards)
     target = storages_to_fill(plan.target, kind, out, source, workers)
     cells = cell_arrays(plan.target, target)
@@ -92,7 +95,9 @@ def run(
     return {slot: out[slot] for slot in target}
 
 
-def check_shards(plan: Plan, shards: Mapping[int, Any], tensor: str = "") -> ArrayKind:
+def check_shards(
+    plan: LayoutChange, shards: Mapping[int, Any], tensor: str = "", dtype: DType | None = None
+) -> ArrayKind:
     """The kind of the arrays of a plan's source. Raises ShardError where they do not fit it.
 
     `tensor` is what errors call the tensor, where a run has several.
@@ -122,9 +127,9 @@ def check_shards(plan: Plan, shards: Mapping[int, Any], tensor: str = "") -> Arr
                 f"that of slot {holders[0]} {type(kind).__name__} of {kind.dtype.name}; "
                 "all must be alike"
             )
-    if plan.dtype is not None and kind.dtype is not plan.dtype:
+    if dtype is not None and kind.dtype is not dtype:
         raise ShardError(
-            f"arrays{tensor} of {kind.dtype.name} for a plan of {plan.dtype.name}; nothing is cast"
+            f"arrays{tensor} of {kind.dtype.name} for a plan of {dtype.name}; nothing is cast"
         )
     for reduction in {plan.source.reduction, plan.target.reduction} - {None}:
         # Where only the target is a mean, its contributions are copies: nothing is divided.
@@ -134,7 +139,7 @@ def check_shards(plan: Plan, shards: Mapping[int, Any], tensor: str = "") -> Arr
 
 
 def source_storages(
-    plan: Plan, kind: ArrayKind, shards: Mapping[int, Any], tensor: str = ""
+    plan: LayoutChange, kind: ArrayKind, shards: Mapping[int, Any], tensor: str = ""
 ) -> dict[int, Storage]:
     """The memory of a plan's source arrays, that were checked.
 
@@ -150,7 +155,7 @@ def source_name(slot: int, tensor: str = "") -> str:
     return f"the array of slot {slot}{tensor}"
 
 
-def finish_contributions(plan: Plan, kind: ArrayKind, cells: Mapping[int, Storage]) -> None:
+def finish_contributions(plan: LayoutChange, kind: ArrayKind, cells: Mapping[int, Storage]) -> None:
     """Scale means, and fill what combines nothing with the reduction's identity.
 
     `cells` are the storages of target cells, by their number; not all need be given.

@@ -16,9 +16,9 @@ from reshard.collectives.steps import Permute
 from reshard.errors import ShardError
 from reshard.execution.arrays import check_by_slot, in_order
 from reshard.execution.copies import Copy, carry_out, checked_threads
-from reshard.execution.local import check_shards, source_storages
+from reshard.execution.local import check_shards, run, source_storages
 from reshard.execution.outputs import storages_to_fill
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:
@@ -63,11 +63,13 @@ def run_program(
     [[2, 3], [6, 7]]
     """
     workers = checked_threads(threads)
-    direct = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
+    direct = LayoutChange(
+        program.source.layout(program.shape), program.target.layout(program.shape)
+    )
     _check_ranks(program.source, direct, shards)
     layouts = [direct.source, *(step.target_layout for step in program.steps)]
     if not program.steps or not (stepwise or any(layout.reduction for layout in layouts)):
-        return direct.run(shards, out, threads)
+        return run(direct, shards, out, threads)
     kind = check_shards(direct, shards)
     if out is not None:
         # The last step reads what the steps before made: what is wrong has to be found here.
@@ -92,11 +94,11 @@ def run_step(
     for plan in step.plans:
         _check_ranks(step.source, plan, shards)
         held = {rank: shards[rank] for rank in plan.source.holders}
-        found |= plan.run(held, out, threads)
+        found |= run(plan, held, out, threads)
     return found
 
 
-def _check_ranks(source: ShardingSpec, plan: Plan, shards: Mapping[int, Array]) -> None:
+def _check_ranks(source: ShardingSpec, plan: LayoutChange, shards: Mapping[int, Array]) -> None:
     check_by_slot(shards, "what is given")
     missing = [rank for rank in plan.source.holders if rank not in shards]
     if missing:
@@ -114,7 +116,7 @@ def _permuted(
     threads: int | None,
 ) -> dict[int, Array]:
     """Whole shards that change places are copied as they are."""
-    unmoved = Plan(step.source_layout, step.source_layout)
+    unmoved = LayoutChange(step.source_layout, step.source_layout)
     kind = check_shards(unmoved, shards)
     held = source_storages(unmoved, kind, shards)
     workers = checked_threads(threads)

@@ -25,8 +25,8 @@ import numpy as np
 
 from reshard.execution.arrays import ArrayKind, Storage
 from reshard.execution.copies import Copy
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import Pieces
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 
 # What a copy by windows takes to set up, in elements copied by lists of positions.
@@ -47,7 +47,10 @@ class Window(NamedTuple):
 
 
 def route_copies(
-    plan: Plan, kind: ArrayKind, source: Mapping[int, Storage], target: Mapping[int, Storage]
+    plan: LayoutChange,
+    kind: ArrayKind,
+    source: Mapping[int, Storage],
+    target: Mapping[int, Storage],
 ) -> Iterator[Copy]:
     """The copies of all routes of a plan, between the arrays of its cells.
 

@@ -24,13 +24,13 @@ from reshard.geometry.transfers import Transfers
 from reshard.runs import distinct
 
 if TYPE_CHECKING:
-    from reshard.plans.plan import Plan
+    from reshard.geometry.layout_change import LayoutChange
 
 Array = TypeVar("Array")
 
 
 def target_shard(
-    plan: Plan,
+    plan: LayoutChange,
     transfers: Transfers,
     rank: int,
     shards: Mapping[int, Array],

@@ -24,9 +24,9 @@ def join_boxes(transfers: Transfers) -> Transfers:
     """The same copies in fewer transfers, none of which continues another, in their order.
 
     >>> from reshard.layout import Box, Layout
-    >>> from reshard.plans.plan import Plan
+    >>> from reshard.geometry.layout_change import LayoutChange
     >>> source = Layout.from_boxes((9,), [(0, Box((0,), (6,))), (1, Box((4,), (9,)))])
-    >>> print(Plan(source, Layout.whole((9,), [0], 2)).transfers)
+    >>> print(LayoutChange(source, Layout.whole((9,), [0], 2)).transfers)
     0 keeps [0:6]
     1 -> 0 [6:9]
     """

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.lower_bound import held_elements
 from reshard.geometry.overlap import Overlap
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, distinct, ragged_arange
 
 
-def needed_elements(plan: Plan) -> int:
+def needed_elements(plan: LayoutChange) -> int:
     """Elements of all cells of the target, times the contributions combined in each."""
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
     return int((plan.target.cell_elements * counts[plan.target.cell_contribution]).sum())
 
 
-def kept_elements(plan: Plan) -> IntArray:
+def kept_elements(plan: LayoutChange) -> IntArray:
     """Elements that slot `i` of the source holds of what slot `j` of the target needs.
 
     Shape `(source.slots, target.slots)`. On the diagonal is what stays.
@@ -79,7 +79,7 @@ def _shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
     return shared
 
 
-def _count_once(plan: Plan, cells: IntArray, held: IntArray) -> None:
+def _count_once(plan: LayoutChange, cells: IntArray, held: IntArray) -> None:
     """Count again, exactly, for the slots whose cells may share elements."""
     source = plan.source
     slots, count = np.unique(source.cell_slot, return_counts=True)

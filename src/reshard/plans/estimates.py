@@ -22,15 +22,15 @@ from reshard.plans.local_copies import copies_of
 from reshard.topology import Topology
 
 if TYPE_CHECKING:
+    from reshard.geometry.layout_change import LayoutChange
     from reshard.geometry.transfers import Transfers
     from reshard.layout import Layout
     from reshard.plans.hosts.staged_job import StagedJob
     from reshard.plans.job import Job, JobItem
-    from reshard.plans.plan import Plan
 
 
 def exchange_part(
-    plan: Plan, itemsize_bytes: int, topology: Topology, name: str = "exchange"
+    plan: LayoutChange, itemsize_bytes: int, topology: Topology, name: str = "exchange"
 ) -> Part:
     """The messages of a plan for elements of so many bytes.
 
@@ -40,7 +40,7 @@ def exchange_part(
 
 
 def exchanges_part(
-    plans: Sequence[Plan],
+    plans: Sequence[LayoutChange],
     itemsize_bytes: int,
     topology: Topology,
     name: str = "exchange",
@@ -77,24 +77,19 @@ def exchanges_part(
     )
 
 
-def plan_estimate(plan: Plan, topology: Topology) -> Estimate:
-    """The seconds of a plan with a dtype, see `Plan.estimate`.
+def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
+    """The seconds of one tensor's direct exchange, whose elements have so many bytes.
 
     >>> import reshard
     >>> from reshard.topology import Link
     >>> mesh = reshard.DeviceMesh.of(x=4)
     >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("x, -", "-, x"))
     >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6, 1e-3))
-    >>> plan_estimate(reshard.plan(rows, columns, "float32"), topology).seconds_s
+    >>> change_estimate(LayoutChange(rows, columns), 4, topology).seconds_s
     0.003048
     """
-    if plan.dtype is None:
-        raise PlanError(
-            "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
-            "dtype='bfloat16')"
-        )
     _check_topology(topology)
-    part = exchange_part(plan, plan.dtype.itemsize_bytes, topology)
+    part = exchange_part(change, itemsize_bytes, topology)
     return Estimate((part,), topology.overhead.call_s)
 
 

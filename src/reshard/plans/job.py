@@ -26,11 +26,11 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.demand import find_needs
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import verify_transfers
 from reshard.layout import Layout
 from reshard.plans.job_transfers import JobTransfers
-from reshard.plans.plan import Plan, plan
 from reshard.plans.senders.byte_line import Bundle, Line, find_line
 from reshard.plans.senders.sender_transfers import (
     BundleTransfers,
@@ -58,7 +58,7 @@ class JobItem:
 
     name: str
     dtype: DType
-    plan: Plan
+    plan: LayoutChange
     source: Binding
     target: Binding
 
@@ -86,7 +86,7 @@ class JobItem:
         return cls(
             name,
             kind,
-            plan(source, target, kind),
+            LayoutChange(source, target),
             Binding.to_ranks(source),
             Binding.to_ranks(target),
         )
@@ -132,7 +132,7 @@ class Job:
 
         Raises PlanError where a source leaves out an element.
         """
-        numbers: dict[tuple[Plan, DType], list[int]] = {}
+        numbers: dict[tuple[LayoutChange, DType], list[int]] = {}
         for number, item in enumerate(self.items):
             numbers.setdefault((item.plan, item.dtype), []).append(number)
         bundles = [

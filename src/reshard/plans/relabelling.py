@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from reshard.binding import Binding, RankMemory
 from reshard.errors import MissingExtraError, PlanError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap_matrix import kept_elements, needed_elements
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -129,7 +130,7 @@ class Relabelling:
             {rank: RankMemory(rank) for rank in rank_of.values()},
             {rank_of[slot]: view for slot, view in binding.views.items()},
         )
-        plan = Plan(item.plan.source, layout, item.plan.dtype)
+        plan = LayoutChange(item.plan.source, layout)
         return JobItem(item.name, item.dtype, plan, item.source, target)
 
     def __repr__(self) -> str:
@@ -202,9 +203,9 @@ def relabel(
     )
 
 
-def _weights(job: Job | Plan) -> dict[Plan, int]:
+def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
     """The bytes that one element of each geometry stands for."""
-    weights: dict[Plan, int] = {}
+    weights: dict[LayoutChange, int] = {}
     if isinstance(job, Plan):
         if job.dtype is None:
             raise PlanError(
@@ -217,7 +218,7 @@ def _weights(job: Job | Plan) -> dict[Plan, int]:
     return weights
 
 
-def _kept_bytes(weights: Mapping[Plan, int], ranks: int) -> IntArray:
+def _kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
     """Bytes that a rank holds of what a place needs: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
@@ -228,7 +229,7 @@ def _kept_bytes(weights: Mapping[Plan, int], ranks: int) -> IntArray:
 
 
 def _within_hosts(
-    weights: Mapping[Plan, int],
+    weights: Mapping[LayoutChange, int],
     kept: IntArray,
     places: list[int],
     ranks: list[int],
@@ -255,7 +256,7 @@ def _by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]:
 
 
 def _best_homes(
-    weights: Mapping[Plan, int],
+    weights: Mapping[LayoutChange, int],
     kept: IntArray,
     groups: dict[int, list[int]],
     homes: dict[int, list[int]],

@@ -50,9 +50,9 @@ class Traffic:
         """The elements that transfers between `ranks` ranks move.
 
         >>> from reshard.layout import Layout
-        >>> from reshard.plans.plan import Plan
+        >>> from reshard.geometry.layout_change import LayoutChange
         >>> half = Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)})
-        >>> plan = Plan(half, Layout.replicated((6,), 2))
+        >>> plan = LayoutChange(half, Layout.replicated((6,), 2))
         >>> Traffic.of_transfers(plan.transfers, 2).amount.tolist()
         [3, 3]
         """

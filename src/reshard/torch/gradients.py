@@ -18,8 +18,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from reshard.errors import PlanError, ShardError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.torch.sides import Side
 
@@ -52,7 +52,7 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         return None, found if ctx.has_source else None, None, None
 
 
-def way_back(plan: Plan, source: Side) -> tuple[Layout, Side]:
+def way_back(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
@@ -63,7 +63,7 @@ def way_back(plan: Plan, source: Side) -> tuple[Layout, Side]:
         raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")
     before, after = (_without_contributions(layout) for layout in (plan.source, plan.target))
     try:
-        _ = Plan(after, before).routes
+        _ = LayoutChange(after, before).routes
     except PlanError as error:
         raise ShardError(
             f"the target leaves out elements, so there is no way back for gradients ({error}); "

@@ -24,8 +24,8 @@ from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageError
 from reshard.execution.arrays import check_reduction
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.plan import Plan
 from reshard.topology import Topology
 from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange.agreement import Intent, agree, answering, check_member, confirm
@@ -275,7 +275,7 @@ _NOBODY = -(1 << 40)
 class _Prepared:
     """What one rank will do, agreed upon by all."""
 
-    plan: Plan
+    plan: LayoutChange
     source: Side
     target: Side
     own: torch.Tensor | None
@@ -409,7 +409,7 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         raise UsageError(f"tensor is a {type(tensor).__name__}; give a torch tensor, or None")
     if dtype is None:
         raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
-    plan = Plan(before.layout, after.layout, as_dtype(dtype))
+    plan = LayoutChange(before.layout, after.layout)
     for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
         # Where only the target is a mean, its contributions are copies: nothing is divided.
         if reduction != "mean" or before.layout.reduction == "mean":
@@ -421,7 +421,7 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else _device(group)
     local = _target_local(request.out, after, dtype, own, device)
-    transfers = transfers_of(plan, rank)
+    transfers = transfers_of(plan, as_dtype(dtype), rank)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
         # A program would run in `wait`, and not in the background.
@@ -470,7 +470,7 @@ def _target_local(
     return local
 
 
-def _check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
+def _check_ranks(plan: LayoutChange, group: dist.ProcessGroup | None) -> None:
     """Raise UsageError for a layout over ranks that are not in the group."""
     members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
     for what, layout in (("source", plan.source), ("target", plan.target)):

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
-from reshard.plans.plan import Plan
 from reshard.runs import PAD, IntArray, ragged_arange
 
 # Beyond this many slice assignments, one copy with index lists is quicker.
@@ -232,7 +232,7 @@ class Tiles:
 
 
 @lru_cache(maxsize=4096)
-def source_tiles(assembly: Plan) -> Tiles:
+def source_tiles(assembly: LayoutChange) -> Tiles:
     """The shards that supply a whole tensor, with each element taken from one of them.
 
     `assembly` is the plan that puts the tensor together (`StoredTensor.assembly`).

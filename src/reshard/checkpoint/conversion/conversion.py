@@ -33,10 +33,10 @@ from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
 from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_torch_dcp
 from reshard.checkpoint.renaming import Names, in_names_of, in_recipe_names, names_of
 from reshard.errors import UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import LARGEST_MESH, DeviceMesh
 from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.fused_sharding import fused_spec
 from reshard.recipes.fusion import Fusion
@@ -145,7 +145,7 @@ class Conversion:
         items = []
         for name, tensor in self.arrangement.tensors.items():
             stored = self.source.tensors[name]
-            plan = Plan(stored.layout, tensor.layout, tensor.dtype)
+            plan = LayoutChange(stored.layout, tensor.layout)
             items.append(JobItem(name, tensor.dtype, plan, stored.binding, tensor.binding))
         return Job(items)
 
@@ -251,7 +251,7 @@ def plan_conversion(
     source_names: Names | None = None,
     target_names: Names | None = None,
 ) -> Conversion:
-    """Plan a conversion; reads headers, writes nothing.
+    """LayoutChange a conversion; reads headers, writes nothing.
 
     Args:
         source: a checkpoint, or where it is.

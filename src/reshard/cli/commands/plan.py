@@ -32,6 +32,7 @@ from reshard.cli.output import (
 )
 from reshard.cli.report_file import check_report, report_options, write_report
 from reshard.mesh import DeviceMesh
+from reshard.plans.plan import Plan
 from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
 from reshard.text.quantities import bytes_text, count_text, table
 
@@ -153,7 +154,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
             _title(before, conversion.source.mesh),
             _title(after, conversion.arrangement.mesh),
         ),
-        plan=item.plan,
+        plan=Plan(item.plan.source, item.plan.target, item.dtype),
         ascii=not can_draw_boxes(),
     )
     return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"

@@ -25,12 +25,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from reshard.binding import Address, Binding, FileRange, RankMemory, TensorName, View
+from reshard.dtypes import DType
 from reshard.errors import NotationError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.documents.number_columns import packed, unpacked, whole_number
 from reshard.plans.documents.plan_document import Reader, Writer, read_dtype
 from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan
 
 _RANK, _FILE, _NAME = 0, 1, 2
 Value = TypeVar("Value")
@@ -47,20 +48,18 @@ def job_to_json(job: Job) -> str:
     True
     """
     writer = Writer()
-    plans: dict[Plan, int] = {}
+    plans: dict[tuple[LayoutChange, DType], int] = {}
     paths: dict[str, int] = {}
     items: list[list[Any]] = []
     for item in job.items:
         special: dict[str, Any] = {}
-        if item.dtype is not item.plan.dtype:
-            special["dtype"] = item.dtype.name
         for side, binding in (("source", item.source), ("target", item.target)):
             if binding != Binding.to_ranks(binding.layout):
                 special[side] = _written_binding(binding, paths)
-        number = plans.setdefault(item.plan, len(plans))
+        number = plans.setdefault((item.plan, item.dtype), len(plans))
         items.append([item.name, number, special] if special else [item.name, number])
     content: dict[str, Any] = {
-        "plans": [writer.plan(plan) for plan in plans],
+        "plans": [writer.plan(*plan) for plan in plans],
         "paths": list(paths),
         "items": items,
     }
@@ -82,11 +81,11 @@ def job_from_json(text: str) -> Job:
     def read(value: Any, where: str) -> JobItem:
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a name, a plan and maybe an object")
-        name, plan = _text(value[0], where), reader.chosen(plans, value[1], where)
+        name, (plan, dtype) = _text(value[0], where), reader.chosen(plans, value[1], where)
         special = value[2] if len(value) == 3 else {}
         if not isinstance(special, dict):
             raise NotationError(f"{where}: {special!r} is not a JSON object")
-        width = read_dtype(special["dtype"], where) if "dtype" in special else plan.dtype
+        width = read_dtype(special["dtype"], where) if "dtype" in special else dtype
         if width is None:
             raise NotationError(f"{where}: neither tensor {name!r} nor its plan has a dtype")
         source, target = (

@@ -23,6 +23,7 @@ import numpy as np
 
 from reshard.dtypes import DType, dtype
 from reshard.errors import NotationError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.documents.number_columns import (
     LARGEST_NUMBER,
@@ -68,13 +69,14 @@ def layout_from_json(text: str) -> Layout:
 def plan_to_json(plan: Plan) -> str:
     """A plan as a JSON document, the same for the same plan."""
     writer = Writer()
-    return writer.document("plan", {"plan": writer.plan(plan)})
+    return writer.document("plan", {"plan": writer.plan(plan, plan.dtype)})
 
 
 def plan_from_json(text: str) -> Plan:
     """The plan of a document. Raises NotationError, LayoutError or PlanError for other text."""
     reader = Reader(text, "plan")
-    return reader.plan(reader.field("plan", list), "plan")
+    change, dtype = reader.plan(reader.field("plan", list), "plan")
+    return Plan(change.source, change.target, dtype)
 
 
 class Writer:
@@ -90,10 +92,10 @@ class Writer:
             self._tables.setdefault(table, len(self._tables))
         return self._layouts.setdefault(layout, len(self._layouts))
 
-    def plan(self, plan: Plan) -> list[Any]:
-        """A plan, its layouts by number."""
-        sides: list[Any] = [self.layout(plan.source), self.layout(plan.target)]
-        return sides if plan.dtype is None else [*sides, plan.dtype.name]
+    def plan(self, change: LayoutChange, dtype: DType | None) -> list[Any]:
+        """A change and the dtype of its elements, its layouts by number."""
+        sides: list[Any] = [self.layout(change.source), self.layout(change.target)]
+        return sides if dtype is None else [*sides, dtype.name]
 
     def document(self, kind: str, content: dict[str, Any]) -> str:
         """All that was collected, and the content that refers to it."""
@@ -172,12 +174,13 @@ class Reader:
             raise NotationError(f"{where}: number {at} of {len(values)}")
         return values[at]
 
-    def plan(self, value: Any, where: str) -> Plan:
-        """A plan, its layouts by number."""
+    def plan(self, value: Any, where: str) -> tuple[LayoutChange, DType | None]:
+        """A change and the dtype of its elements, its layouts by number."""
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a source, a target and maybe a dtype")
         source, target = (self.chosen(self.layouts, number, where) for number in value[:2])
-        return Plan(source, target, read_dtype(value[2], where) if len(value) == 3 else None)
+        dtype = read_dtype(value[2], where) if len(value) == 3 else None
+        return LayoutChange(source, target), dtype
 
     def _layout(self, value: Any, where: str) -> Layout:
         if not isinstance(value, dict):

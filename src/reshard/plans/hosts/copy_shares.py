@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.hosts.flows import Flows
-from reshard.plans.plan import Plan
 from reshard.plans.senders.shares import balanced_shares
 from reshard.runs import IntArray
 
@@ -59,7 +59,7 @@ class Classes:
     others_receivers: IntArray
 
 
-def find_classes(plans: list[Plan], flows: list[Flows]) -> Classes:
+def find_classes(plans: list[LayoutChange], flows: list[Flows]) -> Classes:
     """The classes of the flows of some plans."""
     sending: dict[tuple[bytes, int, int], int] = {}
     handing: dict[tuple[bytes, bytes], int] = {}

@@ -20,11 +20,11 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.geometry.holders import Holders
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import Overlap
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.layout import Layout
 from reshard.plans.hosts.target_regions import Regions, find_regions
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 
 
@@ -117,7 +117,7 @@ class Lots:
 
 
 @lru_cache(maxsize=128)
-def find_lots(plan: Plan) -> Lots:
+def find_lots(plan: LayoutChange) -> Lots:
     """The lots of a plan.
 
     Raises:

@@ -25,9 +25,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.replicas import find_in
 from reshard.plans.hosts.element_classes import find_lots
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -60,7 +60,7 @@ class Flows:
 
 
 @lru_cache(maxsize=128)
-def find_flows(plan: Plan, topology: Topology) -> Flows:
+def find_flows(plan: LayoutChange, topology: Topology) -> Flows:
     """The flows of a plan between ranks of a topology.
 
     Raises:
@@ -114,7 +114,7 @@ def find_flows(plan: Plan, topology: Topology) -> Flows:
     )
 
 
-def across_hosts_bound_elements(plan: Plan, topology: Topology) -> int:
+def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:
     """Elements that must go from one host to another: each counts once for each host that has
     a rank which wants it, and none which holds it.
 
@@ -141,7 +141,7 @@ def across_hosts_bound_elements(plan: Plan, topology: Topology) -> int:
     return int(lots.elements[lacking // topology.hosts].sum())
 
 
-def crossing_elements(plan: Plan, topology: Topology) -> IntArray:
+def crossing_elements(plan: LayoutChange, topology: Topology) -> IntArray:
     """Elements that ranks of host `a` want and none of host `b` holds: `(hosts, hosts)`.
 
     So many must cross into host `b` where the target's ranks of host `a` are on it.

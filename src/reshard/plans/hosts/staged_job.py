@@ -31,6 +31,7 @@ import numpy as np
 
 from reshard.binding import Binding, RankMemory
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.hosts.element_classes import Lots, find_lots
 from reshard.plans.hosts.flows import Flows, across_hosts_bound_elements, find_flows
@@ -44,7 +45,6 @@ from reshard.plans.hosts.fragment_boxes import (
 from reshard.plans.hosts.fragments import Fragments, divide
 from reshard.plans.hosts.verification import verify_stages
 from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -237,7 +237,7 @@ class StagedJob:
 
         Contributions count one by one, as if they were combined where they are wanted.
         """
-        known: dict[Plan, int] = {}
+        known: dict[LayoutChange, int] = {}
         for item in self.job.items:
             if item.plan not in known:
                 known[item.plan] = across_hosts_bound_elements(item.plan, self.topology)

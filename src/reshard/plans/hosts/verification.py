@@ -15,13 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import check_ends, check_slots, verify_transfers
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray, ragged_arange
 
 
-def verify_stages(plan: Plan, exchange: Transfers, fan_out: Transfers) -> None:
+def verify_stages(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> None:
     """Raise PlanError unless both stages, one after the other, do what the layouts ask for."""
     check_slots(plan.target, plan.target, fan_out)
     for d in range(plan.target.ndim):
@@ -34,7 +34,7 @@ def verify_stages(plan: Plan, exchange: Transfers, fan_out: Transfers) -> None:
     verify_transfers(plan.source, plan.target, plan.combines, whole)
 
 
-def _traced(plan: Plan, exchange: Transfers, fan_out: Transfers) -> Transfers:
+def _traced(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
     """The fan-out as transfers from the source cells that its boxes come from."""
     row, origin = _meeting(plan, exchange, fan_out)
     start = np.maximum(fan_out.start[row], exchange.start[origin])
@@ -68,7 +68,9 @@ def _traced(plan: Plan, exchange: Transfers, fan_out: Transfers) -> Transfers:
     )
 
 
-def _meeting(plan: Plan, exchange: Transfers, fan_out: Transfers) -> tuple[IntArray, IntArray]:
+def _meeting(
+    plan: LayoutChange, exchange: Transfers, fan_out: Transfers
+) -> tuple[IntArray, IntArray]:
     """Rows of the fan-out, and rows of the exchange that brought some of the same elements."""
     described = np.concatenate(
         (

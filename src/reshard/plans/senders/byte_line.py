@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from reshard.dtypes import DType
 from reshard.geometry.demand import Needs
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.replicas import find_in
-from reshard.plans.plan import Plan
 from reshard.plans.senders.rank_classes import Membership, membership
 from reshard.plans.senders.shares import group_shares, member_shares
 from reshard.runs import IntArray, distinct, ragged_arange
@@ -45,7 +45,7 @@ _ROUNDING = 64
 class Bundle:
     """The tensors of one plan and dtype: their numbers in the job, in order."""
 
-    plan: Plan
+    plan: LayoutChange
     dtype: DType
     items: IntArray
     needs: Needs

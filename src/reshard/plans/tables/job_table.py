@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.dtypes import DType
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan
 from reshard.plans.tables.busiest import busiest_text
 from reshard.plans.tables.plan_table import messages_text
 from reshard.text.quantities import bytes_text, count_text, table
@@ -93,7 +93,7 @@ def _kinds(job: Job) -> list[_Kind]:
         (of_kind.bundle.plan, of_kind.bundle.dtype): of_kind.transfers
         for of_kind in job.transfers.bundles
     }
-    items: dict[tuple[Plan, DType], list[JobItem]] = {}
+    items: dict[tuple[LayoutChange, DType], list[JobItem]] = {}
     for item in job.items:
         items.setdefault((item.plan, item.dtype), []).append(item)
     return [

@@ -28,9 +28,9 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
         most_rows: rows below the headers.
 
     >>> from reshard.layout import Layout
-    >>> from reshard.plans.plan import Plan
+    >>> from reshard.geometry.layout_change import LayoutChange
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
-    >>> moving = Plan(half, Layout.replicated((6,), 2)).transfers.moving
+    >>> moving = LayoutChange(half, Layout.replicated((6,), 2)).transfers.moving
     >>> print(movement_table(moving, Traffic.of_transfers(moving, 2)))
     from  to  elements  box
     ----  --  --------  -----

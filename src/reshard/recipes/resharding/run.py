@@ -70,7 +70,7 @@ class ReshardingRun:
         for item in self._job.items:
             arrays = {rank: self._array(rank, item.name) for rank in item.plan.source.holders}
             try:
-                check_shards(item.plan, arrays)
+                check_shards(item.plan, arrays, dtype=item.dtype)
             except ShardError as error:
                 raise ShardError(f"tensor {item.name!r}: {error}") from error
             self._arrays[item.name] = arrays

@@ -19,11 +19,11 @@ def origins(transfers: Transfers) -> Origins | None:
     """Finds the ranks that send into a region; None where there are too many boxes to look at.
 
     >>> from reshard.layout import Layout
-    >>> from reshard.plans.plan import Plan
+    >>> from reshard.geometry.layout_change import LayoutChange
     >>> from reshard.show.pictures.regions import region_grid
     >>> half = Layout.flat_ranges((6,), {0: (0, 4), 1: (4, 6)})
     >>> whole = Layout.replicated((6,), 1)
-    >>> origins(Plan(half, whole).transfers)(region_grid(whole, None, 0), [(0, 0)])
+    >>> origins(LayoutChange(half, whole).transfers)(region_grid(whole, None, 0), [(0, 0)])
     [1]
     """
     moving = transfers.moving

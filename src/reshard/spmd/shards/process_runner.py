@@ -16,9 +16,9 @@ import torch.distributed as dist
 from reshard.collectives.program import Program
 from reshard.collectives.steps import Exchange
 from reshard.errors import MeshError, ReshardError, RunError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.chosen_program import chosen_program
@@ -47,7 +47,7 @@ class OverProcesses(Runner):
             )
         return (self.rank,)
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             return copies(plan, ranks, ranks, self.library)

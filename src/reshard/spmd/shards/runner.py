@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any
 
 from reshard.errors import MeshError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.plan import Plan
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.library import Library, library, library_of
@@ -85,7 +85,7 @@ class Runner:
         before, after = source.layout, spec.layout(source.shape)
         if before is after:
             return lambda shards: shards
-        return self._between(source, spec, Plan(before, after, source.dtype))
+        return self._between(source, spec, LayoutChange(before, after))
 
     def on_any_rank(self, is_so: bool) -> bool:
         """Whether something is so on any rank. All ranks ask, and get the same answer."""
@@ -98,7 +98,7 @@ class Runner:
     def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         raise NotImplementedError
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
@@ -116,7 +116,7 @@ class InProcess(Runner):
     def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         ranks = self.ranks(spec.mesh)
         return copies(plan, ranks, ranks, self.library)
 
@@ -130,7 +130,7 @@ class InProcess(Runner):
             devices, before = source.spec.mesh.devices, source.layout
             # One place that wants all of it: the others need no copy.
             whole = Layout.whole(source.shape, devices[:1], before.slots)
-            plan = Plan(before, whole, source.dtype)
+            plan = LayoutChange(before, whole)
             gather = self._gathers[source] = copies(plan, devices, devices[:1], self.library)
         return gather(shards)[0]
 

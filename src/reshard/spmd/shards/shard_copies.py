@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from reshard.execution.local import run
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box
-from reshard.plans.plan import Plan
 from reshard.spmd.shards.library import Library
 
 Shards = tuple[Any, ...]
@@ -33,7 +34,7 @@ _Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], bool]
 
 
 def copies(
-    plan: Plan, sources: Sequence[int], targets: Sequence[int], library: Library
+    plan: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement:
     """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
 
@@ -75,7 +76,7 @@ def copies(
 
 
 def _through_the_whole(
-    plan: Plan, sources: Sequence[int], targets: Sequence[int], library: Library
+    plan: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement | None:
     """Joins the source once; None where it is not cut into stretches of one dimension."""
     boxes: dict[Box, int] = {}
@@ -109,7 +110,7 @@ def _through_the_whole(
     return moved
 
 
-def _is_plain(plan: Plan) -> bool:
+def _is_plain(plan: LayoutChange) -> bool:
     single = all(layout.cells == len(layout.holders) for layout in (plan.source, plan.target))
     numerator, denominator = plan.scale
     return (
@@ -120,9 +121,9 @@ def _is_plain(plan: Plan) -> bool:
     )
 
 
-def _planned(plan: Plan, sources: Sequence[int], targets: Sequence[int]) -> Movement:
+def _planned(plan: LayoutChange, sources: Sequence[int], targets: Sequence[int]) -> Movement:
     def moved(shards: Shards) -> Shards:
-        made = plan.run(dict(zip(sources, shards, strict=True)))
+        made = run(plan, dict(zip(sources, shards, strict=True)))
         return tuple([made[rank] for rank in targets])
 
     return moved
@@ -134,7 +135,7 @@ def _slices(start: Any, shape: Any) -> tuple[slice, ...]:
 
 
 def _maker(
-    plan: Plan, rows: Transfers, rank: int, position: dict[int, int], library: Library
+    plan: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
 ) -> Callable[[Shards], Any]:
     """A function that makes the shard of one rank."""
     shape = plan.target.local_shape(rank) or ()

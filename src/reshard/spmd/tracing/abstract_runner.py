@@ -18,8 +18,8 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
-from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.shards.array_type import ArrayType
@@ -104,7 +104,7 @@ class AbstractRunner(Runner):
     def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         shards = self._shards(source.with_spec(spec), self.ranks(spec.mesh))
         return lambda _: shards
 

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 
 from reshard.cost.fitting import BETWEEN_HOSTS, CALL, COPIES, SHARED, STEP, WITHIN_HOST, Measurement
 from reshard.cost.formulas import FORMULAS
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.local_copies import copies_of
-from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
 
@@ -66,9 +65,9 @@ class Case:
         return "exchange" if self.kind is None and self.subject != STEP else "program"
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> LayoutChange:
         """Of the exchange."""
-        return Plan(self._layout(self.source), self._layout(self.target), as_dtype("float32"))
+        return LayoutChange(self._layout(self.source), self._layout(self.target))
 
     def _layout(self, side: ShardingSpec | Layout) -> Layout:
         return side if isinstance(side, Layout) else side.layout(self.shape)

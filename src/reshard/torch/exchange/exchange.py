@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import RunError, UsageError
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.torch.exchange.host_memory import copier, empty_bytes
 from reshard.torch.exchange.messages import (
     ALIGNMENT_BYTES,
@@ -384,6 +384,6 @@ def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> No
         combine(reduction, target, source)
 
 
-def complete_contributions(plan: Plan, rank: int, target: torch.Tensor | None) -> None:
+def complete_contributions(plan: LayoutChange, rank: int, target: torch.Tensor | None) -> None:
     """Scale means, and fill contributions that combine nothing, once all else is in place."""
     complete(plan, cells_of(plan.target, rank, target))

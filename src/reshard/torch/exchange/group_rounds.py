@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.torch.exchange.exchange import message_bytes_of, put
 from reshard.torch.exchange.messages import (
     Kept,
@@ -259,7 +259,7 @@ class GatherRounds:
         return _Travelling([work], arriving)
 
 
-def is_gather(plan: Plan) -> bool:
+def is_gather(plan: LayoutChange) -> bool:
     """Whether every rank of a plan sends its shard, whole, to all others alike."""
     if plan.source.contributions > 1:
         return False
@@ -361,7 +361,7 @@ def _kept_parts(kept: Sequence[Kept], most_bytes: int) -> Iterator[tuple[int, Ke
 
 
 @lru_cache(maxsize=256)
-def _pair_shapes(plan: Plan) -> dict[tuple[int, int, int], _Shapes]:
+def _pair_shapes(plan: LayoutChange) -> dict[tuple[int, int, int], _Shapes]:
     """By order of contributions, sender and receiver: the shapes of the pieces in their order."""
     rows = plan.transfers.moving
     found: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
@@ -382,7 +382,7 @@ def _message_sizes(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tupl
 
 
 @lru_cache(maxsize=256)
-def _batches(plan: Plan) -> tuple[tuple[int, ...], ...]:
+def _batches(plan: LayoutChange) -> tuple[tuple[int, ...], ...]:
     """The orders of contributions that travel together.
 
     All do where each receiver gets the same boxes of every order, from one rank each.

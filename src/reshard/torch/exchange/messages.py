@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.dtypes import dtype as as_dtype
+from reshard.dtypes import DType
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
 from reshard.plans.local_copies import SMALL_PIECE_BYTES
-from reshard.plans.plan import Plan
 
 # Every piece in a packed message begins where any dtype may.
 ALIGNMENT_BYTES = 16
@@ -46,7 +46,7 @@ class Movement:
     `dtype` is that of the elements that travel, None for the local tensors' own.
     """
 
-    plan: Plan
+    plan: LayoutChange
     received: Transfers
     sent: Transfers
     source: torch.Tensor | None
@@ -56,7 +56,7 @@ class Movement:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: LayoutChange,
         transfers: Transfers,
         rank: int,
         source: torch.Tensor | None,
@@ -293,9 +293,8 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
 
 
 @functools.lru_cache(maxsize=256)
-def transfers_of(plan: Plan, rank: int) -> Transfers:
+def transfers_of(plan: LayoutChange, dtype: DType, rank: int) -> Transfers:
     """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
-    dtype = plan.dtype or as_dtype("uint8")
     job = Job([JobItem.between_ranks("tensor", dtype, plan.source, plan.target)])
     return job.for_rank(rank).get("tensor", Transfers.none(plan.source.ndim))
 

@@ -14,7 +14,7 @@ import torch
 from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.execution.local import finish_contributions
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.torch.exchange.messages import cut
 
 # How much of a tensor is computed at once: what that needs beside it stays small, at most 15
@@ -42,7 +42,7 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
             into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
 
 
-def complete(plan: Plan, cells: Mapping[int, torch.Tensor]) -> None:
+def complete(plan: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
     """Scale the means in a rank's target cells, and fill those that combine nothing.
 
     Raises ShardError for a contribution to be filled on another device than the CPU.
@@ -56,7 +56,7 @@ def complete(plan: Plan, cells: Mapping[int, torch.Tensor]) -> None:
                 _scale(part, numerator, denominator)
 
 
-def _fill(plan: Plan, cell: int, tensor: torch.Tensor) -> None:
+def _fill(plan: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ShardError(
             f"a contribution that combines nothing on {tensor.device}; reshard to partial layouts "

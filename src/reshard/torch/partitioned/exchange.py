@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.errors import RunError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
-from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import answering, confirm, device_of
 from reshard.torch.exchange.exchange import Exchange
@@ -144,7 +144,9 @@ def exchange_pieces(
     bounds = tuple(max(pair) for pair in zip(source.shape, shape, strict=True))
     # Nobody knows the whole tensor. All that an exchange asks of layouts is how this rank's own
     # tensors lie, so each has one box of their size.
-    plan = Plan(_of_this_rank(bounds, source.shape, rank), _of_this_rank(bounds, shape, rank))
+    plan = LayoutChange(
+        _of_this_rank(bounds, source.shape, rank), _of_this_rank(bounds, shape, rank)
+    )
     received, sent = splits.transfers(dim, shape, line.members, is_aligning)
     exchange = Exchange(
         [Movement(plan, received, sent, source, target)],

@@ -150,7 +150,7 @@ def _quicker(
     On a topology that is only assumed, it has to move less than the exchange, too.
     """
     choice = choose(source, target, shape, dtype, topology, library=library)
-    is_less = choice.program.moved_elements < choice.plan.moved_elements
+    is_less = choice.program.moved_elements < choice.change.moved_elements
     if choice.method == "exchange" or not choice.program.steps or not (is_known or is_less):
         return None
     return choice.program

@@ -26,9 +26,10 @@ import numpy as np
 
 from reshard.collectives.program import Program
 from reshard.collectives.steps import AllGather, AllReduce, Exchange, Permute, Slice, Step
+from reshard.dtypes import dtype as as_dtype
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans.plan import Plan
 from reshard.torch.exchange.messages import aligned, transfers_of
 
 LOCAL = "local"
@@ -50,7 +51,7 @@ class Phase:
 
     kind: str
     step: Step
-    plan: Plan
+    plan: LayoutChange
     ranks: tuple[int, ...]
 
     def transfers(self, rank: int) -> Transfers:
@@ -58,7 +59,7 @@ class Phase:
         if isinstance(self.step, Permute):
             return _permuted(self.step, rank)
         if isinstance(self.step, Exchange):
-            return transfers_of(self.plan, rank)
+            return transfers_of(self.plan, as_dtype("uint8"), rank)
         return self.plan.for_rank(rank) if self.ranks else Transfers.none(self.plan.source.ndim)
 
 
@@ -145,7 +146,7 @@ def phases_of(program: Program, rank: int) -> Phases:
     layouts = [program.source.layout(program.shape)]
     for step in program.steps:
         number = next((i for i, group in enumerate(step.groups) if rank in group), None)
-        plan, ranks = Plan(step.source_layout, step.target_layout), tuple[int, ...]()
+        plan, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
         if number is not None and not isinstance(step, Permute):
             plan, ranks = step.plans[number], step.groups[number]
         if isinstance(step, AllReduce):
@@ -153,8 +154,8 @@ def phases_of(program: Program, rank: int) -> Phases:
                 program.shape, [pair for group in step.groups for pair in _parts(step, group)]
             )
             own = Layout.from_boxes(program.shape, _parts(step, ranks)) if ranks else parts
-            phases.append(Phase(ALL_TO_ALL, step, Plan(plan.source, own), ranks))
-            phases.append(Phase(GATHER, step, Plan(own, plan.target), ranks))
+            phases.append(Phase(ALL_TO_ALL, step, LayoutChange(plan.source, own), ranks))
+            phases.append(Phase(GATHER, step, LayoutChange(own, plan.target), ranks))
             layouts += [parts, step.target_layout]
         else:
             phases.append(Phase(_kind(step), step, plan, ranks))

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.megatron.tensor_pairs import reconcile
-from reshard.plans.plan import Plan
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.models.naming import serving_name, tied_root
 from reshard.torch.models.rosters import Held, moved_by
@@ -352,7 +352,7 @@ def _layout_of(held: Held, span: Span | None) -> Layout:
 
 
 def _moved_bytes(match: Match) -> int:
-    elements = Plan(match.source, match.target).moved_elements
+    elements = LayoutChange(match.source, match.target).moved_elements
     return elements * as_dtype(match.dtype).itemsize_bytes
 
 

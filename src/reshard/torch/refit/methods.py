@@ -23,7 +23,7 @@ from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
-from reshard.plans.plan import Plan
+from reshard.geometry.layout_change import LayoutChange
 from reshard.topology import Topology
 from reshard.torch.programs.methods import assumed_topology
 from reshard.torch.programs.phases import between_bytes
@@ -75,13 +75,13 @@ class RefitMethods:
         if self.method == "program":
             return self._forced(matches, found)
         tensors = [
-            (Plan(match.source, match.target, as_dtype(match.dtype)), program)
+            (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
             for match, program in zip(matches, found, strict=True)
             if isinstance(program, Program)
         ]
         topology = self.topology
         if topology is None:
-            ranks = [max(plan.source.slots, plan.target.slots) for plan, _ in tensors]
+            ranks = [max(plan.source.slots, plan.target.slots) for plan, _, _ in tensors]
             topology = assumed_topology(max(ranks, default=1))
         division = divide(tensors, topology, _RUN_AS)
         divided = zip(division.by_program, division.ways, strict=True)
@@ -110,7 +110,7 @@ class RefitMethods:
             return _EXCHANGED
         if any(isinstance(step, Exchange) for step in program.steps):
             return f"no program leads from `{match.specs[0]}` to `{match.specs[1]}`"
-        least = Plan(match.source, match.target).moved_elements if is_assumed else 0
+        least = LayoutChange(match.source, match.target).moved_elements if is_assumed else 0
         if is_assumed and program.moved_elements >= least:
             return "no topology is given, and its program moves no less"
         needed = between_bytes(program, as_dtype(match.dtype).itemsize_bytes)

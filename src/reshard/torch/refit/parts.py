@@ -20,10 +20,10 @@ import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan
 from reshard.torch.exchange.messages import ALIGNMENT_BYTES, aligned
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
@@ -41,7 +41,7 @@ class PartItem:
     """
 
     match: Match
-    plan: Plan
+    plan: LayoutChange
     transfers: Transfers
     batch: int
     chosen: Chosen = IN_EXCHANGE
@@ -137,7 +137,7 @@ class RefitPlan:
         items = [
             PartItem(
                 one,
-                plans.get(one.name) or Plan(one.source, one.target),
+                plans.get(one.name) or LayoutChange(one.source, one.target),
                 transfers.get(one.name, Transfers.none(len(one.source.shape))),
                 batch,
                 chosen,

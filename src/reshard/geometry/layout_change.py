@@ -1,0 +1,195 @@
+"""The change from one layout of a tensor to another: what has to move?
+
+A `LayoutChange` is geometry: for one shape and two layouts, which boxes go from which slot to which.
+It is a value, found without looking at any data, the same on every rank.
+
+1. `holders`: who holds each element of the source;
+2. `overlap`: along each dimension, what each target part takes from whom;
+3. `routes`: the product of the dimensions, and a sender for each;
+4. `transfers`: routes written out as boxes, for one rank or for all.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import LayoutError, PlanError
+from reshard.geometry.coalescing import join_boxes
+from reshard.geometry.contributions import contribution_sources, mean_scale
+from reshard.geometry.holders import Holders, find_holders
+from reshard.geometry.lower_bound import lower_bound_elements
+from reshard.geometry.overlap import Overlap, Pieces
+from reshard.geometry.routes import RouteFinder, Routes
+from reshard.geometry.transfers import Transfers, expand
+from reshard.geometry.verification import verify_transfers
+from reshard.interning import Interned
+from reshard.layout import Layout
+from reshard.runs import IntArray
+
+
+class LayoutChange(Interned):
+    """The change from `source` to `target`, both of one shape, in elements.
+
+    It is the part of a plan that all tensors of the same two layouts share. Slots of the same
+    number in both layouts are the same place: what a slot holds already stays there.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> source, target = (spec(mesh, text).layout((6, 6)) for text in ("x, y", "y, x"))
+    >>> change = LayoutChange(source, target)
+    >>> change.moved_elements, change.lower_bound_elements
+    (26, 26)
+    >>> print(change.for_rank(0))
+    0 keeps [0:2, 0:2]
+    1 -> 0 [0:2, 2:3]
+    0 -> 1 [2:3, 0:2]
+    """
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        if source.shape != target.shape:
+            raise PlanError(
+                f"a source of shape {list(source.shape)} cannot become a target of shape "
+                f"{list(target.shape)}; both layouts must be of one tensor"
+            )
+        self.source = source
+        self.target = target
+
+    def interning_key(self) -> object:
+        return (self.source, self.target)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (LayoutChange, (self.source, self.target))
+
+    @cached_property
+    def combines(self) -> tuple[tuple[int, ...], ...]:
+        """For each contribution of the target, the source contributions it combines, in order."""
+        return contribution_sources(self.source, self.target)
+
+    @property
+    def scale(self) -> tuple[int, int]:
+        """The fraction `(numerator, denominator)` that combined contributions are scaled by."""
+        return mean_scale(self.source, self.target)
+
+    @cached_property
+    def holders(self) -> Holders:
+        """Who holds each element of the source."""
+        return find_holders(self.source)
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """The overlap of both layouts, one a dimension."""
+        return self._finder.overlaps
+
+    @cached_property
+    def _finder(self) -> RouteFinder:
+        return RouteFinder.between(self.source, self.target, self.combines)
+
+    @cached_property
+    def routes(self) -> Routes:
+        """All routes. Raises PlanError when the source leaves out an element."""
+        return self._finder.into(np.arange(self.target.cells))
+
+    def routes_into(self, rank: int) -> Routes:
+        """The routes that end on a rank, those that stay included."""
+        cells = self.target.cells_of(rank) if rank < self.target.slots else range(0)
+        # Most ranks have no part in most tensors of a model; then nothing is built.
+        if not cells:
+            return Routes.none(self.target.ndim)
+        return self._finder.into(np.arange(cells.start, cells.stop))
+
+    def routes_out_of(self, rank: int) -> Routes:
+        """The routes that begin on a rank and end on another."""
+        if rank >= self.source.slots or not self.source.cells_of(rank):
+            return Routes.none(self.target.ndim)
+        return self._finder.out_of(rank)
+
+    @cached_property
+    def pieces(self) -> tuple[Pieces, ...]:
+        """For each dimension, the pieces of every route of `routes`."""
+        cells = self.routes.source_cell
+        return tuple(
+            overlap.pieces(self.routes.pair[d], self.source.cell_part[cells, d])
+            for d, overlap in enumerate(self.overlaps)
+        )
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Every box, those that stay included."""
+        return self.expand(self.routes)
+
+    def expand(self, routes: Routes) -> Transfers:
+        """Routes written out as boxes."""
+        boxes = expand(self.source, self.target, self.overlaps, routes)
+        # Where no element has two keys, the pieces were joined dimension by dimension already.
+        return boxes if self.holders.is_exclusive else join_boxes(boxes)
+
+    def for_rank(self, rank: int) -> Transfers:
+        """What one rank receives, keeps and sends, found without the others' part.
+
+        Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+            raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
+        received = self.expand(self.routes_into(rank))
+        sent = self.expand(self.routes_out_of(rank))
+        if not len(sent):
+            return received
+        columns = {
+            name: np.concatenate((getattr(received, name), getattr(sent, name)))
+            for name in Transfers.__dataclass_fields__
+        }
+        return Transfers(**columns)
+
+    def _sum_by(self, layout: Layout, cell: IntArray) -> IntArray:
+        moving = ~self.routes.stays
+        total = np.zeros(layout.slots, dtype=np.int64)
+        np.add.at(total, layout.cell_slot[cell[moving]], self.routes.elements[moving])
+        return total
+
+    @cached_property
+    def sent_elements(self) -> IntArray:
+        """Elements each source slot sends to others: shape `(source.slots,)`."""
+        return self._sum_by(self.source, self.routes.source_cell)
+
+    @cached_property
+    def received_elements(self) -> IntArray:
+        """Elements each target slot receives from others: shape `(target.slots,)`."""
+        return self._sum_by(self.target, self.routes.target_cell)
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that move between slots."""
+        return int(self.received_elements.sum())
+
+    @cached_property
+    def lower_bound_elements(self) -> int:
+        """The fewest elements any direct exchange can move."""
+        return int(lower_bound_elements(self.source, self.target, self.combines).sum())
+
+    def verify(self, transfers: Transfers | None = None) -> None:
+        """Check the transfers of this change, or the given ones, against the two layouts.
+
+        Raises:
+            PlanError: a box that is missing, doubled, misplaced, or sent by a slot that has
+                it not, or that the receiver held already.
+        """
+        verify_transfers(
+            self.source,
+            self.target,
+            self.combines,
+            self.transfers if transfers is None else transfers,
+        )
+        if transfers is None and self.moved_elements != self.lower_bound_elements:
+            raise PlanError(
+                f"the plan moves {self.moved_elements} elements where "
+                f"{self.lower_bound_elements} suffice"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<LayoutChange of {list(self.source.shape)} from {len(self.source.holders)} to "
+            f"{len(self.target.holders)} slots>"
+        )
