@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import Exchange, Program, divide, find_program
-from reshard.errors import LayoutError, PlanError, UsageError
-from reshard.plans.plan import Plan
+from reshard.dtypes import DType, dtype
+from reshard.errors import LayoutError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.topology import Link, Overhead, Topology
 
 MESH = reshard.DeviceMesh.of(x=2, y=4)
 SHAPE = (64, 32)
-Tensor = tuple[Plan, Program]
+Tensor = tuple[LayoutChange, DType, Program]
 
 
 def tensor(before: str, after: str, shape: tuple[int, int] = SHAPE) -> Tensor:
     ends = reshard.spec(MESH, before), reshard.spec(MESH, after)
-    plan = reshard.plan(*(end.layout(shape) for end in ends), dtype="float32")
-    return plan, find_program(*ends, shape)
+    change = LayoutChange(*(end.layout(shape) for end in ends))
+    return change, dtype("float32"), find_program(*ends, shape)
 
 
 def one_host(latency_s: float, **overhead: float) -> Topology:
@@ -71,9 +72,6 @@ def test_nothing_and_what_has_nothing_to_do() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    plan, program = SUMS
-    with pytest.raises(PlanError, match="a plan without a dtype"):
-        divide([(Plan(plan.source, plan.target), program)], one_host(0.0))
     with pytest.raises(UsageError, match="unknown library 'mpi'"):
         divide([SUMS], one_host(0.0), "mpi")
     with pytest.raises(LayoutError, match="no within_host link"):
@@ -88,8 +86,8 @@ def test_it_is_never_slower_than_the_exchange_of_all(chosen: list[Pair], latency
         program = find_program(source, target, shape)
         assume(not any(isinstance(step, Exchange) for step in program.steps))
         ends = source.layout(shape), target.layout(shape)
-        tensors.append((reshard.plan(*ends, dtype="int16"), program))
-    slots = max(max(plan.source.slots, plan.target.slots) for plan, _ in tensors)
+        tensors.append((LayoutChange(*ends), dtype("int16"), program))
+    slots = max(max(change.source.slots, change.target.slots) for change, _, _ in tensors)
     topology = Topology([0] * slots, None, Link(1e6, latency_s))
     found = divide(tensors, topology)
     every = {
@@ -110,8 +108,9 @@ def together_s(
 ) -> float | None:
     """The seconds of tensors that move together, by the estimates of each; None where none is."""
     moving_s, stages = 0.0, dict[int, float]()
-    for (plan, program), is_chosen in zip(tensors, by_program, strict=True):
-        estimate = program.estimate("int16", topology) if is_chosen else plan.estimate(topology)
+    for (change, kind, program), is_chosen in zip(tensors, by_program, strict=True):
+        direct = reshard.plan(change.source, change.target, kind)
+        estimate = program.estimate("int16", topology) if is_chosen else direct.estimate(topology)
         if is_chosen and not estimate.seconds_s:
             # A step at least is there to carry out what stays.
             return None

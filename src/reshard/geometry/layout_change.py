@@ -49,6 +49,12 @@ class LayoutChange(Interned):
     """
 
     def __init__(self, source: Layout, target: Layout) -> None:
+        for name, layout in (("source", source), ("target", target)):
+            if not isinstance(layout, Layout):
+                raise PlanError(
+                    f"the {name} is {layout!r}, not a Layout; a sharding becomes one with a shape: "
+                    "spec.layout((4096, 4096))"
+                )
         if source.shape != target.shape:
             raise PlanError(
                 f"a source of shape {list(source.shape)} cannot become a target of shape "

@@ -85,6 +85,7 @@ def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topolog
     >>> mesh = reshard.DeviceMesh.of(x=4)
     >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("x, -", "-, x"))
     >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6, 1e-3))
+    >>> from reshard.geometry.layout_change import LayoutChange
     >>> change_estimate(LayoutChange(rows, columns), 4, topology).seconds_s
     0.003048
     """

@@ -147,10 +147,4 @@ def plan(
     Raises:
         PlanError: layouts of different shapes, or specs, which have no shape yet.
     """
-    for name, layout in (("source", source), ("target", target)):
-        if not isinstance(layout, Layout):
-            raise PlanError(
-                f"the {name} is {layout!r}, not a Layout; a sharding becomes one with a shape: "
-                "spec.layout((4096, 4096))"
-            )
     return Plan(source, target, None if dtype is None else as_dtype(dtype))  # type: ignore[arg-type]

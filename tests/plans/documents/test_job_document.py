@@ -14,8 +14,8 @@ from plans.changed_documents import STRANGE, changed, places
 from reshard.binding import Address, Binding, FileRange, RankMemory, TensorName, View
 from reshard.dtypes import dtype
 from reshard.errors import NotationError, ReshardError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
-from reshard.plans.plan import Plan
 from reshard.testing.strategies import movements
 
 ADDRESSES = st.one_of(
@@ -57,7 +57,7 @@ def jobs(draw: st.DrawFn) -> reshard.Job:
     items: list[reshard.JobItem] = []
     for _ in range(draw(st.integers(0, 2))):
         (source, _), (target, _) = draw(movements())
-        plan = Plan(source, target, draw(st.sampled_from([None, dtype("int8")])))
+        plan = LayoutChange(source, target)
         for _ in range(draw(st.integers(1, 2))):
             width = dtype(draw(st.sampled_from(["int8", "float32"])))
             sides = draw(bindings(source)), draw(bindings(target))
@@ -80,7 +80,7 @@ def mixed_job() -> reshard.Job:
     """A job with all there can be in a document."""
     mesh = reshard.DeviceMesh.of(tp=2)
     rows, whole = reshard.spec(mesh, "tp, -").layout((4, 4)), Layout.whole((4, 4), [0], 2)
-    plan = Plan(rows, whole, dtype("bfloat16"))
+    plan = LayoutChange(rows, whole)
     ragged = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     files = Binding(rows, {0: FileRange("a", 8), 1: TensorName("t")}, {1: View(3, (1, 2))})
     by_cell = Binding(
@@ -92,7 +92,7 @@ def mixed_job() -> reshard.Job:
         [
             reshard.JobItem("a", dtype("bfloat16"), plan, files, Binding.to_ranks(whole)),
             reshard.JobItem(
-                "b", dtype("int8"), Plan(ragged, whole), by_cell, Binding.to_ranks(whole)
+                "b", dtype("int8"), LayoutChange(ragged, whole), by_cell, Binding.to_ranks(whole)
             ),
             reshard.JobItem.between_ranks("c", dtype("bfloat16"), rows, whole),
         ]
@@ -103,7 +103,7 @@ def test_the_form_of_a_document() -> None:
     """Entered by hand: a change of form needs a new version."""
     document = json.loads(mixed_job().to_json())
     assert document["paths"] == ["a", "b"]
-    assert document["plans"] == [[0, 1, "bfloat16"], [2, 1]]
+    assert document["plans"] == [[0, 1, "bfloat16"], [2, 1, "int8"]]
     assert document["items"] == [
         [
             "a",
@@ -123,7 +123,6 @@ def test_the_form_of_a_document() -> None:
             "b",
             1,
             {
-                "dtype": "int8",
                 "source": {
                     "slots": [0, 1],
                     "cells": [2, 0],
@@ -163,8 +162,8 @@ def test_a_document_changed_anywhere_is_another_job_or_one_of_our_errors(value: 
         (("items", 2, 0), "a", "'a' appears twice"),
         (("sources",), "random", "sources='random'"),
         (("sources",), None, "is not a JSON string"),
-        (("items", 1, 2, "dtype"), ..., "neither tensor 'b' nor its plan has a dtype"),
-        (("items", 1, 2, "dtype"), "float99", "unknown"),
+        (("plans", 1, 2), ..., "neither tensor 'b' nor its plan has a dtype"),
+        (("plans", 1, 2), "float99", "unknown"),
         (("items", 2, 1), 2, "number 2 of 2"),
         (("items", 0, 2, "source", "starts"), [8, 9], "2 starts for 1 paths"),
         (("items", 0, 2, "source", "paths"), [2], "number 2 of 2"),
@@ -222,10 +221,12 @@ def test_a_large_model_is_tens_of_kilobytes() -> None:
                 for slot in source.holders
             }
             start_bytes += 2 * int(source.cell_elements[0])
-            plan = Plan(source, target, dtype("bfloat16"))
+            plan = LayoutChange(source, target)
             sides = Binding(source, addresses, {}), Binding.to_ranks(target)
             items.append(
-                reshard.JobItem(f"model.layers.{layer}.{name}.weight", plan.dtype, plan, *sides)  # type: ignore[arg-type]
+                reshard.JobItem(
+                    f"model.layers.{layer}.{name}.weight", dtype("bfloat16"), plan, *sides
+                )
             )
     job = reshard.Job(items)
     assert len(job) == 720
