@@ -1,7 +1,7 @@
 """The change from one layout of a tensor to another: what has to move?
 
-A `LayoutChange` is geometry: for one shape and two layouts, which boxes go from which slot to which.
-It is a value, found without looking at any data, the same on every rank.
+A `LayoutChange` is geometry: for one shape and two layouts, which boxes go from which slot to
+which. It is a value, found without looking at any data, the same on every rank.
 
 1. `holders`: who holds each element of the source;
 2. `overlap`: along each dimension, what each target part takes from whom;

@@ -91,7 +91,7 @@ def test_what_is_no_job() -> None:
     for items in (None, 3, ["a"], [item, item.plan]):
         with pytest.raises(PlanError, match=r"expected items|give its items"):
             Job(items)  # type: ignore[arg-type]
-    for seconds in (item.plan, Job([item])):
+    for seconds in (reshard.plan(layout, layout, "int8"), Job([item])):
         with pytest.raises(PlanError, match="give a Topology"):
             seconds.estimate("dgx")
 
