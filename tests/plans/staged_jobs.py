@@ -51,7 +51,7 @@ def staged_jobs(
     moves += draw(st.lists(st.sampled_from(moves), max_size=2))
     kinds = [draw(st.sampled_from(KINDS)) for _ in moves]
     job = job_of(moves, kinds)
-    slots = max(max(i.plan.source.slots, i.plan.target.slots) for i in job.items)
+    slots = max(max(i.change.source.slots, i.change.target.slots) for i in job.items)
     return StagedJob(job, draw(topologies(slots + draw(st.integers(0, 2))))), moves
 
 

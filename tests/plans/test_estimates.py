@@ -114,6 +114,6 @@ def test_a_job_from_files_has_no_seconds() -> None:
     item = job_of(1, "x, -", "-, x").items[0]
     addresses = {slot: FileRange("f", 16 * slot) for slot in range(4)}
     bound = Binding(item.source.layout, addresses, {})
-    job = reshard.Job([reshard.JobItem("t", item.dtype, item.plan, bound, item.target)])
+    job = reshard.Job([reshard.JobItem("t", item.dtype, item.change, bound, item.target)])
     with pytest.raises(PlanError, match="shard 0 of 't' at FileRange"):
         job.estimate(TOPOLOGY)

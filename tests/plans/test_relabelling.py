@@ -47,7 +47,7 @@ def small_jobs(draw: st.DrawFn) -> tuple[Job, list[tuple[ShardingSpec, tuple[int
 def moved_bytes_when(job: Job, rank_of: dict[int, int]) -> int:
     moved = 0
     for item in job.items:
-        cells = item.plan.target
+        cells = item.change.target
         given_out = {slot: rank_of.get(slot, slot) for slot in cells.holders}
         target = Layout(
             cells.shape,
@@ -56,7 +56,7 @@ def moved_bytes_when(job: Job, rank_of: dict[int, int]) -> int:
             [given_out[slot] for slot in cells.cell_slot.tolist()],
             cells.cell_part,
         )
-        plan = reshard.plan(item.plan.source, target)
+        plan = reshard.plan(item.change.source, target)
         moved += plan.lower_bound_elements * item.dtype.itemsize_bytes
     return moved
 
@@ -67,7 +67,7 @@ def test_no_other_dealing_of_the_ranks_moves_less(
     made: tuple[Job, list[tuple[ShardingSpec, tuple[int, ...]]]], more: set[int], shrink: bool
 ) -> None:
     job, targets = made
-    places = sorted({slot for item in job.items for slot in item.plan.target.holders})
+    places = sorted({slot for item in job.items for slot in item.change.target.holders})
     ranks = sorted({*places, *more}) if shrink else places
     found = relabel(job, ranks=ranks if shrink else None)
     # Fewest bytes first, then most ranks that keep their place.
@@ -87,8 +87,8 @@ def test_no_other_dealing_of_the_ranks_moves_less(
         # The mesh in its new order says the same as the layouts.
         layout = found.spec(target).layout(shape)
         assert found.spec(target).mesh is found.mesh(target.mesh)
-        assert layout.cell_slot.tolist() == item.plan.target.cell_slot.tolist()
-        assert layout.cell_part.tolist() == item.plan.target.cell_part.tolist()
+        assert layout.cell_slot.tolist() == item.change.target.cell_slot.tolist()
+        assert layout.cell_part.tolist() == item.change.target.cell_part.tolist()
 
 
 @given(small_jobs(), st.lists(st.integers(0, 1), min_size=12, max_size=12))
@@ -98,7 +98,7 @@ def test_within_hosts_no_other_dealing_moves_less(
 ) -> None:
     job, _ = made
     topology = Topology([0, 1, *hosts])
-    places = sorted({slot for item in job.items for slot in item.plan.target.holders})
+    places = sorted({slot for item in job.items for slot in item.change.target.holders})
     found = relabel(job, topology=topology)
     host = topology.rank_host
     assert all(host[old] == host[new] for old, new in found.rank_of.items())
@@ -117,7 +117,7 @@ def test_hosts_are_exchanged_for_fewest_bytes_across_them(
     job, _ = made
     topology = Topology([0, 1, 2, *hosts])
     host = topology.rank_host
-    places = sorted({slot for item in job.items for slot in item.plan.target.holders})
+    places = sorted({slot for item in job.items for slot in item.change.target.holders})
     found = relabel(job, topology=topology, exchange_hosts=True)
 
     def cost(rank_of: dict[int, int]) -> tuple[int, int]:
@@ -233,10 +233,10 @@ def test_views_and_addresses_go_with_their_shards() -> None:
     plain = JobItem.between_ranks("w", dtype("int8"), source, target)
     views = {0: View(0, (1, 2)), 1: View(8, (2, 1))}
     item = JobItem(
-        "w", plain.dtype, plain.plan, plain.source, Binding(target, plain.target.addresses, views)
+        "w", plain.dtype, plain.change, plain.source, Binding(target, plain.target.addresses, views)
     )
     (found,) = relabel(Job([item])).job(Job([item])).items
-    assert found.plan.target is source
+    assert found.change.target is source
     assert found.target.views == {0: views[1], 1: views[0]}
     assert found.target.addresses == Binding.to_ranks(source).addresses
 
@@ -245,7 +245,7 @@ def test_shards_in_files_stay_where_they_are() -> None:
     layout = reshard.spec(reshard.DeviceMesh.of(x=2), "x").layout((4,))
     plain = JobItem.between_ranks("w", dtype("int8"), layout, layout)
     in_file = Binding(layout, {0: FileRange("a", 0), 1: FileRange("a", 2)}, {})
-    item = JobItem("w", plain.dtype, plain.plan, plain.source, in_file)
+    item = JobItem("w", plain.dtype, plain.change, plain.source, in_file)
     found = relabel(Job([item]))
     with pytest.raises(PlanError, match=r"shard 0 of the target of 'w' is at FileRange"):
         found.job(Job([item]))

@@ -24,7 +24,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     traffic = Traffic.of_job(job)
     alike: dict[LayoutChange, list[JobItem]] = {}
     for item in job.items:
-        alike.setdefault(item.plan, []).append(item)
+        alike.setdefault(item.change, []).append(item)
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
     transfers = sum(len(found.transfers.moving) for found in job.transfers.bundles)
     left_out = sum(len(items) for items in drawn[MOST_DRAWN:])
@@ -48,14 +48,14 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
 
 def _size_bytes(item: JobItem) -> int:
     elements = 1
-    for size in item.plan.source.shape:
+    for size in item.change.source.shape:
         elements *= size
     return elements * item.dtype.itemsize_bytes
 
 
 def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
     first = items[0]
-    shape = "x".join(map(str, first.plan.source.shape)) or "scalar"
+    shape = "x".join(map(str, first.change.source.shape)) or "scalar"
     others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""
     meshes = (conversion.source.mesh, conversion.arrangement.mesh)
     cuts = (
@@ -67,12 +67,12 @@ def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
         for cut, mesh in zip(cuts, meshes, strict=True)
     )
     heading = f"{first.name}{others}: {shape} of {first.dtype.name}"
-    nothing = Transfers.none(first.plan.source.ndim)
+    nothing = Transfers.none(first.change.source.ndim)
     transfers = conversion.job.transfers.get(first.name, nothing)
     return DrawnChange(
         heading,
         before,
         after,
-        Plan(first.plan.source, first.plan.target, first.dtype),
+        Plan(first.change.source, first.change.target, first.dtype),
         transfers,
     )

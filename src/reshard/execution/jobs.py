@@ -66,7 +66,7 @@ def run_job(
     kinds, held = given_sources(job, arrays)
     if out is None:
         memory = FreshMemory()
-        filled = {i.name: new_storages(i.plan.target, kinds[i.name], memory) for i in job.items}
+        filled = {i.name: new_storages(i.change.target, kinds[i.name], memory) for i in job.items}
         memory.find(workers)
     else:
         filled = _given(job, kinds, out)
@@ -75,19 +75,19 @@ def run_job(
             _named(held, lambda slot, tensor: f"the source of {tensor!r} on slot {slot}"),
         )
     copies: list[Copy] = []
-    cells = {i.name: cell_arrays(i.plan.target, filled[i.name]) for i in job.items}
+    cells = {i.name: cell_arrays(i.change.target, filled[i.name]) for i in job.items}
     for item in job.items:
-        plan, kind = item.plan, kinds[item.name]
+        plan, kind = item.change, kinds[item.name]
         transfers = job.transfers.get(item.name, Transfers.none(plan.target.ndim))
         sources = cell_arrays(plan.source, held[item.name])
         copies += transfer_copies(transfers, sources, cells[item.name], kind, plan.source.reduction)
     for item in job.items:
-        clear_pads(item.plan.target, cells[item.name])
+        clear_pads(item.change.target, cells[item.name])
     carry_out(copies, workers)
     results: dict[str, dict[int, Array]] = {}
     for item in job.items:
         kind, storages = kinds[item.name], filled[item.name]
-        finish_contributions(item.plan, kind, cells[item.name])
+        finish_contributions(item.change, kind, cells[item.name])
         if out is None:
             results[item.name] = {slot: kind.array(array) for slot, array in storages.items()}
         else:
@@ -108,8 +108,8 @@ def given_sources(
         name, tensor = item.name, f" of {item.name!r}"
         if name not in arrays:
             raise ShardError(f"no arrays for tensor {name!r}; got {in_order(arrays)}")
-        kinds[name] = check_shards(item.plan, arrays[name], tensor, item.dtype)
-        held[name] = source_storages(item.plan, kinds[name], arrays[name], tensor)
+        kinds[name] = check_shards(item.change, arrays[name], tensor, item.dtype)
+        held[name] = source_storages(item.change, kinds[name], arrays[name], tensor)
     return kinds, held
 
 
@@ -123,7 +123,7 @@ def _given(
         if item.name not in out:
             raise ShardError(f"no arrays for tensor {item.name!r} in out; got {in_order(out)}")
         tensor = f" of {item.name!r}"
-        layout = item.plan.target
+        layout = item.change.target
         found[item.name] = given_storages(layout, kinds[item.name], out[item.name], tensor)
     return found
 

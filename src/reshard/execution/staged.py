@@ -38,7 +38,7 @@ def run_staged(
     kinds, sources = given_sources(staged.job, shards)
     results: dict[str, dict[int, Array]] = {}
     for number, item in enumerate(staged.job.items):
-        plan, kind = item.plan, kinds[item.name]
+        plan, kind = item.change, kinds[item.name]
         memory = FreshMemory()
         target = new_storages(plan.target, kind, memory)
         memory.find(workers)

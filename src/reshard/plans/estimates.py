@@ -105,8 +105,8 @@ def job_estimate(job: Job, topology: Topology) -> Estimate:
         copies = Copies.joined(
             copies_of(
                 one.transfers,
-                one.bundle.plan.source,
-                one.bundle.plan.target,
+                one.bundle.change.source,
+                one.bundle.change.target,
                 one.bundle.dtype.itemsize_bytes,
             )
             for one in job.transfers.bundles

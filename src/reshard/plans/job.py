@@ -58,7 +58,7 @@ class JobItem:
 
     name: str
     dtype: DType
-    plan: LayoutChange
+    change: LayoutChange
     source: Binding
     target: Binding
 
@@ -67,8 +67,8 @@ class JobItem:
             raise PlanError(f"a tensor named {self.name!r}; expected a text")
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         for side, binding, layout in (
-            ("source", self.source, self.plan.source),
-            ("target", self.target, self.plan.target),
+            ("source", self.source, self.change.source),
+            ("target", self.target, self.change.target),
         ):
             if binding.layout is not layout:
                 raise PlanError(
@@ -134,12 +134,12 @@ class Job:
         """
         numbers: dict[tuple[LayoutChange, DType], list[int]] = {}
         for number, item in enumerate(self.items):
-            numbers.setdefault((item.plan, item.dtype), []).append(number)
+            numbers.setdefault((item.change, item.dtype), []).append(number)
         bundles = [
             Bundle(plan, dtype, np.array(items), find_needs(plan.source, plan.target))
             for (plan, dtype), items in numbers.items()
         ]
-        slots = max((max(b.plan.source.slots, b.plan.target.slots) for b in bundles), default=0)
+        slots = max((max(b.change.source.slots, b.change.target.slots) for b in bundles), default=0)
         return find_line(bundles, slots)
 
     @cached_property
@@ -175,13 +175,13 @@ class Job:
     def lower_bound_bytes(self) -> int:
         """The fewest bytes any direct exchange can move."""
         return sum(
-            item.plan.lower_bound_elements * item.dtype.itemsize_bytes for item in self.items
+            item.change.lower_bound_elements * item.dtype.itemsize_bytes for item in self.items
         )
 
     @cached_property
     def sent_bytes(self) -> IntArray:
         """Bytes each source slot sends to others: shape `(slots,)`."""
-        slots = max((item.plan.source.slots for item in self.items), default=0)
+        slots = max((item.change.source.slots for item in self.items), default=0)
         return sent_bytes(self.line, self.sources == "stable")[:slots]
 
     @cached_property
@@ -193,7 +193,7 @@ class Job:
         moving = ~rows.stays
         size = rows.size_bytes[moving] * items[rows.bundle[moving]]
         np.add.at(of_kind, rows.kind[moving], size)
-        slots = max((item.plan.target.slots for item in self.items), default=0)
+        slots = max((item.change.target.slots for item in self.items), default=0)
         received: IntArray = of_kind[kinds.group[:slots]]
         return received
 
@@ -203,7 +203,7 @@ class Job:
         hasher = hashlib.blake2b(f"{self.sources}\0".encode(), digest_size=16)
         for item in self.items:
             hasher.update(f"{item.name}\0{item.dtype.name}\0".encode())
-            for layout in (item.plan.source, item.plan.target):
+            for layout in (item.change.source, item.change.target):
                 hasher.update(layout.fingerprint)
         return hasher.hexdigest()
 
@@ -217,7 +217,7 @@ class Job:
         found = self.transfers
         checked: set[tuple[object, ...]] = set()
         for item in self.items:
-            plan = item.plan
+            plan = item.change
             transfers = found.get(item.name, Transfers.none(plan.source.ndim))
             # The layers of a model mostly move alike.
             same = (plan, *(column.tobytes() for column in transfers.columns))

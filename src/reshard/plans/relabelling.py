@@ -130,7 +130,7 @@ class Relabelling:
             {rank: RankMemory(rank) for rank in rank_of.values()},
             {rank_of[slot]: view for slot, view in binding.views.items()},
         )
-        plan = LayoutChange(item.plan.source, layout)
+        plan = LayoutChange(item.change.source, layout)
         return JobItem(item.name, item.dtype, plan, item.source, target)
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
             )
         return {job: job.dtype.itemsize_bytes}
     for item in job.items:
-        weights[item.plan] = weights.get(item.plan, 0) + item.dtype.itemsize_bytes
+        weights[item.change] = weights.get(item.change, 0) + item.dtype.itemsize_bytes
     return weights
 
 

@@ -72,7 +72,7 @@ def test_a_job_is_read_back_equal(job: reshard.Job) -> None:
     again = reshard.Job.from_json(text)
     assert again == job
     assert again.digest == job.digest
-    assert [item.plan for item in again.items] == [item.plan for item in job.items]
+    assert [item.change for item in again.items] == [item.change for item in job.items]
     assert again.to_json() == text
 
 

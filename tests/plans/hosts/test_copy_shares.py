@@ -44,9 +44,9 @@ def least_load(staged: StagedJob, moves: Sequence[Movement]) -> float:
             lacking: dict[tuple[int, int], set[int]] = {}
             combined = set()
             for rank in here:
-                for pair in wanted(target, rank, item.plan.combines) - held.held(rank):
+                for pair in wanted(target, rank, item.change.combines) - held.held(rank):
                     lacking.setdefault(pair, set()).add(rank)
-                    if len(item.plan.combines[target.contribution[rank]]) > 1:
+                    if len(item.change.combines[target.contribution[rank]]) > 1:
                         combined.add(pair)
             for pair, ranks in lacking.items():
                 near = holders[pair] & here
@@ -120,7 +120,7 @@ def test_only_what_overloads_its_sender_is_handed_on() -> None:
         JobItem.between_ranks(name, dtype("int8"), reshard.spec(mesh, text).layout((6400,)), whole)
         for name, text in sources.items()
     )
-    assert job.items[1].plan.sent_elements.tolist() == [5600] * 8
+    assert job.items[1].change.sent_elements.tolist() == [5600] * 8
     staged = StagedJob(job, Topology.of(hosts=1, ranks_per_host=8))
     staged.verify()
     assert staged.moved_bytes == 2 * 7 * 6400

@@ -62,6 +62,6 @@ def test_cuts_fall_between_elements() -> None:
     for number, item in enumerate(staged.job.items):
         mine = fragments.item == number
         length = (fragments.stop - fragments.first)[mine].sum()
-        assert length == item.plan.source.shape[0]
+        assert length == item.change.source.shape[0]
     # 7 + 64 + 18 + 10 + 88 bytes, a quarter for each sender, to within the widest element.
     assert abs(staged.sent_bytes[:4] - 187 / 4).max() <= 8

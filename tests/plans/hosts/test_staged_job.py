@@ -38,7 +38,7 @@ def least_across_hosts(staged: StagedJob, moves: Sequence[Movement]) -> int:
     for item, ((_, held), (_, target)) in zip(staged.job.items, moves, strict=True):
         for host in range(staged.topology.hosts):
             ranks = staged.topology.ranks_of(host)
-            wants = set().union(*(wanted(target, rank, item.plan.combines) for rank in ranks))
+            wants = set().union(*(wanted(target, rank, item.change.combines) for rank in ranks))
             has = set().union(*(held.held(rank) for rank in ranks))
             total += len(wants - has) * item.dtype.itemsize_bytes
     return total
@@ -51,7 +51,7 @@ def random_dense(contents: Contents, seed: int) -> list[NDArray[Any]]:
 
 
 def is_plain(staged: StagedJob) -> bool:
-    return all(len(one) <= 1 for item in staged.job.items for one in item.plan.combines)
+    return all(len(one) <= 1 for item in staged.job.items for one in item.change.combines)
 
 
 @given(staged_jobs(), st.integers(0, 99))
@@ -75,7 +75,7 @@ def test_the_target_comes_out(made: tuple[StagedJob, list[Movement]], seed: int)
 def test_means_come_out_as_means(made: tuple[StagedJob, list[Movement]], seed: int) -> None:
     staged, moves = made
     items = [
-        JobItem.between_ranks(item.name, dtype("float64"), item.plan.source, item.plan.target)
+        JobItem.between_ranks(item.name, dtype("float64"), item.change.source, item.change.target)
         for item in staged.job.items
     ]
     shards, expected = {}, {}
@@ -235,9 +235,9 @@ def test_jobs_that_cannot_be_staged_are_refused() -> None:
         StagedJob(job, Topology.of(hosts=1, ranks_per_host=4)).verify()
     item = job.items[0]
     in_files = {slot: FileRange("f", 0) for slot in range(8)}
-    source = Binding(item.plan.source, in_files, {})
+    source = Binding(item.change.source, in_files, {})
     with pytest.raises(PlanError, match="shard 0 of 'w' is at FileRange"):
-        StagedJob(Job([JobItem("w", item.dtype, item.plan, source, item.target)]), ON_HOSTS)
+        StagedJob(Job([JobItem("w", item.dtype, item.change, source, item.target)]), ON_HOSTS)
     hole = Layout.flat_ranges((4,), {0: (0, 2)})
     holed = Job([JobItem.between_ranks("w", dtype("int8"), hole, Layout.whole((4,), [5], 6))])
     with pytest.raises(PlanError, match="only 2 of the 4 elements that slot 5"):

@@ -74,7 +74,7 @@ STAGED = StagedJob(
 def test_stages_that_were_changed_are_found_out(
     change: Callable[[Transfers, Transfers], tuple[Transfers, Transfers]], message: str
 ) -> None:
-    plan = STAGED.job.items[0].plan
+    plan = STAGED.job.items[0].change
     exchange, fan_out = STAGED.transfers(0)
     verify_stages(plan, exchange, fan_out)
     with pytest.raises(PlanError, match=message):

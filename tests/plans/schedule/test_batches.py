@@ -45,7 +45,7 @@ def assert_batches(job: reshard.Job, found: tuple[Batch, ...], limit: int, align
             assert reached[-1] == (part.item, part.slice.start)
             reached[-1] = (part.item, part.slice.stop)
             item = job.items[part.item]
-            transfers = job.transfers.get(item.name, Transfers.none(item.plan.source.ndim))
+            transfers = job.transfers.get(item.name, Transfers.none(item.change.source.ndim))
             rows = restrict(transfers, part.slice).moving
             for row in range(len(rows)):
                 size = int(rows.elements[row]) * item.dtype.itemsize_bytes
@@ -121,7 +121,7 @@ def test_what_fits_is_not_cut() -> None:
 def test_what_is_left_of_a_cut_tensor_shares_its_batch() -> None:
     small, large = rows_to_columns(40, 1).items[0], rows_to_columns(400, 1).items[0]
     renamed = reshard.JobItem.between_ranks(
-        "small", small.dtype, small.plan.source, small.plan.target
+        "small", small.dtype, small.change.source, small.change.target
     )
     found = batches(reshard.Job([large, renamed]), 50_000)
     assert [[part.item for part in batch.items] for batch in found] == [[0], [0, 1]]

@@ -32,7 +32,7 @@ def pieces(found: JobTransfers) -> Pieces:
 @given(jobs())
 def test_both_ends_call_a_piece_the_same(example: tuple[Job, object]) -> None:
     job, _ = example
-    slots = max(max(item.plan.source.slots, item.plan.target.slots) for item in job.items)
+    slots = max(max(item.change.source.slots, item.change.target.slots) for item in job.items)
     seen = Counter[str]()
     whole = pieces(job.transfers)
     for rank in range(slots):

@@ -56,7 +56,7 @@ def rows(transfers: Mapping[str, Transfers]) -> Counter[tuple[object, ...]]:
 @given(jobs())
 def test_the_parts_of_all_ranks_are_the_job(example: tuple[Job, Any]) -> None:
     job, _ = example
-    slots = [max(item.plan.source.slots, item.plan.target.slots) for item in job.items]
+    slots = [max(item.change.source.slots, item.change.target.slots) for item in job.items]
     received, sent = Counter[tuple[object, ...]](), Counter[tuple[object, ...]]()
     for rank in range(max(slots) + 1):
         part = job.for_rank(rank)
@@ -88,7 +88,7 @@ def test_what_is_no_job() -> None:
         JobItem.between_ranks(3, "int8", layout, layout)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="the target is None, not a Layout"):
         JobItem.between_ranks("a", "int8", layout, None)  # type: ignore[arg-type]
-    for items in (None, 3, ["a"], [item, item.plan]):
+    for items in (None, 3, ["a"], [item, item.change]):
         with pytest.raises(PlanError, match=r"expected items|give its items"):
             Job(items)  # type: ignore[arg-type]
     for seconds in (reshard.plan(layout, layout, "int8"), Job([item])):
@@ -135,7 +135,7 @@ def test_every_job_is_right_and_moves_no_more_than_must(example: tuple[Job, Any]
     assert job.sent_bytes.sum() == job.received_bytes.sum() == job.moved_bytes
     sent, received = np.zeros_like(job.sent_bytes), np.zeros_like(job.received_bytes)
     for item in job.items:
-        moving = job.transfers.get(item.name, Transfers.none(item.plan.target.ndim)).moving
+        moving = job.transfers.get(item.name, Transfers.none(item.change.target.ndim)).moving
         size = moving.elements * item.dtype.itemsize_bytes
         np.add.at(sent, moving.source_slot, size)
         np.add.at(received, moving.target_slot, size)
@@ -156,7 +156,7 @@ def test_data_arrives(example: tuple[Job, Any], seed: int) -> None:
         if not held.elements:
             return
         arrays[item.name] = shards_of(held, dense, rubbish=99)
-        expected[item.name] = reshard.plan(item.plan.source, item.plan.target, item.dtype).run(
+        expected[item.name] = reshard.plan(item.change.source, item.change.target, item.dtype).run(
             arrays[item.name]
         )
     found = job.run(arrays)
@@ -170,7 +170,7 @@ def classes_of(job: Job) -> Classes:
     """What each set of holders has to give, element by element."""
     demand: dict[tuple[int, ...], int] = {}
     for item in job.items:
-        source, target = item.plan.source, item.plan.target
+        source, target = item.change.source, item.change.target
         holders: dict[tuple[int, int], set[int]] = {}
         for cell in range(source.cells):
             for element in elements_of(source, cell):
@@ -178,7 +178,7 @@ def classes_of(job: Job) -> Classes:
                 holders.setdefault(key, set()).add(int(source.cell_slot[cell]))
         for cell in range(target.cells):
             slot = int(target.cell_slot[cell])
-            for contribution in item.plan.combines[int(target.cell_contribution[cell])]:
+            for contribution in item.change.combines[int(target.cell_contribution[cell])]:
                 for element in elements_of(target, cell):
                     held = holders[contribution, element]
                     if slot not in held:

@@ -154,7 +154,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
             _title(before, conversion.source.mesh),
             _title(after, conversion.arrangement.mesh),
         ),
-        plan=Plan(item.plan.source, item.plan.target, item.dtype),
+        plan=Plan(item.change.source, item.change.target, item.dtype),
         ascii=not can_draw_boxes(),
     )
     return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"

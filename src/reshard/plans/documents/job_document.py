@@ -56,7 +56,7 @@ def job_to_json(job: Job) -> str:
         for side, binding in (("source", item.source), ("target", item.target)):
             if binding != Binding.to_ranks(binding.layout):
                 special[side] = _written_binding(binding, paths)
-        number = plans.setdefault((item.plan, item.dtype), len(plans))
+        number = plans.setdefault((item.change, item.dtype), len(plans))
         items.append([item.name, number, special] if special else [item.name, number])
     content: dict[str, Any] = {
         "plans": [writer.plan(*plan) for plan in plans],

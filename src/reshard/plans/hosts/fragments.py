@@ -66,9 +66,9 @@ def divide(job: Job, topology: Topology) -> Fragments:
         PlanError: an element that no source slot holds.
         LayoutError: a slot that is no rank of the topology.
     """
-    plans = list(dict.fromkeys(item.plan for item in job.items))
+    plans = list(dict.fromkeys(item.change for item in job.items))
     number = {plan: i for i, plan in enumerate(plans)}
-    plan_of_item = np.array([number[item.plan] for item in job.items], dtype=np.int64)
+    plan_of_item = np.array([number[item.change] for item in job.items], dtype=np.int64)
     flows = [find_flows(plan, topology) for plan in plans]
     elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
     classes = find_classes(plans, flows)

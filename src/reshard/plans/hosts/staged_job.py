@@ -104,7 +104,7 @@ class StagedJob:
         return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
 
     def _parts(self, item: JobItem) -> tuple[Lots, Flows]:
-        return find_lots(item.plan), find_flows(item.plan, self.topology)
+        return find_lots(item.change), find_flows(item.change, self.topology)
 
     def transfers(self, item: int) -> StageTransfers:
         """All transfers of item number `item`."""
@@ -123,7 +123,7 @@ class StagedJob:
         """The fragments that a rank sends, hands on or receives."""
         item, columns = self.job.items[number], self.fragments
         _, flows = self._parts(item)
-        source, target = item.plan.source, item.plan.target
+        source, target = item.change.source, item.change.target
         mine = source.cell_slot[columns.source_cell[begin:end]] == rank
         second = source.cell_slot[columns.second_cell[begin:end]] == rank
         mine |= columns.is_direct[begin:end] & second
@@ -162,7 +162,7 @@ class StagedJob:
 
         keeps = np.arange(len(flows.kept_lot))
         if rank is not None:
-            keeps = np.flatnonzero(item.plan.target.cell_slot[flows.kept_target] == rank)
+            keeps = np.flatnonzero(item.change.target.cell_slot[flows.kept_target] == rank)
         lot = flows.kept_lot[keeps]
         kept = find_boxes(lots, lot, np.zeros_like(lot), lots.elements[lot])
         source, target = flows.kept_source[keeps][kept.of], flows.kept_target[keeps][kept.of]
@@ -181,7 +181,7 @@ class StagedJob:
         for number, item in enumerate(self.job.items):
             rows = slice(*self._item_begin[number : number + 2].tolist())
             _, flows = self._parts(item)
-            flow, source, target = columns.flow[rows], item.plan.source, item.plan.target
+            flow, source, target = columns.flow[rows], item.change.source, item.change.target
             size[rows] = columns.stop[rows] - columns.first[rows]
             size[rows] *= item.dtype.itemsize_bytes
             first[rows] = source.cell_slot[columns.source_cell[rows]]
@@ -209,7 +209,7 @@ class StagedJob:
         for item in self.job.items:
             lots, flows = self._parts(item)
             size = lots.elements[flows.lot] * item.dtype.itemsize_bytes
-            rank = item.plan.target.cell_slot[flows.receiver]
+            rank = item.change.target.cell_slot[flows.receiver]
             np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))
         return total
 
@@ -239,9 +239,9 @@ class StagedJob:
         """
         known: dict[LayoutChange, int] = {}
         for item in self.job.items:
-            if item.plan not in known:
-                known[item.plan] = across_hosts_bound_elements(item.plan, self.topology)
-        return sum(known[item.plan] * item.dtype.itemsize_bytes for item in self.job.items)
+            if item.change not in known:
+                known[item.change] = across_hosts_bound_elements(item.change, self.topology)
+        return sum(known[item.change] * item.dtype.itemsize_bytes for item in self.job.items)
 
     @cached_property
     def digest(self) -> str:
@@ -259,7 +259,7 @@ class StagedJob:
         """
         for number, item in enumerate(self.job.items):
             try:
-                verify_stages(item.plan, *self.transfers(number))
+                verify_stages(item.change, *self.transfers(number))
             except PlanError as error:
                 raise PlanError(f"tensor {item.name!r}: {error}") from error
 

@@ -80,13 +80,13 @@ def batches(job: Job, limit_bytes: int, alignment_bytes: int = 1) -> tuple[Batch
     [24, 24, 16]
     """
     ranks = max(
-        (max(item.plan.source.slots, item.plan.target.slots) for item in job.items), default=0
+        (max(item.change.source.slots, item.change.target.slots) for item in job.items), default=0
     )
     tensors = [
         TensorTransfers(
             item.name,
             item.dtype.itemsize_bytes,
-            job.transfers.get(item.name, Transfers.none(item.plan.source.ndim)),
+            job.transfers.get(item.name, Transfers.none(item.change.source.ndim)),
         )
         for item in job.items
     ]

@@ -45,7 +45,7 @@ _ROUNDING = 64
 class Bundle:
     """The tensors of one plan and dtype: their numbers in the job, in order."""
 
-    plan: LayoutChange
+    change: LayoutChange
     dtype: DType
     items: IntArray
     needs: Needs

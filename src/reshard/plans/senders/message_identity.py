@@ -24,7 +24,7 @@ def piece_identities(name: str, found: BundleTransfers, rows: IntArray) -> list[
     receiver's cell or the range of elements have different ones.
     """
     transfers = found.transfers
-    target = found.bundle.plan.target
+    target = found.bundle.change.target
     box = found.box[rows]
     whole = zip(found.whole_start[box].tolist(), found.whole_shape[box].tolist(), strict=True)
     elements = transfers.shape[rows].prod(axis=1)

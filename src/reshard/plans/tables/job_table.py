@@ -54,8 +54,8 @@ def job_table(job: Job) -> str:
     a and 1 more  int8   8x8     64 B          4
     """
     kinds = _kinds(job)
-    senders = {slot for kind in kinds for slot in kind.items[0].plan.source.holders}
-    receivers = {slot for kind in kinds for slot in kind.items[0].plan.target.holders}
+    senders = {slot for kind in kinds for slot in kind.items[0].change.source.holders}
+    receivers = {slot for kind in kinds for slot in kind.items[0].change.target.holders}
     sent, received = job.sent_bytes, job.received_bytes
     rows = [
         ("moved", job.moved_bytes, ""),
@@ -90,14 +90,14 @@ def job_table(job: Job) -> str:
 
 def _kinds(job: Job) -> list[_Kind]:
     found = {
-        (of_kind.bundle.plan, of_kind.bundle.dtype): of_kind.transfers
+        (of_kind.bundle.change, of_kind.bundle.dtype): of_kind.transfers
         for of_kind in job.transfers.bundles
     }
     items: dict[tuple[LayoutChange, DType], list[JobItem]] = {}
     for item in job.items:
-        items.setdefault((item.plan, item.dtype), []).append(item)
+        items.setdefault((item.change, item.dtype), []).append(item)
     return [
-        _Kind(alike, found.get(key, Transfers.none(alike[0].plan.source.ndim)))
+        _Kind(alike, found.get(key, Transfers.none(alike[0].change.source.ndim)))
         for key, alike in items.items()
     ]
 
@@ -108,7 +108,7 @@ def _largest(kinds: list[_Kind]) -> str:
         (
             kind.name,
             kind.items[0].dtype.name,
-            "x".join(map(str, kind.items[0].plan.source.shape)) or "scalar",
+            "x".join(map(str, kind.items[0].change.source.shape)) or "scalar",
             bytes_text(kind.moved_bytes),
             f"{len(kind.transfers.moving):,}",
         )

@@ -130,7 +130,7 @@ class ReshardingResult:
 
 def _redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
     """One for each source cell that gives something."""
-    source = item.plan.source
+    source = item.change.source
     rows = job.transfers.get(item.name, Transfers.none(source.ndim))
     if not len(rows):
         yield from _empty(item)
@@ -148,7 +148,7 @@ def _redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
 
 def _empty(item: JobItem) -> Iterator[TensorRedistribution]:
     """A tensor without elements goes from its first holder to all who will hold it."""
-    source, target = item.plan.source, item.plan.target
+    source, target = item.change.source, item.change.target
     if source.holders and target.holders:
         giver, zeros = source.holders[0], (0,) * source.ndim
         shape = source.local_shape(giver) or ()

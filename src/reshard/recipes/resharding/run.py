@@ -68,9 +68,9 @@ class ReshardingRun:
             ShardError: an array that is missing, or has another shape or dtype.
         """
         for item in self._job.items:
-            arrays = {rank: self._array(rank, item.name) for rank in item.plan.source.holders}
+            arrays = {rank: self._array(rank, item.name) for rank in item.change.source.holders}
             try:
-                check_shards(item.plan, arrays, dtype=item.dtype)
+                check_shards(item.change, arrays, dtype=item.dtype)
             except ShardError as error:
                 raise ShardError(f"tensor {item.name!r}: {error}") from error
             self._arrays[item.name] = arrays
@@ -92,9 +92,13 @@ class ReshardingRun:
                 self._stop_where_cancelled()
                 transfers = self._job.transfers.get(item.name)
                 if transfers is None:
-                    transfers = Transfers.none(item.plan.target.ndim)
+                    transfers = Transfers.none(item.change.target.ndim)
                 array, copied = target_shard(
-                    item.plan, transfers, rank, self._arrays[item.name], self._stop_where_cancelled
+                    item.change,
+                    transfers,
+                    rank,
+                    self._arrays[item.name],
+                    self._stop_where_cancelled,
                 )
                 found[item.name] = array
                 size_bytes = copied * item.dtype.itemsize_bytes
@@ -103,7 +107,9 @@ class ReshardingRun:
             self.was_cancelled = True
 
     def _held(self, rank: int) -> list[JobItem]:
-        return [item for item in self._job.items if item.plan.target.local_shape(rank) is not None]
+        return [
+            item for item in self._job.items if item.change.target.local_shape(rank) is not None
+        ]
 
     def _stop_where_cancelled(self) -> None:
         if self._cancellation is not None and self._cancellation.is_set():

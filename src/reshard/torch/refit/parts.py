@@ -131,7 +131,7 @@ class RefitPlan:
     def part(self, rank: int) -> RefitPart:
         """What one rank does."""
         transfers = self.job.for_rank(rank)
-        plans = {item.name: item.plan for item in self.job.items}
+        plans = {item.name: item.change for item in self.job.items}
         # What one transform makes at the source, it makes together.
         made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
         items = [
