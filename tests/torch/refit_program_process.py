@@ -24,8 +24,8 @@ from reshard.errors import LayoutError, PlanError, RunError, UsageError
 from reshard.topology import Link, Topology
 from reshard.torch import BlockQuantized, Refit, refit
 from reshard.torch.programs.phases import between_bytes
-from reshard.torch.refit import stages as refit_stages
-from reshard.torch.refit.stages import Stage
+from reshard.torch.refitting import batches as refit_batches
+from reshard.torch.refitting.batches import Stage
 
 # One message costs no more than its bytes.
 BYTES_ONLY = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9))
@@ -377,7 +377,7 @@ def fails_between_steps(kills: bool) -> None:
             raise MemoryError("no more")
         move(stage)
 
-    refit_stages.Stage.move = fails  # type: ignore[method-assign]
+    refit_batches.Stage.move = fails  # type: ignore[method-assign]
     try:
         done.run()
     except RunError as error:
@@ -386,7 +386,7 @@ def fails_between_steps(kills: bool) -> None:
         expect(dist.get_rank() == 1, "another rank's error")
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
-    refit_stages.Stage.move = move  # type: ignore[method-assign]
+    refit_batches.Stage.move = move  # type: ignore[method-assign]
     expect(not done.is_usable, "a target that is partly new counts as usable")
     if kills:
         return

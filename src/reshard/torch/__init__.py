@@ -9,8 +9,8 @@ from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, redistribute
-from reshard.torch.refit.refit import Refit, refit
-from reshard.torch.refit.transforms import BlockQuantized, Cast, Transform
+from reshard.torch.refitting.refit import Refit, refit
+from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.usability import is_usable
 
 __all__ = [

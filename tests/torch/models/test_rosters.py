@@ -20,8 +20,8 @@ from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
 from reshard.torch.models.parameters import member_layout, place_of  # noqa: E402
 from reshard.torch.models.rosters import Entry, Held, Roster, assemble, moved_by  # noqa: E402
-from reshard.torch.refit.matching import match  # noqa: E402
-from reshard.torch.refit.parts import DIRECT, RefitPlan, staging_bytes  # noqa: E402
+from reshard.torch.refitting.matching import match_tensors  # noqa: E402
+from reshard.torch.refitting.planning import DIRECT, RefitPlan, staging_bytes  # noqa: E402
 
 ROWS = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((5, 4))
 COLUMNS = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((5, 4))
@@ -149,7 +149,7 @@ def held(dtype: str = "float32", layout: Layout = ROWS) -> Held:
 
 def matched(source: Any, target: Any, **options: Any) -> tuple[list[Any], list[str]]:
     chosen = {"ties": {}, "cast": False, "strict": True, "transforms": {}} | options
-    return match(source, target, **chosen)
+    return match_tensors(source, target, **chosen)
 
 
 def test_all_that_does_not_fit_is_told_at_once() -> None:

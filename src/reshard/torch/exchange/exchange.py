@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from reshard.errors import RunError, UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.torch.exchange.host_memory import copier, empty_bytes
+from reshard.torch.exchange.copies import combine, complete, copier, empty_bytes
 from reshard.torch.exchange.messages import (
     ALIGNMENT_BYTES,
     Kept,
@@ -45,7 +45,6 @@ from reshard.torch.exchange.messages import (
     cells_of,
     messages_of,
 )
-from reshard.torch.exchange.reductions import combine, complete
 
 DEFAULT_EXTRA_BYTES = 64 << 20
 # The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or

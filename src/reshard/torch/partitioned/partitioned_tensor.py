@@ -35,8 +35,14 @@ from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.notation.dtensor.partitioned import PartitionedShard
 from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
-from reshard.torch.partitioned.exchange import Line, converted, exchange_splits, gather_splits
-from reshard.torch.partitioned.partitions import Dealing, Splits
+from reshard.torch.partitioned.partitions import (
+    Dealing,
+    Line,
+    Splits,
+    converted,
+    exchange_splits,
+    gather_splits,
+)
 from reshard.torch.redistribution import redistribute
 from reshard.torch.sides import Description
 

@@ -31,8 +31,7 @@ from reshard.torch.exchange.exchange import Exchange, complete_contributions
 from reshard.torch.exchange.group_rounds import GatherRounds, GroupRounds, is_gather
 from reshard.torch.exchange.messages import ALIGNMENT_BYTES, Listing, Movement
 from reshard.torch.programs.groups import process_group
-from reshard.torch.programs.phases import GATHER, LOCAL, MESSAGES, Phase, phases_of
-from reshard.torch.programs.places import Places
+from reshard.torch.programs.phases import GATHER, LOCAL, MESSAGES, Phase, Places, phases_of
 
 # What the smallest messages of any phase need, for each rank of the group.
 _SMALLEST_BYTES = 4 * ALIGNMENT_BYTES

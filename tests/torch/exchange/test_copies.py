@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.torch.exchange.host_memory import copier, empty_bytes, row_bytes
+from reshard.torch.exchange.copies import copier, empty_bytes, row_bytes
 
 CPU = torch.device("cpu")
 DTYPES = [

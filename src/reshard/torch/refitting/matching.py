@@ -26,19 +26,19 @@ from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.models.naming import serving_name, tied_root
 from reshard.torch.models.rosters import Held, moved_by
-from reshard.torch.refit.fused_members import (
+from reshard.torch.refitting.members import (
     Member,
     Piece,
+    Span,
     doubled_members,
     fused_members,
     members_of,
     pieces_of,
     told_twice,
 )
-from reshard.torch.refit.spans import Span
 
 if TYPE_CHECKING:
-    from reshard.torch.refit.transforms import Transform
+    from reshard.torch.refitting.transforms import Transform
 
 Cast = bool | str | Mapping[str, str]
 Where = Literal["", "source", "target"]
@@ -80,7 +80,7 @@ class Match:
         return bool(self.made_at)
 
 
-def match(
+def match_tensors(
     source: Mapping[str, Held],
     target: Mapping[str, Held],
     ties: Mapping[str, str],

@@ -20,9 +20,15 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 torch = pytest.importorskip("torch")
 
 from reshard.torch.models.rosters import Held  # noqa: E402
-from reshard.torch.refit.fused_members import Member, fused_members, members_of, pieces_of  # noqa: E402
-from reshard.torch.refit.spans import Span, table_between  # noqa: E402
-from reshard.torch.refit.transforms import in_blocks  # noqa: E402
+from reshard.torch.refitting.members import (  # noqa: E402  # noqa: E402
+    Member,
+    Span,
+    fused_members,
+    members_of,
+    pieces_of,
+    table_between,
+)
+from reshard.torch.refitting.transforms import in_blocks  # noqa: E402
 
 LENGTH = 12
 RULES = [Ceil(), Balanced(), Strided(2), BlockCyclic(2), Blocks((8, 4)), Padded(5)]

@@ -29,12 +29,11 @@ from reshard.torch.models.megatron_groups import Given
 from reshard.torch.models.naming import Naming, tied_root
 from reshard.torch.models.parameters import Listing, Model, check_memory, list_tensors
 from reshard.torch.programs.methods import METHODS, topology_problem
-from reshard.torch.refit.matching import Cast, Match
-from reshard.torch.refit.methods import RefitMethods
-from reshard.torch.refit.parts import RefitPart
-from reshard.torch.refit.planning import Matching, Planning, PlanningReport, planned
-from reshard.torch.refit.stages import Stages
-from reshard.torch.refit.transforms import Transform
+from reshard.torch.refitting.batches import Stages
+from reshard.torch.refitting.matching import Cast, Match
+from reshard.torch.refitting.methods import RefitMethods
+from reshard.torch.refitting.planning import Matching, Planning, PlanningReport, RefitPart, planned
+from reshard.torch.refitting.transforms import Transform
 from reshard.torch.usability import is_usable, mark_unusable, mark_usable
 
 

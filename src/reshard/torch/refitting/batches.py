@@ -33,12 +33,11 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import Exchange, complete_contributions
 from reshard.torch.exchange.messages import Movement, aligned
-from reshard.torch.programs.phases import LOCAL, phases_of
-from reshard.torch.programs.places import Places
-from reshard.torch.refit.matching import Match
-from reshard.torch.refit.parts import DIRECT, PartItem, RefitPart, staging_limit_bytes
-from reshard.torch.refit.spans import Span
-from reshard.torch.refit.transforms import Transform
+from reshard.torch.programs.phases import LOCAL, Places, phases_of
+from reshard.torch.refitting.matching import Match
+from reshard.torch.refitting.members import Span
+from reshard.torch.refitting.planning import DIRECT, PartItem, RefitPart, staging_limit_bytes
+from reshard.torch.refitting.transforms import Transform
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
 from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
-from reshard.torch.refit.planning import Matching, plan_or_error  # noqa: E402
+from reshard.torch.refitting.planning import Matching, plan_or_error  # noqa: E402
 
 
 def rosters(*entries: list[Entry]) -> dict[int, Roster]:

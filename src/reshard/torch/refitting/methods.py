@@ -27,7 +27,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.topology import Topology
 from reshard.torch.programs.methods import assumed_topology
 from reshard.torch.programs.phases import between_bytes
-from reshard.torch.refit.matching import Match
+from reshard.torch.refitting.matching import Match
 
 _SHOWN = 20
 # On any backend the steps are messages of one exchange, as many as this library's.

@@ -13,9 +13,9 @@ from reshard.topology import Link, Topology
 torch = pytest.importorskip("torch")
 
 from reshard.torch.programs.phases import between_bytes  # noqa: E402
-from reshard.torch.refit.matching import Match  # noqa: E402
-from reshard.torch.refit.methods import RefitMethods  # noqa: E402
-from reshard.torch.refit.parts import RefitPlan  # noqa: E402
+from reshard.torch.refitting.matching import Match  # noqa: E402
+from reshard.torch.refitting.methods import RefitMethods  # noqa: E402
+from reshard.torch.refitting.planning import RefitPlan  # noqa: E402
 
 MESH = reshard.DeviceMesh.of(x=2, y=2)
 ONE_HOST = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9))

@@ -1,0 +1,148 @@
+"""Copies and combinations of pieces of tensors, on any device and for any dtype.
+
+1. *Combining contributions.* On the CPU the code is that of one process
+   (`reshard.execution.arrays`), so both give the same bits; elsewhere torch computes, in the dtype
+   itself or, where torch cannot compute in it, in float32.
+2. *Staging memory.* Memory that nobody has used comes page by page, as it is first written: of
+   64 MiB, 16,384 times 4 KiB. Where the system has larger pages it is asked for them: 32 times
+   2 MiB.
+3. *Copying rows.* Where a copy moves rows and changes no element, a long row is one `memcpy`,
+   which NumPy calls for each; torch has a loop of its own, which is quicker for short ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from reshard.errors import ShardError
+from reshard.execution.arrays import TorchTensors
+from reshard.execution.local import finish_contributions
+from reshard.geometry.layout_change import LayoutChange
+from reshard.torch.exchange.messages import cut
+
+# How much of a tensor is computed at once: what that needs beside it stays small, at most 15
+# times this for elements of a byte, that are computed in float32.
+_AT_ONCE_BYTES = 1 << 18
+_OPERATIONS = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Put the combination of both, of equal shape and dtype, into `target`."""
+    parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
+    for into, part in parts:
+        if target.device.type == "cpu":
+            kind = TorchTensors(into)
+            storage = kind.storage(into)
+            storage[...] = kind.combine(reduction, storage, kind.storage(part))
+        else:
+            wide = _computed_in(target.dtype)
+            into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
+
+
+def complete(plan: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
+    """Scale the means in a rank's target cells, and fill those that combine nothing.
+
+    Raises ShardError for a contribution to be filled on another device than the CPU.
+    """
+    numerator, denominator = plan.scale
+    for cell, tensor in cells.items():
+        if not plan.combines[int(plan.target.cell_contribution[cell])]:
+            _fill(plan, cell, tensor)
+        elif numerator != denominator:
+            for part in cut(tensor, _AT_ONCE_BYTES):
+                _scale(part, numerator, denominator)
+
+
+def _fill(plan: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ShardError(
+            f"a contribution that combines nothing on {tensor.device}; reshard to partial layouts "
+            "on the CPU"
+        )
+    kind = TorchTensors(tensor)
+    finish_contributions(plan, kind, {cell: kind.storage(tensor)})
+
+
+def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:
+    if tensor.device.type == "cpu":
+        kind = TorchTensors(tensor)
+        storage = kind.storage(tensor)
+        storage[...] = kind.scale(storage, numerator, denominator)
+        return
+    wide = _computed_in(tensor.dtype)
+    tensor.copy_(tensor.to(wide) * numerator / denominator)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
+
+
+# Rows as long as this are quicker by `memcpy`.
+_ROW_BYTES = 1 << 10
+# An element that is copied as it is, by its bytes. NumPy knows all of these, as it does not all
+# that they stand for.
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def empty_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of any values, to stage in; on the CPU of large pages where there are some.
+
+    >>> empty_bytes(6, torch.device("cpu")).shape
+    torch.Size([6])
+    """
+    if device.type != "cpu":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    # NumPy asks for large pages itself.
+    return torch.from_numpy(np.empty(size_bytes, np.uint8))
+
+
+def copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    """What copies `source` to `target`, of equal shape, each time it is called.
+
+    >>> source, target = torch.arange(4.0), torch.zeros(4)
+    >>> _ = copier(target, source)()
+    >>> target
+    tensor([0., 1., 2., 3.])
+    """
+    on_host = target.device.type == source.device.type == "cpu"
+    # Torch computes these bits only as it copies.
+    is_pending = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
+    is_same = target.dtype is source.dtype and not is_pending
+    word = _WORDS.get(source.dtype.itemsize)
+    if not (on_host and is_same and word and min(map(row_bytes, (target, source))) >= _ROW_BYTES):
+        return functools.partial(target.copy_, source)
+    into, what = (one.detach().view(word).numpy() for one in (target, source))
+    return functools.partial(np.copyto, into, what)
+
+
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the longest runs of memory that a tensor is made of, in row major order.
+
+    >>> row_bytes(torch.zeros(3, 4, 5)[:, :2]), row_bytes(torch.zeros(4, 5).T)
+    (40, 4)
+    """
+    elements = 1
+    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if length != 1:
+            if stride != elements:
+                break
+            elements *= length
+    return int(elements * tensor.dtype.itemsize)

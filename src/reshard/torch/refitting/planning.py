@@ -1,0 +1,375 @@
+"""Planning of a refit: the tensors to move, the share of each rank, and which rank plans it.
+
+A `RefitPlan` is the whole: the tensors that match, as one job. A `RefitPart` is one rank's share.
+
+*Local* planning: every rank learns what all others have, and plans its own part. *Centralized*:
+only the group's first rank learns it, plans all parts and gives each rank its own. The parts are
+the same, and so is the error where models do not fit: on every rank. Centralized planning is worth
+it where ranks are many and slow and their models large; the first rank's time and bytes then grow
+with the number of ranks, as `PlanningReport` says.
+
+Tensors that a transform makes need memory to arrive in, so they go in batches, one after another.
+So do programs of collectives that have shards between source and target. All others go in the
+first batch, straight into the target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import ReshardError, ShardError, UsageError
+from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.plans.job import Job, JobItem
+from reshard.torch.exchange.messages import ALIGNMENT_BYTES, aligned
+from reshard.torch.exchange.metadata import gather, scatter
+from reshard.torch.models.naming import fitting
+from reshard.torch.models.rosters import Roster, assemble
+from reshard.torch.programs.methods import method_digest
+from reshard.torch.programs.phases import between_bytes
+from reshard.torch.refitting.matching import Cast, Match, match_tensors
+from reshard.torch.refitting.methods import IN_EXCHANGE, Chosen, RefitMethods
+from reshard.torch.refitting.transforms import Transform
+
+Planning = Literal["local", "centralized"]
+_SHOWN = 20
+# The number of the first batch.
+DIRECT = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartItem:
+    """One tensor on one rank: what it sends, keeps and receives of it, and in which batch.
+
+    What moves by a program has no transfers of its own.
+    """
+
+    match: Match
+    plan: LayoutChange
+    transfers: Transfers
+    batch: int
+    chosen: Chosen = IN_EXCHANGE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RefitPart:
+    """What one rank does: its tensors in the order of all, and how many batches there are.
+
+    `staging_bytes` is what the largest batch needs beside messages. `digest` is of the
+    whole plan, the same on every rank.
+    """
+
+    items: tuple[PartItem, ...]
+    batches: int
+    staging_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """All tensors of a refit, the same on every rank that works it out.
+
+    Args:
+        matches: the tensors.
+        staging_bytes: the most memory for what lies between source and target.
+        methods: how each moves, in their order; all in the exchange when empty.
+
+    Raises UsageError where a tensor that is transformed needs more than `staging_bytes`.
+    """
+
+    matches: tuple[Match, ...]
+    staging_bytes: int
+    methods: tuple[Chosen, ...] = ()
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Match, Chosen], ...]:
+        """Every match and how it moves."""
+        methods = self.methods or (IN_EXCHANGE,) * len(self.matches)
+        return tuple(zip(self.matches, methods, strict=True))
+
+    @cached_property
+    def job(self) -> Job:
+        """What is exchanged, as one job, so that senders are chosen for all together."""
+        return Job(
+            JobItem.between_ranks(m.name, as_dtype(m.dtype), m.source, m.target)
+            for m, chosen in self.moves
+            if chosen.program is None
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest that two ranks share exactly when they mean the same refit."""
+        hasher = hashlib.blake2b(self.job.digest.encode(), digest_size=16)
+        for match, chosen in self.moves:
+            if chosen.program is not None:
+                hasher.update(f"{match.name}\0{match.dtype}\0".encode())
+                hasher.update(match.source.fingerprint + method_digest(chosen.program))
+        return hasher.hexdigest()
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """The batch of every match: as many that need memory as fit, in their order."""
+        needed_bytes: dict[str, int] = {}
+        for one, chosen in self.moves:
+            if _needs_memory(one, chosen):
+                name = one.made_of or one.name
+                needed_bytes[name] = needed_bytes.get(name, 0) + staging_bytes(one, chosen)
+        # All pieces of what one transform makes are there at once.
+        batch_of: dict[str, int] = {}
+        number, filled_bytes = DIRECT, 0
+        for name, size_bytes in needed_bytes.items():
+            if size_bytes > self.staging_bytes:
+                raise UsageError(
+                    f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
+                    f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
+                )
+            if number == DIRECT or filled_bytes + size_bytes > self.staging_bytes:
+                number, filled_bytes = number + 1, 0
+            filled_bytes += size_bytes
+            batch_of[name] = number
+        return tuple(
+            batch_of[one.made_of or one.name] if _needs_memory(one, chosen) else DIRECT
+            for one, chosen in self.moves
+        )
+
+    def part(self, rank: int) -> RefitPart:
+        """What one rank does."""
+        transfers = self.job.for_rank(rank)
+        changes = {item.name: item.change for item in self.job.items}
+        # What one transform makes at the source, it makes together.
+        made = {m.made_of for m in self.matches if m.made_at == "source" and m.name in transfers}
+        items = [
+            PartItem(
+                one,
+                changes.get(one.name) or LayoutChange(one.source, one.target),
+                transfers.get(one.name, Transfers.none(len(one.source.shape))),
+                batch,
+                chosen,
+            )
+            for (one, chosen), batch in zip(self.moves, self.batches, strict=True)
+            if one.name in transfers
+            or one.made_of in made
+            or _holds(one.target, rank)
+            or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
+        ]
+        batches = max(self.batches, default=DIRECT) + 1
+        filled_bytes = [0] * batches
+        for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
+            filled_bytes[batch] += staging_bytes(one, chosen) if batch != DIRECT else 0
+        return RefitPart(tuple(items), batches, max(filled_bytes), self.digest)
+
+    def parts(self, ranks: Sequence[int]) -> Iterable[RefitPart]:
+        """What each of the ranks does, one after the other."""
+        return (self.part(rank) for rank in ranks)
+
+
+def staging_limit_bytes(extra_bytes: int) -> int:
+    """How much of a limit is for what lies between source and target; the rest is for messages."""
+    return extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def staging_bytes(match: Match, chosen: Chosen = IN_EXCHANGE) -> int:
+    """The most that a rank needs between source and target of a tensor.
+
+    That is what it sends and receives of one that a transform makes; what is made at the source is
+    received in place. Of a program it is the shards between its steps.
+    """
+    itemsize = as_dtype(match.dtype).itemsize_bytes
+    if chosen.program is not None:
+        return between_bytes(chosen.program, itemsize)
+    found_bytes = 0
+    for layout in (match.source, match.target)[: 1 if match.made_at == "source" else 2]:
+        elements = np.zeros(layout.slots, dtype=np.int64)
+        np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
+        found_bytes += aligned(int(elements.max(initial=0)) * itemsize)
+    return found_bytes
+
+
+def _needs_memory(match: Match, chosen: Chosen) -> bool:
+    return match.is_transformed or (chosen.program is not None and staging_bytes(match, chosen) > 0)
+
+
+def _holds(layout: Layout, rank: int) -> bool:
+    return rank < layout.slots and bool(layout.cells_of(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningReport:
+    """What the preparation of a refit took on this rank.
+
+    Attributes:
+        planning: `local` or `centralized`.
+        gathered_bytes: received of what other ranks have.
+        scattered_bytes: parts given out, on the rank that plans; on others, that of its own part.
+        planned_ranks: how many ranks' parts this rank worked out.
+        peak_memory_bytes: by how much the most memory this process ever had grew meanwhile.
+        planning_s: seconds, waiting for others included.
+        made_at_source: the tensors, of those that this rank has a part in, that transforms make
+            before they are sent.
+        made_at_target: likewise those that they make of what has arrived, and why.
+        programs: likewise those that move by a program of collectives, with its steps and why.
+        exchanged: likewise why all others do not, where programs are thought of.
+    """
+
+    planning: str
+    gathered_bytes: int
+    scattered_bytes: int
+    planned_ranks: int
+    peak_memory_bytes: int
+    planning_s: float
+    made_at_source: tuple[str, ...] = ()
+    made_at_target: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+    exchanged: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """How both models are compared: the same on every rank."""
+
+    ties: Mapping[str, str]
+    cast: Cast
+    strict: bool
+    transforms: Mapping[str, Transform]
+    extra_bytes: int
+    methods: RefitMethods = field(default_factory=RefitMethods)
+
+    def transforms_of(self, names: Iterable[str]) -> dict[str, Transform]:
+        """The transform of every tensor that one makes; what it makes besides has none."""
+        found: dict[str, Transform] = {}
+        made: set[str] = set()
+        for name in names:
+            transform = fitting(name, self.transforms)
+            if transform is not None and name not in made:
+                found[name] = transform
+                made.update(transform.outputs(name))
+        return found
+
+    def plan(self, before: Mapping[int, Roster], after: Mapping[int, Roster]) -> RefitPlan:
+        """The tensors to move. Raises ShardError with all that does not fit."""
+        source, problems = assemble(before, "source")
+        target, more = assemble(after, "target")
+        problems += more
+        # What a side has, but ranks describe differently, is told once, and not as missing too.
+        unclear = _names(before) - source.keys(), _names(after) - target.keys()
+        source = {name: held for name, held in source.items() if name not in unclear[1]}
+        target = {name: held for name, held in target.items() if name not in unclear[0]}
+        problems += [
+            f"{name}: not in the target, but a transform is given for it"
+            for name in self.transforms
+            if "*" not in name and name not in _names(after)
+        ]
+        made_by = self.transforms_of(target)
+        matches, more = match_tensors(source, target, self.ties, self.cast, self.strict, made_by)
+        problems += more
+        if problems:
+            shown = "\n  ".join(problems[:_SHOWN])
+            rest = len(problems) - _SHOWN
+            raise ShardError(
+                f"{len(problems)} thing{'s do' if len(problems) > 1 else ' does'} not fit; nothing "
+                f"was written:\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
+            )
+        staging_bytes = staging_limit_bytes(self.extra_bytes)
+        return RefitPlan(tuple(matches), staging_bytes, self.methods.of(matches, staging_bytes))
+
+
+def _names(rosters: Mapping[int, Roster]) -> set[str]:
+    return {entry.name for roster in rosters.values() for entry in roster.entries}
+
+
+def planned(
+    matching: Matching,
+    before: Roster,
+    after: Roster,
+    planning: Planning,
+    group: dist.ProcessGroup | None,
+) -> tuple[RefitPart, PlanningReport]:
+    """This rank's part, and what finding it took."""
+    begun_s, had_bytes = time.perf_counter(), _peak_memory_bytes()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    is_central = planning == "centralized"
+    is_first = dist.get_rank() == ranks[0]
+    gathered = gather((before, after), group, to_first=is_central)
+    scattered_bytes = 0
+    part: RefitPart | ReshardError
+    parts: Any = None
+    if is_first or not is_central:
+        found = plan_or_error(matching, gathered.values)
+        if not is_central:
+            part = found if isinstance(found, ReshardError) else found.part(dist.get_rank())
+        elif isinstance(found, ReshardError):
+            parts = (found for _ in ranks)
+        else:
+            parts = found.parts(ranks)
+    if is_central:
+        part, scattered_bytes = scatter(parts, group)
+    if isinstance(part, ReshardError):
+        raise part
+    made = {
+        where: {
+            one.match.made_of: one.match.why for one in part.items if one.match.made_at == where
+        }
+        for where in ("source", "target")
+    }
+    report = PlanningReport(
+        planning,
+        gathered.received_bytes,
+        scattered_bytes,
+        len(ranks) * is_first if is_central else 1,
+        _peak_memory_bytes() - had_bytes,
+        time.perf_counter() - begun_s,
+        tuple(made["source"]),
+        made["target"],
+        *_methods_told(part),
+    )
+    return part, report
+
+
+def _methods_told(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
+    """What moves by programs, and why the rest does not, by name."""
+    programs, exchanged = dict[str, str](), dict[str, str]()
+    for one in part.items:
+        if one.chosen.program is not None:
+            steps = ", ".join(map(str, one.chosen.program.steps))
+            programs[one.match.name] = f"{steps}: {one.chosen.why}"
+        elif one.chosen.why:
+            exchanged[one.match.name] = one.chosen.why
+    return programs, exchanged
+
+
+def plan_or_error(
+    matching: Matching, rosters: Mapping[int, tuple[Roster, Roster]]
+) -> RefitPlan | ReshardError:
+    """The plan of both models, or why there is none; every rank that waits for it is told."""
+    try:
+        plan = matching.plan(
+            {rank: before for rank, (before, _) in rosters.items()},
+            {rank: after for rank, (_, after) in rosters.items()},
+        )
+        # What can be wrong with a plan is wrong now, not for one rank later.
+        plan.job.line, plan.batches  # noqa: B018
+    except ReshardError as error:
+        return error
+    except Exception as error:
+        # A transform of the user's: the other ranks wait for this.
+        return ShardError(f"nothing was written: {type(error).__name__}: {error}")
+    return plan
+
+
+def _peak_memory_bytes() -> int:
+    """The most memory this process ever had; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
