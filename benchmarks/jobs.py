@@ -13,7 +13,7 @@ from __future__ import annotations
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
-from reshard.notation.flat_buffer import FlatBuffer
+from reshard.notation import FlatBuffer
 from reshard.plans.job import JobItem
 
 BFLOAT16 = dtype("bfloat16")

@@ -58,8 +58,7 @@ import reshard
 from reshard.layout import Box, Layout
 from reshard.plans.job import Job, JobItem
 from reshard.plans.plan import Plan
-from reshard.recipes.assignment import assign
-from reshard.recipes.library import load_recipe
+from reshard.recipes import assign, load_recipe
 
 MIB = 1 << 20
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.checkpoint import convert, plan_conversion, run_conversion
-from reshard.checkpoint.conversion.processes import running_processes
+from reshard.checkpoint import convert, plan_conversion, run_conversion, running_processes
 
 ROWS, COLUMNS = 4096, 2048
 SMALL_BYTES = ROWS * COLUMNS * 4

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import reshard
-from reshard.checkpoint.conversion.processes import running_processes
-from reshard.recipes.resharding.strategies import TensorMetadata, create_strategy
+from reshard.checkpoint import running_processes
+from reshard.recipes import TensorMetadata, create_strategy
 
 SOURCES, TARGETS, TENSORS, WIDTH, ROUNDS = 3, 8, 8, 1024, 5
 # What each process holds beside the source, which is mapped: its own memory, in kilobytes.

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear, Module, ModuleDict, ModuleList
 
 import reshard
-from reshard.recipes.library import load_recipe
+from reshard.recipes import load_recipe
 from reshard.torch import Refit, by_recipe
 
 HIDDEN, INNER, HEADS, GROUPS, HEAD, LAYERS = 16, 24, 4, 2, 8, 2

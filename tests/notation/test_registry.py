@@ -54,7 +54,7 @@ RECOGNISED = [
 
 @pytest.mark.parametrize(("text", "name"), RECOGNISED, ids=lambda value: str(value))
 def test_a_text_is_recognised(text: str, name: str) -> None:
-    found = [other.name for other in NOTATIONS.values() if other.is_recognised(text)]
+    found = [other.name for other in NOTATIONS.values() if other.recognises(text)]
     assert (found or ["native"]) == [name]
 
 
@@ -82,7 +82,7 @@ def test_every_notation_reads_its_example(name: str) -> None:
         "megatron": None,
     }.get(name, reshard.DeviceMesh.of(dp=2, tp=4))
     shape = {"partitioned": (10, 2), "ragged": (4, 2)}.get(name, (8, 6))
-    assert notation.is_recognised(notation.example) or name == "native"
+    assert notation.recognises(notation.example) or name == "native"
     reading = read_sharding(notation.example, mesh, shape)
     assert reading.notation is notation
     sharding = reading.sharding

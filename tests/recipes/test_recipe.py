@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from reshard.errors import RecipeError
 from reshard.recipes import recipe_file
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
+from reshard.recipes.library import SHIPPED, choose_recipe, load_recipe, shipped_recipes
 from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
@@ -259,9 +258,7 @@ def test_the_documented_keys_are_those_of_the_shipped_files() -> None:
     documented = tomllib.loads(documented_file())
     keys: set[str] = set()
     for name in shipped_recipes():
-        keys |= set(
-            tomllib.loads((resources.files("reshard.recipes") / f"{name}.toml").read_text())
-        )
+        keys |= set(tomllib.loads((SHIPPED / f"{name}.toml").read_text()))
     assert keys == documented.keys()
 
 

@@ -25,6 +25,7 @@ from reshard.checkpoint.conversion.conversion import (
     Conversion,
     plan_conversion,
 )
+from reshard.checkpoint.conversion.processes import OneProcess, running_processes
 from reshard.checkpoint.conversion.run import (
     ConversionReport,
     Progress,
@@ -45,6 +46,7 @@ __all__ = [
     "ConversionReport",
     "Difference",
     "DigestReport",
+    "OneProcess",
     "Progress",
     "StoredFile",
     "StoredTensor",
@@ -56,6 +58,7 @@ __all__ = [
     "plan_conversion",
     "read_tensor",
     "run_conversion",
+    "running_processes",
 ]
 
 open = open_checkpoint

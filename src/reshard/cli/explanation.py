@@ -29,7 +29,7 @@ from reshard.errors import PlanError, UsageError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation.registry import NATIVE, Reading
+from reshard.notation.registry import NATIVE, ParsedSharding
 from reshard.plans.job import Job, JobItem
 from reshard.plans.plan import Plan, plan
 from reshard.plans.tables.movement_table import movement_table
@@ -51,7 +51,7 @@ class Side:
     """One of the two shardings: its text as given, and what it says."""
 
     text: str
-    reading: Reading
+    reading: ParsedSharding
 
     @property
     def mesh(self) -> DeviceMesh | None:

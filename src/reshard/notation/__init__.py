@@ -1,1 +1,121 @@
-"""Shardings in the words of other systems: texts and objects, both ways."""
+"""Shardings in the words of other systems: their texts and live objects, both ways.
+
+Start at `registry`: a row for each notation, and which one a text is written in. A notation is a
+module, `mlir`, `jax`, `shardy`, `scalapack`, `megatron`, or a part of `dtensor/`, PyTorch's; each
+has `parse_NAME` and `NAME_text`, and some more:
+
+    vocabulary, mesh_order, scanner    what several of them share
+    dtensor.objects, jax_objects       live objects of torch and jax, which are not imported
+    flat_buffer                        the long buffers of ZeRO and FSDP
+
+Every public name of theirs is one of this package, loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard.notation.registry import (
+    NOTATIONS,
+    Notation,
+    ParsedSharding,
+    load_public_name,
+    public_names,
+    read_sharding,
+)
+
+if TYPE_CHECKING:
+    from reshard.notation.dtensor.objects import sharding_of_dtensor, to_placements
+    from reshard.notation.dtensor.partitioned import PartitionedShard
+    from reshard.notation.dtensor.ragged import (
+        RaggedShard,
+        parse_ragged,
+        ragged_layout,
+        ragged_text,
+    )
+    from reshard.notation.dtensor.text import (
+        dtensor_text,
+        parse_dtensor,
+        parse_partitioned,
+        partitioned_text,
+        sharding_of_placements,
+    )
+    from reshard.notation.flat_buffer import FlatBuffer
+    from reshard.notation.jax import jax_text, parse_jax
+    from reshard.notation.jax_objects import (
+        sharding_of_jax,
+        to_named_sharding,
+        to_partition_spec,
+    )
+    from reshard.notation.megatron import megatron_text, parse_megatron
+    from reshard.notation.mlir import (
+        mlir_mesh_text,
+        mlir_operation_text,
+        mlir_text,
+        parse_mlir,
+        parse_mlir_mesh,
+    )
+    from reshard.notation.native import native_text, parse_native
+    from reshard.notation.scalapack import (
+        Descriptor,
+        parse_scalapack,
+        process_grid,
+        scalapack_text,
+    )
+    from reshard.notation.shardy import (
+        parse_shardy,
+        parse_shardy_mesh,
+        shardy_mesh_text,
+        shardy_text,
+    )
+
+__all__ = [
+    "NOTATIONS",
+    "Descriptor",
+    "FlatBuffer",
+    "Notation",
+    "ParsedSharding",
+    "PartitionedShard",
+    "RaggedShard",
+    "dtensor_text",
+    "jax_text",
+    "megatron_text",
+    "mlir_mesh_text",
+    "mlir_operation_text",
+    "mlir_text",
+    "native_text",
+    "parse_dtensor",
+    "parse_jax",
+    "parse_megatron",
+    "parse_mlir",
+    "parse_mlir_mesh",
+    "parse_native",
+    "parse_partitioned",
+    "parse_ragged",
+    "parse_scalapack",
+    "parse_shardy",
+    "parse_shardy_mesh",
+    "partitioned_text",
+    "process_grid",
+    "ragged_layout",
+    "ragged_text",
+    "read_sharding",
+    "scalapack_text",
+    "sharding_of_dtensor",
+    "sharding_of_jax",
+    "sharding_of_placements",
+    "shardy_mesh_text",
+    "shardy_text",
+    "to_named_sharding",
+    "to_partition_spec",
+    "to_placements",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a notation when it is first used."""
+    return load_public_name(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *public_names()})

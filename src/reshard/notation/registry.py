@@ -1,4 +1,6 @@
-"""Which notation is a text written in, and what does it say?
+"""The notations in which a sharding can be read and written, one row each.
+
+Which notation is a text written in?
 
 1. A prefix says it outright: `jax:P('x', None)`. So does the caller's `notation`.
 2. Otherwise each notation looks for what only its own texts have: `[[0], [1]]` is MLIR's,
@@ -6,8 +8,8 @@
 3. Where none does, the text is native (`reshard.sharding_text`). Where several do, or nobody
    can read it, the error shows an example of each.
 
-A notation's module `reshard.notation.NAME` has `parse_NAME` and `NAME_text`; it is loaded when
-it is used.
+To add a notation: a module with `parse_NAME(text, mesh, shape)` and `NAME_text(sharding)`, and a
+row in `NOTATIONS` that says where it is. The module is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.sharding_text import spec
 
 NATIVE = "native"
 
@@ -33,18 +34,20 @@ class Notation:
 
     Attributes:
         name: for `--notation`, and before a colon in a text.
+        module: has `parse_NAME` and `NAME_text`.
         example: a text of it.
-        mark: a pattern that its texts have and those of others have not; None for the native
-            one, which has what is left.
+        pattern: a regular expression that its texts match and those of others do not; None for
+            the native one, which has what is left.
     """
 
     name: str
+    module: str
     example: str
-    mark: str | None
+    pattern: str | None
 
-    def is_recognised(self, text: str) -> bool:
+    def recognises(self, text: str) -> bool:
         """Whether a text has what only this notation has."""
-        return self.mark is not None and re.search(self.mark, text) is not None
+        return self.pattern is not None and re.search(self.pattern, text) is not None
 
     def parse(
         self, text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
@@ -59,36 +62,19 @@ class Notation:
         Raises:
             LayoutError: a text that cannot be read, or that says what cannot be.
         """
-        if self.name == NATIVE:
-            if mesh is None:
-                raise NotationError(
-                    f"`{text}` names mesh axes; give a mesh, such as `--mesh dp=2,tp=4`"
-                )
-            return spec(mesh, text, ndim=None if shape is None else len(shape))
         parse = cast(
             "Callable[[str, DeviceMesh | None, Sequence[int] | None], ShardingSpec | Layout]",
-            self._function(f"parse_{self.name}"),
+            self._load(f"parse_{self.name}"),
         )
         return parse(text, mesh, shape)
 
     def text(self, sharding: ShardingSpec) -> str:
         """The text that says a sharding. Raises NotationError for what it cannot say."""
-        if self.name == NATIVE:
-            return str(sharding)
-        return cast("Callable[[ShardingSpec], str]", self._function(f"{self.name}_text"))(sharding)
+        return cast("Callable[[ShardingSpec], str]", self._load(f"{self.name}_text"))(sharding)
 
-    def _function(self, name: str) -> object:
-        return getattr(
-            import_module(f"reshard.notation.{_MODULES.get(self.name, self.name)}"), name
-        )
+    def _load(self, function: str) -> object:
+        return getattr(import_module(self.module), function)
 
-
-# Notations whose module does not have their name.
-_MODULES = {
-    "dtensor": "dtensor.text",
-    "partitioned": "dtensor.partitioned",
-    "ragged": "dtensor.ragged",
-}
 
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
 _NO_OTHER_SHARD = r"^(?![\s\S]*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
@@ -97,36 +83,54 @@ _NO_PLACEMENT = r"^(?![\s\S]*(?:DeviceMesh|Shard)\()[\s\S]*?"
 NOTATIONS = {
     notation.name: notation
     for notation in (
-        Notation(NATIVE, "dp tp, -", None),
+        Notation(NATIVE, "reshard.notation.native", "dp tp, -", None),
         Notation(
             "mlir",
+            "reshard.notation.mlir",
             "[[0, 1], [2]]",
             rf"{_NO_PLACEMENT}(?:(?<!=)\[\s*\[[\d,\s]*\]|\bsplit_axes\b|"
             r"\b(?:shard|mesh)\.(?:shard|grid|mesh))",
         ),
         Notation(
             "jax",
+            "reshard.notation.jax",
             "P(('dp', 'tp'), None)",
             rf"^\s*(?:[\w.]*\.)?(?:PartitionSpec|NamedSharding|P)\((?!\s*{_REDUCTION}\s*\))",
         ),
-        Notation("shardy", '[{"dp", "tp"}, {}]', r"\[\s*\{|\bsdy\.|<\s*@\w+\s*,\s*\[\s*\]"),
+        Notation(
+            "shardy",
+            "reshard.notation.shardy",
+            '[{"dp", "tp"}, {}]',
+            r"\[\s*\{|\bsdy\.|<\s*@\w+\s*,\s*\[\s*\]",
+        ),
         Notation(
             "dtensor",
+            "reshard.notation.dtensor.text",
             "[Shard(0), Replicate()]",
             rf"{_NO_OTHER_SHARD}[\s\S]*(?:\b(?:_Strided)?Shard\(|\bReplicate\b|\b_?Partial\(|"
             rf"\b[RP]*_?S\(-?\d|\bP\(\s*{_REDUCTION}\s*\))",
         ),
-        Notation("partitioned", "PartitionedShard(0, 2, (4, 6))", r"\bPartitionedShard\("),
         Notation(
-            "ragged", "RaggedShard(dims=(0,), local_units=(1, 3))", r"\b_?(?:Strided)?RaggedShard\("
+            "partitioned",
+            "reshard.notation.dtensor.text",
+            "PartitionedShard(0, 2, (4, 6))",
+            r"\bPartitionedShard\(",
+        ),
+        Notation(
+            "ragged",
+            "reshard.notation.dtensor.ragged",
+            "RaggedShard(dims=(0,), local_units=(1, 3))",
+            r"\b_?(?:Strided)?RaggedShard\(",
         ),
         Notation(
             "scalapack",
+            "reshard.notation.scalapack",
             "8 6 2 2 0 0 grid=2x3",
             r"^\W*\d+(?:[,\s]+\d+){5}|\bDESC|\bgrid\s*=|\b[mn]b_?\s*=",
         ),
         Notation(
             "megatron",
+            "reshard.notation.megatron",
             "tp=2 dp=4 | partition_dim=0",
             r"\bpartition_(?:dim|stride|sizes)\b|^\s*(?:e?tp|cp|e?dp|pp|ep|order|offset)\s*=(?!\s*(?:row|column)\b)",
         ),
@@ -135,8 +139,8 @@ NOTATIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What a text said, and in which notation."""
+class ParsedSharding:
+    """What a text says, and in which notation."""
 
     notation: Notation
     sharding: ShardingSpec | Layout
@@ -147,7 +151,7 @@ def read_sharding(
     mesh: DeviceMesh | None = None,
     shape: Sequence[int] | None = None,
     notation: str | None = None,
-) -> Reading:
+) -> ParsedSharding:
     """Read a text of any notation. A prefix such as `jax:` wins over `notation`.
 
     Args:
@@ -165,28 +169,28 @@ def read_sharding(
     >>> reading.notation.name, str(reading.sharding)
     ('native', 'y, x')
     """
-    chosen, rest = _named(text, notation)
+    chosen, rest = _find_named(text, notation)
     if chosen is not None:
-        return Reading(chosen, chosen.parse(rest, mesh, shape))
-    found = [candidate for candidate in NOTATIONS.values() if candidate.is_recognised(text)]
+        return ParsedSharding(chosen, chosen.parse(rest, mesh, shape))
+    found = [candidate for candidate in NOTATIONS.values() if candidate.recognises(text)]
     if len(found) > 1:
         names = " or ".join(candidate.name for candidate in found)
-        raise NotationError(f"`{text}` may be {names}; {_advice()}")
+        raise NotationError(f"`{text}` may be {names}; {_list_examples()}")
     if found:
         try:
-            return Reading(found[0], found[0].parse(text, mesh, shape))
+            return ParsedSharding(found[0], found[0].parse(text, mesh, shape))
         except LayoutError as error:
             raise type(error)(f"{error} (read as {found[0].name})") from None
     native = NOTATIONS[NATIVE]
     try:
-        return Reading(native, native.parse(text, mesh, shape))
+        return ParsedSharding(native, native.parse(text, mesh, shape))
     except NotationError as error:
         if mesh is None:
             raise
-        raise NotationError(f"{error}; if it is of another notation, {_advice()}") from None
+        raise NotationError(f"{error}; if it is of another notation, {_list_examples()}") from None
 
 
-def _named(text: str, notation: str | None) -> tuple[Notation | None, str]:
+def _find_named(text: str, notation: str | None) -> tuple[Notation | None, str]:
     """The notation that a prefix or the caller names, and the text without the prefix."""
     prefix, colon, rest = text.partition(":")
     if colon and prefix.strip() in NOTATIONS:
@@ -194,10 +198,46 @@ def _named(text: str, notation: str | None) -> tuple[Notation | None, str]:
     if notation is None:
         return None, text
     if notation not in NOTATIONS:
-        raise NotationError(f"no notation {notation!r}; {_advice()}")
+        raise NotationError(f"no notation {notation!r}; {_list_examples()}")
     return NOTATIONS[notation], text
 
 
-def _advice() -> str:
+def _list_examples() -> str:
     examples = "\n".join(f"  {item.name}:{item.example}" for item in NOTATIONS.values())
     return f"name the notation before a colon:\n{examples}"
+
+
+# What the modules of notations have for users beside `parse_NAME` and `NAME_text`.
+_OTHER_NAMES = {
+    "reshard.notation.dtensor.objects": ("sharding_of_dtensor", "to_placements"),
+    "reshard.notation.dtensor.partitioned": ("PartitionedShard",),
+    "reshard.notation.dtensor.ragged": ("RaggedShard", "ragged_layout"),
+    "reshard.notation.dtensor.text": ("sharding_of_placements",),
+    "reshard.notation.flat_buffer": ("FlatBuffer",),
+    "reshard.notation.jax_objects": ("sharding_of_jax", "to_named_sharding", "to_partition_spec"),
+    "reshard.notation.mlir": ("mlir_mesh_text", "mlir_operation_text", "parse_mlir_mesh"),
+    "reshard.notation.scalapack": ("Descriptor", "process_grid"),
+    "reshard.notation.shardy": ("parse_shardy_mesh", "shardy_mesh_text"),
+}
+
+
+def public_names() -> dict[str, str]:
+    """The names that `reshard.notation` has for users, and the module of each."""
+    found = {
+        name: notation.module
+        for notation in NOTATIONS.values()
+        for name in (f"parse_{notation.name}", f"{notation.name}_text")
+    }
+    return found | {name: module for module, names in _OTHER_NAMES.items() for name in names}
+
+
+def load_public_name(name: str) -> Any:
+    """What a public name means; its module is loaded.
+
+    Raises:
+        AttributeError: a name that no notation has.
+    """
+    module = public_names().get(name)
+    if module is None:
+        raise AttributeError(f"module 'reshard.notation' has no attribute {name!r}")
+    return getattr(import_module(module), name)

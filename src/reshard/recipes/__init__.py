@@ -1,0 +1,58 @@
+"""Recipes and strategies: from the names of a model's tensors to their layouts.
+
+    recipe, rules, variables, recipe_file    a recipe, its rules, and the TOML file they are in
+    shipped/, library                        the recipes that come with reshard: one file each
+    assignment                               rules and a mesh give every tensor a layout
+    axis_roles, numbering, local_names       its parts: mesh axes, layers and experts, their ranks
+    fusion, fused_sharding, name_patterns    names of other programs, and fused parameters
+    strategies                               layouts without rules: whole tensors in turn, by size
+    resharding/                              strategies that also carry it out, over arrays
+
+Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+from reshard.recipes.strategies import Strategy, register_strategy, strategy, strategy_names
+
+if TYPE_CHECKING:
+    from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
+    from reshard.recipes.resharding.strategies import (
+        ReshardingStrategy,
+        TensorMetadata,
+        create_strategy,
+    )
+
+__all__ = [
+    "Assignment",
+    "Recipe",
+    "ReshardingPlan",
+    "ReshardingResult",
+    "ReshardingStrategy",
+    "Rule",
+    "Strategy",
+    "TensorMetadata",
+    "assign",
+    "choose_recipe",
+    "create_strategy",
+    "load_recipe",
+    "register_strategy",
+    "shipped_recipes",
+    "strategy",
+    "strategy_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the strategies that move arrays when they are first used: recipes do without them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'reshard.recipes' has no attribute {name!r}")
+    import reshard.recipes.resharding as resharding
+
+    return getattr(resharding, name)

@@ -17,12 +17,13 @@ from reshard.cut_rules import Balanced
 from reshard.errors import NotationError, RuleError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor.partitioned import (
-    PartitionedShard,
+from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.notation.dtensor.text import (
+    dtensor_text,
+    parse_dtensor,
     parse_partitioned,
     partitioned_text,
 )
-from reshard.notation.dtensor.text import dtensor_text, parse_dtensor
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec as native
 from reshard.testing.strategies import specs_with_shapes

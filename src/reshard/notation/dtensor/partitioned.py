@@ -22,8 +22,6 @@ from typing import cast
 from reshard.block_rules import Blocks, Pieces, WholeBlocks
 from reshard.cut_rules import CutRule
 from reshard.errors import NotationError
-from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
 
 Splits = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
@@ -125,37 +123,3 @@ class PartitionedShard:
     def __str__(self) -> str:
         aligned = ", aligned=True" if self.aligned else ""
         return f"PartitionedShard({self.dim}, {self.num_partitions}, {self.splits}{aligned})"
-
-
-def parse_partitioned(
-    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
-) -> ShardingSpec:
-    """The sharding that placements with a `PartitionedShard` among them write.
-
-    One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
-
-    Raises:
-        NotationError: text that cannot be read, sizes that do not add up to the dimension.
-
-    >>> mesh = DeviceMesh.of(ep=2)
-    >>> print(parse_partitioned("PartitionedShard(0, 4, (6, 10, 12, 4))", mesh, (32,)))
-    ep@blocks[6,10,12,4]
-    """
-    from reshard.notation.dtensor.text import parse_dtensor
-
-    return parse_dtensor(text, mesh, shape)
-
-
-def partitioned_text(spec: ShardingSpec) -> str:
-    """The placements of a sharding, partitioned ones included.
-
-    Raises:
-        NotationError: a sharding that placements cannot say.
-
-    >>> mesh = DeviceMesh.of(dp=2, ep=2)
-    >>> partitioned_text(ShardingSpec(mesh, [["dp"], []]))
-    '[Shard(0), Replicate()]'
-    """
-    from reshard.notation.dtensor.text import placements_of
-
-    return str(placements_of(spec, partitioned=True))

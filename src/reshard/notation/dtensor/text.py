@@ -143,6 +143,36 @@ def dtensor_text(spec: ShardingSpec) -> str:
     return str(placements_of(spec))
 
 
+def parse_partitioned(
+    text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec:
+    """The sharding that placements with a `PartitionedShard` among them write.
+
+    One placement for each axis of `mesh`, as in `parse_dtensor`, which reads the same texts.
+
+    Raises:
+        NotationError: text that cannot be read, sizes that do not add up to the dimension.
+
+    >>> mesh = DeviceMesh.of(ep=2)
+    >>> print(parse_partitioned("PartitionedShard(0, 4, (6, 10, 12, 4))", mesh, (32,)))
+    ep@blocks[6,10,12,4]
+    """
+    return parse_dtensor(text, mesh, shape)
+
+
+def partitioned_text(spec: ShardingSpec) -> str:
+    """The placements of a sharding, partitioned ones included.
+
+    Raises:
+        NotationError: a sharding that placements cannot say.
+
+    >>> mesh = DeviceMesh.of(dp=2, ep=2)
+    >>> partitioned_text(ShardingSpec(mesh, [["dp"], []]))
+    '[Shard(0), Replicate()]'
+    """
+    return str(placements_of(spec, partitioned=True))
+
+
 def sharding_of_placements(
     mesh: DeviceMesh,
     placements: Iterable[object],

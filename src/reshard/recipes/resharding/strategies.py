@@ -60,7 +60,7 @@ class HasLayout(Protocol):
 class Coordinator(Protocol):
     """Processes that share the work, seen from one of them.
 
-    Those of `reshard.checkpoint.conversion.processes` are some: of one process, or of a torchrun
+    Those of `reshard.checkpoint` are some: of one process, or of a torchrun
     job.
     """
 
@@ -259,7 +259,7 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
         ...
     reshard.errors.UsageError: the strategy 'parallel' needs a coordinator, whose processes share
     the work: create_strategy('parallel', coordinator);
-    reshard.checkpoint.conversion.processes.OneProcess() is one of a single process
+    reshard.checkpoint.OneProcess() is one of a single process
     """
     policy = strategy(name)
     if policy.name != "parallel":
@@ -268,7 +268,7 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
         raise UsageError(
             f"the strategy {name!r} needs a coordinator, whose processes share the work: "
             f"create_strategy({name!r}, coordinator); "
-            "reshard.checkpoint.conversion.processes.OneProcess() is one of a single process"
+            "reshard.checkpoint.OneProcess() is one of a single process"
         )
     return ParallelReshardingStrategy(coordinator, policy)
 
