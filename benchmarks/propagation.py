@@ -19,7 +19,7 @@ from reshard.spmd.operators.table import operator_of
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import propagate_graph
+from reshard.spmd.propagation.strategies import propagate_graph
 
 BATCH, LENGTH, HEADS, WIDTH = 8, 1024, 16, 64
 MODEL, HIDDEN = HEADS * WIDTH, 4 * HEADS * WIDTH

@@ -4,11 +4,7 @@ Run it: python examples/propagation.py
 """
 
 from reshard import DeviceMesh, spec
-from reshard.spmd.operators.table import rule_of
-from reshard.spmd.propagation.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import propagate_graph
+from reshard.spmd import Graph, explicit_reshards, propagate_by_cost, propagate_graph, rule_of
 
 
 def two_layers() -> Graph:

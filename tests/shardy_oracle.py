@@ -26,7 +26,8 @@ from reshard.spmd.propagation.axis_parts import AxisTable
 from reshard.spmd.propagation.factor_shardings import collected
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.propagation.placement import PlacedGraph, explicit_reshards
-from reshard.spmd.propagation.propagation import PropagatedGraph, propagate_graph
+from reshard.spmd.propagation.propagation import PropagatedGraph
+from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.rule_builder import replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from shardy_programs import random_program

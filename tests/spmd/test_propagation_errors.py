@@ -13,7 +13,8 @@ from reshard.errors import LayoutError, NotationError, ReshardError, SpecError, 
 from reshard.spmd.operators import table
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import propagate, propagate_graph
+from reshard.spmd.propagation.propagation import propagate
+from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.topology import Device, Link, Topology
 

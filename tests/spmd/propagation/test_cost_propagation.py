@@ -24,7 +24,7 @@ from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.cost_propagation import OTHERS, _Problem, propagate_by_cost
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import propagate_graph
+from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology

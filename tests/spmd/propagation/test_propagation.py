@@ -14,7 +14,8 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.merging import Direction
 from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import PropagatedGraph, propagate, propagate_graph
+from reshard.spmd.propagation.propagation import PropagatedGraph, propagate
+from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 ADD = "([i, j], [i, j]) -> ([i, j]) {i=8, j=8}"

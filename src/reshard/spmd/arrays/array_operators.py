@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import ShardError, UsageError
+from reshard.spmd.arrays.numpy_protocols import by_function, by_ufunc, dense_array, instead_of
 from reshard.spmd.functions import elementwise as e
 from reshard.spmd.functions.indexing import getitem
 from reshard.spmd.functions.manipulation import matrix_transpose, permute_dims
+from reshard.spmd.functions.statistics import any as any_of
 
 
 class _Absent:
@@ -21,8 +23,6 @@ class _Absent:
         self.name = name
 
     def __get__(self, array: Any, kind: Any = None) -> Any:
-        from reshard.spmd.arrays.numpy_protocols import instead_of
-
         raise AttributeError(
             f"an array in shards has no attribute {self.name!r}; {instead_of(self.name)}",
             name=self.name,
@@ -183,8 +183,6 @@ class ArrayOperators:
         return (self[index] for index in range(self.shape[0]))
 
     def __contains__(self, value: Any) -> bool:
-        from reshard.spmd.functions.statistics import any as any_of
-
         return bool(any_of(e.equal(self, value)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -230,20 +228,14 @@ class ArrayOperators:
         return number
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        from reshard.spmd.arrays.numpy_protocols import dense_array
-
         return dense_array(self, dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        from reshard.spmd.arrays.numpy_protocols import by_ufunc
-
         return by_ufunc(ufunc, method, inputs, options)
 
     def __array_function__(
         self, function: Any, types: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        from reshard.spmd.arrays.numpy_protocols import by_function
-
         return by_function(function, inputs, options)
 
 

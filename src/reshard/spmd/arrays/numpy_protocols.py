@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import UsageError
+from reshard.spmd import namespace
 from reshard.spmd.functions import elementwise, manipulation, statistics
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.operators.shapes import axis_of
@@ -116,13 +117,12 @@ _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
 
 def instead_of(name: str) -> str:
     """What to use instead of an attribute of NumPy's arrays that arrays in shards have not."""
-    import reshard.spmd
-
+    sp = namespace.module()
     known = _OTHER_NAMES.get(name, name)
     if known in _OF_MATRICES:
         return f"use sp.linalg.{known}(x{', ...' if known in ('cross', 'outer') else ''})"
-    if known in reshard.spmd.__all__ and isfunction(getattr(reshard.spmd, known)):
-        asked = signature(getattr(reshard.spmd, known)).parameters.values()
+    if known in sp.__all__ and isfunction(getattr(sp, known)):
+        asked = signature(getattr(sp, known)).parameters.values()
         needed = [one for one in asked if one.default is one.empty]
         return f"use sp.{known}(x{', ...' if len(needed) > 1 else ''})"
     if name in _MADE_OF_OTHERS:
@@ -160,8 +160,7 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
 
 def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """What a function of NumPy makes of arrays in shards. Raises UsageError for an unknown one."""
-    import reshard.spmd
-
+    sp = namespace.module()
     if function.__name__ in _QUESTIONS:
         whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
         return function(*whole, **options)
@@ -169,11 +168,11 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
         return function(np.broadcast_to(0, inputs[0].type.shape), *inputs[1:], **options)
     module = str(getattr(function, "__module__", ""))
     name = _OTHER_NAMES.get(function.__name__, function.__name__)
-    place: Any = reshard.spmd
+    place: Any = sp
     if module.startswith(("numpy.linalg", "numpy.fft")):
-        place = getattr(reshard.spmd, module.split(".")[1])
+        place = getattr(sp, module.split(".")[1])
     elif name in _OF_MATRICES:
-        place = reshard.spmd.linalg
+        place = sp.linalg
     found = getattr(place, name, None) if name in place.__all__ else None
     said = f"{place.__name__}.{name}"
     if function is getattr(np, name, None) and name in _MADE_OF_OTHERS:

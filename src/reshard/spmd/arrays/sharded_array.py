@@ -20,6 +20,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
+from reshard.spmd import namespace
 from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.functions import data_types
 from reshard.spmd.shards.array_type import ArrayType
@@ -152,14 +153,12 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
         Raises UsageError for a version of the standard that it does not have.
         """
-        import reshard.spmd
-
         if api_version is not None and api_version not in _API_VERSIONS:
             raise UsageError(
                 f"version {api_version!r} of the array API; this is one of "
                 f"{', '.join(_API_VERSIONS)}"
             )
-        return reshard.spmd
+        return namespace.module()
 
     def __dlpack__(self, **options: Any) -> Any:
         """The whole array for another library."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from operator import index
 from typing import Any, TypeVar, cast
 
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.spmd.shards.array_value import ArrayValue
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,6 +43,17 @@ def of_arrays(function: Function) -> Function:
             ) from error
 
     return cast(Function, told)
+
+
+@contextmanager
+def explain_errors(asked: str, expected: str) -> Iterator[None]:
+    """Turns what NumPy raises inside into a UsageError that names what was asked for."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        raise UsageError(f"{asked}: {error}; {expected}") from error
 
 
 def whole_number(what: str, value: Any, least: int = 0) -> int:

@@ -8,7 +8,6 @@ so it is chosen from the whole array and is not sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,32 +17,20 @@ from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.data_types import kind_of
 from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.manipulation import (
+    Range,
     broadcast_shapes,
     broadcast_to,
     expand_dims,
     flip,
     reshape,
     squeeze,
+    take_ranges,
 )
 from reshard.spmd.operators.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.library import library_of
 from reshard.spmd.shards.local_functions import index_out_of_range
 from reshard.spmd.shards.operation_call import call
-
-Cut = tuple[int, int, int]
-
-
-def cut(x: Any, cuts: Mapping[int, Cut]) -> Any:
-    """The indices `start, start + step, ...` below `stop` of some dimensions, all of the others.
-
-    Steps are 1 or more.
-    """
-    items = [cuts.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
-    if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
-        return x
-    starts, stops, steps = zip(*items, strict=True)
-    return call("slice", (x,), {"starts": starts, "limits": stops, "strides": steps})
 
 
 @of_arrays
@@ -99,18 +86,6 @@ def _counted_from_start(indices: Any, size: int) -> Any:
     if kind not in ("signed integer", "unsigned integer"):
         raise UsageError(f"indices of kind {kind}; give an array of whole numbers")
     return call("checked_index", (indices,), {"size": size})
-
-
-def repeated_places(x: ArrayValue, repeats: Any, size: int) -> Any:
-    """The index of each element when each place is repeated so often."""
-    times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
-    try:
-        found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"repeats {times!r} of {size} places: {error}; give one whole number, or one for each"
-        ) from error
-    return whole(x, found)
 
 
 def getitem(x: Any, key: Any) -> Any:
@@ -243,7 +218,7 @@ def _check_known(indices: Any, size: int) -> None:
             raise index_out_of_range(least if least < -size else most, size)
 
 
-def _bounds(item: slice, size: int) -> Cut:
+def _bounds(item: slice, size: int) -> Range:
     """Start, stop and step of a slice of a dimension."""
     try:
         return item.indices(size)
@@ -268,7 +243,7 @@ def _basic(x: Any, items: list[Any]) -> Any:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (x.ndim - used)
-    cuts: dict[int, Cut] = {}
+    cuts: dict[int, Range] = {}
     gone: list[int] = []
     turned: list[int] = []
     added: list[int] = []
@@ -292,7 +267,7 @@ def _basic(x: Any, items: list[Any]) -> Any:
             cuts[dim] = (index, index + 1, 1)
             gone.append(dim)
         dim += 1
-    found = cut(x, cuts)
+    found = take_ranges(x, cuts)
     if turned:
         found = flip(found, axis=tuple(turned))
     if gone:

@@ -9,11 +9,20 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.functions.elementwise import matmul, operands
-from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, roll
+from reshard.spmd.functions.elementwise import matmul, operands, whole
+from reshard.spmd.functions.filling import tril, triu
+from reshard.spmd.functions.manipulation import (
+    broadcast_to,
+    expand_dims,
+    matrix_transpose,
+    reshape,
+    roll,
+)
 from reshard.spmd.operators.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -215,8 +224,6 @@ def solve(x1: Any, x2: Any, /) -> Any:
 @of_arrays
 def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
     """What the triangle of `x1` makes `x2` of."""
-    from reshard.spmd.functions.creation import tril, triu
-
     return solve(tril(x1) if lower else triu(x1), x2)
 
 
@@ -243,19 +250,13 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
 @of_arrays
 def matrix_power(x: Any, n: int, /) -> Any:
     """Square matrices multiplied with themselves; the inverse where `n` is negative."""
-    from reshard.spmd.functions.creation import eye
-
     _matrices(x, "matrix_power")
     if not hasattr(n, "__index__"):
         raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
     if n < 0:
         return matrix_power(inv(x), -n)
     if n == 0:
-        from reshard.spmd.functions.elementwise import whole
-        from reshard.spmd.functions.manipulation import broadcast_to
-
-        unit = eye(x.shape[-1], dtype=x.dtype).to_dense()
-        return broadcast_to(whole(x, unit), x.shape)
+        return broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
     found = x
     for digit in bin(n)[3:]:
         found = matmul(found, found)

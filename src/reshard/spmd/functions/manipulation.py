@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.functions.elementwise import operands
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.functions.elementwise import operands, whole
+from reshard.spmd.operators.shapes import axis_of, broadcast_shape
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
 Axis = int | Sequence[int]
+Range = tuple[int, int, int]
+"""Start, stop and step along a dimension."""
 
 
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -28,8 +32,6 @@ def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that arrays of these shapes have together. Raises SpecError where none."""
-    from reshard.spmd.operators.shapes import broadcast_shape
-
     return broadcast_shape([tuple(shape) for shape in shapes])
 
 
@@ -174,14 +176,25 @@ def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
+def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
+    """The indices `start, start + step, ...` below `stop` of some dimensions, all of the others.
+
+    Steps are 1 or more.
+    """
+    items = [ranges.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
+    if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
+        return x
+    starts, stops, steps = zip(*items, strict=True)
+    return call("slice", (x,), {"starts": starts, "limits": stops, "strides": steps})
+
+
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """The arrays along an axis, without it."""
-    from reshard.spmd.functions.indexing import cut
-
     place = _axes(axis, x.ndim)[0]
     return tuple(
-        squeeze(cut(x, {place: (index, index + 1, 1)}), place) for index in range(x.shape[place])
+        squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
+        for index in range(x.shape[place])
     )
 
 
@@ -211,6 +224,37 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
-    from reshard.spmd.functions.indexing import repeated_places, take
+    places = _repeat_places(x, repeats, x.shape[place])
+    return call("take", (x, places), {"axis": place})
 
-    return take(x, repeated_places(x, repeats, x.shape[place]), axis=place)
+
+def _repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
+    """The index of each element when each place is repeated so often."""
+    times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
+    try:
+        found = np.repeat(np.arange(size), np.broadcast_to(np.asarray(times), (size,)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"repeats {times!r} of {size} places: {error}; give one whole number, or one for each"
+        ) from error
+    return whole(x, found)
+
+
+@of_arrays
+def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
+    """Coordinates of a grid from those of its sides."""
+    if indexing not in ("xy", "ij"):
+        raise UsageError(f"indexing {indexing!r}; it is 'xy' or 'ij'")
+    count = len(arrays)
+    dims = list(range(count))
+    if indexing == "xy" and count > 1:
+        dims[:2] = [1, 0]
+    shape = [0] * count
+    for one, dim in zip(arrays, dims, strict=True):
+        shape[dim] = one.shape[0]
+    return [
+        broadcast_to(reshape(one, [-1 if d == dim else 1 for d in range(count)]), shape)
+        if one.shape[0]
+        else broadcast_to(reshape(one, [0 if d == dim else 1 for d in range(count)]), shape)
+        for one, dim in zip(arrays, dims, strict=True)
+    ]

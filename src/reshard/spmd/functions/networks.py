@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.errors import SpecError, UsageError
 from reshard.spmd.functions import data_types, elementwise, statistics
 from reshard.spmd.functions.array_arguments import of_arrays, whole_number
@@ -191,8 +193,6 @@ def attention(
     if groups != heads:
         scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
     if is_causal:
-        import numpy as np
-
         seen = np.tri(length, scores.shape[-1], dtype=bool)
         scores = where(whole(scores, seen), scores, -math.inf)
     if mask is not None:
@@ -219,8 +219,6 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
 
     An index that is no class has no ones.
     """
-    import numpy as np
-
     num_classes = whole_number("classes:", num_classes)
     if data_types.kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")

@@ -14,8 +14,9 @@ from reshard.errors import UsageError
 from reshard.spmd.functions import elementwise
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.elementwise import operands, whole
-from reshard.spmd.functions.indexing import cut
-from reshard.spmd.functions.manipulation import broadcast_to, concat, reshape
+from reshard.spmd.functions.indexing import take
+from reshard.spmd.functions.manipulation import broadcast_to, concat, reshape, take_ranges
+from reshard.spmd.functions.statistics import any as any_of
 from reshard.spmd.operators.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -57,8 +58,6 @@ def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None)
     """Where each of `x2` belongs in `x1`, which is in rising order, or is by `sorter`."""
     x1, x2 = operands(x1, x2)
     if sorter is not None:
-        from reshard.spmd.functions.indexing import take
-
         x1 = take(x1, sorter, axis=0)
     return call("searchsorted", (x1, x2), None, {"side": side})
 
@@ -153,8 +152,8 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
     found = concat(parts, axis=place) if len(parts) > 1 else x
     for _ in range(n):
         size = found.shape[place]
-        later = cut(found, {place: (min(1, size), size, 1)})
-        earlier = cut(found, {place: (0, max(size - 1, 0), 1)})
+        later = take_ranges(found, {place: (min(1, size), size, 1)})
+        earlier = take_ranges(found, {place: (0, max(size - 1, 0), 1)})
         if found.dtype.name == "bool":
             found = elementwise.not_equal(later, earlier)
         else:
@@ -165,8 +164,6 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 @of_arrays
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
     """Whether each of `x1` is one of `x2`."""
-    from reshard.spmd.functions.statistics import any as any_of
-
     x1, x2 = operands(x1, x2)
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
     found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)

@@ -18,7 +18,8 @@ from reshard.spmd.functions.array_arguments import (
 )
 from reshard.spmd.functions.data_types import kind_of
 from reshard.spmd.functions.elementwise import operands
-from reshard.spmd.functions.indexing import cut, places_in
+from reshard.spmd.functions.indexing import places_in
+from reshard.spmd.functions.manipulation import take_ranges
 from reshard.spmd.operators.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
@@ -118,7 +119,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
     parts = []
     for first, last in itertools.pairwise([0, *ends, size]):
         start, stop, _ = slice(first, last).indices(size)
-        parts.append(cut(x, {place: (start, max(start, stop), 1)}))
+        parts.append(take_ranges(x, {place: (start, max(start, stop), 1)}))
     return tuple(parts)
 
 

@@ -37,7 +37,7 @@ from reshard.spmd.propagation.cost_candidates import Way, pieces_of, shardings_o
 from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.least_sum import FloatArray, Sum, Table
-from reshard.spmd.propagation.propagation import PropagatedGraph, Run, propagate_graph
+from reshard.spmd.propagation.propagation import PropagatedGraph, Run, propagate_by_rules
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 OTHERS = ("aggressive", "basic")
@@ -107,7 +107,7 @@ def propagate_by_cost(
     if not isinstance(machine, Machine):
         raise UsageError(f"{machine!r} is no Machine; give sp.Machine(topology)")
     bases = [
-        propagate_graph(graph, annotations, outputs=outputs, strategy=strategy)
+        propagate_by_rules(graph, annotations, outputs=outputs, strategy=strategy)
         for strategy in OTHERS
     ]
     mesh = bases[0].mesh

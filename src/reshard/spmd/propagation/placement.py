@@ -100,7 +100,7 @@ def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.spmd.propagation.graph import Graph
-    >>> from reshard.spmd.propagation.propagation import propagate_graph
+    >>> from reshard.spmd.propagation.strategies import propagate_graph
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> graph = Graph.of(
     ...     [(8, 8), (8, 8)],

@@ -131,7 +131,7 @@ def propagate(
     return tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
 
 
-def propagate_graph(
+def propagate_by_rules(
     graph: Graph,
     annotations: Mapping[int, ShardingSpec],
     *,
@@ -140,36 +140,10 @@ def propagate_graph(
     operator_priorities: bool = True,
     user_priorities: bool = True,
 ) -> PropagatedGraph:
-    """The shardings of all values of a graph.
+    """The shardings of all values of a graph by the strategy "basic" or "aggressive".
 
-    Args:
-        graph: the function.
-        annotations: shardings of some values, by their numbers.
-        outputs: shardings in which outputs are asked for, by their position.
-        strategy: "basic", "aggressive", or "cost": the shardings of least estimated time on
-            the default machine, see `reshard.spmd.propagation.cost_propagation`.
-        operator_priorities: whether some operators come before others.
-        user_priorities: whether the dimensions' priorities are heeded; else all join in at once.
-
-    Raises:
-        SpecError: shardings of several meshes, for a value that is not there or has another
-            number of dimensions; an unknown strategy.
-
-    >>> from reshard import DeviceMesh, spec
-    >>> mesh = DeviceMesh.of(a=2, b=2)
-    >>> graph = Graph.parse('''%0: float32[8, 8], %1: float32[8, 8]
-    ... %2: float32[8, 8] = add(%0, %1) ([i, j], [i, j]) -> ([i, j]) {i=8, j=8}
-    ... return %2''')
-    >>> print(propagate_graph(graph, {0: spec(mesh, "a, b")}))
-    %0: float32[8, 8]  a, b
-    %1: float32[8, 8]  a ?, b ?
-    %2: float32[8, 8]  a ?, b ?
-    return  a ?, b ?
+    Arguments and errors are those of `propagate_graph`, which has the strategy "cost" as well.
     """
-    if strategy == "cost":
-        from reshard.spmd.propagation.cost_propagation import propagate_by_cost
-
-        return propagate_by_cost(graph, annotations, outputs=outputs).propagated
     merge = merge_of(strategy)
     if not isinstance(graph, Graph):
         raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")

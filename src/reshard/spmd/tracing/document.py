@@ -7,16 +7,14 @@ a topology, and those of computing where it knows of no devices.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
-if TYPE_CHECKING:
-    from reshard.spmd.tracing.trace import Trace
 
-
-def trace_document(trace: Trace) -> str:
+def trace_document(trace: TraceRecord) -> str:
     """The document.
 
     >>> import json

@@ -7,15 +7,16 @@ has.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reshard.plans.plan import Plan
+from reshard.sharding import ShardingSpec
 from reshard.show.pages.html_report import DrawnChange, Figure, change_html, figures_html, page_html
 from reshard.show.pages.memory_chart import Moment, memory_chart
 from reshard.show.pages.rank_legend import rank_legend
 from reshard.show.pictures.palette import rank_colours
+from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.tracing.table import (
     call_text,
     collectives,
@@ -27,15 +28,11 @@ from reshard.spmd.tracing.table import (
     time_headers,
     time_texts,
 )
+from reshard.spmd.tracing.trace_record import TraceRecord
+from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.text.markup import element, escaped
 from reshard.text.quantities import bytes_text, count_text, duration_text
 from reshard.text.rank_sets import ranks_text, short_rank_text
-
-if TYPE_CHECKING:
-    from reshard.sharding import ShardingSpec
-    from reshard.spmd.shards.array_type import ArrayType
-    from reshard.spmd.tracing.trace import Trace
-    from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 
 # Words stand at the left of their columns, numbers at the right.
 STYLE = """main { max-width: 1400px; }
@@ -49,7 +46,7 @@ MOST_DRAWN = 12
 MOST_KINDS = 32
 
 
-def trace_page(trace: Trace, title: str = "") -> str:
+def trace_page(trace: TraceRecord, title: str = "") -> str:
     """The page.
 
     Args:
@@ -79,7 +76,7 @@ def trace_page(trace: Trace, title: str = "") -> str:
     )
 
 
-def _figures(trace: Trace) -> list[Figure]:
+def _figures(trace: TraceRecord) -> list[Figure]:
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     peak = max(trace.peak_bytes.values())
@@ -104,7 +101,7 @@ def _figures(trace: Trace) -> list[Figure]:
     return figures
 
 
-def _memory(trace: Trace) -> list[str]:
+def _memory(trace: TraceRecord) -> list[str]:
     peaks = list(trace.peak_bytes.values())
     place = int(np.argmax(peaks))
     numbers = number_texts(trace)
@@ -126,7 +123,7 @@ def _memory(trace: Trace) -> list[str]:
     ]
 
 
-def _operations(trace: Trace) -> str:
+def _operations(trace: TraceRecord) -> str:
     heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
     heads += time_headers(trace)
     numbers = number_texts(trace)
@@ -190,7 +187,7 @@ def _row(
     return element("tr", element("th", place, scope="row"), *cells)
 
 
-def _ranks(trace: Trace) -> list[str]:
+def _ranks(trace: TraceRecord) -> list[str]:
     """What each rank sends, receives and holds; those alike in one row."""
     span = max(trace.ranks) + 1
     sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
@@ -233,7 +230,7 @@ def _ranks(trace: Trace) -> list[str]:
     ]
 
 
-def _reshards(trace: Trace) -> list[str]:
+def _reshards(trace: TraceRecord) -> list[str]:
     """The reshards that move most, drawn; equal ones once."""
     count: Counter[tuple[ArrayType, ShardingSpec]] = Counter()
     found: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}

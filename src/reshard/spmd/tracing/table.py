@@ -20,23 +20,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from reshard.mesh import DeviceMesh
+from reshard.spmd.propagation.graph import Operation
+from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.tracing.graph_recording import WITH_SHARDING
+from reshard.spmd.tracing.trace_record import TraceRecord
+from reshard.spmd.tracing.traced_operation import TracedOperation
 from reshard.text.quantities import bytes_text, count_text, duration_text, table
 from reshard.text.rank_sets import ranks_text
-
-if TYPE_CHECKING:
-    from reshard.mesh import DeviceMesh
-    from reshard.spmd.propagation.graph import Operation
-    from reshard.spmd.shards.array_type import ArrayType
-    from reshard.spmd.tracing.trace import Trace
-    from reshard.spmd.tracing.traced_operation import TracedOperation
 
 HEADERS = ("value", "operation", "array", "sharding", "inserted", "moves", "live")
 
 
-def trace_table(trace: Trace) -> str:
+def trace_table(trace: TraceRecord) -> str:
     """The lines of the table and its summary, without a last line break."""
     headers = [*HEADERS, *time_headers(trace)]
     numbers = number_texts(trace)
@@ -75,20 +72,20 @@ def _rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
     return rows
 
 
-def time_headers(trace: Trace) -> tuple[str, ...]:
+def time_headers(trace: TraceRecord) -> tuple[str, ...]:
     """The columns of times: none without a topology, one where it knows of no devices."""
     if trace.topology is None:
         return ()
     return ("compute", "collectives", "time") if trace.counts_compute else ("collectives",)
 
 
-def time_texts(trace: Trace, one: TracedOperation) -> list[str]:
+def time_texts(trace: TraceRecord, one: TracedOperation) -> list[str]:
     """The times of an operation, one for each of `time_headers`."""
     times = {"compute": one.busiest_s, "collectives": one.inserted_s, "time": one.seconds_s}
     return [duration_text(times[name]) if times[name] else "-" for name in time_headers(trace)]
 
 
-def number_texts(trace: Trace) -> dict[int, str]:
+def number_texts(trace: TraceRecord) -> dict[int, str]:
     """The numbers that a function brings along, by their values."""
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
     return {number: name for number, name, kind in inputs if kind is None}
@@ -130,7 +127,7 @@ def live_text(one: TracedOperation) -> str:
     return bytes_text(max(one.live_bytes))
 
 
-def collectives(trace: Trace) -> Counter[str]:
+def collectives(trace: TraceRecord) -> Counter[str]:
     """How often each kind of step is inserted."""
     return Counter(
         step.name
@@ -150,7 +147,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return ", ".join(f"{a}={size}" for a, size in zip(mesh.axis_names, mesh.shape, strict=True))
 
 
-def summary(trace: Trace) -> list[str]:
+def summary(trace: TraceRecord) -> list[str]:
     """What it comes to, a sentence a line."""
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
@@ -171,7 +168,7 @@ def summary(trace: Trace) -> list[str]:
     return lines + time_summary(trace)
 
 
-def time_summary(trace: Trace) -> list[str]:
+def time_summary(trace: TraceRecord) -> list[str]:
     """How long it takes, a sentence; none without a topology."""
     if trace.seconds_s is None or trace.inserted_s is None:
         return []

@@ -12,11 +12,9 @@ shardings are propagated over the whole graph first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from reshard.cost.formulas import check_library
@@ -26,9 +24,9 @@ from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.propagation.cost_model import Machine
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
-from reshard.spmd.propagation.graph import Graph, Operation
+from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.placement import explicit_reshards
-from reshard.spmd.propagation.propagation import propagate_graph
+from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import Call, call, recording
@@ -43,7 +41,10 @@ from reshard.spmd.tracing.graph_recording import (
     record,
     type_of,
 )
-from reshard.spmd.tracing.memory import held_bytes, with_memory
+from reshard.spmd.tracing.memory import with_memory
+from reshard.spmd.tracing.page import trace_page
+from reshard.spmd.tracing.table import trace_table
+from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 from reshard.topology import Topology
 
@@ -65,82 +66,14 @@ class Shardings:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(TraceRecord):
     """What a function does on arrays in shards. Make one with `trace`.
 
-    Args:
-        graph: the function: values, operations, outputs.
-        strategy: by which shardings were found.
-        mesh: of all shardings; None where nothing is sharded.
-        names: what the function calls its inputs, in the order of `graph.inputs`.
-        inputs: their types; None for a number.
-        operations: one for each of the graph's.
-        outputs: types of what the function returns.
-        topology: of the times; None where there are none.
+    Args: those of `TraceRecord`, and what carries the function out again.
     """
 
-    graph: Graph
-    strategy: str
-    mesh: DeviceMesh | None
-    names: tuple[str, ...]
-    inputs: tuple[ArrayType | None, ...]
-    operations: tuple[TracedOperation, ...]
-    outputs: tuple[ArrayType, ...]
-    topology: Topology | None
     _recording: Recording
     _shardings: Shardings
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the mesh, in its order; 0 alone where there is none."""
-        return (0,) if self.mesh is None else self.mesh.devices
-
-    @property
-    def moved_elements(self) -> int:
-        """Elements that ranks receive from others, summed over ranks and operations."""
-        return sum(one.moved_elements for one in self.operations)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that ranks receive from others, summed over ranks and operations."""
-        return sum(one.moved_bytes for one in self.operations)
-
-    @property
-    def counts_compute(self) -> bool:
-        """Whether times have those of computing: whether the topology knows of devices."""
-        return self.topology is not None and self.topology.device is not None
-
-    @property
-    def inserted_s(self) -> float | None:
-        """How long all that is inserted takes; None without a topology."""
-        if self.topology is None:
-            return None
-        return sum(one.inserted_s for one in self.operations)
-
-    @cached_property
-    def compute_s(self) -> Mapping[int, float] | None:
-        """How long each rank computes; None without a topology that knows of devices."""
-        if not self.counts_compute:
-            return None
-        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
-        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
-
-    @property
-    def seconds_s(self) -> float | None:
-        """How long the function takes; None without a topology.
-
-        One operation after the other, each as long as on the rank that computes longest, since
-        collectives wait for all. Where the topology knows of no devices, what is inserted alone.
-        """
-        if self.topology is None:
-            return None
-        return sum(one.seconds_s for one in self.operations)
-
-    @cached_property
-    def peak_bytes(self) -> Mapping[int, int]:
-        """The most memory that each rank holds at any time, arguments included."""
-        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
-        return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}
 
     def run(self, *arguments: Any, runner: Runner | None = None) -> Any:
         """What the function returns, computed in these shardings.
@@ -185,8 +118,6 @@ class Trace:
 
     def html(self, title: str = "") -> str:
         """A page that shows it, without scripts or anything from elsewhere."""
-        from reshard.spmd.tracing.page import trace_page
-
         return trace_page(self, title)
 
     def to_json(self) -> str:
@@ -194,8 +125,6 @@ class Trace:
         return trace_document(self)
 
     def __str__(self) -> str:
-        from reshard.spmd.tracing.table import trace_table
-
         return trace_table(self)
 
     def __repr__(self) -> str:

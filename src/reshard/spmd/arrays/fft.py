@@ -12,11 +12,13 @@ import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.data_types import check_device
 from reshard.spmd.functions.manipulation import roll
 from reshard.spmd.operators.shapes import axis_of
 from reshard.spmd.shards.operation_call import call
+from reshard.spmd.shards.runner import runner_for
 
 __all__ = [
     "fft",
@@ -92,9 +94,6 @@ def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object 
 
 
 def _frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
-    from reshard.spmd.arrays.sharded_array import array
-    from reshard.spmd.shards.runner import runner_for
-
     check_device(device)
     if not hasattr(n, "__index__") or n < 1 or not d:
         raise UsageError(

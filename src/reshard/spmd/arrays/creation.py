@@ -1,4 +1,4 @@
-"""The array API's functions that make arrays.
+"""Creation: the array API's functions that make arrays of nothing, or of data.
 
 Each takes `spec=`: the array is then made in shards, where that is possible without making all of
 it first. Numbers have NumPy's types in both libraries.
@@ -6,41 +6,26 @@ it first. Numbers have NumPy's types in both libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import ReshardError, SpecError, UsageError
+from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
-from reshard.spmd.functions import elementwise
-from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.functions.data_types import BY_KIND, astype, check_device
-from reshard.spmd.functions.manipulation import broadcast_to, reshape
+from reshard.spmd.functions.array_arguments import explain_errors
+from reshard.spmd.functions.data_types import check_device
 from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
 
 
-@contextmanager
-def _said(asked: str, expected: str) -> Iterator[None]:
-    """What NumPy raises inside is said of what was asked for."""
-    try:
-        yield
-    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
-        if isinstance(error, ReshardError):
-            raise
-        raise UsageError(f"{asked}: {error}; {expected}") from error
-
-
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """The sizes of a new array. Raises UsageError for what is no shape."""
-    with _said(f"shape {shape!r}", "give one whole number, or a tuple of them"):
+    with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
         given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
         sizes = tuple(map(index, given))
     if min(sizes, default=0) < 0:
@@ -105,7 +90,7 @@ def full(
     """An array of one number."""
     check_device(device)
     sizes = _shape(shape)
-    with _said(f"full of {fill_value!r}", "give one number"):
+    with explain_errors(f"full of {fill_value!r}", "give one number"):
         value = np.full((), fill_value, dtype=_own(dtype))
         element = as_dtype(value.dtype)
     runner = runner_for()
@@ -161,46 +146,6 @@ def empty(
     return zeros(shape, dtype=dtype, device=device, spec=spec)
 
 
-@of_arrays
-def full_like(
-    x: Any, /, fill_value: Any, *, dtype: object = None, device: object = None
-) -> ShardedArray:
-    """An array of one number, with the shape and the sharding of another."""
-    check_device(device, x)
-    wanted = x.dtype if dtype is None else as_dtype(dtype)
-    value = _number_of(x, fill_value, wanted)
-    spec = x.type.spec
-    made: ShardedArray = broadcast_to(value, x.shape)
-    return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
-
-
-def _number_of(x: Any, value: Any, dtype: DType) -> Any:
-    """A number as an array without dimensions beside `x`."""
-    is_numpys = any(dtype in types for types in BY_KIND.values())
-    with _said(f"{value!r} as {dtype}", "give a number of that type"):
-        if is_numpys:
-            return elementwise.whole(x, np.full((), value, dtype=dtype.numpy))
-        return astype(elementwise.whole(x, np.full((), value)), dtype)
-
-
-@of_arrays
-def zeros_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
-    """Zeros with the shape and the sharding of another array."""
-    return full_like(x, 0, dtype=dtype, device=device)
-
-
-@of_arrays
-def ones_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
-    """Ones with the shape and the sharding of another array."""
-    return full_like(x, 1, dtype=dtype, device=device)
-
-
-@of_arrays
-def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> ShardedArray:
-    """Elements that mean nothing, with the shape and the sharding of another array."""
-    return full_like(x, 0, dtype=dtype, device=device)
-
-
 def arange(
     start: float,
     /,
@@ -214,7 +159,7 @@ def arange(
     """Numbers from `start` up to `stop`, that one left out; from 0 up to `start` without it."""
     check_device(device)
     low, high = (0, start) if stop is None else (start, stop)
-    with _said(
+    with explain_errors(
         f"arange from {low!r} to {high!r} by {step!r}", "give numbers, and a step that is not 0"
     ):
         made = np.arange(low, high, step, dtype=_own(dtype))
@@ -234,7 +179,7 @@ def linspace(
 ) -> ShardedArray:
     """`num` numbers at equal distances."""
     check_device(device)
-    with _said(
+    with explain_errors(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
     ):
         made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_own(dtype))
@@ -255,48 +200,6 @@ def eye(
     check_device(device)
     own = np.float64 if dtype is None else _own(dtype)
     rows, columns = _shape((n_rows, n_rows if n_cols is None else n_cols))
-    with _said(f"eye with its diagonal at {k!r}", "give a whole number"):
+    with explain_errors(f"eye with its diagonal at {k!r}", "give a whole number"):
         made = np.eye(rows, columns, k=k, dtype=own)
     return array(made, spec, runner=runner_for())
-
-
-@of_arrays
-def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
-    """Coordinates of a grid from those of its sides."""
-    if indexing not in ("xy", "ij"):
-        raise UsageError(f"indexing {indexing!r}; it is 'xy' or 'ij'")
-    count = len(arrays)
-    dims = list(range(count))
-    if indexing == "xy" and count > 1:
-        dims[:2] = [1, 0]
-    shape = [0] * count
-    for one, dim in zip(arrays, dims, strict=True):
-        shape[dim] = one.shape[0]
-    return [
-        broadcast_to(reshape(one, [-1 if d == dim else 1 for d in range(count)]), shape)
-        if one.shape[0]
-        else broadcast_to(reshape(one, [0 if d == dim else 1 for d in range(count)]), shape)
-        for one, dim in zip(arrays, dims, strict=True)
-    ]
-
-
-def _triangle(x: Any, lower: bool, k: int) -> Any:
-    if x.ndim < 2:
-        raise SpecError(f"a triangle of shape {list(x.shape)}; matrices were expected")
-    if not hasattr(k, "__index__"):
-        raise UsageError(f"a triangle from the diagonal {k!r}; a whole number was expected")
-    rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
-    kept = columns - rows <= k if lower else columns - rows >= k
-    return elementwise.where(elementwise.whole(x, kept), x, _number_of(x, 0, x.dtype))
-
-
-@of_arrays
-def tril(x: Any, /, *, k: int = 0) -> Any:
-    """The lower triangle of matrices, zeros above the diagonal `k`."""
-    return _triangle(x, True, k)
-
-
-@of_arrays
-def triu(x: Any, /, *, k: int = 0) -> Any:
-    """The upper triangle of matrices, zeros below the diagonal `k`."""
-    return _triangle(x, False, k)

@@ -1,0 +1,101 @@
+"""The names of `reshard.spmd`: which module has each, loaded when the name is first used.
+
+A registry: modules below find functions of the namespace here by name, and never import it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_NAMES_OF = {
+    "shards.array_type": "ArrayType",
+    "propagation.cost_model": "Machine",
+    "propagation.cost_propagation": "propagate_by_cost",
+    "arrays.creation": ("arange asarray empty eye from_dlpack full linspace ones zeros"),
+    "functions.filling": "empty_like full_like ones_like tril triu zeros_like",
+    "functions.data_types": (
+        "astype bool can_cast complex128 complex64 finfo float32 float64 iinfo int16 int32 int64 "
+        "int8 isdtype result_type uint16 uint32 uint64 uint8"
+    ),
+    "functions.elementwise": (
+        "abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_invert "
+        "bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor ceil clip conj copysign cos "
+        "cosh divide equal exp expm1 floor floor_divide greater greater_equal hypot imag isfinite "
+        "isinf isnan less less_equal log log10 log1p log2 logaddexp logical_and logical_not "
+        "logical_or logical_xor matmul maximum minimum multiply negative nextafter not_equal "
+        "positive pow real reciprocal remainder round sign signbit sin sinh sqrt square subtract "
+        "tan tanh trunc where"
+    ),
+    "propagation.graph": "Graph Operation Value",
+    "tracing.graph_recording": "abstract",
+    "functions.indexing": "take take_along_axis",
+    "functions.linalg": "tensordot vecdot",
+    "functions.manipulation": (
+        "broadcast_arrays broadcast_shapes broadcast_to concat expand_dims flip matrix_transpose "
+        "meshgrid moveaxis permute_dims repeat reshape roll squeeze stack tile unstack"
+    ),
+    "functions.networks": (
+        "attention cross_entropy einsum embedding gelu layer_norm log_softmax logsumexp one_hot "
+        "relu rms_norm sigmoid silu softmax top_k"
+    ),
+    "shards.operation_call": "Recorder recording",
+    "propagation.placement": "PlacedGraph explicit_reshards",
+    "shards.process_runner": "over_processes",
+    "propagation.propagation": "PropagatedGraph propagate",
+    "propagation.strategies": "propagate_graph",
+    "shards.runner": "in_process running",
+    "functions.searching": (
+        "argmax argmin argsort diff isin nonzero searchsorted sort unique_all unique_counts "
+        "unique_inverse unique_values"
+    ),
+    "arrays.sharded_array": "ShardedArray array from_shards",
+    "nabla": (
+        "get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor slice_for_shard"
+    ),
+    "functions.statistics": (
+        "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
+    ),
+    "tracing.trace": "Trace trace",
+    "functions.windows": (
+        "avg_pool convolution dynamic_slice dynamic_update_slice max_pool pad scatter split"
+    ),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_EXTENSIONS = {"fft": "arrays.fft", "linalg": "functions.linalg"}
+_CONSTANTS = {
+    "e": 2.718281828459045,
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "newaxis": None,
+    "pi": 3.141592653589793,
+}
+# Names that a module has by another name: `Tensor` is what nabla calls arrays.
+_OTHERS = {
+    "Tensor": ("arrays.sharded_array", "ShardedArray"),
+    "__array_namespace_info__": ("functions.inspection", "namespace_info"),
+}
+
+NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF, "Tensor")
+"""All names that are loaded when they are first used."""
+
+
+def find(name: str) -> Any:
+    """What the namespace has under a name. Raises AttributeError for a name that it has not.
+
+    >>> find("exp").__name__, find("pi")
+    ('exp', 3.141592653589793)
+    """
+    if name in _CONSTANTS:
+        return _CONSTANTS[name]
+    if name in _EXTENSIONS:
+        return import_module(f"reshard.spmd.{_EXTENSIONS[name]}")
+    if name not in _MODULE_OF and name not in _OTHERS:
+        raise AttributeError(f"module 'reshard.spmd' has no attribute {name!r}")
+    place, own = _OTHERS.get(name) or (_MODULE_OF[name], name)
+    return getattr(import_module(f"reshard.spmd.{place}"), own)
+
+
+def module() -> Any:
+    """The namespace itself: `reshard.spmd`."""
+    return import_module("reshard.spmd")

@@ -1,0 +1,95 @@
+"""The record of a trace: a function's graph, its operations on shards, and their totals.
+
+`Trace` is the record with what reaches further: running, printing, pages and documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from reshard.mesh import DeviceMesh
+from reshard.spmd.propagation.graph import Graph
+from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.tracing.memory import held_bytes
+from reshard.spmd.tracing.traced_operation import TracedOperation
+from reshard.topology import Topology
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """What a function does on arrays in shards, as tables, pages and documents read it.
+
+    Args:
+        graph: the function: values, operations, outputs.
+        strategy: by which shardings were found.
+        mesh: of all shardings; None where nothing is sharded.
+        names: what the function calls its inputs, in the order of `graph.inputs`.
+        inputs: their types; None for a number.
+        operations: one for each of the graph's.
+        outputs: types of what the function returns.
+        topology: of the times; None where there are none.
+    """
+
+    graph: Graph
+    strategy: str
+    mesh: DeviceMesh | None
+    names: tuple[str, ...]
+    inputs: tuple[ArrayType | None, ...]
+    operations: tuple[TracedOperation, ...]
+    outputs: tuple[ArrayType, ...]
+    topology: Topology | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the mesh, in its order; 0 alone where there is none."""
+        return (0,) if self.mesh is None else self.mesh.devices
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_elements for one in self.operations)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that ranks receive from others, summed over ranks and operations."""
+        return sum(one.moved_bytes for one in self.operations)
+
+    @property
+    def counts_compute(self) -> bool:
+        """Whether times have those of computing: whether the topology knows of devices."""
+        return self.topology is not None and self.topology.device is not None
+
+    @property
+    def inserted_s(self) -> float | None:
+        """How long all that is inserted takes; None without a topology."""
+        if self.topology is None:
+            return None
+        return sum(one.inserted_s for one in self.operations)
+
+    @cached_property
+    def compute_s(self) -> Mapping[int, float] | None:
+        """How long each rank computes; None without a topology that knows of devices."""
+        if not self.counts_compute:
+            return None
+        rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
+        return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
+
+    @property
+    def seconds_s(self) -> float | None:
+        """How long the function takes; None without a topology.
+
+        One operation after the other, each as long as on the rank that computes longest, since
+        collectives wait for all. Where the topology knows of no devices, what is inserted alone.
+        """
+        if self.topology is None:
+            return None
+        return sum(one.seconds_s for one in self.operations)
+
+    @cached_property
+    def peak_bytes(self) -> Mapping[int, int]:
+        """The most memory that each rank holds at any time, arguments included."""
+        rows = [held_bytes(self.inputs, self.ranks), *(one.live_bytes for one in self.operations)]
+        return {rank: max(sizes) for rank, *sizes in zip(self.ranks, *rows, strict=True)}
