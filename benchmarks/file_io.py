@@ -23,7 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.checkpoint.files.file_io import AlignedBuffer, SourceFile, TargetFile, sync_folder
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.folders import sync_folder
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.target_file import TargetFile
 
 MIB = 1024 * 1024
 

@@ -25,7 +25,7 @@ from reshard.checkpoint import (
 )
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.conversion.staging import staging_folder
-from reshard.checkpoint.files.file_io import TargetFile
+from reshard.checkpoint.files.target_file import TargetFile
 from reshard.errors import InterruptedRunError, RunError, SourceChangedError, UsageError
 
 BLOCK_BYTES = 64 * 1024

@@ -22,7 +22,7 @@ from checkpoint.checkpoint_files import (
 from reshard import checkpoint
 from reshard.checkpoint import loading
 from reshard.checkpoint.blocks import shard_reads
-from reshard.checkpoint.files.file_io import SourceFile
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh

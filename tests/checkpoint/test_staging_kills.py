@@ -255,7 +255,7 @@ def test_a_process_that_is_really_killed(tmp_path: Path, call: str, occurrence: 
         """
         import os, signal, sys
         from pathlib import Path
-        from reshard.checkpoint import staging
+        from reshard.checkpoint.conversion import staging
         target, call, occurrence = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
         owner, name = (staging, "exchange_folders") if call == "exchange" else (os, call)
         real, count = getattr(owner, name), 0

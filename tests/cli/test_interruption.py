@@ -18,7 +18,7 @@ from cli.command_runs import Run, clean_environment, entries, run_here, write_mo
 SLOWED = """
 import signal, sys, time
 from pathlib import Path
-from reshard.checkpoint import block_io
+from reshard.checkpoint.blocks import block_io
 # A shell may have started the tests with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 blocks = 0

@@ -19,7 +19,7 @@ from reshard.cli.progress import LINES_EVERY_S, ProgressLines, progress_text
 # The command with blocks slowed down to take long enough to show progress, in lines at once.
 SLOWED = """
 import sys, time
-from reshard.checkpoint import block_io
+from reshard.checkpoint.blocks import block_io
 from reshard.cli import main, progress
 progress.LINES_EVERY_S = 0.0
 read = block_io.BlockReader.read

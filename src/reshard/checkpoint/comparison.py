@@ -21,8 +21,8 @@ from reshard.checkpoint.blocks.tiles import target_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion.run import Progress, ProgressFunction
-from reshard.checkpoint.files.file_io import SourceFile
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
 from reshard.checkpoint.formats.torch_dcp.archive_checksums import (
@@ -30,7 +30,6 @@ from reshard.checkpoint.formats.torch_dcp.archive_checksums import (
     item_digest,
     source_checksums,
 )
-from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile
 from reshard.errors import FormatError
 
 
@@ -237,7 +236,7 @@ def check_digests(
     files = open_sources(checkpoint)
     damaged: list[DamagedBlock] = []
     try:
-        damaged += _damaged_archives(checkpoint, files, threads)
+        damaged += _find_damaged_sources(checkpoint, files, threads)
     except BaseException:
         files.close()
         raise
@@ -291,27 +290,25 @@ def check_digests(
     return DigestReport(digests, without, tuple(damaged), done)
 
 
-def _damaged_archives(
+def _find_damaged_sources(
     checkpoint: Checkpoint, files: OpenFiles[SourceFile], threads: int
 ) -> list[DamagedBlock]:
-    """The parts of tensors whose compressed archives cannot be unpacked to what was written."""
+    """The parts of tensors in derived files that cannot be made of what was written."""
 
     def work(task: tuple[str, str, FileRange], memory: Workspace) -> DamagedBlock | None:
         name, box, place = task
-        file = files[place.path]
-        found = file.damage(place.start_bytes) if isinstance(file, UnpackedFile) else None
+        found = files[place.path].find_damage(place.start_bytes)
         if found is None:
             return None
-        archive, problem = found
-        start = archive.place.start_bytes
-        where = f"{archive.place.path} bytes {start}:{start + archive.packed_bytes}"
-        return DamagedBlock(name, box, "", "", (where,), problem)
+        stop_bytes = found.start_bytes + found.size_bytes
+        where = f"{found.name} bytes {found.start_bytes}:{stop_bytes}"
+        return DamagedBlock(name, box, "", "", (where,), found.problem)
 
     def tasks() -> Iterator[tuple[str, str, FileRange]]:
-        for name, tensor in checkpoint.tensors.items() if checkpoint.packed else ():
+        for name, tensor in checkpoint.tensors.items() if checkpoint.derived else ():
             for tile in target_tiles(tensor.stored_layout).tiles:
                 place = tensor.file_range(tile.slot, tile.number, tile.offset)
-                if place.path in checkpoint.packed and tile.bounds.elements:
+                if place.path in checkpoint.derived and tile.bounds.elements:
                     yield name, str(tile.bounds), place
 
     results = run_in_threads(tasks(), work, lambda: Workspace(0, 0), threads)

@@ -1,4 +1,4 @@
-"""What does a checkpoint hold?
+"""The contents of a checkpoint: its tensors, files and other values, whatever its format.
 
 A checkpoint is a set of named global tensors. Each has a layout whose slots are ranks, and a
 binding that says at which bytes of which file each rank's shard begins. Two ranks that hold
@@ -13,20 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.files.source_file import FileIdentity
+from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
-
-if TYPE_CHECKING:
-    from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +191,28 @@ class StoredChecksum:
     is_read_once: bool
 
 
+class DerivedFile(Protocol):
+    """A file that is made of a file of the checkpoint when it is first read.
+
+    Formats that keep elements in a form that cannot be read in place, such as a compressed one,
+    bind their tensors to derived files.
+    """
+
+    @property
+    def source(self) -> str:
+        """The file of the checkpoint that it is made of."""
+
+    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
+        """The file for reading; `path` names it in errors, `scratch` is a folder with room."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
 
     Attributes:
         folder: where its files are.
-        format: `"safetensors"`, `"sharded-safetensors"` or `"torch-dcp"`.
+        format: the name of its format, such as `"safetensors"`.
         tensors: every tensor by name, in the order of the files.
         files: the tensor files.
         mesh: the devices it was cut for, where known.
@@ -211,8 +223,8 @@ class Checkpoint:
         items: bytes under names that are no tensors.
         checksums: those that the files have, of tensors without a digest.
         paths: where names stood in the nested state dict they were saved from, where known.
-        packed: archives that lie transformed in its files, by the name under which tensors find
-            what is unpacked of a file (see `reshard.checkpoint.formats.torch_dcp.packed_archives`).
+        derived: files that are made when they are read, by the name under which tensors find
+            them; no file of the folder can have it.
         attributes: plain values that its metadata has beside tensors and items.
         unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.
@@ -230,7 +242,7 @@ class Checkpoint:
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     checksums: tuple[StoredChecksum, ...] = ()
-    packed: Mapping[str, tuple[PackedArchive, ...]] = field(default_factory=dict)
+    derived: Mapping[str, DerivedFile] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

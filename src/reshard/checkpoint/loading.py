@@ -24,7 +24,7 @@ from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sour
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
-from reshard.checkpoint.files.file_io import AlignedBuffer
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.errors import ShardError, UsageError

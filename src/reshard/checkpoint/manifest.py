@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.checkpoint.conversion.journal import DIGEST_BYTES
-from reshard.checkpoint.formats.safetensors_values import first_repeated
+from reshard.checkpoint.files.json_text import parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -168,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8 text: {error}") from error
     try:
-        content = json.loads(text, object_pairs_hook=_unique_keys)
+        content = parse_json(text)
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise FormatError(
@@ -183,14 +182,6 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{path} is not a manifest of reshard: {reason}. It was damaged or edited; without "
             "the file, the checkpoint is read by what its tensor files say"
         ) from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        twice = first_repeated(key for key, _ in pairs)
-        raise FormatError(f"the key {twice!r} appears twice")
-    return content
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

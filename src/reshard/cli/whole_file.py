@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from reshard.checkpoint.files.durability import refusals_explained
+from reshard.checkpoint.files.folders import refusals_explained
 from reshard.errors import UsageError
 
 

@@ -22,7 +22,7 @@ from checkpoint.small_conversion import (
 from reshard.checkpoint.conversion import staging
 from reshard.checkpoint.conversion.journal import Commit
 from reshard.checkpoint.conversion.staging import Staging, staging_folder
-from reshard.checkpoint.files import durability
+from reshard.checkpoint.files import folders
 from reshard.errors import RunError, UsageError
 
 
@@ -202,7 +202,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
         os.fsync,
         os.fdatasync,
         staging.exchange_folders,
-        durability.shutil.rmtree,
+        folders.shutil.rmtree,
     )
 
     def name_of(descriptor: int) -> str:
@@ -221,7 +221,7 @@ def test_everything_is_synced_before_the_next_step_relies_on_it(
     monkeypatch.setattr(os, "fdatasync", note(lambda fd: f"sync {name_of(fd)}", fdatasync))
     monkeypatch.setattr(os, "rename", note(lambda _, new: f"rename to {new.name}", os.rename))
     monkeypatch.setattr(staging, "exchange_folders", note(lambda *_: "exchange", exchange))
-    monkeypatch.setattr(durability.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
+    monkeypatch.setattr(folders.shutil, "rmtree", note(lambda p: f"delete {p.name}", rmtree))
     root = ".checkpoint.reshard-staging"
 
     with Staging.open(target, "new", {}, overwrite=True) as work:

@@ -13,16 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.files.file_io import (
-    DIRECT_MINIMUM_BYTES,
-    PAGE_BYTES,
-    AlignedBuffer,
-    FileIdentity,
-    SourceFile,
-    TargetFile,
-    free_bytes,
-    sync_folder,
-)
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
+from reshard.checkpoint.files.descriptors import DIRECT_MINIMUM_BYTES
+from reshard.checkpoint.files.folders import sync_folder
+from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
+from reshard.checkpoint.files.target_file import TargetFile, free_bytes
 from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
 
 FILE_BYTES = 9 * PAGE_BYTES + 1234
@@ -54,7 +49,7 @@ class Machine:
         patch.setattr(os, "preadv", self.preadv)
         patch.setattr(os, "pwritev", self.pwritev)
         for user in ("source_file", "target_file"):
-            module = f"reshard.checkpoint.{user}"
+            module = f"reshard.checkpoint.files.{user}"
             patch.setattr(f"{module}.DIRECT_MINIMUM_BYTES", 1)
             patch.setattr(
                 f"{module}.open_direct", lambda path, flags: os.open(path, flags | self.MARK)

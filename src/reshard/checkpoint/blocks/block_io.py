@@ -20,14 +20,9 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.strided_spans import extent, strided_spans
 from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.files.file_io import (
-    PAGE_BYTES,
-    AlignedBuffer,
-    Region,
-    SourceFile,
-    TargetFile,
-)
-from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, Region
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.target_file import TargetFile
 from reshard.errors import DigestError
 from reshard.layout import Box
 
@@ -95,16 +90,16 @@ def _raise_open_file_limit() -> None:
 def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFiles[SourceFile]:
     """The tensor files of a checkpoint, for reading.
 
-    Compressed archives are unpacked when something in them is first read, into files without a
-    name in the folder `scratch` (that of temporary files when None). To open a file raises
+    Derived files are made when something in them is first read, in the folder `scratch` (that of
+    temporary files when None). To open a file raises
     `SourceChangedError` where it is no longer the file whose header says where the tensors are.
     """
 
     def open_file(name: str) -> SourceFile:
-        archives = checkpoint.packed.get(name)
-        if archives is None:
+        derived = checkpoint.derived.get(name)
+        if derived is None:
             return SourceFile(checkpoint.path(name), checkpoint.identities.get(name))
-        return UnpackedFile(checkpoint.path(name), archives, files[archives[0].place.path], scratch)
+        return derived.open(checkpoint.path(name), files[derived.source], scratch)
 
     files: OpenFiles[SourceFile] = OpenFiles(open_file)
     return files

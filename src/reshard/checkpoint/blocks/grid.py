@@ -24,6 +24,7 @@ from reshard.errors import MissingExtraError
 from reshard.layout import Box
 
 BLOCK_BYTES = 4 * 1024 * 1024
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)

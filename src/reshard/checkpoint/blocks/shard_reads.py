@@ -26,7 +26,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from reshard.binding import View
-from reshard.checkpoint.files.file_io import AlignedBuffer, SourceFile
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.runs import IntArray
 
 MOST_WASTE = 0.05

@@ -24,7 +24,7 @@ import numpy as np
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.tiles import Span, Tile
-from reshard.checkpoint.files.file_io import PAGE_BYTES
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES
 from reshard.layout import Box
 
 

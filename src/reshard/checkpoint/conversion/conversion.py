@@ -19,8 +19,8 @@ from typing import Any
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import BlockReader, BlockWriter, OpenFiles, Workspace
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.files.durability import refusals_explained
-from reshard.checkpoint.files.file_io import SourceFile
+from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats import huggingface, sharded_safetensors
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,

@@ -30,11 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.files.closing import Closing
-from reshard.checkpoint.files.durability import refusals_explained, sync_folder, write_all
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES
+from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.folders import refusals_explained, sync_folder, write_all
 from reshard.errors import RunError, UsageError
-
-DIGEST_BYTES = 16
 
 _MAGIC = b"reshardJ"
 _FORMAT_VERSION = 1

@@ -35,19 +35,19 @@ from reshard.checkpoint.blocks.block_io import (
     Workspace,
     open_sources,
 )
-from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_MEMORY_BYTES,
     DEFAULT_THREADS,
     Conversion,
 )
-from reshard.checkpoint.conversion.journal import DIGEST_BYTES
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
-from reshard.checkpoint.conversion.shared_staging import SharedStaging, open_shared
-from reshard.checkpoint.files.durability import refusals_explained
-from reshard.checkpoint.files.file_io import SourceFile, TargetFile, sync_folder
+from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
+from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats import huggingface
 from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
 from reshard.checkpoint.formats.torch_dcp.archive_checksums import Archives

@@ -1,4 +1,4 @@
-"""How does a checkpoint folder appear whole or not at all?
+"""The staging folder: a new checkpoint appears whole or not at all.
 
 It is written under another name beside its place, and renamed when it is complete::
 
@@ -22,25 +22,40 @@ It is written under another name beside its place, and renamed when it is comple
 A run killed before the commit record resumes. After it, one question is left: is the content
 in its place? A rename keeps a folder's inode number, and the commit record has it: the folder
 with that number is the new checkpoint, under whichever name it is found.
+
+Several processes share one staging folder: process 0 opens it and owns it, and each of the others
+begins a journal of its own (`journal.1`, `journal.2`, ...). At the end process 0 reads them all.
+What journals of other processes an earlier run left, process 0 takes over into its own, so that a
+run may go on with another number of processes.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.conversion.journal import Commit, Journal, read_journal
-from reshard.checkpoint.files.closing import Closing
-from reshard.checkpoint.files.durability import (
+from reshard.checkpoint.conversion.journal import (
+    Commit,
+    FinishedBlocks,
+    Journal,
+    JournalRecord,
+    read_journal,
+)
+from reshard.checkpoint.conversion.processes import Processes
+from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.folders import (
+    FolderLock,
     exchange_folders,
     refusals_explained,
     remove_folder,
     sync_folder,
     sync_folders_under,
 )
-from reshard.checkpoint.files.lock import FolderLock
-from reshard.errors import RunError, UsageError
+from reshard.errors import ReshardError, RunError, UsageError
 
 
 class Staging(Closing):
@@ -334,3 +349,99 @@ def _remove_root(lock: FolderLock) -> None:
     _remove_other_journals(lock.folder)
     (lock.folder / "journal").unlink(missing_ok=True)
     lock.remove_folder()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStaging:
+    """A staging folder, seen from one process. Only process 0 has the `owner`.
+
+    `journal` is this process's own, None when an earlier run had done everything. `finished`
+    are the blocks that earlier runs recorded; only process 0 knows them.
+    """
+
+    content: Path
+    journal: Journal | None
+    owner: Staging | None
+    finished: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
+
+    @property
+    def already_complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.journal is None
+
+    @property
+    def own_journal(self) -> Journal:
+        """This process's journal. Raises RunError where there is nothing to do."""
+        if self.journal is None:
+            raise RunError(f"the conversion in {self.content.parent} is complete")
+        return self.journal
+
+    def other_records(self) -> Iterator[JournalRecord]:
+        """What the journals of the processes beside the first say."""
+        root = self.content.parent
+        with refusals_explained("look for the journals of the processes", root):
+            paths = sorted(root.glob("journal.*"))
+        for path in paths:
+            record = None if path.name.endswith(".new") else read_journal(path)
+            if record is not None:
+                yield record
+
+
+@contextmanager
+def open_shared(
+    processes: Processes,
+    target: Path,
+    conversion_id: str,
+    description: Any,
+    *,
+    overwrite: bool,
+    restart: bool,
+) -> Iterator[SharedStaging]:
+    """The staging folder of a conversion, opened by all processes together.
+
+    Raises what `Staging.open` raises, on process 0; RunError with its message on the others.
+    """
+    if processes.rank > 0:
+        message, place, complete = processes.share(None)
+        if message is not None:
+            raise RunError(f"process 0 could not begin: {message}")
+        content = Path(place)
+        if complete:
+            yield SharedStaging(content, None, None)
+            return
+        path = content.parent / f"journal.{processes.rank}"
+        with Journal.open(path, conversion_id, description) as journal:
+            yield SharedStaging(content, journal, None)
+        return
+    try:
+        staging = Staging.open(
+            target, conversion_id, description, overwrite=overwrite, restart=restart
+        )
+    except ReshardError as error:
+        processes.share((str(error), "", False))
+        raise
+    with staging:
+        if staging.already_complete:
+            processes.share((None, str(staging.target), True))
+            yield SharedStaging(staging.target, None, staging)
+            return
+        finished = _take_over(staging, conversion_id)
+        shared = SharedStaging(staging.content, staging.journal, staging, finished)
+        processes.share((None, str(staging.content), False))
+        yield shared
+
+
+def _take_over(staging: Staging, conversion_id: str) -> FinishedBlocks:
+    """All that earlier runs recorded; what other processes did is now in process 0's journal."""
+    journal = staging.journal
+    root = staging.content.parent
+    with refusals_explained("take over the journals of an earlier run", root):
+        for path in sorted(root.glob("journal.*")):
+            record = None if path.name.endswith(".new") else read_journal(path)
+            if record is not None and record.conversion_id == conversion_id:
+                journal.append_blocks(
+                    (tensor, block, digest) for (tensor, block), digest in record.finished.items()
+                )
+            path.unlink()
+    record = read_journal(journal.path)
+    return record.finished if record is not None else journal.finished

@@ -22,7 +22,7 @@ import contextlib
 import mmap
 from dataclasses import dataclass
 
-from reshard.checkpoint.files.closing import Closing
+from reshard.checkpoint.files.descriptors import Closing
 from reshard.errors import UsageError
 
 PAGE_BYTES = 4096

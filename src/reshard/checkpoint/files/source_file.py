@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, Region, page_floor
-from reshard.checkpoint.files.closing import Closing
-from reshard.checkpoint.files.direct_io import (
+from reshard.checkpoint.files.descriptors import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
     REFUSALS,
+    Closing,
     close_descriptor,
     open_direct,
     reason,
@@ -86,6 +86,16 @@ class FileIdentity:
                 "and inode (whole numbers); was the record written by this program?"
             )
         return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """`size_bytes` of the file `name` that are not what was written, and how that is known."""
+
+    name: str
+    start_bytes: int
+    size_bytes: int
+    problem: str
 
 
 class SourceFile(Closing):
@@ -187,6 +197,13 @@ class SourceFile(Closing):
                 f"{self.path}: changed since it was opened: expected {_described(self.identity)}, "
                 f"found {_described(now)}; wait until nobody writes it and start over"
             )
+
+    def find_damage(self, offset_bytes: int) -> Damage | None:
+        """What is damaged of the bytes that the one at `offset_bytes` is made of.
+
+        None for a file that is read as it lies: only a derived file can know.
+        """
+        return None
 
     def close(self) -> None:
         """Close the file; nobody may be reading it."""

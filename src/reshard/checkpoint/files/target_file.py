@@ -31,11 +31,11 @@ from pathlib import Path
 import numpy as np
 
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, page_ceiling, page_floor
-from reshard.checkpoint.files.closing import Closing
-from reshard.checkpoint.files.direct_io import (
+from reshard.checkpoint.files.descriptors import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
     REFUSALS,
+    Closing,
     close_descriptor,
     open_direct,
     reason,

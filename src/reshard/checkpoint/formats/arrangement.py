@@ -22,7 +22,7 @@ from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.formats import huggingface, sharded_safetensors
 from reshard.checkpoint.formats.safetensors_header import FileHeader, NamedTensor
-from reshard.checkpoint.formats.torch_dcp.archive_writing import NewArchive
+from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
 from reshard.checkpoint.manifest import can_describe
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError

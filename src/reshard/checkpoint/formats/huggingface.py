@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.formats.safetensors_header import (
     FileHeader,
     NamedTensor,
@@ -26,7 +27,6 @@ from reshard.checkpoint.formats.safetensors_header import (
     read_header,
     tensor_size_bytes,
 )
-from reshard.checkpoint.formats.safetensors_values import first_repeated
 from reshard.checkpoint.manifest import is_plain_name
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
@@ -90,19 +90,11 @@ def _read_index(index: Path) -> Mapping[str, str]:
         raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FormatError(f"{index} is not UTF-8 text: {error}") from error
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            twice = first_repeated(key for key, _ in pairs)
-            raise FormatError(f"{index} lists {twice!r} twice")
-        return content
-
     try:
-        content = json.loads(text, object_pairs_hook=unique)
+        content = parse_json(text)
+    except FormatError as error:
+        raise FormatError(f"{index}: {error}") from error
     except (ValueError, RecursionError) as error:
-        if isinstance(error, FormatError):
-            raise
         raise FormatError(f"{index} is not JSON: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(

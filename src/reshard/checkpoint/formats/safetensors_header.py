@@ -32,6 +32,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from reshard.checkpoint.files.json_text import first_repeated
 from reshard.checkpoint.formats.safetensors_values import (
     LARGEST_OFFSET,
     LENGTH_BYTES,
@@ -39,7 +40,6 @@ from reshard.checkpoint.formats.safetensors_values import (
     TensorHeader,
     check_metadata,
     check_shape,
-    first_repeated,
     is_text,
     shown,
     tensor_size_bytes,

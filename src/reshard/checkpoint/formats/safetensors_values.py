@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.files.json_text import first_repeated
 from reshard.dtypes import DType
 from reshard.errors import FormatError
 
@@ -128,10 +128,6 @@ def is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def first_repeated(names: Iterable[str]) -> str:
-    return next(name for name, times in Counter(names).items() if times > 1)
 
 
 def check_metadata(label: str, metadata: object) -> None:

@@ -104,7 +104,7 @@ def test_what_torch_compressed_is_read(tmp_path: Path, small_blocks: int, layers
     assert np.array_equal(turned.bits, WHOLES["w"].bits.T)
     opened = open_checkpoint(tmp_path / "dcp")
     assert opened.notes[0].startswith("7 shards are compressed (stream.zstd/1); of each, only")
-    assert {*opened.packed} == {f"__{rank}_0.distcp/unpacked" for rank in range(3)}
+    assert {*opened.derived} == {f"__{rank}_0.distcp/unpacked" for rank in range(3)}
 
 
 def test_conversions_recuts_and_digests(packed: Path, tmp_path: Path, small_blocks: int) -> None:
@@ -224,7 +224,7 @@ def test_an_archive_is_unpacked_once_by_many_threads(
     monkeypatch.setattr(packed_archives.UnpackedFile, "_unpack", counted)
     opened = open_checkpoint(packed)
     files = open_sources(opened, tmp_path)
-    (archive, *_) = opened.packed["__1_0.distcp/unpacked"]
+    (archive, *_) = opened.derived["__1_0.distcp/unpacked"].archives
 
     def read() -> None:
         files["__1_0.distcp/unpacked"].read_into(memoryview(bytearray(64)), archive.start_bytes)

@@ -19,8 +19,9 @@ from pathlib import Path
 from reshard.checkpoint.blocks.block_io import OpenFiles, Watch
 from reshard.checkpoint.blocks.grid import block_digest, tensor_digest
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
-from reshard.checkpoint.files.file_io import SourceFile, TargetFile
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.formats.arrangement import Arrangement
 from reshard.errors import DigestError
 

@@ -24,7 +24,6 @@ from reshard.checkpoint.formats.arrangement import (
     storing_slots,
 )
 from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
-from reshard.checkpoint.formats.torch_dcp.archive_writing import NewArchive
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
     DcpMetadata,
@@ -33,6 +32,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     StoredBytes,
     metadata_pickle,
 )
+from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh

@@ -21,15 +21,15 @@ from typing import BinaryIO
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
-from reshard.checkpoint.files.closing import Closing
+from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.formats.sharded_safetensors import check_disjoint
-from reshard.checkpoint.formats.torch_dcp.archive import ArchivedTensor, read_archive
 from reshard.checkpoint.formats.torch_dcp.metadata import DcpChunk, DcpTensor, StoredBytes
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     PackedArchive,
     look_into,
     unpacked_name,
 )
+from reshard.checkpoint.formats.torch_files.archive import ArchivedTensor, read_archive
 from reshard.errors import CheckpointError, CoverageError, FormatError
 from reshard.layout import Box, Layout
 

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.safetensors_values import check_shape
-from reshard.checkpoint.formats.torch_dcp.archive import TORCH_DTYPES
-from reshard.checkpoint.formats.torch_dcp.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_dcp.plain_values import plain_attributes
-from reshard.checkpoint.formats.torch_dcp.restricted_pickle import (
+from reshard.checkpoint.formats.torch_files.archive import TORCH_DTYPES
+from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import (
     Call,
     Global,
+    plain_attributes,
     read_pickle,
     shortened,
 )

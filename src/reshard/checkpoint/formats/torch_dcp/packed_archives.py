@@ -1,7 +1,8 @@
-"""Where are the elements of a tensor whose archive was compressed?
+"""Compressed archives: files that are unpacked when they are first read.
 
-Nowhere in a file, until the archive is unpacked, and only all of it can be. What is unpacked of
-one file goes into a file without a name, in which every storage has its place from the start::
+The elements of a tensor are nowhere in a file until its archive is unpacked, and only all of it
+can be. What is unpacked of one file goes into a file without a name, in which every storage has
+its place from the start::
 
     __0_0.distcp            [packed w][packed b][a number]
                                 |         |
@@ -29,11 +30,16 @@ from pathlib import Path
 
 from reshard.binding import FileRange
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, Region
-from reshard.checkpoint.files.direct_io import reason
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.torch_dcp.archive import ArchivedTensor, ReadRange, read_archive
-from reshard.checkpoint.formats.torch_dcp.archive_front import FRONT_BYTES, read_archive_front
+from reshard.checkpoint.files.descriptors import reason
+from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import ByteStream, RangeStream, unpacked
+from reshard.checkpoint.formats.torch_files.archive import (
+    FRONT_BYTES,
+    ArchivedTensor,
+    ReadRange,
+    read_archive,
+    read_archive_front,
+)
 from reshard.errors import DigestError, FormatError, RunError
 
 # What stands behind the storage: small records, and the directory.
@@ -109,6 +115,22 @@ def _most_bytes(storage_bytes: int) -> int:
     return FRONT_BYTES + storage_bytes + _MOST_TAIL_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """The archives that lie transformed in one file, in the order of their unpacked storages."""
+
+    archives: tuple[PackedArchive, ...]
+
+    @property
+    def source(self) -> str:
+        """The file that they are in."""
+        return self.archives[0].place.path
+
+    def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
+        """What is unpacked of it, for reading."""
+        return UnpackedFile(path, self.archives, source, scratch)
+
+
 class UnpackedFile(SourceFile):
     """What is unpacked of one file, each archive when something in it is first read.
 
@@ -163,8 +185,8 @@ class UnpackedFile(SourceFile):
         super().close()
         self._scratch.close()
 
-    def damage(self, offset_bytes: int) -> tuple[PackedArchive, str] | None:
-        """Unpack the archive with the storage at `offset_bytes`; if it is damaged, it and how.
+    def find_damage(self, offset_bytes: int) -> Damage | None:
+        """Unpack the archive with the storage at `offset_bytes`; where it is damaged, how.
 
         Raises RunError where there is no room, or if the packed file cannot be read.
         """
@@ -172,7 +194,9 @@ class UnpackedFile(SourceFile):
         try:
             self._unpack_once(number)
         except (DigestError, FormatError) as error:
-            return self._archives[number], str(error)
+            archive = self._archives[number]
+            place = archive.place
+            return Damage(place.path, place.start_bytes, archive.packed_bytes, str(error))
         return None
 
     def read_into(self, region: Region | memoryview, offset_bytes: int) -> None:

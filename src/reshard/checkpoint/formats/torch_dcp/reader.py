@@ -36,7 +36,7 @@ from reshard.checkpoint.formats.torch_dcp.metadata import (
     StoredBytes,
     read_metadata,
 )
-from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedArchive
+from reshard.checkpoint.formats.torch_dcp.packed_archives import PackedFile
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
     MergedMetadata,
     merged_metadata,
@@ -116,7 +116,7 @@ def read(folder: Path) -> Checkpoint:
             f"merged from the metadata of {len(names)} ranks, which did not talk when they saved "
             f"(use_collectives=False){copies if merged.copies else ''}"
         )
-    packed = {name: tuple(archives) for name, archives in chunks.packed.items()}
+    packed = {name: PackedFile(tuple(found)) for name, found in chunks.packed.items()}
     if packed:
         notes.append(_packed_note(packed))
     return Checkpoint(
@@ -127,7 +127,7 @@ def read(folder: Path) -> Checkpoint:
         items=items,
         paths=metadata.paths,
         checksums=tuple(chunks.checksums),
-        packed=packed,
+        derived=packed,
         attributes=metadata.attributes,
         unread=tuple(unread),
         notes=tuple(notes),
@@ -152,8 +152,8 @@ def _other_items(
         )
 
 
-def _packed_note(packed: Mapping[str, tuple[PackedArchive, ...]]) -> str:
-    archives = [archive for found in packed.values() for archive in found]
+def _packed_note(packed: Mapping[str, PackedFile]) -> str:
+    archives = [archive for found in packed.values() for archive in found.archives]
     size_bytes = sum(archive.front.storage_bytes for archive in archives)
     transforms = sorted({name for archive in archives for name in archive.transforms})
     return (

@@ -1,4 +1,4 @@
-"""What do the two roads to a disk have in common: the page cache and direct I/O?
+"""Descriptors of files, for the two roads to a disk: the page cache and direct I/O.
 
 A file is opened once for each road. Direct I/O moves whole pages between the disk and our own
 memory, and is several times faster for large blocks; the page cache takes any number of bytes
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Self
 
 DIRECT_MINIMUM_BYTES = 64 * 1024
 """Below this the page cache is quicker: it reads ahead and gathers writes."""
@@ -41,3 +42,27 @@ def close_descriptor(descriptor: int) -> int:
 def reason(error: OSError) -> str:
     """Why the system refused, in its own words."""
     return error.strerror or str(error)
+
+
+class Closing:
+    """A thing with `close()`, for `with` statements.
+
+    >>> class Door(Closing):
+    ...     def close(self):
+    ...         print("shut")
+    >>> with Door():
+    ...     pass
+    shut
+    """
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Give up what is held. Doing it again does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

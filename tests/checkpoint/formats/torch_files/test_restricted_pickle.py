@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.torch_dcp.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_dcp.restricted_pickle import (
+from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import (
     Call,
     Global,
     Reference,

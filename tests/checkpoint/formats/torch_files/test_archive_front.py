@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.torch_dcp.archive import ArchivedTensor, read_archive
-from reshard.checkpoint.formats.torch_dcp.archive_front import FRONT_BYTES, read_archive_front
+from reshard.checkpoint.formats.torch_files.archive import (
+    FRONT_BYTES,
+    ArchivedTensor,
+    read_archive,
+    read_archive_front,
+)
 from reshard.errors import FormatError
 
 torch = pytest.importorskip("torch")

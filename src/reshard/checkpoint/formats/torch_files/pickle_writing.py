@@ -1,4 +1,4 @@
-"""How are values written as a pickle that names classes this program does not have?
+"""A writer of pickles that name classes this program does not have.
 
 The inverse of `restricted_pickle`: plain values, `Global`, `Call` and `Reference` become the
 opcodes that Python would have written, in protocol 2, which every PyTorch reads. Text and names
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from reshard.checkpoint.formats.torch_dcp.restricted_pickle import Call, Global, Reference
+from reshard.checkpoint.formats.torch_files.restricted_pickle import Call, Global, Reference
 from reshard.errors import UsageError
 
 _PROTOCOL = 2

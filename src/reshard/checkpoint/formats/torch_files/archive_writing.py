@@ -1,6 +1,6 @@
-"""How is a tensor written as `torch.save` writes it, by many threads, without PyTorch?
+"""New archives of tensors, as `torch.save` writes them, for many threads and without PyTorch.
 
-As an archive whose storage is its last record::
+A tensor is an archive whose storage is its last record::
 
     [data.pkl][byteorder][version][header of data/0 + padding][ storage ][directory]
      \\------------------ head: known before ------------------/           \\- tail -/
@@ -21,9 +21,9 @@ import zlib
 from dataclasses import dataclass
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_dcp.archive import TYPED_STORAGES
-from reshard.checkpoint.formats.torch_dcp.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_dcp.restricted_pickle import Call, Global, Reference
+from reshard.checkpoint.formats.torch_files.archive import TYPED_STORAGES
+from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
+from reshard.checkpoint.formats.torch_files.restricted_pickle import Call, Global, Reference
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""What does a pickle say, without doing what it says?
+"""A reader of pickles that runs nothing: what a pickle says, without doing what it says.
 
 A pickle is a program: it names functions and classes, and calls them. PyTorch's checkpoints
 are full of pickles of a few known shapes. Here their opcodes are read one by one, on a stack
@@ -12,11 +12,15 @@ of our own:
 4. An opcode that no such pickle has is refused. What is built is at most a small multiple of
    the bytes read, however they are arranged; only plain values are hashed.
 
-The same values can be written again (`reshard.checkpoint.formats.torch_dcp.pickle_writing`).
+Plain values (`plain_attributes`) are numbers, text, None, and lists, tuples, dicts and sizes of
+such: they mean the same wherever they are read. An object of a class means what its class does.
+
+The same values can be written again (`reshard.checkpoint.formats.torch_files.pickle_writing`).
 """
 
 from __future__ import annotations
 
+import math
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -361,3 +365,42 @@ def shortened(text: str, most: int = 120) -> str:
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _HANDLERS = [_OPCODES.get(_NAMES.get(code, "")) for code in range(256)]
 _STOP = ord(".")
+
+
+# A pickle can hold a list in itself, or one list in very many places.
+_MOST_DEPTH = 16
+_MOST_VALUES = 1_000_000
+_SIMPLE = (str, int, float, bool, type(None))
+_SIZE = Global("torch", "Size")
+
+
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the attributes whose values are plain.
+
+    >>> plain_attributes({"shapes": {"w": (8, 4)}, "owner": Global("os", "system")})
+    {'shapes': {'w': (8, 4)}}
+    """
+    budget = [_MOST_VALUES]
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name.isidentifier() and name.isascii() and _is_plain(value, budget, _MOST_DEPTH)
+    }
+
+
+def _is_plain(value: Any, budget: list[int], depth: int) -> bool:
+    budget[0] -= 1
+    if budget[0] < 0 or depth == 0:
+        return False
+    kind = type(value)
+    if kind in _SIMPLE:
+        return kind is not float or not math.isnan(value)
+    if kind is Call:
+        is_size = value.function == _SIZE and value.state is None and not value.is_new
+        return is_size and _is_plain(value.arguments, budget, depth - 1)
+    if kind is dict:
+        keys = all(_is_plain(key, budget, depth - 1) for key in value)
+        return keys and all(_is_plain(one, budget, depth - 1) for one in value.values())
+    if kind in (list, tuple):
+        return all(_is_plain(one, budget, depth - 1) for one in value)
+    return False
