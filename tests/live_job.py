@@ -1,17 +1,21 @@
-"""All ranks of a job, forked from one process that has imported torch already.
+"""Jobs of several ranks, forked from one process that has imported already what ranks import.
 
-Arguments: a folder for what the ranks write, the number of ranks, a script, and its arguments.
-Each rank runs the script as `__main__`. The exit codes are written into the folder.
+Each line of the input is an order: a folder for what the ranks write, the number of ranks, a
+script, its arguments and the environment. The job is a process of its own session, whose number
+is the first answer; its ranks are forks of it that run the script as `__main__`, and their exit
+codes are written into the folder. How the job itself ended is the second answer.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 def become_rank(rank: int, folder: Path, script: str, arguments: list[str]) -> None:
@@ -37,17 +41,13 @@ def become_rank(rank: int, folder: Path, script: str, arguments: list[str]) -> N
         os._exit(code)
 
 
-def main(folder: Path, ranks: int, script: str, *arguments: str) -> None:
-    import torch.distributed.tensor  # noqa: F401
-
-    import reshard.torch  # noqa: F401
-
-    sys.path.append(str(Path(__file__).parent))
+def run_job(folder: Path, ranks: int, script: str, arguments: list[str]) -> None:
+    """Fork the ranks, wait for them and write down how they ended."""
     children = {}
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            become_rank(rank, folder, script, list(arguments))
+            become_rank(rank, folder, script, arguments)
         children[child] = rank
     codes = [0] * ranks
     for _ in range(ranks):
@@ -56,5 +56,54 @@ def main(folder: Path, ranks: int, script: str, *arguments: str) -> None:
     (folder / "codes").write_text(json.dumps(codes))
 
 
+def become_job(order: dict[str, Any]) -> None:
+    """Run an order in a session of its own, so that the job and its ranks can be ended together."""
+    code = 1
+    try:
+        os.setsid()
+        folder = Path(order["folder"])
+        written = os.open(folder / "job", os.O_WRONLY | os.O_CREAT)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for place, file in enumerate((nothing, nothing, written)):
+            os.dup2(file, place)
+        os.environ.clear()
+        os.environ |= order["environment"]
+        run_job(folder, order["ranks"], order["script"], order["arguments"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def answer(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    import array_api_compat.torch  # noqa: F401
+    import hypothesis  # noqa: F401
+    import numpy.testing  # noqa: F401
+    import pytest  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.tensor  # noqa: F401
+
+    import reshard.spmd
+    import reshard.torch  # noqa: F401
+
+    sys.path.append(str(Path(__file__).parent))
+    # Collections in the ranks pass over what is here, and leave its pages shared.
+    gc.freeze()
+    for line in sys.stdin:
+        job = os.fork()
+        if job == 0:
+            become_job(json.loads(line))
+        answer(job)
+        _, status = os.waitpid(job, 0)
+        answer(os.waitstatus_to_exitcode(status))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main()

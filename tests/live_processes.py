@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 
@@ -30,6 +34,53 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class Jobs:
+    """The process that forks jobs, from outside: `live_job.py`, started once for all of them."""
+
+    def __init__(self) -> None:
+        # A session of its own: a ctrl-C ends the tests, whose end this process sees.
+        self._process = subprocess.Popen(
+            [sys.executable, TESTS / "live_job.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, order: dict[str, Any], timeout_s: float) -> int | None:
+        """Run an order and return how the job ended, or None where it had to be ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        job = self._read_number()
+        is_ended = False
+        try:
+            is_ended = bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+        finally:
+            if not is_ended:
+                os.killpg(job, signal.SIGKILL)
+            code = self._read_number()
+        return code if is_ended else None
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _read_number(self) -> int:
+        # Byte by byte: what a buffer has already read cannot be waited for.
+        assert self._process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self._process.stdout.fileno(), 1)
+            if not byte:
+                raise RuntimeError(f"live_job.py ended with code {self._process.wait()}")
+            line += byte
+        return int(line)
+
+
+jobs = functools.cache(Jobs)
+
+
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 180) -> list[Ended]:
     """Run a script of `tests/torch` as the ranks of a gloo job, and wait for all of them.
 
@@ -46,31 +97,20 @@ def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 18
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [TESTS / "live_job.py", folder, ranks, TESTS / "torch" / script, *arguments]
-        # A session of its own: the job and its ranks can be ended together.
-        with (folder / "job").open("w") as told_by_job:
-            job = subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                env=environment,
-                start_new_session=True,
-                stdout=subprocess.DEVNULL,
-                stderr=told_by_job,
-            )
-        hangs = False
-        try:
-            job.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            hangs = True
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+        order = {
+            "folder": name,
+            "ranks": ranks,
+            "script": str(TESTS / "torch" / script),
+            "arguments": [str(argument) for argument in arguments],
+            "environment": environment,
+        }
+        code = jobs().run(order, timeout_s)
         files = [folder / f"output{rank}" for rank in range(ranks)]
         outputs = [path.read_text() if path.exists() else "" for path in files]
         told = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(outputs))
-        if hangs:
+        if code is None:
             raise TimeoutError(f"the job did not end within {timeout_s} s\n{told}")
-        if job.returncode:
+        if code:
             raise RuntimeError(f"the job did not start: {(folder / 'job').read_text()}")
         codes = json.loads((folder / "codes").read_text())
     return [Ended(code, output) for code, output in zip(codes, outputs, strict=True)]

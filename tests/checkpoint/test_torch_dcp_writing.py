@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import socket
-import subprocess
-import sys
-import textwrap
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +27,7 @@ from checkpoint.checkpoint_files import (
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.formats.torch_dcp.test_reader import DTYPES, FIXTURES, as_torch, bits_of, edit
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
+from live_processes import expect_all_end_well, run_ranks
 from reshard import checkpoint
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -440,55 +437,6 @@ def test_killed_and_run_again(tmp_path: Path, processes: FaultyProcesses) -> Non
     assert any(resumed)
 
 
-TWO = """
-import os
-import sys
-import warnings
-
-warnings.simplefilter("ignore")
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from reshard import checkpoint
-
-rank, port, folder = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-whole = torch.arange(77.0).reshape(11, 7)
-dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "lr": 0.5}, checkpoint_id=folder)
-made = folder + "-made"
-if rank == 0:
-    checkpoint.convert(folder, made, to="tp=3", rules=["w=-, tp"], format="torch-dcp")
-dist.barrier()
-expected = distribute_tensor(whole, mesh, [Shard(1)])
-state = {"w": distribute_tensor(torch.zeros(11, 7), mesh, [Shard(1)]), "lr": None}
-dcp.load(state, checkpoint_id=made)
-assert torch.equal(state["w"].to_local(), expected.to_local())
-assert state["lr"] == 0.5
-dist.destroy_process_group()
-# Now and then torch 2.13 aborts while the interpreter takes its threads down.
-os._exit(0)
-"""
-
-
 def test_two_processes_of_torch_save_and_load(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(TWO), str(rank), str(port), str(tmp_path / "d")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = [process.communicate(timeout=180)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], output
+    script = Path(__file__).with_name("saving_and_loading_process.py")
+    expect_all_end_well(run_ranks(str(script), 2, tmp_path / "d"))

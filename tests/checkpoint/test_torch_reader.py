@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoint.checkpoint_files import Tensor, check_shards, read_file, tensor, write_file
+from live_processes import expect_all_end_well, run_ranks
 from reshard import DeviceMesh, checkpoint, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -131,60 +128,14 @@ def test_what_one_process_of_torch_writes(tmp_path: Path) -> None:
     }
 
 
-SAVE = """
-import os, sys
-import warnings
-
-warnings.simplefilter("ignore")
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-rank, port, source, *targets = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-cuts = {"w": [Shard(0)], "h": [Shard(1)], "b": [Shard(0)], "i": [Replicate()]}
-state = {
-    name: distribute_tensor(value, mesh, cuts[name]) if name in cuts else value
-    for name, value in load_file(source).items()
-}
-mapping = {name: 1 + number % 2 for number, name in enumerate(sorted(state))}
-for target, files in zip(targets, [None, mapping]):
-    writer = dcp.HuggingFaceStorageWriter(target, files, save_distributed=True)
-    dcp.save(state, storage_writer=writer)
-dist.destroy_process_group()
-# Now and then torch 2.13 aborts while the interpreter takes its threads down.
-os._exit(0)
-"""
-
-
 def test_what_two_processes_of_torch_write(tmp_path: Path) -> None:
     # Random bits through gloo: no NaN payload is touched, for nothing is computed.
     whole = {name: WHOLE[name] for name in ("w", "h", "b", "i", "s")}
     write_file(tmp_path / "model.safetensors", whole)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     targets = {"one file a rank": 2, "two files a rank": 4}
-    arguments = [str(port), *(str(tmp_path / name) for name in ("model.safetensors", *targets))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SAVE), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], output
+    script = Path(__file__).with_name("saving_process.py")
+    folders = [tmp_path / name for name in ("model.safetensors", *targets)]
+    expect_all_end_well(run_ranks(str(script), 2, *folders))
     mesh = DeviceMesh.of(tp=3)
     specs = {name: spec(mesh, "...", ndim=len(t.shape)) for name, t in whole.items()}
     specs["w"] = spec(mesh, "-, tp")
