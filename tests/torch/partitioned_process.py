@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import reshard
 from reshard.errors import PlanError, RunError, ShardError, UsageError
+from reshard.notation import sharding_of
 from reshard.notation.dtensor.partitioned import PartitionedShard
 from reshard.torch.distributed_tensor import sharding_of_placements
 from reshard.torch.partitioned import partitioned_tensor
@@ -225,6 +226,7 @@ def random_matrices(cases: int) -> None:
             assert back.splits == matrix[at] and back.matrix == one.matrix
             assert back.received_bytes == oracle.lacking_bytes(at, aligned=False)
         expect_equal(unaligned, kept)
+        assert sharding_of(known) is sharding_of_placements(mesh, [known.placement], ndim)
         moved = torch.tensor([found.received_bytes])
         dist.all_reduce(moved)
         # No plan moves less.

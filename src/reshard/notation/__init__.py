@@ -6,6 +6,7 @@ has `parse_NAME` and `NAME_text`, and some more:
 
     vocabulary, mesh_order, scanner    what several of them share
     dtensor.objects, jax_objects       live objects of torch and jax, which are not imported
+    objects                            `sharding_of`: of a live object, whosever it is
     flat_buffer                        the long buffers of ZeRO and FSDP
 
 Every public name of theirs is one of this package, loaded when it is first used.
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         parse_mlir_mesh,
     )
     from reshard.notation.native import native_text, parse_native
+    from reshard.notation.objects import sharding_of
     from reshard.notation.scalapack import (
         Descriptor,
         parse_scalapack,
@@ -101,6 +103,7 @@ __all__ = [
     "ragged_text",
     "read_sharding",
     "scalapack_text",
+    "sharding_of",
     "sharding_of_dtensor",
     "sharding_of_jax",
     "sharding_of_placements",

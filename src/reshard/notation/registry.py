@@ -216,6 +216,7 @@ _OTHER_NAMES = {
     "reshard.notation.flat_buffer": ("FlatBuffer",),
     "reshard.notation.jax_objects": ("sharding_of_jax", "to_named_sharding", "to_partition_spec"),
     "reshard.notation.mlir": ("mlir_mesh_text", "mlir_operation_text", "parse_mlir_mesh"),
+    "reshard.notation.objects": ("sharding_of",),
     "reshard.notation.scalapack": ("Descriptor", "process_grid"),
     "reshard.notation.shardy": ("parse_shardy_mesh", "shardy_mesh_text"),
 }

@@ -3,7 +3,8 @@
 torch is imported here, so this package is only for programs that have it.
 """
 
-from reshard.torch.distributed_tensor import layout_of, rank_of, sharding_of
+from reshard.notation.objects import sharding_of
+from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.loading import LoadReport, load
 from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe

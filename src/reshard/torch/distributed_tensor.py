@@ -17,21 +17,12 @@ from reshard.notation.dtensor import text as dtensor
 from reshard.sharding import ShardingSpec
 
 
-def sharding_of(tensor: DTensor) -> ShardingSpec:
-    """The sharding of a DTensor, over its mesh.
-
-    Raises:
-        NotationError: a placement that is neither sharded, replicated nor partial by a reduction
-            that reshard has, or several different reductions.
-    """
-    return dtensor_objects.sharding_of_dtensor(tensor)
-
-
 def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int) -> ShardingSpec:
     """What placements over a torch `DeviceMesh` mean for a tensor of `ndim` dimensions.
 
     Raises:
-        NotationError: as `sharding_of`; or another number of placements than the mesh's.
+        NotationError: a placement that reshard has no word for, several different reductions, or
+            another number of placements than the mesh's.
     """
     return dtensor.sharding_of_placements(dtensor_objects.mesh_of(torch_mesh), placements, ndim)
 
@@ -39,7 +30,7 @@ def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor over ranks; a plain tensor is whole, on slot 0 of 1."""
     if isinstance(tensor, DTensor):
-        return sharding_of(tensor).layout(tuple(tensor.shape))
+        return dtensor_objects.sharding_of_dtensor(tensor).layout(tuple(tensor.shape))
     return Layout.whole(tuple(tensor.shape), [0], 1)
 
 

@@ -26,8 +26,8 @@ from reshard.errors import PlanError, ReshardError, RunError, ShardError, UsageE
 from reshard.execution.arrays import check_reduction
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.notation.objects import sharding_of
 from reshard.topology import Topology
-from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.exchange.agreement import Intent, agree, answering, check_member, confirm
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import (

@@ -20,8 +20,9 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
 from reshard.layout import Layout
+from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
-from reshard.torch.distributed_tensor import sharding_of, sharding_of_placements
+from reshard.torch.distributed_tensor import sharding_of_placements
 
 Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 

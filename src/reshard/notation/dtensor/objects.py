@@ -44,12 +44,15 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 def sharding_of_dtensor(tensor: Any) -> ShardingSpec:
     """The sharding of a DTensor, or of a `DTensorSpec` that has a shape; torch is not imported.
 
+    Any object with `placements`, a `shape`, and a `mesh` or `device_mesh` of torch will do.
+
     Raises:
         NotationError: a placement that reshard has no word for.
     """
     spec = getattr(tensor, "_spec", tensor)
+    mesh = spec.mesh if hasattr(spec, "mesh") else spec.device_mesh
     return sharding_of_placements(
-        mesh_of(spec.mesh),
+        mesh_of(mesh),
         spec.placements,
         len(tensor.shape),
         getattr(spec, "shard_order", None),

@@ -30,8 +30,8 @@ from reshard.layout import Layout
 from reshard.megatron.groups import MegatronGrids
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.rosters import LocalParameter
+from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
-from reshard.torch.distributed_tensor import sharding_of
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern, tied_root
 from reshard.torch.models.rosters import Entry, Roster, Shape, moved_by
 from reshard.torch.sides import check_writable, local_of
