@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.execution.target_shards import target_shard
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.testing.oracle import shards_of
 from reshard.testing.strategies import layouts_with_contents, shapes
@@ -24,7 +25,7 @@ CASES = shapes(max_rank=3).flatmap(
 @given(CASES)
 def test_rank_by_rank_is_as_at_once(case: Any) -> None:
     (source, contents), (target, _) = case
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     random = np.random.default_rng(0)
     dense = [random.integers(1, 5, source.shape) for _ in range(contents.contributions)]
     shards = shards_of(contents, [array.astype(np.float64) for array in dense], rubbish=77.0)
@@ -43,9 +44,9 @@ def test_contributions_are_combined_scaled_and_filled() -> None:
     mean, partial = (reshard.spec(mesh, f"- | {how}(x)").layout((2,)) for how in ("mean", "max"))
     whole = Layout.replicated((2,), 2)
     held = {0: np.array([1.0, 2.0]), 1: np.array([3.0, 8.0])}
-    plan = reshard.plan(mean, whole)
+    plan = LayoutChange(mean, whole)
     assert target_shard(plan, plan.transfers, 1, held)[0].tolist() == [2, 5]
-    plan = reshard.plan(whole, partial)
+    plan = LayoutChange(whole, partial)
     found = [target_shard(plan, plan.transfers, rank, held)[0].tolist() for rank in range(2)]
     assert found == [[1, 2], [-np.inf, -np.inf]]
 
@@ -53,7 +54,7 @@ def test_contributions_are_combined_scaled_and_filled() -> None:
 def test_only_senders_are_read() -> None:
     """Of two boxes on one rank, the second is asked for; the other rank's array is not."""
     boxes = [(0, Box((0, 0), (1, 4))), (0, Box((3, 0), (4, 4))), (1, Box((1, 0), (3, 4)))]
-    plan = reshard.plan(Layout.from_boxes((4, 4), boxes), Layout.whole((4, 4), [0], 1))
+    plan = LayoutChange(Layout.from_boxes((4, 4), boxes), Layout.whole((4, 4), [0], 1))
     last_row = plan.transfers.take(plan.transfers.start[:, 0] == 3)
     held = {0: np.arange(8), 1: "not an array"}
     found, copied = target_shard(plan, last_row, 0, held)
@@ -62,7 +63,7 @@ def test_only_senders_are_read() -> None:
 
 def test_the_check_is_called_before_every_box() -> None:
     whole, parts = Layout.whole((4,), [0], 2), reshard.spec(reshard.DeviceMesh.of(x=4), "x")
-    plan = reshard.plan(parts.layout((4,)), whole)
+    plan = LayoutChange(parts.layout((4,)), whole)
     seen = []
 
     def check() -> None:

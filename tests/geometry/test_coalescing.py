@@ -8,6 +8,7 @@ from hypothesis import given
 
 import reshard
 from reshard.geometry.coalescing import join_boxes
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.testing.strategies import LayoutAndContents, movements
@@ -36,7 +37,7 @@ def continues(one: Transfers, a: int, b: int) -> bool:
 @given(movements())
 def test_no_transfer_continues_another(movement: Movement) -> None:
     (source, _), (target, _) = movement
-    transfers = reshard.plan(source, target).transfers
+    transfers = LayoutChange(source, target).transfers
     rows = range(min(len(transfers), 60))
     assert not [(a, b) for a in rows for b in rows if a != b and continues(transfers, a, b)]
 
@@ -44,7 +45,7 @@ def test_no_transfer_continues_another(movement: Movement) -> None:
 @given(movements())
 def test_what_is_cut_apart_is_joined_again(movement: Movement) -> None:
     (source, _), (target, _) = movement
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     transfers = plan.transfers
     if not transfers.shape.size:
         return
@@ -77,7 +78,7 @@ def even(parts: int, length: int, rule: str = "") -> Layout:
 
 
 def test_two_parts_to_three_are_four_transfers() -> None:
-    transfers = reshard.plan(even(2, 12), even(3, 12)).transfers
+    transfers = LayoutChange(even(2, 12), even(3, 12)).transfers
     assert str(transfers).splitlines() == [
         "0 keeps [0:4]",
         "0 -> 1 [4:6]",
@@ -88,13 +89,13 @@ def test_two_parts_to_three_are_four_transfers() -> None:
 
 def test_an_unchanged_strided_layout_takes_none() -> None:
     glu = even(2, 16, "@stride2")
-    assert len(reshard.plan(glu, glu).transfers.moving) == 0
+    assert len(LayoutChange(glu, glu).transfers.moving) == 0
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_strided_layout_to_other_counts(parts: int) -> None:
     """Two strides of two parts, in another number of parts: nothing is cut more than it must."""
-    transfers = reshard.plan(even(2, 16, "@stride2"), even(parts, 16, "@stride2")).transfers
+    transfers = LayoutChange(even(2, 16, "@stride2"), even(parts, 16, "@stride2")).transfers
     expected = {
         1: ["0 keeps [0:4]", "0 keeps [8:12]", "1 -> 0 [4:8]", "1 -> 0 [12:16]"],
         4: [
@@ -109,7 +110,7 @@ def test_boxes_that_overlap_are_not_cut_where_their_neighbours_begin() -> None:
     corners = [(0, 0), (0, 3), (3, 0), (3, 3)]
     boxes = [(slot, Box((a, b), (a + 5, b + 5))) for slot, (a, b) in enumerate(corners)]
     source = Layout.from_boxes((8, 8), boxes)
-    transfers = reshard.plan(source, source).transfers
+    transfers = LayoutChange(source, source).transfers
     assert [str(transfers.box(row)) for row in range(len(transfers))] == [
         str(box) for _, box in boxes
     ]

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import reshard
 from reshard.errors import PlanError
+from reshard.execution.local import run
 from reshard.geometry.contributions import contribution_sources
 from reshard.geometry.demand import find_needs
 from reshard.geometry.holders import find_holders
 from reshard.geometry.key_intersections import find_key_meetings
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import find_overlap
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.geometry.transfers import Transfers, expand
@@ -82,12 +83,12 @@ def test_both_ways_give_equal_plans(movement: Movement) -> None:
 @given(movements_of_boxes(), st.integers(0, 2**16))
 def test_boxes_arrive_and_no_more_than_must(movement: Movement, seed: int) -> None:
     (source, held), (target, wanted) = movement
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     assert plan.moved_elements == least_moved(held, wanted, plan.combines)
     plan.verify()
     size = (held.contributions, *held.shape)
     dense = list(np.random.default_rng(seed).integers(-99, 99, size))
-    result = plan.run(shards_of(held, dense, rubbish=12345))
+    result = run(plan, shards_of(held, dense, rubbish=12345))
     assert np.array_equal(dense_of(wanted, result), reduced(held.reduction, dense))
 
 
@@ -121,7 +122,7 @@ def test_parts_with_many_runs_that_lie_within_one_another() -> None:
     source = Layout((2, 6), [lines, columns], 3, [0, 1, 2], [[0, 0], [0, 1], [1, 2]])
     holders = find_holders(source)
     assert holders.is_exclusive and not holders.is_grid
-    plan = reshard.plan(source, Layout.flat_ranges((2, 6), {0: (0, 3), 1: (3, 12)}))
+    plan = LayoutChange(source, Layout.flat_ranges((2, 6), {0: (0, 3), 1: (3, 12)}))
     assert [str(plan.transfers.box(row)) for row in range(len(plan.transfers))] == [
         "[0:1, 0:1]",
         "[0:1, 2:3]",
@@ -135,7 +136,7 @@ def test_parts_with_many_runs_that_lie_within_one_another() -> None:
     plan.verify()
     # The odd columns lie around column 2, and do not have it.
     boxes = [Box((0, 2), (1, 3)), Box((0, 0), (2, 2)), Box((0, 3), (2, 6)), Box((1, 2), (2, 3))]
-    plan = reshard.plan(source, Layout.from_boxes((2, 6), list(enumerate(boxes))))
+    plan = LayoutChange(source, Layout.from_boxes((2, 6), list(enumerate(boxes))))
     assert plan.for_rank(0).source_slot.tolist()[0] == 0
     plan.verify()
 
@@ -143,7 +144,7 @@ def test_parts_with_many_runs_that_lie_within_one_another() -> None:
 def test_a_target_that_has_a_box_twice() -> None:
     source = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
     box = Box((1, 1), (3, 3))
-    plan = reshard.plan(
+    plan = LayoutChange(
         source, Layout.from_boxes((4, 4), [(0, box), (2, box), (2, box), (1, Box((0, 0), (1, 1)))])
     )
     assert plan.moved_elements == plan.lower_bound_elements == 3 + 2 * 4 + 1
@@ -159,7 +160,7 @@ def even_ranges(shape: tuple[int, ...], ranks: int) -> Layout:
 @pytest.mark.parametrize("shape", [(8192, 28672), (64, 512, 1024)])
 def test_what_is_found_grows_with_the_routes(shape: tuple[int, ...]) -> None:
     source, target = even_ranges(shape, 1499), even_ranges(shape, 1501)
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     edges = {math.prod(shape) * i // n for n in (1499, 1501) for i in range(1, n)}
     moves = set(zip(plan.transfers.source_slot, plan.transfers.target_slot, strict=True))
     # Each stretch between two edges has one sender and one receiver.
@@ -176,7 +177,7 @@ def test_an_element_that_nobody_holds() -> None:
     source = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 15)})
     assert not find_holders(source).is_grid
     target = Layout.flat_ranges((4, 4), {0: (0, 3), 1: (3, 16)})
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     with pytest.raises(PlanError, match="only 11 of the 12 elements that slot 1 of the target"):
         _ = plan.transfers
     assert len(plan.routes_into(0).target_cell) == 1

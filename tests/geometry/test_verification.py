@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.plan import Plan
 from reshard.runs import FRESH_HALO, OWNED, IntArray
 from reshard.testing.strategies import LayoutAndContents, movements
 
 Movement = tuple[LayoutAndContents, LayoutAndContents]
-Mutation = Callable[[Plan, np.random.Generator], Transfers | None]
+Mutation = Callable[[LayoutChange, np.random.Generator], Transfers | None]
 
 EXAMPLES = max(settings().max_examples // 5, 1)
 MUTATIONS: dict[str, tuple[Mutation, str]] = {}
@@ -44,7 +44,7 @@ def some(generator: np.random.Generator, rows: IntArray) -> int | None:
     return int(generator.choice(rows)) if len(rows) else None
 
 
-def any_row(plan: Plan, generator: np.random.Generator) -> int | None:
+def any_row(plan: LayoutChange, generator: np.random.Generator) -> int | None:
     return some(generator, np.arange(len(plan.transfers)))
 
 
@@ -59,7 +59,7 @@ def changed(transfers: Transfers, row: int, **values: object) -> Transfers:
 
 
 @mutation("mesh transposed")
-def dropped(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def dropped(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -67,7 +67,7 @@ def dropped(plan: Plan, generator: np.random.Generator) -> Transfers | None:
 
 
 @mutation("mesh transposed")
-def doubled(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def doubled(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -75,7 +75,9 @@ def doubled(plan: Plan, generator: np.random.Generator) -> Transfers | None:
 
 
 @mutation("equal boxes")
-def one_doubled_in_place_of_another(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def one_doubled_in_place_of_another(
+    plan: LayoutChange, generator: np.random.Generator
+) -> Transfers | None:
     """The number of elements is right, and still one part is missing."""
     transfers = plan.transfers
     row = any_row(plan, generator)
@@ -93,7 +95,7 @@ def one_doubled_in_place_of_another(plan: Plan, generator: np.random.Generator) 
     return transfers.take(index)
 
 
-def shifted(name: str, plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def shifted(name: str, plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None or not plan.target.ndim:
         return None
@@ -104,22 +106,22 @@ def shifted(name: str, plan: Plan, generator: np.random.Generator) -> Transfers 
 
 
 @mutation("mesh transposed")
-def start_shifted(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def start_shifted(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     return shifted("start", plan, generator)
 
 
 @mutation("mesh transposed")
-def source_start_shifted(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def source_start_shifted(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     return shifted("source_start", plan, generator)
 
 
 @mutation("mesh transposed")
-def target_start_shifted(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def target_start_shifted(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     return shifted("target_start", plan, generator)
 
 
 @mutation("mesh transposed")
-def all_starts_shifted(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def all_starts_shifted(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     """A box that is true in itself, but the wrong one."""
     row = any_row(plan, generator)
     if row is None or not plan.target.ndim:
@@ -132,26 +134,26 @@ def all_starts_shifted(plan: Plan, generator: np.random.Generator) -> Transfers 
 
 
 @mutation("mesh transposed")
-def shape_changed(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def shape_changed(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     return shifted("shape", plan, generator)
 
 
 @mutation("mesh transposed")
-def emptied(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def emptied(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None or not plan.target.ndim:
         return None
     return changed(plan.transfers, row, shape=0)
 
 
-def from_cell(plan: Plan, row: int, cell: int) -> Transfers:
+def from_cell(plan: LayoutChange, row: int, cell: int) -> Transfers:
     """One row taken from another source cell, the same place in it."""
     slot = plan.source.cell_slot[cell]
     stays = slot == plan.transfers.target_slot[row]
     return changed(plan.transfers, row, source_cell=cell, source_slot=slot, stays=stays)
 
 
-def cells_with_the_same_parts(plan: Plan, row: int, *, contribution: bool) -> np.ndarray:
+def cells_with_the_same_parts(plan: LayoutChange, row: int, *, contribution: bool) -> np.ndarray:
     source, cell = plan.source, plan.transfers.source_cell[row]
     same = (source.cell_part == source.cell_part[cell]).all(axis=1)
     own = source.cell_contribution == source.cell_contribution[cell]
@@ -159,7 +161,9 @@ def cells_with_the_same_parts(plan: Plan, row: int, *, contribution: bool) -> np
 
 
 @mutation("mesh transposed")
-def sent_by_a_rank_that_has_it_not(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def sent_by_a_rank_that_has_it_not(
+    plan: LayoutChange, generator: np.random.Generator
+) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -182,7 +186,7 @@ def elements_of(layout: Layout, cell: int) -> set[tuple[int, ...]]:
 
 
 @mutation("mesh transposed")
-def slot_and_cell_disagree(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def slot_and_cell_disagree(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -193,7 +197,7 @@ def slot_and_cell_disagree(plan: Plan, generator: np.random.Generator) -> Transf
 
 @mutation("replicas")
 def sent_though_the_receiver_held_it(
-    plan: Plan, generator: np.random.Generator
+    plan: LayoutChange, generator: np.random.Generator
 ) -> Transfers | None:
     row = some(generator, np.flatnonzero(plan.transfers.stays))
     if row is None:
@@ -205,19 +209,19 @@ def sent_though_the_receiver_held_it(
 
 
 @mutation("mesh transposed")
-def stays_though_it_moves(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def stays_though_it_moves(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = some(generator, np.flatnonzero(~plan.transfers.stays))
     return None if row is None else changed(plan.transfers, row, stays=True)
 
 
 @mutation("mesh transposed")
-def moves_though_it_stays(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def moves_though_it_stays(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = some(generator, np.flatnonzero(plan.transfers.stays))
     return None if row is None else changed(plan.transfers, row, stays=False)
 
 
 @mutation("mesh transposed")
-def sent_to_another(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def sent_to_another(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -231,7 +235,7 @@ def sent_to_another(plan: Plan, generator: np.random.Generator) -> Transfers | N
 
 
 @mutation("partial sums")
-def in_the_wrong_order(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def in_the_wrong_order(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     """A contribution in the place of another."""
     combined = {c for c, sources in enumerate(plan.combines) if len(sources) > 1}
     carried = plan.target.cell_contribution[plan.transfers.target_cell]
@@ -244,7 +248,9 @@ def in_the_wrong_order(plan: Plan, generator: np.random.Generator) -> Transfers 
 
 
 @mutation("partial sums")
-def two_contributions_swapped(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def two_contributions_swapped(
+    plan: LayoutChange, generator: np.random.Generator
+) -> Transfers | None:
     """Every element gets every contribution once, but not in the order that all agreed on."""
     transfers = plan.transfers
     row = some(generator, np.flatnonzero(transfers.order == 1))
@@ -256,7 +262,7 @@ def two_contributions_swapped(plan: Plan, generator: np.random.Generator) -> Tra
 
 
 @mutation("partial sums")
-def a_contribution_too_many(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def a_contribution_too_many(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     row = any_row(plan, generator)
     if row is None:
         return None
@@ -264,7 +270,7 @@ def a_contribution_too_many(plan: Plan, generator: np.random.Generator) -> Trans
 
 
 @mutation("partial sums")
-def another_contribution(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def another_contribution(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     """The right elements, of the wrong contribution."""
     row = any_row(plan, generator)
     if row is None:
@@ -275,17 +281,19 @@ def another_contribution(plan: Plan, generator: np.random.Generator) -> Transfer
 
 
 @mutation("mesh transposed")
-def a_cell_that_is_not_there(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def a_cell_that_is_not_there(
+    plan: LayoutChange, generator: np.random.Generator
+) -> Transfers | None:
     row = any_row(plan, generator)
     return None if row is None else changed(plan.transfers, row, source_cell=plan.source.cells)
 
 
 @mutation("mesh transposed")
-def nothing_at_all(plan: Plan, generator: np.random.Generator) -> Transfers | None:
+def nothing_at_all(plan: LayoutChange, generator: np.random.Generator) -> Transfers | None:
     return plan.transfers.take(np.zeros(0, dtype=np.int64)) if len(plan.transfers) else None
 
 
-def example(name: str) -> Plan:
+def example(name: str) -> LayoutChange:
     mesh = reshard.DeviceMesh.of(x=2, y=3, devices=[4, 0, 1, 7, 3, 2])
     source, target = {
         "mesh transposed": ("x, y", "y, x"),
@@ -295,7 +303,7 @@ def example(name: str) -> Plan:
     }[name]
     shape = (6, 6)
     layouts = [reshard.spec(mesh, text).layout(shape) for text in (source, target)]
-    return reshard.plan(*layouts)
+    return LayoutChange(*layouts)
 
 
 def differ(a: Transfers, b: Transfers) -> bool:
@@ -324,7 +332,7 @@ def test_a_mutated_example_fails(name: str, seed: int) -> None:
 @given(movements(("sum",)), st.integers(0, 2**16))
 def test_a_mutated_plan_fails(name: str, movement: Movement, seed: int) -> None:
     (source, _), (target, _) = movement
-    plan = reshard.plan(source, target)
+    plan = LayoutChange(source, target)
     mutated = MUTATIONS[name][0](plan, np.random.default_rng(seed))
     assume(mutated is not None)
     assert mutated is not None
@@ -339,11 +347,11 @@ def test_a_stale_halo_is_no_source() -> None:
         reshard.spec(mesh, f"x@halo[1,1{word}]").layout((6,)) for word in ("", ",fresh")
     )
     target = Layout.whole((6,), [0], 1)
-    wanted = reshard.plan(fresh, target)
+    wanted = LayoutChange(fresh, target)
     assert wanted.moved_elements == 2
     wanted.verify()
     with pytest.raises(PlanError, match="the source does not have these indices"):
-        reshard.plan(stale, target).verify(wanted.transfers)
+        LayoutChange(stale, target).verify(wanted.transfers)
 
 
 def test_the_error_says_which_transfer_is_wrong() -> None:
@@ -355,6 +363,6 @@ def test_the_error_says_which_transfer_is_wrong() -> None:
 
 def test_a_plan_of_its_own_is_compared_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = example("mesh transposed")
-    monkeypatch.setattr(Plan, "moved_elements", plan.moved_elements + 1)
-    with pytest.raises(PlanError, match="where 26 suffice"):
+    monkeypatch.setattr(LayoutChange, "lower_bound_elements", 25)
+    with pytest.raises(PlanError, match="moves 26 elements where 25 suffice"):
         plan.verify()

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import LayoutError, PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
+from reshard.plans.plan import Plan
 from reshard.runs import RunTable
 from reshard.testing.strategies import LayoutAndContents, movements
 
@@ -28,10 +31,13 @@ def rows(transfers: Transfers) -> Counter[tuple[object, ...]]:
     )
 
 
-@given(movements())
-def test_the_parts_of_all_ranks_are_the_plan(movement: Movement) -> None:
+@pytest.mark.parametrize("kind", [LayoutChange, Plan])
+@given(movement=movements())
+def test_the_parts_of_all_ranks_are_the_plan(
+    kind: type[LayoutChange | Plan], movement: Movement
+) -> None:
     (source, _), (target, _) = movement
-    plan = reshard.plan(source, target)
+    plan = kind(source, target)
     ranks = range(max(source.slots, target.slots))
     # Asked on a plan of its own, which has not looked at the whole.
     parts = {rank: plan.for_rank(rank) for rank in ranks}
@@ -45,10 +51,13 @@ def test_the_parts_of_all_ranks_are_the_plan(movement: Movement) -> None:
     assert sent == rows(plan.transfers.moving)
 
 
-@given(movements())
-def test_the_totals_are_those_of_the_transfers(movement: Movement) -> None:
+@pytest.mark.parametrize("kind", [LayoutChange, Plan])
+@given(movement=movements())
+def test_the_totals_are_those_of_the_transfers(
+    kind: type[LayoutChange | Plan], movement: Movement
+) -> None:
     (source, _), (target, _) = movement
-    plan = reshard.plan(source, target)
+    plan = kind(source, target)
     moving = plan.transfers.moving
     for counted, slots, slot in (
         (plan.sent_elements, source.slots, moving.source_slot),
@@ -57,6 +66,18 @@ def test_the_totals_are_those_of_the_transfers(movement: Movement) -> None:
         expected = np.zeros(slots, dtype=np.int64)
         np.add.at(expected, slot, moving.elements)
         assert counted.tolist() == expected.tolist()
+
+
+@given(movements(), st.sampled_from([None, "int8", "float64"]))
+def test_a_plan_is_a_job_of_one_tensor(movement: Movement, dtype: str | None) -> None:
+    (source, _), (target, _) = movement
+    plan = reshard.plan(source, target, dtype)
+    job = reshard.Job([reshard.JobItem.between_ranks("w", dtype or "uint8", source, target)])
+    assert rows(plan.transfers) == rows(job.transfers.get("w", Transfers.none(source.ndim)))
+    assert (plan.sent_elements * job.items[0].dtype.itemsize_bytes == job.sent_bytes).all()
+    assert (plan.received_elements * job.items[0].dtype.itemsize_bytes == job.received_bytes).all()
+    if plan.change.is_determined:
+        assert rows(plan.transfers) == rows(plan.change.transfers)
 
 
 def test_what_is_held_already_stays() -> None:
@@ -68,7 +89,7 @@ def test_what_is_held_already_stays() -> None:
     assert plan.transfers.stays.all()
 
 
-def test_replicas_take_turns_as_senders() -> None:
+def test_replicas_share_what_they_send() -> None:
     whole, one = Layout.replicated((4,), 4), Layout.replicated((4,), 12)
     plan = reshard.plan(whole, one)
     assert plan.sent_elements.tolist() == [8, 8, 8, 8]
@@ -87,7 +108,7 @@ def test_a_source_that_leaves_elements_out_is_refused() -> None:
     partial = Layout((6,), [table], 1, [0], [[0]])
     plan = reshard.plan(partial, Layout.replicated((6,), 2))
     with pytest.raises(PlanError, match=r"only 4 of the 6 elements that slot 0 .*index 4 of dim"):
-        _ = plan.routes
+        _ = plan.transfers
     with pytest.raises(PlanError, match="slot 1"):
         plan.for_rank(1)
 

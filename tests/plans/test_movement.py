@@ -72,7 +72,7 @@ def test_means_come_out_as_means(movement: Movement, seed: int) -> None:
 def test_no_more_moves_than_must(movement: Movement) -> None:
     (source, held), (target, wanted) = movement
     plan = reshard.plan(source, target, dtype="bfloat16")
-    least = least_moved(held, wanted, plan.combines)
+    least = least_moved(held, wanted, plan.change.combines)
     assert plan.lower_bound_elements == least
     assert plan.moved_elements == least
     assert (plan.moved_bytes, plan.lower_bound_bytes) == (2 * least, 2 * least)

@@ -30,7 +30,6 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NATIVE, ParsedSharding
-from reshard.plans.job import Job, JobItem
 from reshard.plans.plan import Plan, plan
 from reshard.plans.tables.movement_table import movement_table
 from reshard.plans.traffic import Traffic, busiest
@@ -43,7 +42,6 @@ from reshard.text.width import shortened
 from reshard.topology import Topology
 
 MOST_DRAWN_ELEMENTS = 4096
-_NAME = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +132,7 @@ class Explanation:
     @cached_property
     def moving(self) -> Transfers:
         """The boxes that pass between ranks, by receiver and place in the tensor."""
-        ends = (self.plan.source, self.plan.target)
-        job = Job([JobItem.between_ranks(_NAME, self._dtype, *ends)])
-        moving = job.transfers.get(_NAME, Transfers.none(self.plan.source.ndim)).moving
+        moving = self.plan.transfers.moving
         place = moving.start.T[::-1]
         return moving.take(np.lexsort((moving.order, *place, moving.target_slot)))
 

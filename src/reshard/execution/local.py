@@ -15,7 +15,7 @@ the result is of the same kind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from reshard.dtypes import DType
 from reshard.errors import ShardError
@@ -32,9 +32,7 @@ from reshard.execution.cells import cell_arrays, clear_pads, element_positions
 from reshard.execution.copies import carry_out, checked_threads
 from reshard.execution.outputs import storages_to_fill
 from reshard.execution.route_copies import route_copies
-
-if TYPE_CHECKING:
-    from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.layout_change import LayoutChange
 
 Array = TypeVar("Array")
 
@@ -74,10 +72,10 @@ def run(
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
     >>> shards = {0: np.array([[0, 1, 2, 3]]), 1: np.array([[4, 5, 6, 7]])}
-    >>> run(reshard.plan(rows, columns), shards)[1].tolist()
+    >>> run(LayoutChange(rows, columns), shards)[1].tolist()
     [[2, 3], [6, 7]]
     >>> whole = np.zeros((2, 4), int)
-    >>> found = run(reshard.plan(rows, columns), shards, {0: whole[:, :2], 1: whole[:, 2:]})
+    >>> found = run(LayoutChange(rows, columns), shards, {0: whole[:, :2], 1: whole[:, 2:]})
     >>> whole.tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """

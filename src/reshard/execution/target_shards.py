@@ -12,7 +12,7 @@ the source are read that the rank gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from reshard.execution.arrays import kind_of
 from reshard.execution.cells import cell_arrays
 from reshard.execution.local import finish_contributions
 from reshard.execution.transfer_copies import transfer_copies
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.runs import distinct
-
-if TYPE_CHECKING:
-    from reshard.geometry.layout_change import LayoutChange
 
 Array = TypeVar("Array")
 
@@ -48,7 +46,7 @@ def target_shard(
     >>> import reshard
     >>> whole = reshard.Layout.replicated((4,), 1)
     >>> halves = reshard.spec(reshard.DeviceMesh.of(x=2), "x").layout((4,))
-    >>> plan = reshard.plan(whole, halves)
+    >>> plan = LayoutChange(whole, halves)
     >>> target_shard(plan, plan.transfers, 1, {0: np.arange(4)})
     (array([2, 3]), 2)
     """

@@ -79,6 +79,11 @@ class LayoutChange(Interned):
         """The fraction `(numerator, denominator)` that combined contributions are scaled by."""
         return mean_scale(self.source, self.target)
 
+    @property
+    def is_determined(self) -> bool:
+        """Whether each element of the source has one holder, so that nobody chooses a sender."""
+        return self.holders.is_exclusive and len(self.holders.cells) == len(self.holders.keys)
+
     @cached_property
     def holders(self) -> Holders:
         """Who holds each element of the source."""
@@ -170,6 +175,11 @@ class LayoutChange(Interned):
         """Elements that move between slots."""
         return int(self.received_elements.sum())
 
+    @property
+    def staying_elements(self) -> int:
+        """Elements that are where they shall be."""
+        return int(self.routes.elements[self.routes.stays].sum())
+
     @cached_property
     def lower_bound_elements(self) -> int:
         """The fewest elements any direct exchange can move."""
@@ -180,18 +190,15 @@ class LayoutChange(Interned):
 
         Raises:
             PlanError: a box that is missing, doubled, misplaced, or sent by a slot that has
-                it not, or that the receiver held already.
+                it not, or that the receiver held already; or more that moves than must.
         """
-        verify_transfers(
-            self.source,
-            self.target,
-            self.combines,
-            self.transfers if transfers is None else transfers,
-        )
-        if transfers is None and self.moved_elements != self.lower_bound_elements:
+        if transfers is None:
+            transfers = self.transfers
+        verify_transfers(self.source, self.target, self.combines, transfers)
+        moved = int(transfers.elements[~transfers.stays].sum())
+        if moved != self.lower_bound_elements:
             raise PlanError(
-                f"the plan moves {self.moved_elements} elements where "
-                f"{self.lower_bound_elements} suffice"
+                f"the plan moves {moved} elements where {self.lower_bound_elements} suffice"
             )
 
     def __repr__(self) -> str:

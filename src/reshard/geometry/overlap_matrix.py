@@ -35,7 +35,7 @@ def kept_elements(plan: LayoutChange) -> IntArray:
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
     >>> source, target = (reshard.spec(mesh, text).layout((4, 4)) for text in ("x, y", "y, x"))
-    >>> kept_elements(reshard.plan(source, target)).tolist()
+    >>> kept_elements(LayoutChange(source, target)).tolist()
     [[4, 0, 0, 0], [0, 0, 4, 0], [0, 4, 0, 0], [0, 0, 0, 4]]
     """
     source, target, holders = plan.source, plan.target, plan.holders

@@ -1,24 +1,29 @@
-"""What has to move so that one layout becomes another?
+"""The plan of one tensor: what moves from one layout to another, from whom, and how much that is.
 
-A `Plan` is geometry: for one shape and two layouts, which boxes go from which slot to which.
-It is a value, found without looking at any data, the same on every rank.
-
-1. `holders`: who holds each element of the source;
-2. `overlap`: along each dimension, what each target part takes from whom;
-3. `routes`: the product of the dimensions, and a sender for each;
-4. `transfers`: routes written out as boxes, for one rank or for all.
+A plan is a job of one tensor, without the name. What moves and what stays follows from the two
+layouts (`LayoutChange`); where several ranks hold what another lacks, the senders are those of the
+job, and so those of the exchange between live ranks (see `reshard.plans.senders`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import PlanError
+from reshard.errors import LayoutError, PlanError
+from reshard.execution.local import run
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.transfers import Transfers
+from reshard.interning import Interned
 from reshard.layout import Layout
+from reshard.plans.estimates import change_estimate
+from reshard.plans.job import Job, JobItem
+from reshard.runs import IntArray
 
 if TYPE_CHECKING:
     from reshard.cost.estimate import Estimate
@@ -27,13 +32,16 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array")
 
+# What the tensor is called in the job.
+_NAME = "tensor"
 
-class Plan(LayoutChange):
+
+class Plan(Interned):
     """The movement from `source` to `target`, both of one shape. Make it with `reshard.plan`.
 
-    Slots of the same number in both layouts are the same place: what a slot holds already
-    stays there. Where several slots hold what another lacks, they take turns; a `Job` weighs
-    the bytes of all its tensors instead.
+    Slots of the same number in both layouts are the same rank: what a rank holds already stays
+    there. Where several ranks hold what another lacks, the senders are balanced: by bytes, or by
+    elements where the plan has no dtype.
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=3)
@@ -48,14 +56,71 @@ class Plan(LayoutChange):
     """
 
     def __init__(self, source: Layout, target: Layout, dtype: DType | None = None) -> None:
-        super().__init__(source, target)
+        self.change = LayoutChange(source, target)
         self.dtype = dtype
 
     def interning_key(self) -> object:
-        return (self.source, self.target, self.dtype)
+        return (self.change, self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Plan, (self.source, self.target, self.dtype))
+
+    @property
+    def source(self) -> Layout:
+        """Where the elements are."""
+        return self.change.source
+
+    @property
+    def target(self) -> Layout:
+        """Where they shall be."""
+        return self.change.target
+
+    @cached_property
+    def job(self) -> Job:
+        """The job of this tensor alone. Without a dtype its elements count as a byte each."""
+        dtype = as_dtype("uint8") if self.dtype is None else self.dtype
+        return Job([JobItem.between_ranks(_NAME, dtype, self.source, self.target)])
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Every box, those that stay included. Raises PlanError where an element is missing."""
+        # Where nobody has a choice the change itself says who sends, and needs no job.
+        if self.change.is_determined:
+            return self.change.transfers
+        return self.job.transfers.get(_NAME, Transfers.none(self.source.ndim))
+
+    def for_rank(self, rank: int) -> Transfers:
+        """What one rank receives, keeps and sends, found without the others' part.
+
+        Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
+            raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
+        if self.change.is_determined:
+            return self.change.for_rank(rank)
+        return self.job.for_rank(int(rank)).get(_NAME, Transfers.none(self.source.ndim))
+
+    @cached_property
+    def sent_elements(self) -> IntArray:
+        """Elements each source rank sends to others: shape `(source.slots,)`."""
+        if self.change.is_determined:
+            return self.change.sent_elements
+        return self.job.sent_bytes // self.job.items[0].dtype.itemsize_bytes
+
+    @property
+    def received_elements(self) -> IntArray:
+        """Elements each target rank receives from others: shape `(target.slots,)`."""
+        return self.change.received_elements
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that move between ranks."""
+        return self.change.moved_elements
+
+    @property
+    def lower_bound_elements(self) -> int:
+        """The fewest elements any direct exchange can move."""
+        return self.change.lower_bound_elements
 
     @property
     def moved_bytes(self) -> int:
@@ -82,14 +147,23 @@ class Plan(LayoutChange):
             PlanError: a plan without a dtype.
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
-        from reshard.plans.estimates import change_estimate
-
         if self.dtype is None:
             raise PlanError(
                 "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
                 "dtype='bfloat16')"
             )
-        return change_estimate(self, self.dtype.itemsize_bytes, topology)
+        if self.change.is_determined:
+            return change_estimate(self.change, self.dtype.itemsize_bytes, topology)
+        return self.job.estimate(topology)
+
+    def verify(self, transfers: Transfers | None = None) -> None:
+        """Check the transfers of this plan, or the given ones, against the two layouts.
+
+        Raises:
+            PlanError: a box that is missing, doubled, misplaced, or sent by a rank that has
+                it not, or that the receiver held already; or more that moves than must.
+        """
+        self.change.verify(self.transfers if transfers is None else transfers)
 
     def run(
         self,
@@ -102,9 +176,7 @@ class Plan(LayoutChange):
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
         each processor when None. See `reshard.execution.local.run`.
         """
-        from reshard.execution.local import run
-
-        return run(self, shards, out, threads, self.dtype)
+        return run(self.change, shards, out, threads, self.dtype)
 
     def to_json(self) -> str:
         """This plan as a short JSON document, see `reshard.plans.documents.plan_document`."""

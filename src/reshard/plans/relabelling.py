@@ -212,7 +212,7 @@ def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
                 "relabelling for a plan without a dtype; give one: reshard.plan(source, target, "
                 "dtype='bfloat16')"
             )
-        return {job: job.dtype.itemsize_bytes}
+        return {job.change: job.dtype.itemsize_bytes}
     for item in job.items:
         weights[item.change] = weights.get(item.change, 0) + item.dtype.itemsize_bytes
     return weights

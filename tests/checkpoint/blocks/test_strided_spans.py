@@ -12,8 +12,8 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.strided_spans import extent, is_dense, strided_spans
 from reshard.checkpoint.blocks.tiles import source_tiles
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
-from reshard.plans.plan import Plan
 from reshard.testing.strategies import shapes
 
 
@@ -42,7 +42,7 @@ def test_every_element_of_every_block(
     numbers = np.arange(math.prod(shape)).reshape(shape)
     memory[view.positions(shape)] = numbers
     layout = Layout.from_boxes(shape, [(0, Box((0,) * len(shape), shape))])
-    tiles = source_tiles(Plan(layout, Layout.whole(shape, [1], 2)))
+    tiles = source_tiles(LayoutChange(layout, Layout.whole(shape, [1], 2)))
     grid = BlockGrid.of(shape, itemsize, block_bytes)
     for index in range(grid.count):
         box = grid.box(index)
@@ -60,7 +60,7 @@ def test_every_element_of_every_block(
 def test_wide_gaps_are_not_read() -> None:
     shape, view = (100, 3), View(0, (100_000, 1))
     layout = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
-    (tile,) = source_tiles(Plan(layout, Layout.whole(shape, [1], 2))).tiles
+    (tile,) = source_tiles(LayoutChange(layout, Layout.whole(shape, [1], 2))).tiles
     grid = BlockGrid.of(shape, 4)
     spans = list(strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20))
     assert sum(span.size_bytes for span in spans) == 100 * 3 * 4
@@ -69,7 +69,7 @@ def test_wide_gaps_are_not_read() -> None:
 def test_narrow_gaps_are_read_along() -> None:
     shape, view = (100, 3), View(0, (5, 1))
     layout = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
-    (tile,) = source_tiles(Plan(layout, Layout.whole(shape, [1], 2))).tiles
+    (tile,) = source_tiles(LayoutChange(layout, Layout.whole(shape, [1], 2))).tiles
     grid = BlockGrid.of(shape, 4)
     (span,) = strided_spans(tile, view, grid, grid.box(0), 0, 4 << 20)
     assert span.size_bytes == (99 * 5 + 3) * 4

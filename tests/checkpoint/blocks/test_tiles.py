@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.checkpoint.blocks.grid import BlockGrid
 from reshard.checkpoint.blocks.tiles import Tiles, source_tiles, target_tiles
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
-from reshard.plans.plan import Plan
 from reshard.testing.oracle import Contents
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import (
@@ -28,8 +28,8 @@ LayoutAndContents = tuple[Layout, Contents]
 NOTHING = -2
 
 
-def assembly(layout: Layout) -> Plan:
-    return Plan(layout, Layout.whole(layout.shape, [layout.slots], layout.slots + 1))
+def assembly(layout: Layout) -> LayoutChange:
+    return LayoutChange(layout, Layout.whole(layout.shape, [layout.slots], layout.slots + 1))
 
 
 def memory_of(contents: Contents) -> dict[int, np.ndarray]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.hosts.target_regions import find_regions
 from reshard.runs import PAD, RunTable
@@ -33,7 +34,7 @@ def test_a_region_is_what_the_same_cells_want(
     movement: tuple[LayoutAndContents, LayoutAndContents],
 ) -> None:
     (source, _), (target, _) = movement
-    combines = reshard.plan(source, target).combines
+    combines = LayoutChange(source, target).combines
     regions = find_regions(target, combines)
     wanting: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for cell in range(target.cells):

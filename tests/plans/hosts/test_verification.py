@@ -14,6 +14,7 @@ from plans.staged_jobs import (
     spec_job,
 )
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
@@ -85,7 +86,7 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
     """Two ranks hold all: a fan-out from one to the other is wrong, in place of what stays too."""
     mesh = reshard.DeviceMesh.of(x=2)
     whole = reshard.spec(mesh, "-").layout((4,))
-    plan = reshard.plan(whole, whole)
+    plan = LayoutChange(whole, whole)
     stays = plan.transfers
     again = stays.take([0]).replace(
         target_slot=np.array([1]), target_cell=np.array([1]), stays=np.array([False])
@@ -98,7 +99,7 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
 
 
 def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
-    plan = reshard.plan(Layout.whole((4,), [0], 2), Layout.replicated((4,), 2))
+    plan = LayoutChange(Layout.whole((4,), [0], 2), Layout.replicated((4,), 2))
     stays, moves = plan.transfers.take([0]), plan.transfers.take([1])
     back = moves.replace(
         source_slot=np.array([1]),

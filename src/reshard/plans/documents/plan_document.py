@@ -69,7 +69,7 @@ def layout_from_json(text: str) -> Layout:
 def plan_to_json(plan: Plan) -> str:
     """A plan as a JSON document, the same for the same plan."""
     writer = Writer()
-    return writer.document("plan", {"plan": writer.plan(plan, plan.dtype)})
+    return writer.document("plan", {"plan": writer.plan(plan.change, plan.dtype)})
 
 
 def plan_from_json(text: str) -> Plan:

@@ -120,7 +120,7 @@ def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:
 
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(host=2, gpu=4)
-    >>> plan = reshard.plan(*(reshard.spec(mesh, text).layout((8,)) for text in ("gpu", "-")))
+    >>> plan = LayoutChange(*(reshard.spec(mesh, text).layout((8,)) for text in ("gpu", "-")))
     >>> across_hosts_bound_elements(plan, Topology.of(hosts=2, ranks_per_host=4))
     0
     >>> across_hosts_bound_elements(plan, Topology.of(hosts=4, ranks_per_host=2))

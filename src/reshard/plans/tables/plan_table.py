@@ -31,12 +31,10 @@ def plan_table(plan: Plan) -> str:
     12 transfers in 12 messages, which take 3 rounds
     """
     sent, received = plan.sent_elements, plan.received_elements
-    transfers = plan.transfers
-    stays = int(transfers.elements[transfers.stays].sum())
     lines = [
         ("moved", plan.moved_elements, ""),
         ("least possible", plan.lower_bound_elements, ""),
-        ("stays in place", stays, ""),
+        ("stays in place", plan.change.staying_elements, ""),
         ("busiest sender", int(sent.max(initial=0)), busiest_text(sent, plan.source.holders)),
         (
             "busiest receiver",
@@ -55,7 +53,7 @@ def plan_table(plan: Plan) -> str:
         ]
         body = table(rows_with_bytes, ("", "bytes", "elements", ""), "lrrl")
     of = "" if plan.dtype is None else f"{plan.dtype.name} "
-    moving = transfers.moving
+    moving = plan.transfers.moving
     return "\n".join(
         [
             f"Plan of {of}{list(plan.source.shape)} from {len(plan.source.holders)} to "

@@ -141,7 +141,7 @@ def change_picture(
         )
     written = _labels(labels, ascii)
     origins = None
-    if plan is not None and labels == "ranks" and len(plan.routes.target_cell) <= MOST_BOXES:
+    if plan is not None and labels == "ranks" and len(plan.change.routes.target_cell) <= MOST_BOXES:
         origins = find_origins(plan.transfers if transfers is None else transfers)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
     source_sketch = _fitted(source, width, height, written, None)
@@ -163,9 +163,7 @@ def movement_text(plan: Plan) -> str:
     >>> movement_text(reshard.plan(half, half))
     'Nothing moves: 6 elements stay.'
     """
-    routes = plan.routes
-    staying = int(routes.elements[routes.stays].sum())
-    moving = plan.moved_elements
+    staying, moving = plan.change.staying_elements, plan.moved_elements
     total = moving + staying
 
     def size(elements: int) -> str:

@@ -30,8 +30,8 @@ from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem
 from reshard.plans.local_copies import SMALL_PIECE_BYTES
+from reshard.plans.plan import Plan
 
 # Every piece in a packed message begins where any dtype may.
 ALIGNMENT_BYTES = 16
@@ -295,8 +295,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
 @functools.lru_cache(maxsize=256)
 def transfers_of(plan: LayoutChange, dtype: DType, rank: int) -> Transfers:
     """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
-    job = Job([JobItem.between_ranks("tensor", dtype, plan.source, plan.target)])
-    return job.for_rank(rank).get("tensor", Transfers.none(plan.source.ndim))
+    return Plan(plan.source, plan.target, dtype).for_rank(rank)
 
 
 def in_order(rows: Transfers) -> list[int]:
