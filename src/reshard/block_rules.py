@@ -101,6 +101,14 @@ class Blocks(CutRule):
         expect_not_negative("blocks", self.sizes)
 
     def table(self, length: int, parts: int) -> RunTable:
+        if sum(self.sizes) * parts == length and length and parts > 1:
+            # A list of sizes can be meant both ways, and the length says which one fits.
+            whole = [size * parts for size in self.sizes]
+            raise RuleError(
+                f"blocks {list(self.sizes)} add up to {sum(self.sizes)}, but the length is "
+                f"{length}, {parts} times as much: they are read as the sizes of whole blocks; if "
+                f"they are those on each of {parts} parts, give {whole}, or every part's own sizes"
+            )
         expect_sum("blocks", self.sizes, length)
         rows: list[IntArray] = []
         local = np.zeros(parts, dtype=np.int64)

@@ -30,6 +30,7 @@ from reshard.testing.strategies import specs_with_shapes
 
 TWO = DeviceMesh.of(ep=2)
 BY_RANK = ((4, 6, 4, 2), (2, 4, 8, 2))
+FLAT = (4, 6, 4, 2, 2, 4, 8, 2)
 SIZES = (6, 10, 12, 4)
 
 
@@ -140,10 +141,54 @@ def test_it_is_a_value() -> None:
     assert PartitionedShard(0, 1, (3,), aligned=True).rule == WholeBlocks((3,))
 
 
+def test_splits_may_be_lists_arrays_or_flat() -> None:
+    expected = PartitionedShard(0, 4, BY_RANK)
+    rows = [np.array(row) for row in BY_RANK]
+    for given_splits in ([list(row) for row in BY_RANK], np.array(BY_RANK), rows, list(FLAT)):
+        shard = PartitionedShard(np.int64(0), 4, given_splits)  # type: ignore[arg-type]
+        assert shard == expected
+        assert hash(shard) == hash(expected)
+        assert str(shard) == str(expected)
+    assert PartitionedShard(0, 4, np.array(SIZES)) == PartitionedShard(0, 4, SIZES)  # type: ignore[arg-type]
+    text = f"PartitionedShard(0, 4, {list(FLAT)})"
+    assert parse_partitioned(text, TWO, (32,)) is parse_partitioned(str(expected), TWO, (32,))
+
+
+def test_splits_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    expected = PartitionedShard(0, 4, BY_RANK)
+    rows = [torch.tensor(row) for row in BY_RANK]
+    for given_splits in (torch.tensor(BY_RANK), rows, torch.tensor(FLAT, dtype=torch.int32)):
+        assert PartitionedShard(0, torch.tensor(4), given_splits) == expected  # type: ignore[arg-type]
+
+
+def test_a_flat_list_that_fits_as_sizes_on_each_rank_says_both() -> None:
+    spec = parse_partitioned("PartitionedShard(0, 2, (4, 6))", TWO, (20,))
+    message = r"sizes of whole blocks; if they are those on each of 2 parts, give \[8, 12\]"
+    with pytest.raises(RuleError, match=message):
+        spec.layout((20,))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: PartitionedShard(0, 3, (4, 6)), "give 2 sizes for 3 partitions"),
+        (
+            lambda: PartitionedShard(0, 4, (4, 6, 4, 2, 2, 4)),
+            "one for each, 4 in all, or one for each on every rank, 8 in all for 2 ranks",
+        ),
+        (lambda: PartitionedShard(0, 2, ()), "give 0 sizes for 2 partitions"),
+        (lambda: PartitionedShard(0, 2, (4, 6.0)), "splits of .*: 6.0 is no whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2, np.ones((2, 2))), "1.0 is no whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2, ("4", "6")), "'4' is no whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 1, (((4,),),)), "are nested deeper"),  # type: ignore
+        (lambda: PartitionedShard(0, 1, 4), r"splits 4 .* give one number a partition"),  # type: ignore
+        (lambda: PartitionedShard(0.5, 1, (4,)), "dim of .*: 0.5 is no whole number"),  # type: ignore
+        (lambda: PartitionedShard(0, 2.0, (4, 6)), "num_partitions of .*: 2.0 is no"),  # type: ignore
+        (
+            lambda: PartitionedShard(0, 4, FLAT, aligned=True),
+            "are a row for each rank, but aligned",
+        ),
         (lambda: PartitionedShard(0, 2, ((4, 6), (1,))), "give 1 sizes for 2 partitions"),
         (lambda: PartitionedShard(0, 2, (4, -6)), r"splits \(4, -6\) .* must not be negative"),
         (lambda: PartitionedShard(0, 1, ((4,), (-6,))), "must not be negative"),

@@ -1,4 +1,4 @@
-"""How is a dimension cut that is made of partitions of different sizes?
+"""The placement of a dimension that is made of partitions of different sizes.
 
 A `PartitionedShard` cuts one dimension, made of consecutive partitions (the experts of a
 mixture, say), over one mesh axis. *Unaligned*, every rank has a slice of every partition;
@@ -15,9 +15,10 @@ Source: the proposal of a `PartitionedShard` placement for DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from reshard.block_rules import Blocks, Pieces, WholeBlocks
 from reshard.cut_rules import CutRule
@@ -34,15 +35,18 @@ class PartitionedShard:
         dim: the dimension; a negative one counts from the end.
         num_partitions: how many partitions there are.
         splits: the size of each partition, shape `(num_partitions,)`; or, unaligned, how much
-            each rank has of it, shape `(ranks, num_partitions)`.
+            each rank has of it, shape `(ranks, num_partitions)`, or the same in one flat list, one
+            rank behind another. Lists, or arrays of NumPy or torch.
         aligned: whether ranks have whole partitions, by ceil of their number.
 
     Raises:
         NotationError: splits of another shape, negative ones, or a matrix when aligned.
 
-    >>> shard = PartitionedShard(0, 4, [(4, 6, 4, 2), (2, 4, 8, 2)])
+    >>> shard = PartitionedShard(0, 4, [[4, 6, 4, 2], [2, 4, 8, 2]])
     >>> shard.partition_sizes
     (6, 10, 12, 4)
+    >>> shard == PartitionedShard(0, 4, [4, 6, 4, 2, 2, 4, 8, 2])
+    True
     >>> shard.rule.table(32, 2).local_lengths.tolist()
     [16, 16]
     >>> print(PartitionedShard(0, 4, (6, 10, 12, 4), aligned=True))
@@ -55,29 +59,50 @@ class PartitionedShard:
     aligned: bool = False
 
     def __post_init__(self) -> None:
-        given = tuple(
-            tuple(int(size) for size in item) if isinstance(item, Sequence) else int(item)
-            for item in self.splits
-        )
+        for name in ("dim", "num_partitions"):
+            number = _as_tuples(getattr(self, name), name)
+            if not isinstance(number, int):
+                raise NotationError(f"{name} {number} of a PartitionedShard must be one number")
+            object.__setattr__(self, name, number)
+        given = _as_tuples(self.splits, "splits")
+        # What errors show, until the splits are known to be right.
         object.__setattr__(self, "splits", given)
-        rows = [item for item in given if isinstance(item, tuple)]
-        sizes = [item for item in given if not isinstance(item, tuple)]
-        if rows and sizes:
-            raise self._wrong("are numbers and rows; give one number a partition, or a row a rank")
-        for row in rows or [tuple(sizes)]:
-            if len(row) != self.num_partitions:
-                raise self._wrong(
-                    f"give {len(row)} sizes for {self.num_partitions} partitions; give one for each"
+        object.__setattr__(self, "splits", self._check_splits(given))
+
+    def _check_splits(self, given: object) -> Splits:
+        count = self.num_partitions
+        items = given if isinstance(given, tuple) else (given,)
+        rows = tuple(item for item in items if isinstance(item, tuple))
+        sizes = tuple(item for item in items if isinstance(item, int))
+        if not isinstance(given, tuple) or (rows and sizes):
+            raise self._refusal(
+                "are numbers and rows; give one number a partition, or a row a rank"
+            )
+        if not rows and len(sizes) != count:
+            if not count or len(sizes) % count or not sizes:
+                raise self._refusal(
+                    f"give {len(sizes)} sizes for {count} partitions; give one for each, {count} "
+                    f"in all, or one for each on every rank, {2 * count} in all for 2 ranks"
+                )
+            rows = tuple(sizes[at : at + count] for at in range(0, len(sizes), count))
+        for row in rows or (sizes,):
+            if not all(isinstance(size, int) for size in row):
+                raise self._refusal("are nested deeper than one row a rank; give such rows")
+            if len(row) != count:
+                raise self._refusal(
+                    f"give {len(row)} sizes for {count} partitions; give one for each"
                 )
             if any(size < 0 for size in row):
-                raise self._wrong("must not be negative")
+                raise self._refusal("must not be negative")
         if rows and self.aligned:
-            raise self._wrong(
+            sums = tuple(map(sum, zip(*rows, strict=True)))
+            raise self._refusal(
                 "are a row for each rank, but aligned partitions are never cut; give their sizes, "
-                f"{self.partition_sizes}"
+                f"{sums}"
             )
+        return rows or sizes
 
-    def _wrong(self, problem: str) -> NotationError:
+    def _refusal(self, problem: str) -> NotationError:
         return NotationError(f"the splits {self.splits} of a PartitionedShard {problem}")
 
     @property
@@ -123,3 +148,18 @@ class PartitionedShard:
     def __str__(self) -> str:
         aligned = ", aligned=True" if self.aligned else ""
         return f"PartitionedShard({self.dim}, {self.num_partitions}, {self.splits}{aligned})"
+
+
+def _as_tuples(value: Any, what: str) -> Any:
+    """A whole number, or nested lists or an array of them as tuples."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(_as_tuples(item, what) for item in value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise NotationError(
+            f"{what} of a PartitionedShard: {value!r} is no whole number; give ints, in lists or "
+            "in an array"
+        ) from None
