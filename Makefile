@@ -4,7 +4,7 @@ VENV := .venv
 DEMO := .demo
 PROCESSES ?= 2
 
-.PHONY: demo venv test lint bench soak golden clean
+.PHONY: demo venv test check lint bench soak golden clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -36,8 +36,29 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
 
+# Everything; ends with the test files that took longest.
 test: venv lint
-	$(VENV)/bin/python -m pytest -q -n $(PROCESSES)
+	$(TESTS)
+
+# For every edit, in less than two minutes: what all else stands on, formats, rules and command
+# whole, and one job of ranks, one conversion and one page of each kind.
+check: venv lint
+	$(TESTS) $(QUICK)
+
+TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
+QUICK := \
+	$(filter-out tests/test_documents.py tests/test_soak.py,$(wildcard tests/test_*.py)) \
+	tests/text tests/cost tests/execution tests/plans/documents tests/plans/senders \
+	tests/notation tests/recipes/test_recipe.py tests/recipes/test_shipped_recipes.py \
+	tests/checkpoint/blocks tests/checkpoint/files tests/checkpoint/conversion/test_staging.py \
+	tests/checkpoint/formats tests/checkpoint/conversion/test_journal.py \
+	tests/collectives/test_steps.py tests/spmd/rules tests/spmd/propagation/test_propagation.py \
+	tests/spmd/test_eager_networks.py tests/cli/test_golden_output.py tests/cli/test_failures.py \
+	"tests/torch/test_redistribution.py::test_every_tensor_is_what_the_oracle_and_dtensor_say[2]" \
+	"tests/torch/test_spmd_processes.py::test_what_networks_are_made_of_over_processes[2]" \
+	tests/torch/test_refit_processes.py::test_models_between_four_ranks \
+	tests/checkpoint/conversion/test_processes.py::test_more_processes_go_on_from_fewer \
+	README.md docs/plans.md docs/spmd.md examples
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -1,10 +1,15 @@
-"""For all tests: the same examples of Hypothesis in every run, and a ctrl-C that is felt."""
+"""For all tests: the same examples of Hypothesis in every run, a ctrl-C that is felt, slow files.
+
+A run of a minute or more ends with a table of the test files that took longest.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell's background jobs ignore ctrl-C, and their children with them: there it would not be felt.
@@ -22,3 +27,28 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("reshard")
+
+SLOW_FILES = 12
+LEAST_S = 60.0
+
+seconds_by_file: Counter[str] = Counter()
+tests_by_file: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count what a test took, here where all workers of a parallel run report."""
+    file = report.nodeid.split("::")[0]
+    seconds_by_file[file] += report.duration
+    tests_by_file[file] += report.when == "call"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    total_s = sum(seconds_by_file.values())
+    if total_s < LEAST_S:
+        return
+    terminalreporter.section(f"slow files of {total_s:.0f} s", sep="-")
+    for file, taken_s in seconds_by_file.most_common(SLOW_FILES):
+        share = 100 * taken_s / total_s
+        terminalreporter.write_line(
+            f"{taken_s:6.1f} s {share:3.0f} % {tests_by_file[file]:5} tests  {file}"
+        )
