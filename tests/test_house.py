@@ -1,177 +1,167 @@
-"""The rules of the house: who may import whom, how long a file may be, what it may be called."""
+"""The rules of the house, of which the order of imports is held by the contracts of import-linter.
+
+What breaks a rule and may is in `house_exceptions.toml`, with the reason.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import pkgutil
+import re
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import reshard
 
 SOURCE = Path(reshard.__file__).parent
-MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
+HOUSE = ROOT / "docs" / "house.md"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
 MOST_LINES = 500
+MOST_IN_A_FOLDER = 15
+MOST_TERMS = 40
+MOST_FILES_OF_AN_ADDITION = {"recipe": 2, "notation": 2}
+EXCEPTIONS = tomllib.loads((TESTS / "house_exceptions.toml").read_text())
 
-# A module imports only from lines above its own; names on one line are one layer's parts, and
-# the order inside a folder is checked to be free of cycles.
-HOUSE = [
-    "errors",
-    "interning",
-    "dtypes",
-    "runs",
-    "cut_rules",
-    "block_rules",
-    "rule_text",
-    "layout",
-    "binding",
-    "mesh",
-    "topology",
-    "sharding",
-    "sharding_text",
-    "notation",
-    "cost",
-    "planning",
-    "collectives",
-    "execution",
-    "recipes",
-    "torch",
-    "checkpoint",
-    "spmd",
-    "show",
-    "cli",
-    "testing",
-]
-ABOVE_THE_PUBLIC_NAMES = {"__main__", "cli"}
+# Participles that do not end in -ed or -en, and verbs and nouns that do.
+IRREGULAR = (
+    "told dealt made held kept sent found said shown drawn known grown thrown begun done gone met "
+    "laid built left lost brought thought caught bound wound struck spent sold stood understood "
+    "meant heard paid led fed lent bent torn worn sworn sunk"
+)
+NOT_PARTICIPLES = (
+    "need seed feed exceed embed shed speed open even ten token listen happen children widen "
+    "flatten tighten lengthen shorten screen len green between"
+)
 
 
-def imports_when_loaded(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The import statements that run when the module is loaded, type checking left out."""
-    waiting: list[ast.stmt] = list(tree.body)
-    while waiting:
-        statement = waiting.pop()
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield statement
-        elif isinstance(statement, ast.If):
-            is_typing = "TYPE_CHECKING" in ast.unparse(statement.test)
-            waiting += statement.orelse if is_typing else statement.body + statement.orelse
-        elif isinstance(statement, ast.Try):
-            waiting += statement.body + statement.orelse + statement.finalbody
-            waiting += [inner for handler in statement.handlers for inner in handler.body]
-        elif isinstance(statement, ast.ClassDef | ast.With):
-            waiting += statement.body
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The modules of the library by their paths below its folder."""
+    paths = sorted(SOURCE.rglob("*.py"))
+    return {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in paths}
 
 
-def module_exists(name: str) -> bool:
-    path = SOURCE.joinpath(*name.split(".")[1:])
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+def folders() -> list[Path]:
+    """The folders with modules, the root apart."""
+    return [path.parent for path in trees() if path.name == "__init__.py" and path.parent.parts]
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
-    """The full names of the package's own modules that a module needs to be loaded."""
-    found: set[str] = set()
-    for statement in imports_when_loaded(tree):
-        if isinstance(statement, ast.Import):
-            found |= {alias.name for alias in statement.names}
-        elif isinstance(statement, ast.ImportFrom):
-            assert statement.level == 0, "imports are absolute"
-            base = statement.module or ""
-            names = {f"{base}.{alias.name}" for alias in statement.names}
-            # `from package import module` needs the module, `from module import name` that one.
-            inside = {name for name in names if name.startswith("reshard.") and module_exists(name)}
-            found |= inside or {base}
-    return {name for name in found if name == "reshard" or name.startswith("reshard.")}
+def private_functions(tree: ast.Module) -> Iterator[str]:
+    """Names of functions and methods, without properties: those are read like nouns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
+            if re.match("_[^_]", node.name) and not is_property:
+                yield node.name
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse((SOURCE / path).read_text())
+def is_participle(name: str) -> bool:
+    first = name.strip("_").split("_")[0]
+    is_regular = first.endswith(("ed", "en")) and first not in NOT_PARTICIPLES.split()
+    return is_regular or first in IRREGULAR.split()
 
 
-def name_of(path: Path) -> str:
-    return ".".join(["reshard", *path.with_suffix("").parts]).removesuffix(".__init__")
+def test_no_file_is_too_long() -> None:
+    lines = {path: len((SOURCE / path).read_text().splitlines()) for path in trees()}
+    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
 
 
-def line_of(module: str) -> int:
-    top = module.split(".")[1]
-    return len(HOUSE) if top == "__main__" else HOUSE.index(top)
+def test_no_folder_is_too_long() -> None:
+    """Its modules and folders, of which data have no `__init__`."""
+    counts = Counter(path.parent for path in trees() if path.name != "__init__.py")
+    counts.update(folder.parent for folder in folders())
+    del counts[Path()]
+    assert not {folder: count for folder, count in counts.items() if count > MOST_IN_A_FOLDER}
 
 
-def test_every_module_has_its_place_in_the_house() -> None:
-    tops = {path.parts[0].removesuffix(".py") for path in MODULES} - {"__init__", "__main__"}
-    assert tops <= set(HOUSE)
+def test_every_folder_has_an_init() -> None:
+    assert {path.parent for path in trees()} == {Path(), *folders()}
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.stem != "__init__"], ids=str)
-def test_a_module_imports_only_from_lines_above_its_own(path: Path) -> None:
-    name = name_of(path)
-    imports = imported_modules(tree_of(path))
-    if name.split(".")[1] in ABOVE_THE_PUBLIC_NAMES:
-        imports.discard("reshard")
-    for imported in imports:
-        assert imported != "reshard", f"{name} imports the whole package"
-        same = imported.split(".")[1] == name.split(".")[1]
-        assert same or line_of(imported) < line_of(name), f"{name} imports {imported}"
+def test_every_folder_says_what_is_in_it() -> None:
+    documents = {folder: ast.get_docstring(trees()[folder / "__init__.py"]) for folder in folders()}
+    silent = {str(path) for path, text in documents.items() if len((text or "").split("\n")) < 2}
+    assert silent - {*EXCEPTIONS["folders_of_one_line"]} == set()
 
 
-def test_inside_a_folder_imports_have_an_order() -> None:
-    graph = {name_of(path): imported_modules(tree_of(path)) for path in MODULES}
-    del graph["reshard"]
-    # A folder's __init__ only collects: it stands behind its modules, whoever loads it.
-    plain = {name for name in graph if (SOURCE.joinpath(*name.split(".")[1:])).is_dir()}
-    order = TopologicalSorter(
-        {name: needs - plain - {"reshard"} for name, needs in graph.items() if name not in plain}
-    )
-    assert list(order.static_order())
-
-
-def test_the_check_of_imports_sees_what_it_must() -> None:
-    program = """
-from __future__ import annotations
-import reshard.layout as where
-from reshard import mesh
-from reshard.plans.plan import Plan
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    from reshard.cli import main
-try:
-    from reshard.show import pictures
-except ImportError:
-    pictures = None
-def later():
-    from reshard.checkpoint import convert
-"""
-    assert imported_modules(ast.parse(program)) == {
-        "reshard.layout",
-        "reshard.mesh",
-        "reshard.plans.plan",
-        "reshard.show.pictures.text_picture",
+def test_every_module_opens_with_its_topic() -> None:
+    """The first line is no question; that may follow."""
+    openings = {
+        path: (ast.get_docstring(tree) or "").split("\n")[0] for path, tree in trees().items()
     }
+    wrong = {str(path) for path, line in openings.items() if not line or line.endswith("?")}
+    assert wrong - {*EXCEPTIONS["questions"]} == set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_no_file_is_too_long(path: Path) -> None:
-    assert len((SOURCE / path).read_text().splitlines()) <= MOST_LINES
+def test_a_class_name_is_one_thing() -> None:
+    names = Counter(
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} - {*EXCEPTIONS["classes"]} == set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_preconditions_are_exceptions(path: Path) -> None:
-    asserts = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
-    assert not asserts, f"{path} asserts on lines {asserts}"
+def test_private_functions_are_verbs() -> None:
+    wrong = {
+        f"{path}: {name}"
+        for path, tree in trees().items()
+        for name in private_functions(tree)
+        if is_participle(name) and name not in EXCEPTIONS["participles"]
+    }
+    assert wrong == set()
+
+
+def test_participles_are_seen() -> None:
+    wrong = ["_told", "_dealt_to", "_moved", "_given", "_cut_by", "_find_cuts", "_open", "_needs"]
+    assert [name for name in wrong if is_participle(name)] == wrong[:4]
+    tree = ast.parse("class A:\n @property\n def _told(self): pass\n def _moved(self): pass")
+    assert [*private_functions(tree)] == ["_moved"]
+
+
+def calls_by_name(tree: ast.Module) -> Iterator[ast.Call]:
+    """Imports of modules whose names are not another package's, as written there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and re.search(
+            r"\b(import_module|__import__)$", ast.unparse(node.func)
+        ):
+            name = node.args[0]
+            is_constant = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            if not is_constant or name.value.split(".")[0] == "reshard":
+                yield node
+
+
+def test_only_registries_import_by_name() -> None:
+    found = {str(path) for path, tree in trees().items() if any(calls_by_name(tree))}
+    assert found == {*EXCEPTIONS["registries"]}
+
+
+def test_imports_by_name_are_seen() -> None:
+    program = "import_module('torch')\nimport_module(name)\nimportlib.import_module('reshard.x')"
+    assert len([*calls_by_name(ast.parse(program))]) == 2
+
+
+def test_preconditions_are_exceptions() -> None:
+    asserts = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert not asserts
 
 
 def test_no_file_is_called_for_what_it_is_not() -> None:
     vague = {"utils", "util", "helpers", "misc", "common"}
-    assert not [path for path in MODULES if path.stem in vague]
-
-
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_every_module_with_code_says_what_it_answers(path: Path) -> None:
-    tree = tree_of(path)
-    assert not tree.body or ast.get_docstring(tree)
+    assert not [path for path in trees() if path.stem in vague]
 
 
 def test_no_module_shares_its_name_with_a_public_function() -> None:
@@ -179,3 +169,80 @@ def test_no_module_shares_its_name_with_a_public_function() -> None:
     functions = {name for name in reshard.__all__ if inspect.isfunction(getattr(reshard, name))}
     assert functions
     assert not modules & functions
+
+
+def test_tests_lie_as_what_they_test() -> None:
+    """A test in a folder that the library has names a module or folder there."""
+    found = set()
+    for path in TESTS.rglob("test_*.py"):
+        place = path.relative_to(TESTS)
+        folder, name = SOURCE / place.parent, place.stem.removeprefix("test_")
+        is_there = (folder / name).is_dir() or (folder / f"{name}.py").exists()
+        if folder.is_dir() and not is_there:
+            found.add(str(place))
+    assert found - {*EXCEPTIONS["tests_of_more_than_a_module"]} == set()
+
+
+def test_the_quick_check_names_what_there_is() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^QUICK := (.*)$", text, re.MULTILINE)
+    names = re.findall(r"(?:tests|docs|examples|README)[\w./]*(?![\w./*])", line)
+    assert len(names) > 20
+    assert not [name for name in names if not (ROOT / name).exists()]
+    for file, function in re.findall(r"(\S+\.py)::(\w+)", line):
+        assert f"def {function}(" in (ROOT / file.strip('"')).read_text()
+
+
+def drawing() -> str:
+    (text,) = re.findall(r"^```text\n(.*?)^```", HOUSE.read_text(), re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def test_every_folder_is_on_the_drawing() -> None:
+    """A folder of the root begins a line; the folders in it follow, before the next such line."""
+    drawn: dict[str, set[str]] = {}
+    for line in drawing().splitlines():
+        names = re.findall(r"(\w+)/", line)
+        if names and not line.startswith(" "):
+            drawn[top := names.pop(0)] = set()
+        if names:
+            drawn[top] |= {*names}
+    there: dict[str, set[str]] = {}
+    for folder in folders():
+        there.setdefault(folder.parts[0], set()).update(folder.parts[1:])
+    assert drawn == there
+
+
+def test_every_module_of_the_root_is_on_the_drawing() -> None:
+    modules = {path.stem for path in trees() if len(path.parts) == 1} - {"__init__", "__main__"}
+    assert modules <= {*re.findall(r"\w+", drawing())}
+
+
+def test_the_house_names_files_that_exist() -> None:
+    named = re.findall(r"`((?:src|tests|docs|examples)/[\w./*]+)`", HOUSE.read_text())
+    assert len(named) > 10
+    to_come = {*EXCEPTIONS["files_to_come"]} | {name for name in named if "/yours." in name}
+    assert {name for name in named if not [*ROOT.glob(name)]} - to_come == set()
+
+
+def test_additions_open_few_files() -> None:
+    """Each answer names its files in a list, and the test that makes the addition."""
+    sections = re.split(r"^### ", HOUSE.read_text(), flags=re.MULTILINE)[1:]
+    assert [section.split("\n")[0].split()[-1] for section in sections] == [
+        *("format", "recipe", "operator", "notation", "senders")
+    ]
+    for section in sections:
+        title, _, text = section.partition("\n")
+        files = re.findall(r"^\d\. `([^`]+)`", text, re.MULTILINE)
+        most = MOST_FILES_OF_AN_ADDITION.get(title.split()[-1], 5)
+        assert 0 < len(files) <= most, title
+        assert re.search(r"`tests/[\w/]*/test_adding_an?_\w+\.py`", text), title
+
+
+def test_the_glossary_is_short_and_sorted_and_used() -> None:
+    terms = re.findall(r"^\*\*(.+?)\*\*", GLOSSARY.read_text(), re.MULTILINE)
+    assert 20 <= len(terms) <= MOST_TERMS
+    assert terms == sorted(terms, key=str.lower)
+    assert len({*terms}) == len(terms)
+    words = "\n".join((SOURCE / path).read_text().lower() for path in trees())
+    assert not [term for term in terms if not re.search(rf"\b{term.lower()}", words)]
