@@ -292,8 +292,8 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Sizes.from_offsets((1, 2)), r"offsets \[1, 2\] must begin with 0"),
         (lambda: Sizes.from_offsets((0,)), r"offsets \[0\]"),
         (lambda: Sizes.from_offsets((0, 3, 2)), r"\[3, -1\] must not be negative"),
-        (lambda: Windows(((2, 1),)), "window 2:1"),
-        (lambda: Windows(((-1, 1),)), "window -1:1"),
+        (lambda: Windows(((2, 1),)), r"window \[2, 1\] must be \(start, stop\)"),
+        (lambda: Windows(((-1, 1),)), r"window \[-1, 1\] must not be negative"),
         (lambda: Windows(((0, 4),)).table(4, 2), "1 windows for 2 parts"),
         (lambda: Windows(((0, 4), (2, 7))).table(6, 2), "window 2:7 reaches outside"),
         (lambda: Windows(((0, 2), (3, 6))).table(6, 2), "leaves indices 2:3 of 6"),
@@ -314,11 +314,13 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: WholeBlocks((4, 1), counts=(3, -1)), r"\[3, -1\] must not be negative"),
         (lambda: WholeBlocks((4, 2), counts=(2,)).table(6, 2), "1 block counts for 2 parts"),
         (lambda: BlockCyclic(0), "block 0"),
-        (lambda: BlockCyclic(2, -1), r"\[-1\] must not be negative"),
+        (lambda: BlockCyclic(2, -1), "first part -1 must not be negative"),
         (lambda: BlockCyclic(2, 2).table(6, 2), "first part 2 of a cyclic cut over 2 parts"),
         (lambda: Padded(0), "multiple 0"),
-        (lambda: Halo(-1, 0), r"halo \[-1, 0\]"),
+        (lambda: Halo(-1, 0), "halo -1 must not be negative"),
         (lambda: Halo(1, 1, rule=Strided(2)).table(8, 2), "`stride2` gives part 0 2 runs"),
+        (lambda: Blocks((4, 2), 2), "2 is no cut rule"),  # type: ignore[arg-type]
+        (lambda: Halo(1, 1, rule="unit2"), "'unit2' is no cut rule"),  # type: ignore[arg-type]
         (lambda: Nested(((Ceil(), 2), (Ceil(), 2))).table(6, 3), "4 parts in all"),
         (lambda: Nested(((Ceil(), 2), (Sizes((2, 1)), 2))).table(5, 4), "length is 2"),
     ],
@@ -326,6 +328,53 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
 def test_a_rule_that_does_not_fit_says_why(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(RuleError, match=message):
         refused()
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: Ceil(2.0), r"unit 2\.0 must be a whole number"),
+        (lambda: Ceil("2"), "unit '2' must be a whole number"),
+        (lambda: Ceil(True), "unit True must be a whole number"),
+        (lambda: Ceil().table(7.9, 2), r"length of a dimension 7\.9"),
+        (lambda: Ceil().table(8, 2.5), r"number of parts 2\.5"),
+        (lambda: Ceil().table(8, 0), "number of parts 0 must be at least 1"),
+        (lambda: Ceil().table(-1, 2), "length of a dimension -1"),
+        (lambda: Ceil().table(2**62, 2), "must be at most"),
+        (lambda: Sizes((3.5, 0.5)), r"sizes \[3\.5, 0\.5\] must be a list of whole numbers"),
+        (lambda: Sizes("31"), "sizes '31' must be a list of whole numbers"),
+        (lambda: Sizes(4), "sizes 4 must be a list of whole numbers"),
+        (lambda: Sizes((2**62, 2**62, 2**62)), "must be at most"),
+        (lambda: Sizes.from_offsets((0, 1.5)), r"offsets \[0, 1\.5\]"),
+        (lambda: Windows(((0, 2.5),)), r"window \[0, 2\.5\]"),
+        (lambda: Windows((4,)), "window 4 must be a list of whole numbers"),
+        (lambda: Windows(4), "window 4 must be a list with a list"),
+        (lambda: Windows(((0, 1, 2),)), r"window \[0, 1, 2\] must be \(start, stop\)"),
+        (lambda: Heads(4.0), r"heads 4\.0"),
+        (lambda: Padded(1.5), r"multiple 1\.5"),
+        (lambda: Padded(2**70), "multiple .* must be at most"),
+        (lambda: Halo(1, 0.5), r"halo 0\.5"),
+        (lambda: Strided(2.0), r"stride 2\.0"),
+        (lambda: Strided(2, (2.0,)), r"local lengths \[2\.0\]"),
+        (lambda: Blocks((True, 2)), r"blocks \[True, 2\]"),
+        (lambda: Pieces(((1.5,),)), r"pieces \[1\.5\]"),
+        (lambda: Pieces(3), "pieces 3 must be a list with a list"),
+        (lambda: WholeBlocks((2.5,)), r"blocks \[2\.5\]"),
+        (lambda: WholeBlocks((2, 2), (1.0, 1.0)), r"block counts \[1\.0, 1\.0\]"),
+        (lambda: BlockCyclic(2.5), r"block 2\.5"),
+        (lambda: BlockCyclic(2, 0.5), r"first part 0\.5"),
+    ],
+)
+def test_the_numbers_of_a_rule_are_whole_ones(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        refused()
+
+
+def test_lists_and_integers_of_numpy_make_the_same_rules() -> None:
+    assert Sizes([3, 1]) == Sizes(np.array([3, 1])) == Sizes((3, 1))  # type: ignore[arg-type]
+    assert hash(Sizes([3, 1])) == hash(Sizes((3, 1)))  # type: ignore[arg-type]
+    assert Pieces(np.array([[4, 2], [1, 1]])).text == "pieces[4:2,1:1]"  # type: ignore[arg-type]
+    assert Ceil(np.int32(2)).table(np.int64(5), np.uint8(2)) is Ceil(2).table(5, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", [Ceil(), Balanced(), Strided(3), BlockCyclic(2), Padded(4)])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,7 +150,10 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
     ("refused", "message"),
     [
         (lambda: Layout((5,), [ROWS], 2, [0], [[0]]), r"lengths \[4\] for .* shape \[5\]"),
-        (lambda: Layout((4,), [ROWS], 2, [2], [[0]]), "slots up to 2, but there are 2"),
+        (
+            lambda: Layout((4,), [ROWS], 2, [2], [[0]]),
+            "cells on ranks 2 to 2, but there are 2",
+        ),
         (lambda: Layout((4,), [ROWS], 2, [-1], [[0]]), "there are 2"),
         (lambda: Layout((4,), [ROWS], 2, [0], [[2]]), "dimension 0 has 2 parts, a cell takes part"),
         (lambda: Layout((4,), [ROWS], 2, [0], [[-1]]), "a cell takes part -1"),
@@ -173,8 +177,8 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
             lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0, 1], 2, "sum"),
             r"one of the 2 contributions, got \[0, 1\]",
         ),
-        (lambda: Layout.replicated((4,), 2).cells_of(2), "slot 2 of a layout over 2 slots"),
-        (lambda: Layout.replicated((4,), 2).local_shape(-1), "slot -1"),
+        (lambda: Layout.replicated((4,), 2).cells_of(2), "rank 2 of a layout over ranks 0 to 1"),
+        (lambda: Layout.replicated((4,), 2).local_shape(-1), "rank -1 must not be negative"),
         (
             lambda: Layout.from_boxes((4,), [(0, Box((0,), (5,)))]),
             r"box \[0:5\] does not lie in a tensor of shape \[4\]",
@@ -185,15 +189,91 @@ ROWS = RunTable(4, 2, [(0, 0, 2, 0), (1, 2, 2, 0)])
         (lambda: Layout.from_boxes((4, 2), [(0, Box((0, 0), (1,)))]), r"\(0, 0\) to \(1,\)"),
         (
             lambda: Layout.flat_ranges((4, 2), {1: (0, 9)}),
-            "range 0:9 of slot 1 does not lie in the 8 indices",
+            "range 0:9 of rank 1 does not lie in the 8 indices",
         ),
         (lambda: Layout.flat_ranges((4, 2), {1: (3, 2)}), "range 3:2"),
         (lambda: Layout.flat_ranges((4, 2), {0: (0, 5)}, dims=1), "the 4 indices of the leading 1"),
+        (lambda: Layout.flat_ranges((4, 2), {0: (0, 4)}, dims=3), "the leading 3 dimensions of"),
+        (lambda: Layout.flat_ranges((4, 2), [(0, 4)]), r"ranges \[\(0, 4\)\]; give \{rank"),
+        (lambda: Layout((4,), ["rows"], 2, [0], [[0]]), "give a RunTable for each dimension"),
+        (lambda: Layout((4,), [ROWS], 2, [0, 1], [[0]]), "give one part a cell and dimension"),
+        (
+            lambda: Layout.from_boxes((4,), [Box((0,), (4,))]),
+            "where a rank and a box were expected",
+        ),
+        (lambda: Layout.from_boxes((4,), [3]), "3 where a rank and a box were expected"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         refused()
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: Layout.replicated((2.5,), 2), r"shape \[2\.5\] must be a list of whole numbers"),
+        (lambda: Layout.replicated("75", 2), "shape '75' must be a list of whole numbers"),
+        (lambda: Layout.replicated(75, 2), "shape 75 must be a list of whole numbers"),
+        (lambda: Layout.replicated((True,), 2), r"shape \[True\] must be"),
+        (lambda: Layout.replicated((-4,), 2), r"shape \[-4\] must not be negative"),
+        (lambda: Layout.replicated((4,), 2.0), r"number of ranks 2\.0"),
+        (lambda: Layout.replicated((4,), 1 << 40), "1099511627776 ranks; at most 4194304"),
+        (lambda: Layout.whole((4,), [0.0], 2), r"ranks \[0\.0\]"),
+        (lambda: Layout((4.0,), [ROWS], 2, [0], [[0]]), r"shape \[4\.0\]"),
+        (lambda: Layout((4,), [ROWS], 2.5, [0], [[0]]), r"number of ranks 2\.5"),
+        (lambda: Layout((4,), [ROWS], 2, [0.5], [[0]]), r"ranks of cells \[0\.5\]"),
+        (lambda: Layout((4,), [ROWS], 2, [0], [[0.5]]), r"parts of cells \[\[0\.5\]\]"),
+        (lambda: Layout((4,), [ROWS], 2, [0], [[0]], [0.5]), r"contributions \[0\.5\]"),
+        (lambda: Layout((4,), [ROWS], 2, [0], [[0]], None, 1.5), r"contributions 1\.5"),
+        (lambda: Layout.replicated((4,), 2).cells_of(0.5), r"rank 0\.5 must be a whole number"),
+        (lambda: Layout.replicated((4,), 2).local_shape("0"), "rank '0' must be a whole number"),
+        (lambda: Layout.replicated((4,), 2).boxes(True), "rank True must be a whole number"),
+        (lambda: Layout.from_boxes((4,), [(0, Box((0.0,), (4,)))]), r"start of a box \[0\.0\]"),
+        (lambda: Layout.from_boxes((4,), [(0.5, Box((0,), (4,)))]), r"rank 0\.5"),
+        (lambda: Layout.from_boxes((4,), [(0, Box((0,), (4,)))], slots=1.5), "number of ranks"),
+        (lambda: Layout.flat_ranges((4,), {0: (0.0, 2)}), r"range of rank 0 \[0\.0, 2\]"),
+        (lambda: Layout.flat_ranges((4,), {0: 2}), "range of rank 0 2 must be a list"),
+        (lambda: Layout.flat_ranges((4,), {"0": (0, 2)}), "rank '0'"),
+        (lambda: Layout.flat_ranges((4,), {0: (0, 2)}, dims=1.0), r"leading dimensions 1\.0"),
+        (lambda: View(0.5, (1,)), r"offset of a view 0\.5"),
+        (lambda: View(0, (1.5,)), r"strides of a view \[1\.5\]"),
+        (lambda: View.row_major((2.5,)), r"shape \[2\.5\]"),
+        (lambda: RankMemory(1.5), r"rank 1\.5"),
+        (lambda: FileRange("model", -1), "start_bytes -1 must not be negative"),
+    ],
+)
+def test_the_numbers_of_a_layout_are_whole_ones(
+    refused: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        refused()
+
+
+def test_integers_of_numpy_and_torch_make_the_same_layout() -> None:
+    known = Layout.replicated((4, 2), 3)
+    assert Layout.replicated((np.int32(4), np.uint64(2)), np.int8(3)) is known
+    assert Layout.replicated(np.array([4, 2]), 3) is known  # type: ignore[arg-type]
+    assert Layout.replicated(torch.ones(4, 2).shape, 3) is known
+    assert known.local_shape(np.int64(2)) == (4, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots"), [((2**31, 2**31), 1), ((2**62,), 1), ((2**30, 2**28), 16), ((2**70,), 1)]
+)
+def test_elements_that_64_bits_do_not_count_are_refused(shape: tuple[int, ...], slots: int) -> None:
+    with pytest.raises(LayoutError, match=r"at most 576460752303423487|at most 576,460,752,303,"):
+        Layout.replicated(shape, slots)
+
+
+def test_the_largest_tensors_are_counted_right() -> None:
+    shape = (2**29 - 1, 2**30)
+    everywhere = Layout.replicated(shape, 1)
+    halves = Layout.flat_ranges(shape, {0: (0, 5), 1: (5, shape[0] * shape[1])})
+    assert everywhere.cell_elements.tolist() == [shape[0] * shape[1]]
+    assert reshard.plan(everywhere, halves, dtype="complex128").moved_bytes == 16 * (
+        shape[0] * shape[1] - 5
+    )
 
 
 LAYOUT = Layout.flat_ranges((4, 2), {0: (0, 4), 2: (4, 8)})
@@ -211,10 +291,10 @@ def test_a_binding_gives_addresses_and_views() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "slot 1 has an address, but holds noth"),
-        (lambda: Binding(LAYOUT, {}, {0: View(0, (1,))}), r"slot 0 has 1 strides for .* \(2, 2\)"),
-        (lambda: Binding(LAYOUT, {}, {1: View(0, (1,))}), "slot 1 has 1 strides"),
-        (lambda: Binding(LAYOUT, {}, {}).view(1), "slot 1 holds nothing"),
+        (lambda: Binding(LAYOUT, {1: RankMemory(1)}, {}), "rank 1 has an address, but holds noth"),
+        (lambda: Binding(LAYOUT, {}, {0: View(0, (1,))}), r"rank 0 has 1 strides for .* \(2, 2\)"),
+        (lambda: Binding(LAYOUT, {}, {1: View(0, (1,))}), "rank 1 has 1 strides"),
+        (lambda: Binding(LAYOUT, {}, {}).view(1), "rank 1 holds nothing"),
     ],
 )
 def test_a_binding_that_cannot_be_is_refused(refused: Callable[[], object], message: str) -> None:

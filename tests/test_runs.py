@@ -157,7 +157,12 @@ def test_the_columns_cannot_be_written() -> None:
     ("length", "parts", "rows", "message"),
     [
         (-1, 1, [], "dimension length -1"),
-        (4, 0, [], "0 parts"),
+        (4, 0, [], "number of parts 0 must be at least 1"),
+        (4, 1, [(0, 0, 2.5, 0)], "runs .* must be whole numbers"),
+        (4, 1, [(0, 0, 1, 0, -1)], "a run repeats 0 times or more"),
+        (2**58, 1, [(0, 0, 1, 0, 2**27, 2, 1)], "cut into 134217728 runs"),
+        (2**58, 1, [(0, 0, 1, 0, 2**20, 2**58, 1)], "positions must be at most"),
+        (2**58, 1, [(0, 0, 2**62, 0)], "positions must be at most"),
         (4, 2, [(2, 0, 4, 0)], "part 2, but there are 2"),
         (4, 2, [(-1, 0, 4, 0)], "part -1"),
         (4, 2, [(0, 2, 3, 0)], "part 0 has indices 2:5"),

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 
 from reshard.cut_rules import Balanced, Ceil
-from reshard.errors import LayoutError, MeshError, RuleError, SpecError
+from reshard.errors import LayoutError, MeshError, NotationError, RuleError, SpecError, UsageError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.sharding_text import spec
 from reshard.testing.oracle import NO_ELEMENT, contents_of_spec
 from reshard.testing.strategies import Shape, specs_with_shapes
 
@@ -228,3 +229,46 @@ def test_a_rule_that_does_not_fit_names_its_numbers() -> None:
     spec = ShardingSpec(DeviceMesh.of(x=2), [DimSpec([Level(["x"], Sizes((3, 1)))])])
     with pytest.raises(RuleError, match=r"\[3, 1\] add up to 4, but the length is 5"):
         spec.layout((5,))
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "message"),
+    [
+        (lambda: spec(MESH, "x, y").layout("75"), SpecError, "shape '75' must be a list of whole"),
+        (lambda: spec(MESH, "x, y").layout((7.9, 4)), SpecError, r"shape \[7\.9, 4\] must be"),
+        (lambda: spec(MESH, "x, y").layout((7, True)), SpecError, r"shape \[7, True\] must be"),
+        (lambda: spec(MESH, "x, y").layout((7, -4)), SpecError, r"shape \[7, -4\] must not be neg"),
+        (lambda: spec(MESH, "x, y").layout((2**40, 2**40)), LayoutError, "bytes fit 64 bits"),
+        (lambda: spec(MESH, "x, y").layout((2**70, 4)), SpecError, "must be at most"),
+        (lambda: spec(MESH, "x@cyclic1").layout((2**40,)), LayoutError, "at most 67108864"),
+        (
+            lambda: spec(MESH, "x@stride1099511627776").layout((2**40,)),
+            RuleError,
+            "at most 67108864",
+        ),
+        (
+            lambda: spec("a=2", "a"),
+            SpecError,
+            r"is no DeviceMesh; .*DeviceMesh\.parse\('a=2'\)",
+        ),
+        (lambda: spec(None, "a"), SpecError, r"None is no DeviceMesh; make one"),
+        (lambda: spec(MESH, ["dp"]), NotationError, r"sharding \['dp'\]; give it as a text"),
+        (lambda: spec(MESH, "x, ...", ndim=2.5), UsageError, r"ndim 2\.5 must be a whole number"),
+        (lambda: ShardingSpec("a=2", [["a"]]), SpecError, "'a=2' is no DeviceMesh"),
+        (lambda: ShardingSpec(MESH, "x, y"), SpecError, r"read by reshard\.spec\(mesh, 'x, y'\)"),
+        (lambda: ShardingSpec(MESH, ["x", "y"]), SpecError, r"dimension 'x' .* such as \['tp'\]"),
+        (lambda: ShardingSpec(MESH, [["x"]], "y"), SpecError, "axes 'y'; give a list"),
+        (lambda: ShardingSpec(MESH, [[]], only=3), SpecError, "only 3; give coordinates by axis"),
+        (lambda: ShardingSpec(MESH, [[]], only={"x": [0.0]}), SpecError, r"axis x \[0\.0\] must"),
+        (lambda: ShardingSpec(MESH, [[]], only={"x": 0}), SpecError, "axis x 0 must be a list"),
+        (lambda: DimSpec("dp"), SpecError, "levels 'dp' of a dimension; give a list of mesh axes"),
+        (lambda: DimSpec(3), SpecError, "levels 3 of a dimension"),
+        (lambda: DimSpec(["dp"], priority=1.5), SpecError, r"priority 1\.5 must be a whole number"),
+        (lambda: Level(["dp"], "balanced"), RuleError, "'balanced' is no cut rule"),
+    ],
+)
+def test_arguments_that_are_something_else_are_refused(
+    refused: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        refused()

@@ -75,15 +75,23 @@ def test_it_prints_its_size() -> None:
         (lambda: Topology([]), "at least one rank"),
         (lambda: Topology([0, 2]), r"hosts are numbered \[0, 2\]"),
         (lambda: Topology([-1, 0]), r"hosts are numbered \[-1, 0\]"),
-        (lambda: Topology([0.0, 1.0]), "a whole number for each rank"),  # type: ignore[list-item]
-        (lambda: Topology(["a", "b"]), "a whole number for each rank"),  # type: ignore[list-item]
+        (lambda: Topology([0.0, 1.0]), r"hosts \[0\.0, 1\.0\] must be whole"),  # type: ignore[list-item]
+        (lambda: Topology(["a", "b"]), "hosts .* must be whole numbers"),  # type: ignore[list-item]
+        (lambda: Topology([True, False]), "hosts .* must be whole numbers"),
         (lambda: Topology([[0], [1]]), "a whole number for each rank"),  # type: ignore[list-item]
-        (lambda: Topology([[0], [1, 2]]), "a whole number"),  # type: ignore[list-item]
+        (lambda: Topology([[0], [1, 2]]), "must be whole numbers"),  # type: ignore[list-item]
         (lambda: Topology([0, 1], [0]), "racks of 1 hosts, but there are 2 hosts"),
         (lambda: Topology([0, 1], [0, 2]), "racks are numbered"),
-        (lambda: Topology.of(hosts=0, ranks_per_host=8), "hosts is 0"),
-        (lambda: Topology.of(hosts=2, ranks_per_host=-1), "ranks_per_host is -1"),
-        (lambda: Topology.of(hosts=2, ranks_per_host=1, hosts_per_rack=0), "hosts_per_rack is 0"),
+        (lambda: Topology.of(hosts=0, ranks_per_host=8), "hosts 0 must be at least 1"),
+        (lambda: Topology.of(hosts=2, ranks_per_host=-1), "ranks_per_host -1 must be"),
+        (lambda: Topology.of(hosts=2, ranks_per_host=1, hosts_per_rack=0), "hosts_per_rack 0 must"),
+        (lambda: Topology.of(hosts=2.0, ranks_per_host=1), r"hosts 2\.0 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Topology.of(hosts=True, ranks_per_host=1), "hosts True must be a whole number"),
+        (lambda: Topology([0, 0]).host_of([0.5]), r"ranks \[0\.5\] must be whole numbers"),
+        (lambda: Topology([0, 0]).ranks_of(0.0), r"host 0\.0 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], within_host=5e9), "5000000000.0 is no link"),  # type: ignore[arg-type]
+        (lambda: Topology([0, 0], overhead=1e-3), r"0\.001 is no overhead"),  # type: ignore[arg-type]
+        (lambda: Topology.of_names("ab"), "names 'ab'; give the name of each rank's host"),
         (lambda: Topology.of(hosts=1 << 30, ranks_per_host=8), "at most 4194304 ranks"),
         (lambda: Topology([0, 0]).host_of([0, 2]), "rank 2 of a topology over ranks 0 to 1"),
         (lambda: Topology([0, 0]).host_of(-1), "rank -1 "),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import LayoutError
+from reshard.integers import as_integer, as_integers
 from reshard.layout import Layout
 
 
@@ -31,9 +32,16 @@ class View:
     offset: int
     strides: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        offset = as_integer(self.offset, "offset of a view", LayoutError)
+        strides = as_integers(self.strides, "strides of a view", LayoutError, least=None)
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "strides", strides)
+
     @classmethod
     def row_major(cls, shape: Sequence[int], offset: int = 0) -> View:
         """The dense view of `shape`, last dimension fastest."""
+        shape = as_integers(shape, "shape", LayoutError)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(offset, tuple(strides))
 
@@ -42,12 +50,13 @@ class View:
 
         Raises LayoutError for a shape of another number of dimensions.
         """
+        shape = as_integers(shape, "shape", LayoutError)
         if len(shape) != len(self.strides):
             raise LayoutError(
                 f"a view of {len(self.strides)} strides for a shard of shape {list(shape)}; give "
                 "one stride a dimension"
             )
-        index = np.full(tuple(shape), self.offset, dtype=np.int64)
+        index = np.full(shape, self.offset, dtype=np.int64)
         for dimension, stride in enumerate(self.strides):
             steps = np.arange(shape[dimension], dtype=np.int64) * stride
             index += steps.reshape((-1,) + (1,) * (len(shape) - dimension - 1))
@@ -60,6 +69,9 @@ class RankMemory:
 
     rank: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", as_integer(self.rank, "rank", LayoutError))
+
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
@@ -67,6 +79,10 @@ class FileRange:
 
     path: str
     start_bytes: int
+
+    def __post_init__(self) -> None:
+        start = as_integer(self.start_bytes, "start_bytes", LayoutError)
+        object.__setattr__(self, "start_bytes", start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +145,19 @@ class Binding:
         holders = set(self.layout.holders)
         for slot, address in self.addresses.items():
             if slot not in holders:
-                raise LayoutError(f"slot {slot} has an address, but holds nothing of the tensor")
+                raise LayoutError(f"rank {slot} has an address, but holds nothing of the tensor")
             cells = len(self.layout.cells_of(slot))
             if isinstance(address, tuple) and len(address) != cells:
-                raise LayoutError(f"slot {slot} has {len(address)} addresses for {cells} cells")
+                raise LayoutError(f"rank {slot} has {len(address)} addresses for {cells} cells")
         for slot, view in self.views.items():
             shape = self.layout.local_shape(slot)
             if isinstance(view, tuple):
                 fit = [len(one.strides) == self.layout.ndim for one in view]
                 if not all(fit) or len(fit) != len(self.layout.cells_of(slot)):
-                    raise LayoutError(f"the views of slot {slot} do not fit its cells: {view}")
+                    raise LayoutError(f"the views of rank {slot} do not fit its cells: {view}")
             elif shape is None or len(view.strides) != len(shape):
                 raise LayoutError(
-                    f"the view of slot {slot} has {len(view.strides)} strides for a shard of "
+                    f"the view of rank {slot} has {len(view.strides)} strides for a shard of "
                     f"shape {shape}"
                 )
 
@@ -154,5 +170,5 @@ class Binding:
         """How a slot's shard lies behind its address; a tuple where its cells lie apart."""
         shape = self.layout.local_shape(slot)
         if shape is None:
-            raise LayoutError(f"slot {slot} holds nothing of the tensor")
+            raise LayoutError(f"rank {slot} holds nothing of the tensor")
         return self.views.get(slot) or View.row_major(shape)

@@ -26,13 +26,15 @@ from reshard.cut_rules import (
     ceil_sizes,
     chained,
     expect_count,
-    expect_not_negative,
-    expect_positive,
+    expect_rule,
     expect_sum,
+    set_number,
+    set_number_lists,
+    set_numbers,
     table_of_sizes,
 )
 from reshard.errors import RuleError
-from reshard.runs import IntArray, Run, RunTable
+from reshard.runs import LARGEST_RUNS, IntArray, Run, RunTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,19 @@ class Strided(CutRule):
     name: ClassVar[str] = "stride"
 
     def __post_init__(self) -> None:
-        expect_positive("stride", self.stride)
+        set_number(self, "stride", "stride", least=1)
+        if self.local_lengths is not None:
+            set_numbers(self, "local_lengths", "local lengths")
 
-    def table(self, length: int, parts: int) -> RunTable:
-        sizes = ceil_sizes(length, self.stride).tolist()
+    def _cut(self, length: int, parts: int) -> RunTable:
+        # With more blocks than indices, those behind the last index are empty.
+        blocks = min(self.stride, max(length, 1))
+        if blocks > LARGEST_RUNS:
+            raise RuleError(
+                f"stride {self.stride} cuts length {length} into {blocks} blocks; at most "
+                f"{LARGEST_RUNS} are supported"
+            )
+        sizes = ceil_sizes(length, blocks).tolist()
         table = Blocks(tuple(sizes)).table(length, parts)
         claimed, found = self.local_lengths, table.local_lengths.tolist()
         if claimed is not None and list(claimed) != found:
@@ -98,9 +109,10 @@ class Blocks(CutRule):
     name: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
-        expect_not_negative("blocks", self.sizes)
+        set_numbers(self, "sizes", "blocks")
+        expect_rule(self.rule)
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         if sum(self.sizes) * parts == length and length and parts > 1:
             # A list of sizes can be meant both ways, and the length says which one fits.
             whole = [size * parts for size in self.sizes]
@@ -154,10 +166,9 @@ class Pieces(CutRule):
     name: ClassVar[str] = "pieces"
 
     def __post_init__(self) -> None:
-        for block in self.pieces:
-            expect_not_negative("pieces", block)
-            if not block:
-                raise RuleError("pieces of a block are none; give one size for each part")
+        set_number_lists(self, "pieces", "pieces")
+        if not all(self.pieces):
+            raise RuleError("pieces of a block are none; give one size for each part")
 
     @classmethod
     def from_splits(cls, splits: Sequence[Sequence[int]]) -> Pieces:
@@ -167,7 +178,7 @@ class Pieces(CutRule):
             raise RuleError(f"splits {[list(split) for split in splits]} must be equally many")
         return cls(tuple(zip(*splits, strict=True)))
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         for block in self.pieces:
             expect_count("pieces", block, parts)
         expect_sum("pieces", [sum(block) for block in self.pieces], length)
@@ -201,12 +212,12 @@ class WholeBlocks(CutRule):
     name: ClassVar[str] = "whole"
 
     def __post_init__(self) -> None:
-        expect_not_negative("blocks", self.sizes)
+        set_numbers(self, "sizes", "blocks")
         if self.counts is not None:
-            expect_not_negative("block counts", self.counts)
+            set_numbers(self, "counts", "block counts")
             expect_sum("block counts", self.counts, len(self.sizes), "blocks")
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         expect_sum("blocks", self.sizes, length)
         if self.counts is not None:
             expect_count("block counts", self.counts, parts)
@@ -237,10 +248,10 @@ class BlockCyclic(CutRule):
     name: ClassVar[str] = "cyclic"
 
     def __post_init__(self) -> None:
-        expect_positive("block", self.block)
-        expect_not_negative("first part", (self.first,))
+        set_number(self, "block", "block", least=1)
+        set_number(self, "first", "first part")
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         if self.first >= parts:
             raise RuleError(f"first part {self.first} of a cyclic cut over {parts} parts")
         full, rest = divmod(length, self.block)

@@ -30,13 +30,15 @@ The last five are made of blocks, and live in `reshard.block_rules`. A cut of a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from reshard.errors import RuleError
+from reshard.integers import as_integer, as_integers
 from reshard.runs import FRESH_HALO, HALO, OWNED, PAD, IntArray, Run, RunTable
 
 
@@ -48,14 +50,33 @@ def bracketed(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def expect_positive(what: str, number: int) -> None:
-    if number < 1:
-        raise RuleError(f"{what} {number} must be at least 1")
+def set_number(rule: CutRule, name: str, what: str, least: int = 0) -> None:
+    """Check a field of a rule that is being built, and make it an int."""
+    number = as_integer(getattr(rule, name), what, RuleError, least)
+    object.__setattr__(rule, name, number)
 
 
-def expect_not_negative(what: str, numbers: Sequence[int]) -> None:
-    if any(number < 0 for number in numbers):
-        raise RuleError(f"{what} {list(numbers)} must not be negative")
+def set_numbers(rule: CutRule, name: str, what: str) -> None:
+    """Check a field of a rule that is being built, and make it a tuple of ints from 0 up."""
+    object.__setattr__(rule, name, as_integers(getattr(rule, name), what, RuleError))
+
+
+def set_number_lists(rule: CutRule, name: str, what: str) -> None:
+    """Check a field of a rule that is being built, and make it tuples of ints from 0 up."""
+    lists = getattr(rule, name)
+    if not isinstance(lists, Iterable):
+        raise RuleError(
+            f"{what} {lists!r} must be a list with a list of whole numbers in each place"
+        )
+    object.__setattr__(rule, name, tuple(as_integers(one, what, RuleError) for one in lists))
+
+
+def expect_rule(rule: object) -> None:
+    if not isinstance(rule, CutRule):
+        raise RuleError(
+            f"{rule!r} is no cut rule; give one of reshard.cut_rules, such as Balanced(), or leave "
+            "it out for equal parts by ceil"
+        )
 
 
 def expect_count(what: str, given: Sequence[object], parts: int) -> None:
@@ -79,7 +100,16 @@ class CutRule:
     name: ClassVar[str]
 
     def table(self, length: int, parts: int) -> RunTable:
-        """The run table of a dimension of `length` indices over `parts` parts."""
+        """The run table of a dimension of `length` indices over `parts` parts.
+
+        Raises RuleError where the rule does not fit them, or they are no whole numbers.
+        """
+        return self._cut(
+            as_integer(length, "length of a dimension", RuleError),
+            as_integer(parts, "number of parts", RuleError, least=1),
+        )
+
+    def _cut(self, length: int, parts: int) -> RunTable:
         raise NotImplementedError
 
     @property
@@ -116,8 +146,11 @@ def table_of_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
 
 def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
     chunk = ceil_divide(ceil_divide(length, unit), parts) * unit
-    stops = np.minimum(np.arange(1, parts + 1, dtype=np.int64) * chunk, length)
-    return np.diff(stops, prepend=0)
+    # A part counts no further than the end: beyond it the product could leave 64 bits.
+    chunks = np.minimum(np.arange(1, parts + 1, dtype=np.int64), ceil_divide(length, max(chunk, 1)))
+    stops = np.minimum(chunks * chunk, length)
+    sizes: IntArray = np.diff(stops, prepend=0)
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +169,9 @@ class Ceil(CutRule):
     name: ClassVar[str] = "unit"
 
     def __post_init__(self) -> None:
-        expect_positive("unit", self.unit)
+        set_number(self, "unit", "unit", least=1)
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         return table_of_sizes(length, ceil_sizes(length, parts, self.unit))
 
     @property
@@ -159,7 +192,7 @@ class Balanced(CutRule):
 
     name: ClassVar[str] = "balanced"
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         small, more = divmod(length, parts)
         return table_of_sizes(length, np.where(np.arange(parts) < more, small + 1, small))
 
@@ -182,16 +215,17 @@ class Sizes(CutRule):
     name: ClassVar[str] = "sizes"
 
     def __post_init__(self) -> None:
-        expect_not_negative("sizes", self.sizes)
+        set_numbers(self, "sizes", "sizes")
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int]) -> Sizes:
         """The cut at `offsets`, of shape `(parts + 1,)`: from 0 up to the length."""
+        offsets = as_integers(offsets, "offsets", RuleError)
         if len(offsets) < 2 or offsets[0] != 0:
             raise RuleError(f"offsets {list(offsets)} must begin with 0 and end with the length")
         return cls(tuple(b - a for a, b in itertools.pairwise(offsets)))
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         expect_count("sizes", self.sizes, parts)
         expect_sum("sizes", self.sizes, length)
         return table_of_sizes(length, np.array(self.sizes, dtype=np.int64))
@@ -213,11 +247,12 @@ class Windows(CutRule):
     name: ClassVar[str] = "windows"
 
     def __post_init__(self) -> None:
-        for start, stop in self.windows:
-            if not 0 <= start <= stop:
-                raise RuleError(f"window {start}:{stop} must have 0 <= start <= stop")
+        set_number_lists(self, "windows", "window")
+        for window in self.windows:
+            if len(window) != 2 or window[0] > window[1]:
+                raise RuleError(f"window {list(window)} must be (start, stop) with start <= stop")
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         expect_count("windows", self.windows, parts)
         bad = [f"{a}:{b}" for a, b in self.windows if b > length]
         if bad:
@@ -250,9 +285,9 @@ class Heads(CutRule):
     name: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
-        expect_positive("heads", self.count)
+        set_number(self, "count", "heads", least=1)
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         width, rest = divmod(length, self.count)
         if rest:
             raise RuleError(
@@ -288,9 +323,9 @@ class Padded(CutRule):
     name: ClassVar[str] = "pad"
 
     def __post_init__(self) -> None:
-        expect_positive("multiple", self.multiple)
+        set_number(self, "multiple", "multiple", least=1)
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         local = ceil_divide(ceil_divide(length, parts), self.multiple) * self.multiple
         rows = []
         for part in range(parts):
@@ -326,9 +361,11 @@ class Halo(CutRule):
     name: ClassVar[str] = "halo"
 
     def __post_init__(self) -> None:
-        expect_not_negative("halo", (self.before, self.after))
+        set_number(self, "before", "halo")
+        set_number(self, "after", "halo")
+        expect_rule(self.rule)
 
-    def table(self, length: int, parts: int) -> RunTable:
+    def _cut(self, length: int, parts: int) -> RunTable:
         inner = self.rule.table(length, parts)
         role = FRESH_HALO if self.fresh else HALO
         rows: list[Run] = []
@@ -379,8 +416,8 @@ class Nested(CutRule):
     levels: tuple[tuple[CutRule, int], ...]
     name: ClassVar[str] = "nested"
 
-    def table(self, length: int, parts: int) -> RunTable:
-        expected = int(np.prod([count for _, count in self.levels], dtype=np.int64))
+    def _cut(self, length: int, parts: int) -> RunTable:
+        expected = math.prod(count for _, count in self.levels)
         if parts != expected:
             raise RuleError(f"levels of {expected} parts in all cannot cut into {parts} parts")
         table = RunTable(length, 1, [(0, 0, length, 0)])

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.integers import LARGEST, LARGEST_RANKS, as_integer, as_integer_array, as_integers
 from reshard.interning import Interned
 from reshard.runs import OWNED, PAD, IntArray, RunTable, distinct
 
@@ -120,16 +121,22 @@ class Layout(Interned):
         contributions: int = 1,
         reduction: str | None = None,
     ) -> None:
-        self.shape = tuple(int(size) for size in shape)
+        self.shape = as_integers(shape, "shape", LayoutError)
         self.tables = tuple(tables)
-        self.slots = int(slots)
-        slot = np.array(cell_slot, dtype=np.int64).reshape(-1)
-        part = np.array(cell_part, dtype=np.int64).reshape(len(slot), len(self.shape))
+        self.slots = as_integer(slots, "number of ranks", LayoutError)
+        slot = as_integer_array(cell_slot, "ranks of cells", LayoutError).reshape(-1)
+        part = as_integer_array(cell_part, "parts of cells", LayoutError)
+        if part.size != len(slot) * len(self.shape):
+            raise LayoutError(
+                f"parts of cells of shape {list(part.shape)} for {len(slot)} cells of a tensor of "
+                f"{len(self.shape)} dimensions; give one part a cell and dimension"
+            )
+        part = part.reshape(len(slot), len(self.shape))
         if contribution is None:
             carried = np.zeros(len(slot), dtype=np.int64)
         else:
-            carried = np.array(contribution, dtype=np.int64).reshape(-1)
-        self.contributions = int(contributions)
+            carried = as_integer_array(contribution, "contributions", LayoutError).reshape(-1)
+        self.contributions = as_integer(contributions, "contributions", LayoutError)
         self.reduction = reduction
         self._check(slot, part, carried)
         self.placement = Placement(slot, part, carried)
@@ -138,13 +145,21 @@ class Layout(Interned):
         self.cell_contribution: IntArray = self.placement.contribution
 
     def _check(self, slot: IntArray, part: IntArray, carried: IntArray) -> None:
+        if not all(isinstance(table, RunTable) for table in self.tables):
+            raise LayoutError(f"tables {list(self.tables)!r}; give a RunTable for each dimension")
         lengths = tuple(table.dimension_length for table in self.tables)
         if lengths != self.shape:
             raise LayoutError(
                 f"run tables of lengths {list(lengths)} for a tensor of shape {list(self.shape)}"
             )
+        if self.slots > LARGEST_RANKS:
+            raise LayoutError(
+                f"a layout over {self.slots} ranks; at most {LARGEST_RANKS} are supported"
+            )
         if len(slot) and (slot.min() < 0 or slot.max() >= self.slots):
-            raise LayoutError(f"cells on slots up to {slot.max()}, but there are {self.slots}")
+            raise LayoutError(
+                f"cells on ranks {slot.min()} to {slot.max()}, but there are {self.slots} ranks"
+            )
         for dimension, table in enumerate(self.tables):
             column = part[:, dimension]
             if len(column) and (column.min() < 0 or column.max() >= table.parts):
@@ -167,6 +182,23 @@ class Layout(Interned):
             raise LayoutError(
                 f"every cell carries one of the {self.contributions} contributions, got "
                 f"{carried.tolist()}"
+            )
+        self._check_total(part)
+
+    def _check_total(self, part: IntArray) -> None:
+        """Raise LayoutError where elements of all ranks together could not be counted."""
+        # As if every cell were the largest: of what people lay out, that is always enough.
+        largest = math.prod(table.longest_local for table in self.tables)
+        if max(largest * len(part), math.prod(self.shape)) <= LARGEST:
+            return
+        lengths = [table.local_lengths.astype(np.float64) for table in self.tables]
+        each = math.prod((column[part[:, d]] for d, column in enumerate(lengths)), start=1.0)
+        held = float(np.sum(each))
+        if max(held, math.prod(self.shape)) > LARGEST:
+            raise LayoutError(
+                f"a tensor of shape {list(self.shape)} has {math.prod(self.shape):,} elements, "
+                f"{held:.2g} on all ranks together; at most {LARGEST:,} are supported, so that "
+                "their bytes fit 64 bits"
             )
 
     def interning_key(self) -> object:
@@ -201,13 +233,15 @@ class Layout(Interned):
         >>> Layout.replicated((2, 3), 4).local_shape(3)
         (2, 3)
         """
-        return cls.whole(shape, range(slots), slots)
+        slots = as_integer(slots, "number of ranks", LayoutError)
+        return cls.whole(shape, range(min(slots, LARGEST_RANKS + 1)), slots)
 
     @classmethod
     def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
         """The whole tensor on the slots `holders` of `slots`, nothing on the others."""
+        shape = as_integers(shape, "shape", LayoutError)
         tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
-        holders = list(holders)
+        holders = as_integers(holders, "ranks", LayoutError)
         return cls(shape, tables, slots, holders, np.zeros((len(holders), len(tables)), np.int64))
 
     @classmethod
@@ -220,18 +254,9 @@ class Layout(Interned):
         >>> Layout.from_boxes((2, 4), halves) is Layout.from_boxes((2, 4), halves, slots=2)
         True
         """
-        pairs = list(boxes)
+        shape = as_integers(shape, "shape", LayoutError)
+        pairs = [_check_box(pair, shape) for pair in boxes]
         slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
-        for _, box in pairs:
-            if len(box.start) != len(box.stop):
-                raise LayoutError(
-                    f"a box from {box.start} to {box.stop}; both corners need one index a dimension"
-                )
-            inside = all(
-                0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False)
-            )
-            if len(box.start) != len(shape) or not inside:
-                raise LayoutError(f"box {box} does not lie in a tensor of shape {list(shape)}")
         tables, columns = [], []
         for dimension, size in enumerate(shape):
             windows = [(box.start[dimension], box.stop[dimension]) for _, box in pairs]
@@ -258,22 +283,30 @@ class Layout(Interned):
         >>> Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)}).boxes(1)
         (Box(start=(1, 2), stop=(2, 4)), Box(start=(2, 0), stop=(4, 4)))
         """
-        dims = len(shape) if dims is None else dims
+        shape = as_integers(shape, "shape", LayoutError)
+        dims = len(shape) if dims is None else as_integer(dims, "leading dimensions", LayoutError)
+        if dims > len(shape):
+            raise LayoutError(f"the leading {dims} dimensions of {list(shape)}, which has fewer")
+        if not isinstance(ranges, Mapping):
+            raise LayoutError(f"ranges {ranges!r}; give {{rank: (start, stop)}}")
         total = math.prod(shape[:dims])
         boxes: list[tuple[int, Box]] = []
-        for slot, (start, stop) in ranges.items():
-            if not 0 <= start <= stop <= total:
+        for slot, bounds in ranges.items():
+            slot = as_integer(slot, "rank", LayoutError)
+            ends = as_integers(bounds, f"range of rank {slot}", LayoutError, least=None)
+            if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= total:
                 raise LayoutError(
-                    f"range {start}:{stop} of slot {slot} does not lie in the {total} indices of "
-                    f"the leading {dims} dimensions of {list(shape)}"
+                    f"range {':'.join(map(str, ends))} of rank {slot} does not lie in the {total} "
+                    f"indices of the leading {dims} dimensions of {list(shape)}"
                 )
-            rest = tuple(shape[dims:])
+            start, stop = ends
+            rest = shape[dims:]
             for box in flat_range_boxes(shape[:dims], start, stop):
                 boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
             if start == stop and shape:
                 # A slot with nothing still has an (empty) array; only a scalar has no such box.
                 cut = max(dims, 1)
-                boxes.append((slot, Box((0,) * len(shape), (0,) * cut + tuple(shape[cut:]))))
+                boxes.append((slot, Box((0,) * len(shape), (0,) * cut + shape[cut:])))
         if slots is None:
             slots = max(ranges, default=0) + 1
         return cls.from_boxes(shape, boxes, slots)
@@ -302,9 +335,10 @@ class Layout(Interned):
         return len(self.cell_slot)
 
     def cells_of(self, slot: int) -> range:
-        """The cells of one slot. Raises LayoutError for a slot that is not there."""
-        if not 0 <= slot < self.slots:
-            raise LayoutError(f"slot {slot} of a layout over {self.slots} slots")
+        """The cells of one rank. Raises LayoutError for a rank that is not there."""
+        slot = as_integer(slot, "rank", LayoutError)
+        if slot >= self.slots:
+            raise LayoutError(f"rank {slot} of a layout over ranks 0 to {self.slots - 1}")
         low, high = np.searchsorted(self.cell_slot, (slot, slot + 1))
         return range(int(low), int(high))
 
@@ -391,6 +425,28 @@ class Layout(Interned):
             f"<Layout of {list(self.shape)} on {len(self.holders)} of {self.slots} slots"
             f"{partial if self.reduction else ''}>"
         )
+
+
+def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
+    """A rank and its box, as ints. Raises LayoutError where the box is not in the tensor."""
+    try:
+        slot, (start, stop) = pair
+    except (TypeError, ValueError):
+        raise LayoutError(
+            f"{pair!r} where a rank and a box were expected, such as (0, Box((0, 0), (2, 4)))"
+        ) from None
+    box = Box(
+        as_integers(start, "start of a box", LayoutError, least=None),
+        as_integers(stop, "stop of a box", LayoutError, least=None),
+    )
+    if len(box.start) != len(box.stop):
+        raise LayoutError(
+            f"a box from {box.start} to {box.stop}; both corners need one index a dimension"
+        )
+    inside = all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False))
+    if len(box.start) != len(shape) or not inside:
+        raise LayoutError(f"box {box} does not lie in a tensor of shape {list(shape)}")
+    return as_integer(slot, "rank", LayoutError), box
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import MeshError, NotationError
+from reshard.integers import LARGEST_RANKS, as_integer, as_integers
 from reshard.interning import Interned
 from reshard.runs import IntArray
-
-# Far beyond any machine, and small enough that a typing error is not a memory error.
-LARGEST_MESH = 1 << 22
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)(?::\((\d+)\)(\d+))?")
@@ -46,19 +44,26 @@ class Axis:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise MeshError(
                 f"axis name {self.name!r} must be letters, digits, `_` and `.`, not beginning "
                 "with a digit"
             )
-        if self.size is None and self.pre != 1:
-            raise MeshError(f"sub-axis of {self.name!r} with pre {self.pre} needs a size")
-        if self.size is not None and (self.pre < 1 or self.size < 1):
+        if self.size is None:
+            if self.pre != 1:
+                raise MeshError(f"sub-axis of {self.name!r} with pre {self.pre} needs a size")
+            return
+        for field in ("pre", "size"):
+            number = as_integer(getattr(self, field), f"{field} of a sub-axis", MeshError, least=-1)
+            object.__setattr__(self, field, number)
+        if self.pre < 1 or self.size < 1:
             raise MeshError(f"sub-axis {self}: pre and size must be at least 1")
 
     @classmethod
     def parse(cls, text: str) -> Axis:
         """The axis that `x` or `x:(2)4` names. Raises NotationError for anything else."""
+        if not isinstance(text, str):
+            raise NotationError(f"axis {text!r}; give its name, such as 'x' or 'x:(2)4'")
         match = _AXIS.fullmatch(text.strip())
         if not match:
             raise NotationError(f"cannot read the axis {text!r}; write `x`, or `x:(2)4` for a part")
@@ -73,6 +78,25 @@ class Axis:
         return self.name if self.size is None else f"{self.name}:({self.pre}){self.size}"
 
     __repr__ = __str__
+
+
+def as_axis(axis: str | Axis) -> Axis:
+    """An axis, or the one that a text names. Raises MeshError for anything else."""
+    if isinstance(axis, Axis):
+        return axis
+    if isinstance(axis, str):
+        return Axis.parse(axis)
+    raise MeshError(f"axis {axis!r}; give the name of a mesh axis, or an Axis")
+
+
+def as_axes(axes: Iterable[str | Axis]) -> list[Axis]:
+    """Axes, or those that texts name. Raises MeshError for anything else.
+
+    One text is refused: its letters would be taken for axes.
+    """
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
+        raise MeshError(f"axes {axes!r}; give a list of axes, such as ['dp', 'tp']")
+    return [as_axis(axis) for axis in axes]
 
 
 class DeviceMesh(Interned):
@@ -101,8 +125,12 @@ class DeviceMesh(Interned):
         axis_names: Sequence[str],
         devices: Iterable[int] | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise MeshError(f"name {name!r} of a mesh; give a text, then its shape and axis names")
+        if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
+            raise MeshError(f"axis names {axis_names!r}; give a list of them, such as ['dp', 'tp']")
         self.name = name
-        self.shape = tuple(int(size) for size in shape)
+        self.shape = as_integers(shape, "shape of a mesh", MeshError, least=None)
         self.axis_names = tuple(axis_names)
         if len(self.shape) != len(self.axis_names):
             raise MeshError(
@@ -116,20 +144,23 @@ class DeviceMesh(Interned):
         if len(set(self.axis_names)) != len(self.axis_names):
             raise MeshError(f"axis names {list(self.axis_names)} must differ from each other")
         self.size = math.prod(self.shape)
-        if self.size > LARGEST_MESH:
+        if self.size > LARGEST_RANKS:
             raise MeshError(
                 f"a mesh of {self.size} devices ({' x '.join(map(str, self.shape))}); at most "
-                f"{LARGEST_MESH} are supported"
+                f"{LARGEST_RANKS} are supported"
             )
-        self.devices = tuple(range(self.size) if devices is None else (int(d) for d in devices))
+        given = range(self.size) if devices is None else devices
+        self.devices = as_integers(given, "devices", MeshError, least=None)
         if len(self.devices) != self.size:
             raise MeshError(
                 f"{len(self.devices)} devices for a mesh of {self.size} "
                 f"({' x '.join(map(str, self.shape))}); give one for each place, in row-major order"
             )
-        if len(set(self.devices)) != self.size or min(self.devices) < 0:
+        in_range = 0 <= min(self.devices) and max(self.devices) < LARGEST_RANKS
+        if len(set(self.devices)) != self.size or not in_range:
             raise MeshError(
-                f"devices {list(self.devices)} must be ranks from 0 up, each in one place"
+                f"devices {list(self.devices)} must be ranks from 0 up and below {LARGEST_RANKS}, "
+                "each in one place"
             )
 
     @classmethod
@@ -137,7 +168,10 @@ class DeviceMesh(Interned):
         cls, *, name: str = "mesh", devices: Iterable[int] | None = None, **axes: int
     ) -> DeviceMesh:
         """A mesh from its axes, major to minor: `DeviceMesh.of(dp=2, tp=4)`."""
-        return cls(name, tuple(axes.values()), tuple(axes), devices)
+        for axis, size in axes.items():
+            as_integer(size, f"size of axis {axis!r}", MeshError)
+        shape = tuple(axes.values())
+        return cls(name, shape, tuple(axes), devices)
 
     @classmethod
     def parse(cls, text: str, name: str = "mesh") -> DeviceMesh:
@@ -146,6 +180,8 @@ class DeviceMesh(Interned):
         >>> DeviceMesh.parse("dp=2, tp=4").shape
         (2, 4)
         """
+        if not isinstance(text, str):
+            raise NotationError(f"mesh {text!r}; give its axes as a text, such as 'tp=2,dp=4'")
         axes: list[tuple[str, int]] = []
         for item in text.split(",") if text.strip() else ():
             axis, equals, size = (word.strip() for word in item.partition("="))
@@ -165,7 +201,7 @@ class DeviceMesh(Interned):
 
     def axis_size(self, axis: str | Axis) -> int:
         """Devices along an axis or a sub-axis. Raises MeshError where there is none such."""
-        axis = Axis.parse(axis) if isinstance(axis, str) else axis
+        axis = as_axis(axis)
         if axis.name not in self.axis_names:
             raise MeshError(
                 f"unknown axis {axis.name!r}; the mesh {self.name!r} has "
@@ -190,8 +226,7 @@ class DeviceMesh(Interned):
         [0, 2, 1, 3]
         """
         index = np.zeros(self.size, dtype=np.int64)
-        for item in axes:
-            axis = Axis.parse(item) if isinstance(item, str) else item
+        for axis in as_axes(axes):
             size = self.axis_size(axis)
             position = self.axis_names.index(axis.name)
             full = self.shape[position]
@@ -201,7 +236,7 @@ class DeviceMesh(Interned):
 
     def groups(self, axes: Iterable[str | Axis]) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ along `axes` only, each group in the order of those axes."""
-        chosen = [Axis.parse(a) if isinstance(a, str) else a for a in axes]
+        chosen = as_axes(axes)
         along = self.coordinates(chosen)
         rest = self.coordinates(self.remaining_axes(chosen))
         order = np.lexsort((along, rest))

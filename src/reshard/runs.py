@@ -37,11 +37,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reshard.errors import LayoutError
+from reshard.integers import LARGEST, as_integer, as_integer_array
 from reshard.interning import Interned
 
 # Of two roles the larger one wins where a part is cut again: a copy is fresh only if both are.
 OWNED, FRESH_HALO, HALO, PAD = 0, 1, 2, 3
 ROLE_NAMES = ("owned", "fresh halo", "halo", "pad")
+
+# A table of more runs takes gigabytes: an interleaved cut of indices where blocks were meant.
+LARGEST_RUNS = 1 << 26
 
 IntArray = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.integer[Any])
@@ -109,14 +113,15 @@ class RunTable(Interned):
     def __init__(
         self, dimension_length: int, parts: int, rows: Iterable[Sequence[int]] | IntArray
     ) -> None:
-        if dimension_length < 0:
-            raise LayoutError(f"dimension length {dimension_length} is negative")
-        if parts < 1:
-            raise LayoutError(f"{parts} parts: a dimension is cut into at least 1 part")
+        dimension_length = as_integer(dimension_length, "dimension length", LayoutError)
+        parts = as_integer(parts, "number of parts", LayoutError, least=1)
         if isinstance(rows, np.ndarray):
             matrix = rows.astype(np.int64, copy=False)
         else:
-            matrix = np.array([tuple(Run(*row)) for row in rows], dtype=np.int64).reshape(-1, 8)
+            listed = [tuple(Run(*row)) for row in rows]
+            matrix = as_integer_array(listed, "runs", LayoutError).reshape(-1, 8)
+        if len(matrix):
+            _check_magnitudes(matrix)
         self._build(dimension_length, parts, matrix)
 
     @classmethod
@@ -183,6 +188,11 @@ class RunTable(Interned):
     def single_runs(self) -> SingleRuns:
         """Every run by itself, sorted by part and local position."""
         return self._single
+
+    @cached_property
+    def longest_local(self) -> int:
+        """The local length of the part that has the most."""
+        return int(self.local_lengths.max())
 
     @cached_property
     def local_lengths(self) -> IntArray:
@@ -328,6 +338,28 @@ def ragged_ranges(low: IntArray, counts: IntArray) -> tuple[IntArray | slice, In
     numbers = np.arange(int(ends[-1]), dtype=np.int64)
     numbers += np.repeat(low - (ends - counts), counts)
     return np.repeat(np.arange(len(counts)), counts), numbers
+
+
+def _check_magnitudes(matrix: IntArray) -> None:
+    """Raise LayoutError for rows whose positions, or whose number written out, is too large."""
+    repeat = matrix[:, Run._fields.index("repeat")]
+    low, high = int(matrix.min()), int(matrix.max())
+    if int(repeat.max()) > 1:
+        # Of a run that repeats, the last one lies furthest away.
+        steps = matrix[:, [Run._fields.index(name) for name in ("global_step", "local_step")]]
+        far = np.abs(steps).astype(np.float64) * repeat[:, np.newaxis]
+        high = max(high, int(far.max()))
+    if int(repeat.min()) < 0 or high > LARGEST or low < -LARGEST:
+        raise LayoutError(
+            f"a run table with numbers from {low} to {high}; positions must be at most {LARGEST}, "
+            "and a run repeats 0 times or more"
+        )
+    runs = int(repeat.sum(dtype=np.float64))
+    if runs > LARGEST_RUNS:
+        raise LayoutError(
+            f"a dimension cut into {runs} runs; at most {LARGEST_RUNS} are supported, cut it in "
+            "larger blocks"
+        )
 
 
 def _single_runs(matrix: IntArray) -> SingleRuns:

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.cut_rules import Ceil, CutRule, Nested
+from reshard.cut_rules import Ceil, CutRule, Nested, expect_rule
 from reshard.errors import SpecError
+from reshard.integers import as_integer, as_integers
 from reshard.interning import Interned
 from reshard.layout import REDUCTIONS, Layout
 from reshard.mesh import Axis, DeviceMesh
@@ -32,6 +33,8 @@ from reshard.runs import IntArray, RunTable
 
 def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
     """Axes as values, neighbouring parts of one axis joined: `x:(1)2 x:(2)2` is `x:(1)4`."""
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
+        raise SpecError(f"axes {axes!r}; give a list of mesh axes, such as ['dp', 'tp']")
     joined: list[Axis] = []
     for item in axes:
         axis = Axis.parse(item) if isinstance(item, str) else item
@@ -51,6 +54,16 @@ def _as_axes(axes: Iterable[str | Axis]) -> tuple[Axis, ...]:
     return tuple(joined)
 
 
+def expect_mesh(mesh: object) -> None:
+    """Raise SpecError for what is no mesh, with how to make one of what was given."""
+    if isinstance(mesh, DeviceMesh):
+        return
+    make = "reshard.DeviceMesh.of(dp=2, tp=4)"
+    if isinstance(mesh, str) and "=" in mesh:
+        make = f"reshard.DeviceMesh.parse({mesh!r})"
+    raise SpecError(f"mesh {mesh!r} is no DeviceMesh; make one, such as {make}")
+
+
 class Level(Interned):
     """Mesh axes, major to minor, and the rule that cuts over their product.
 
@@ -61,6 +74,7 @@ class Level(Interned):
     def __init__(self, axes: Iterable[str | Axis], rule: CutRule | None = None) -> None:
         self.axes = _as_axes(axes)
         self.rule = Ceil() if rule is None else rule
+        expect_rule(self.rule)
         if not self.axes:
             raise SpecError("a level of a dimension needs at least one mesh axis")
 
@@ -98,6 +112,11 @@ class DimSpec(Interned):
         is_open: bool = False,
         priority: int = 0,
     ) -> None:
+        if isinstance(levels, str) or not isinstance(levels, Iterable):
+            raise SpecError(
+                f"levels {levels!r} of a dimension; give a list of mesh axes, such as ['dp', "
+                "'tp']; a text is read by reshard.spec(mesh, 'dp tp, -')"
+            )
         items = list(levels)
         given = [item for item in items if isinstance(item, Level)]
         axes = [item for item in items if not isinstance(item, Level)]
@@ -105,9 +124,7 @@ class DimSpec(Interned):
             raise SpecError(f"levels {given} and axes {axes} in one DimSpec; give one or the other")
         self.levels = (Level(axes),) if axes else tuple(given)
         self.is_open = bool(is_open)
-        self.priority = int(priority)
-        if self.priority < 0:
-            raise SpecError(f"priority {priority} must be 0 or more; lower is stronger")
+        self.priority = as_integer(priority, "priority", SpecError)
 
     def interning_key(self) -> object:
         return (self.levels, self.is_open, self.priority)
@@ -158,10 +175,10 @@ def _coordinates(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> IntArray:
 def _as_dim_spec(item: object) -> DimSpec:
     if isinstance(item, DimSpec):
         return item
-    if not isinstance(item, Iterable):
+    if isinstance(item, str) or not isinstance(item, Iterable):
         raise SpecError(
-            f"dimension {item!r} of a sharding; give a DimSpec or the names of mesh axes, [] for a "
-            "dimension that is not cut"
+            f"dimension {item!r} of a sharding; give a DimSpec or a list of mesh axes, such as "
+            "['tp'], [] for a dimension that is not cut; a text is read by reshard.spec"
         )
     return DimSpec(item)
 
@@ -202,7 +219,12 @@ class ShardingSpec(Interned):
         reduction: str = "sum",
         only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]] = (),
     ) -> None:
+        expect_mesh(mesh)
         self.mesh = mesh
+        if isinstance(dim_specs, str):
+            raise SpecError(
+                f"dimensions {dim_specs!r}; a text is read by reshard.spec(mesh, {dim_specs!r})"
+            )
         if not isinstance(dim_specs, Iterable):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
@@ -231,11 +253,17 @@ class ShardingSpec(Interned):
         self, only: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]]
     ) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The restrictions in mesh order, without those that restrict nothing."""
-        items = list(only.items() if isinstance(only, Mapping) else only)
+        try:
+            pairs = dict(only).items() if isinstance(only, Mapping) else [(a, c) for a, c in only]
+        except (TypeError, ValueError):
+            raise SpecError(
+                f"only {only!r}; give coordinates by axis, such as {{'pp': [0]}}"
+            ) from None
         found: dict[str, tuple[int, ...]] = {}
-        for axis, chosen in items:
+        for axis, chosen in pairs:
             size = self.mesh.axis_size(Axis(axis))
-            coordinates = tuple(sorted({int(coordinate) for coordinate in chosen}))
+            given = as_integers(chosen, f"coordinates of axis {axis}", SpecError, least=None)
+            coordinates = tuple(sorted(set(given)))
             if axis in found:
                 raise SpecError(
                     f"axis {axis} is restricted twice; give all its coordinates at once, such as "
@@ -318,7 +346,7 @@ class ShardingSpec(Interned):
         >>> ShardingSpec(mesh, [DimSpec(["x"])]).layout((4,)).boxes(5)
         (Box(start=(0,), stop=(2,)),)
         """
-        shape = tuple(int(size) for size in shape)
+        shape = as_integers(shape, "shape", SpecError)
         if len(shape) != self.ndim:
             raise SpecError(
                 f"`{self}` is for tensors of {self.ndim} dimensions, not for shape {list(shape)}; "

@@ -21,10 +21,11 @@ import re
 from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, NotationError
+from reshard.integers import as_integer
 from reshard.layout import REDUCTIONS
 from reshard.mesh import DeviceMesh
 from reshard.rule_text import parse_rule
-from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.sharding import DimSpec, Level, ShardingSpec, expect_mesh
 
 _MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
 _COORDINATES = re.compile(r"([^=]+)=(\d+(?:,\d+)*)")
@@ -50,6 +51,11 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
     >>> print(spec(mesh, "tp, ...", ndim=3))
     tp, -, -
     """
+    expect_mesh(mesh)
+    if not isinstance(text, str):
+        raise NotationError(f"sharding {text!r}; give it as a text, such as 'dp, tp'")
+    if ndim is not None:
+        ndim = as_integer(ndim, "ndim")
     try:
         return _parse(mesh, text, ndim)
     except LayoutError as error:

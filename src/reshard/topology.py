@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from reshard.errors import LayoutError
+from reshard.integers import LARGEST_RANKS, as_integer, as_integer_array
 from reshard.interning import Interned
-from reshard.mesh import LARGEST_MESH
 from reshard.runs import IntArray
 
 
@@ -57,6 +57,11 @@ class Link:
                     "expected"
                 )
             object.__setattr__(self, name, value)
+
+
+def _expect_link(link: object) -> None:
+    if not isinstance(link, Link):
+        raise LayoutError(f"{link!r} is no link; give Link(bandwidth_bytes_per_s, ...)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,16 @@ class Overhead:
             if not is_number or not math.isfinite(value) or value < 0:
                 raise LayoutError(f"{name} is {value!r}; a finite number, 0 or more, was expected")
             object.__setattr__(self, name, float(value))
-        pairs = tuple(sorted(dict(self.collectives).items()))
+        try:
+            pairs = tuple(sorted(dict(self.collectives).items()))
+        except (TypeError, ValueError):
+            raise LayoutError(
+                f"collectives {self.collectives!r}; pairs of a kind and a Link were expected"
+            ) from None
         object.__setattr__(self, "collectives", pairs)
         links = [self.copies, self.shared_messages, self.shared_copies]
         for link in [*filter(None, links), *(link for _, link in pairs)]:
-            if not isinstance(link, Link):
-                raise LayoutError(f"{link!r} is no link; give Link(bandwidth_bytes_per_s, ...)")
+            _expect_link(link)
 
     @property
     def counts_copies(self) -> bool:
@@ -216,6 +225,10 @@ class Topology(Interned):
         self.between_racks = between_racks
         self.overhead = overhead
         self.device = device
+        for link in filter(None, (within_host, between_hosts, between_racks)):
+            _expect_link(link)
+        if not isinstance(overhead, Overhead):
+            raise LayoutError(f"{overhead!r} is no overhead; give Overhead(call_s=...)")
         if device is not None and not isinstance(device, Device):
             raise LayoutError(f"{device!r} is no device; give Device(memory_bytes_per_s, ...)")
 
@@ -243,11 +256,10 @@ class Topology(Interned):
         if hosts_per_rack is not None:
             sizes["hosts_per_rack"] = hosts_per_rack
         for name, size in sizes.items():
-            if not isinstance(size, int | np.integer) or size < 1:
-                raise LayoutError(f"{name} is {size!r}; a whole number, at least 1, was expected")
-        if hosts * ranks_per_host > LARGEST_MESH:
+            as_integer(size, name, LayoutError, least=1)
+        if hosts * ranks_per_host > LARGEST_RANKS:
             raise LayoutError(
-                f"{hosts} hosts of {ranks_per_host} ranks; at most {LARGEST_MESH} ranks are "
+                f"{hosts} hosts of {ranks_per_host} ranks; at most {LARGEST_RANKS} ranks are "
                 "supported"
             )
         return cls(
@@ -267,6 +279,8 @@ class Topology(Interned):
         >>> Topology.of_names(["node-b", "node-a", "node-b"]).rank_host.tolist()
         [0, 1, 0]
         """
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise LayoutError(f"names {names!r}; give the name of each rank's host, in a list")
         number: dict[Hashable, int] = {}
         return cls([number.setdefault(name, len(number)) for name in names], None, **links)
 
@@ -286,7 +300,7 @@ class Topology(Interned):
 
         Raises LayoutError for a rank that is not there.
         """
-        found = np.asarray(ranks, dtype=np.int64)
+        found = as_integer_array(ranks, "ranks", LayoutError)
         bad = found[(found < 0) | (found >= self.ranks)]
         if bad.size:
             raise LayoutError(
@@ -298,7 +312,8 @@ class Topology(Interned):
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
         """The ranks on a host, in order. Raises LayoutError for a host that is not there."""
-        if not 0 <= host < self.hosts:
+        host = as_integer(host, "host", LayoutError)
+        if host >= self.hosts:
             raise LayoutError(f"host {host} of a topology over hosts 0 to {self.hosts - 1}")
         return tuple(np.flatnonzero(self.rank_host == host).tolist())
 
@@ -309,12 +324,8 @@ class Topology(Interned):
 
 def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
     """The number of the box each thing is in, checked: 0 to n - 1, none left out."""
-    try:
-        column = np.array(values)
-        numbers = column.astype(np.int64).reshape(-1)
-    except (TypeError, ValueError, OverflowError):
-        numbers = column = np.zeros(0, dtype=object)
-    if not len(numbers) or column.shape != numbers.shape or column.dtype.kind not in "iu":
+    numbers = as_integer_array(values, f"{what}s", LayoutError).copy()
+    if numbers.ndim != 1 or not len(numbers):
         raise LayoutError(
             f"{what}s {values!r}: a whole number for each {of}, and at least one {of}, was expected"
         )

@@ -139,5 +139,5 @@ def test_ragged_shards_on_other_ranks() -> None:
 
 
 def test_a_range_that_is_not_of_the_tensor() -> None:
-    with pytest.raises(LayoutError, match="range 420:631 of slot 1"):
+    with pytest.raises(LayoutError, match="range 420:631 of rank 1"):
         reshard.Layout.flat_ranges(LARGE, {0: (0, 420), 1: (420, 631)})

@@ -171,7 +171,7 @@ def test_a_document_changed_anywhere_is_another_job_or_one_of_our_errors(value: 
         (("items", 0, 2, "source", "kinds"), [1], "the kinds are not those"),
         (("items", 0, 2, "source", "slots"), [1, 0], "rising slots"),
         (("items", 0, 2, "source", "slots"), [0], "2 addresses for 1 slots"),
-        (("items", 0, 2, "source", "slots"), [0, 2], "slot 2 has an address"),
+        (("items", 0, 2, "source", "slots"), [0, 2], "rank 2 has an address"),
         (("items", 0, 2, "source", "views", "strides"), [1], "1 strides for 1 views"),
         (("items", 1, 2, "source", "cells"), [1, 1], "addresses for 2 slots"),
     ],

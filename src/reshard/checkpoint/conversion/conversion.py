@@ -34,8 +34,9 @@ from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_torch_dcp
 from reshard.checkpoint.renaming import Names, in_names_of, in_recipe_names, names_of
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
+from reshard.integers import LARGEST_RANKS
 from reshard.layout import Layout
-from reshard.mesh import LARGEST_MESH, DeviceMesh
+from reshard.mesh import DeviceMesh
 from reshard.plans.job import Job, JobItem
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.fused_sharding import fused_spec
@@ -430,8 +431,8 @@ def _parse_target(to: str | int | DeviceMesh) -> tuple[DeviceMesh | None, int | 
     if text.isdigit():
         if int(text) < 1:
             raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
-        if int(text) > LARGEST_MESH:
-            raise UsageError(f"{to} ranks: at most {LARGEST_MESH} are supported")
+        if int(text) > LARGEST_RANKS:
+            raise UsageError(f"{to} ranks: at most {LARGEST_RANKS} are supported")
         return None, int(text)
     if "=" not in text:
         raise UsageError(

@@ -16,7 +16,8 @@ from reshard.collectives.search.find_program import STEPS
 from reshard.collectives.search.problems import CLASSICAL, JOINT
 from reshard.cost.preset_file import load_preset, shipped_presets
 from reshard.errors import UsageError
-from reshard.mesh import LARGEST_MESH, DeviceMesh
+from reshard.integers import LARGEST_RANKS
+from reshard.mesh import DeviceMesh
 from reshard.notation.registry import NOTATIONS, read_sharding
 
 
@@ -171,10 +172,10 @@ def ranks_of(text: str) -> list[int]:
     for word in text.split(","):
         match = _RANKS.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < LARGEST_MESH:
+        if not first <= last < LARGEST_RANKS:
             raise UsageError(
                 f"{word.strip()!r} in the ranks {text!r}; write numbers and ranges such as "
-                f"0,2,4-7, below {LARGEST_MESH:,}"
+                f"0,2,4-7, below {LARGEST_RANKS:,}"
             )
         ranks += range(first, last + 1)
     return ranks
