@@ -156,7 +156,7 @@ class DeviceMesh(Interned):
                 f"{len(self.devices)} devices for a mesh of {self.size} "
                 f"({' x '.join(map(str, self.shape))}); give one for each place, in row-major order"
             )
-        in_range = 0 <= min(self.devices) and max(self.devices) < LARGEST_RANKS
+        in_range = min(self.devices) >= 0 and max(self.devices) < LARGEST_RANKS
         if len(set(self.devices)) != self.size or not in_range:
             raise MeshError(
                 f"devices {list(self.devices)} must be ranks from 0 up and below {LARGEST_RANKS}, "
