@@ -339,7 +339,7 @@ class Layout(Interned):
         slot = as_integer(slot, "rank", LayoutError)
         if slot >= self.slots:
             raise LayoutError(f"rank {slot} of a layout over ranks 0 to {self.slots - 1}")
-        low, high = np.searchsorted(self.cell_slot, (slot, slot + 1))
+        low, high = self.cell_slot.searchsorted((slot, slot + 1))
         return range(int(low), int(high))
 
     @cached_property
@@ -378,6 +378,19 @@ class Layout(Interned):
         if len(cells) == 1:
             return tuple(shapes[0].tolist())
         return (int(shapes.prod(axis=1).sum()),)
+
+    @cached_property
+    def local_shapes(self) -> dict[int, tuple[int, ...]]:
+        """The local shape of every slot that holds something, as `local_shape` says it."""
+        if len(self.holders) == self.cells:
+            return dict(zip(self.holders, map(tuple, self.cell_shape.tolist()), strict=True))
+        first = np.searchsorted(self.cell_slot, self.holders)
+        count = np.diff(first, append=self.cells)
+        sizes = np.add.reduceat(self.cell_shape.prod(axis=1), first).tolist()
+        return {
+            slot: tuple(self.cell_shape[cell].tolist()) if cells == 1 else (size,)
+            for slot, cell, cells, size in zip(self.holders, first, count, sizes, strict=True)
+        }
 
     @cached_property
     def holders(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from execution.example_arrays import MESH, Shards, plan_of
 from reshard.collectives import AllReduce, JointAllToAll, Program, find_program
 from reshard.dtypes import dtype
 from reshard.errors import PlanError, ShardError, UsageError
-from reshard.execution import copies, route_copies
+from reshard.execution import copies, copy_columns
 from reshard.execution.outputs import NamedStorage, check_apart
 from reshard.mesh import Axis
 from reshard.plans.hosts.staged_job import StagedJob
@@ -34,7 +34,9 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads and pieces for a handful of elements, as there are for many MiB."""
     monkeypatch.setattr(copies, "PIECE_BYTES", 24)
     monkeypatch.setattr(copies, "BYTES_FOR_A_THREAD", 8)
-    monkeypatch.setattr(route_copies, "_ELEMENTS_FOR_A_WINDOW", 1)
+    monkeypatch.setattr(copies, "_BYTES_WITHOUT_LOCK", 1)
+    monkeypatch.setattr(copy_columns, "BYTES_FOR_A_THREAD", 8)
+    monkeypatch.setattr(copy_columns, "_ELEMENTS_FOR_A_WINDOW", 1)
 
 
 def memory_of(shape: tuple[int, ...], how: str) -> NDArray[np.float64]:

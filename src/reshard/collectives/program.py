@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.collectives.steps import Step
+from reshard.collectives.steps import Step, check_ranks
 from reshard.errors import PlanError
+from reshard.execution.copies import check_threads
+from reshard.execution.engine import TensorArrays, check
 from reshard.geometry.layout_change import LayoutChange
+from reshard.plans.run import copies_of_change, run_change
 from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:
@@ -49,6 +52,11 @@ class Program:
         return self.steps[number - 1].target if number else self.source
 
     @property
+    def _direct(self) -> LayoutChange:
+        """The change from the first layout to the last."""
+        return LayoutChange(self.source.layout(self.shape), self.target.layout(self.shape))
+
+    @property
     def moved_elements(self) -> int:
         """Elements that ranks receive from others in all steps, summed over ranks."""
         return sum(step.moved_elements for step in self.steps)
@@ -66,7 +74,7 @@ class Program:
         That is what every rank lacks. Where `q` contributions are combined, each element needs
         `q - 1` arrivals until one rank has it, and one for each further rank that wants it.
         """
-        direct = LayoutChange(self.source.layout(self.shape), self.target.layout(self.shape))
+        direct = self._direct
         before, after = direct.source.contributions, direct.target.contributions
         combined = -(-before // after)
         if combined == 1:
@@ -140,12 +148,37 @@ class Program:
 
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
         each processor when None. Where no contributions are combined, that is one direct copy,
-        unless each step is to be carried out by itself: `stepwise`. See
-        `reshard.execution.programs.run_program`.
-        """
-        from reshard.execution.programs import run_program
+        unless each step is to be carried out by itself: `stepwise`.
 
-        return run_program(self, shards, out, threads, stepwise)
+        Raises:
+            ShardError: an array that is missing, has another shape or dtype, or is on a device;
+                an array of `out` that cannot be written, or that shares memory with another.
+            PlanError: stepwise, a group that has not what its ranks need.
+            UsageError: fewer than one thread.
+
+        >>> import numpy as np
+        >>> from reshard import DeviceMesh, spec
+        >>> from reshard.collectives import find_program
+        >>> mesh = DeviceMesh.of(x=2)
+        >>> program = find_program(spec(mesh, "x, -"), spec(mesh, "-, x"), (2, 4))
+        >>> shards = {0: np.array([[0, 1, 2, 3]]), 1: np.array([[4, 5, 6, 7]])}
+        >>> program.run(shards)[1].tolist()
+        [[2, 3], [6, 7]]
+        """
+        check_threads(threads)
+        direct = self._direct
+        check_ranks(self.source, direct.source, shards)
+        # Nothing has to be sent between arrays of one process, so that all steps are one copy,
+        # unless contributions are combined, whose order the steps decide.
+        layouts = [direct.source, *(step.target_layout for step in self.steps)]
+        if not self.steps or not (stepwise or any(layout.reduction for layout in layouts)):
+            return run_change(direct, shards, out, threads)
+        # The last step reads what the steps before made: what is wrong has to be found here.
+        check([(copies_of_change(direct), TensorArrays(shards, out))])
+        found: Mapping[int, Any] = shards
+        for step in self.steps:
+            found = step.run(found, out if step is self.steps[-1] else None, threads)
+        return dict(found)
 
     def __str__(self) -> str:
         from reshard.collectives.program_table import program_table

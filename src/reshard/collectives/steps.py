@@ -19,17 +19,21 @@ the step is legal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from reshard.errors import PlanError
+from reshard.errors import PlanError, ShardError
+from reshard.execution.copy_columns import CopyColumns
+from reshard.execution.engine import TensorArrays, TensorCopies, run
+from reshard.execution.inputs import check_by_slot, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
+from reshard.plans.run import copies_of_change
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
 
@@ -136,11 +140,32 @@ class Step:
                     f"{list(self.shape)}: within the group {list(group)}, {error}"
                 ) from error
 
-    def run(self, shards: Mapping[int, Any]) -> dict[int, Any]:
-        """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`."""
-        from reshard.execution.programs import run_step
+    def run(
+        self,
+        shards: Mapping[int, Any],
+        out: Mapping[int, Any] | None = None,
+        threads: int | None = None,
+    ) -> dict[int, Any]:
+        """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        return run_step(self, shards)
+        A group's arrays are all that its plan sees, so a step that reaches outside its groups
+        fails. Arguments as of `Plan.run`.
+
+        Raises:
+            ShardError: an array that is missing, or does not fit; as `Plan.run` does.
+            PlanError: a group that has not what its ranks need.
+        """
+        check_ranks(self.source, self.source_layout, shards)
+        tensors = [(copies, TensorArrays(shards, out)) for copies in self._copies]
+        found: dict[int, Any] = {}
+        for arrays in run(tensors, threads):
+            found |= arrays
+        return found
+
+    @property
+    def _copies(self) -> Iterable[TensorCopies]:
+        """What is done for each of the groups."""
+        return map(copies_of_change, self.plans)
 
     def __str__(self) -> str:
         axes = " ".join(map(str, self.axes))
@@ -236,6 +261,25 @@ class Permute(Step):
                     )
         return tuple(sorted(found, key=lambda pair: pair[1]))
 
+    @property
+    def _copies(self) -> Iterable[TensorCopies]:
+        """Whole shards are copied as they are, their padding too."""
+        source, target = self.source_layout, self.target_layout
+        unchanged = [[contribution] for contribution in range(target.contributions)]
+        return (TensorCopies(source, target, unchanged, (1, 1), self._find_stages),)
+
+    def _find_stages(self) -> tuple[CopyColumns, ...]:
+        source, target = self.source_layout, self.target_layout
+        sender, receiver = np.array(self.pairs, dtype=np.int64).reshape(-1, 2).T
+        # A rank of a sharding has one cell. Empty ones may be of different shapes.
+        source_cell, target_cell = (
+            np.searchsorted(layout.cell_slot, ranks)
+            for layout, ranks in ((source, sender), (target, receiver))
+        )
+        is_copied = target.cell_elements[target_cell] > 0
+        source_cell, target_cell = source_cell[is_copied], target_cell[is_copied]
+        return (CopyColumns.of_cells(source_cell, target_cell, target.cell_shape[target_cell]),)
+
     @cached_property
     def _moving(self) -> list[tuple[int, int, int]]:
         sizes = {rank: _box(self.target_layout, rank) for _, rank in self.pairs}
@@ -269,6 +313,17 @@ class Permute(Step):
     def verify(self) -> None:
         """Check that every rank gets exactly its shard. Raises PlanError where it does not."""
         self.pairs  # noqa: B018
+
+
+def check_ranks(source: ShardingSpec, layout: Layout, shards: Mapping[int, Any]) -> None:
+    """Raise ShardError where no array is given for a rank that holds something."""
+    check_by_slot(shards, "what is given")
+    missing = [rank for rank in layout.holders if rank not in shards]
+    if missing:
+        raise ShardError(
+            f"no array for rank {missing[0]}; `{source}` holds data on ranks "
+            f"{list(layout.holders)}, got {sort_for_reading(shards)}"
+        )
 
 
 def _box(layout: Layout, rank: int) -> Box | None:

@@ -9,7 +9,7 @@ loaded already, and never imported here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,9 +67,9 @@ class ArrayKind(Protocol):
 class NumpyArrays:
     """NumPy arrays, ml_dtypes' included."""
 
-    def __init__(self, example: Any) -> None:
-        self._numpy_dtype: np.dtype[Any] = example.dtype
-        self.dtype = as_dtype(example.dtype)
+    def __init__(self, numpy_dtype: np.dtype[Any]) -> None:
+        self._numpy_dtype = numpy_dtype
+        self.dtype = as_dtype(numpy_dtype)
 
     def storage(self, array: Any, name: str = "the array") -> Storage:
         return np.asarray(array).view(self.dtype.storage)
@@ -224,49 +224,6 @@ def is_complex(dtype: DType) -> bool:
     return dtype.name.startswith("complex")
 
 
-def check_by_slot(arrays: object, name: str) -> None:
-    """Raise ShardError for what is no table of arrays by slot.
-
-    >>> check_by_slot([np.zeros(2)], "out")
-    Traceback (most recent call last):
-        ...
-    reshard.errors.ShardError: out is a list; give arrays by slot, such as {0: array}
-    """
-    if not isinstance(arrays, Mapping):
-        raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by slot, such as {{0: array}}"
-        )
-
-
-def check_by_name(arrays: object, name: str) -> None:
-    """Raise ShardError for what is no table of tensors' arrays by name.
-
-    >>> check_by_name([{0: np.zeros(2)}], "out")
-    Traceback (most recent call last):
-        ...
-    reshard.errors.ShardError: out is a list; give arrays by tensor and slot, such as {'w': {0:
-    array}}
-    """
-    if not isinstance(arrays, Mapping):
-        raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by tensor and slot, such as "
-            "{'w': {0: array}}"
-        )
-
-
-def in_order(keys: Iterable[Any]) -> list[Any]:
-    """Keys as an error lists them: in their order, where they have one.
-
-    >>> in_order([2, 1]), in_order([2, "1"])
-    ([1, 2], [2, '1'])
-    """
-    found = list(keys)
-    try:
-        return sorted(found)
-    except TypeError:
-        return found
-
-
 def kind_of(array: Any, name: str) -> ArrayKind:
     """The kind of an array; `name` says whose it is.
 
@@ -291,7 +248,7 @@ def kind_of(array: Any, name: str) -> ArrayKind:
             # Its mask would stay behind, and what it hides would show.
             raise ShardError(f"{name} is masked; give its values, array.filled()")
         if isinstance(array, np.ndarray | np.generic):
-            return NumpyArrays(array)
+            return _numpy_arrays(array.dtype)
     except UsageError as error:
         raise ShardError(f"{name}: {error}") from error
     raise ShardError(
@@ -299,45 +256,12 @@ def kind_of(array: Any, name: str) -> ArrayKind:
     )
 
 
+# NumPy puts the name of a dtype together whenever it is asked for.
+_numpy_arrays = lru_cache(maxsize=64)(NumpyArrays)
+
+
 def _has_shape(tensor: Any) -> bool:
     try:
         return tensor.shape is not None
     except RuntimeError:
         return False
-
-
-def check_reduction(reduction: str, dtype: DType) -> None:
-    """Raise ShardError for a reduction that elements of this type do not have.
-
-    >>> from reshard.dtypes import dtype
-    >>> check_reduction("mean", dtype("int8"))
-    Traceback (most recent call last):
-        ...
-    reshard.errors.ShardError: a mean of int8 is not exact; reduce by sum, or cast to a floating
-    type
-    """
-    if reduction == "mean" and is_integer(dtype):
-        raise ShardError(
-            f"a mean of {dtype.name} is not exact; reduce by sum, or cast to a floating type"
-        )
-    if reduction in ("max", "min") and is_complex(dtype):
-        raise ShardError(
-            f"{reduction} of {dtype.name}: complex numbers have no order; reduce by sum, mean or "
-            "product"
-        )
-
-
-def identity(reduction: str, kind: ArrayKind) -> Storage:
-    """The one element that changes nothing when combined: storage of shape `(1,)`."""
-    if reduction in ("sum", "mean"):
-        return kind.element(0)
-    if reduction == "product":
-        return kind.element(1)
-    if kind.dtype.name == "bool":
-        least, greatest = 0.0, 1.0
-    elif is_integer(kind.dtype):
-        limits = np.iinfo(kind.dtype.name)
-        least, greatest = limits.min, limits.max
-    else:
-        least, greatest = kind.float_limits()
-    return kind.element(least if reduction == "max" else greatest)

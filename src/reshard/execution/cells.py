@@ -1,4 +1,4 @@
-"""Where in the slots' arrays is each cell of a layout?
+"""The cells of a layout, as parts of the arrays of its slots.
 
 A slot with one cell has it as its whole array; a slot with several has them one behind the other
 in a flat array. A cell's array shares the slot's memory, so what is written to it is there.
@@ -18,6 +18,8 @@ from reshard.runs import PAD
 
 def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Storage]:
     """The arrays of the cells of the slots in `arrays`, by the cells' numbers."""
+    if layout.cells == len(layout.holders):
+        return {cell: arrays[slot] for cell, slot in enumerate(layout.holders) if slot in arrays}
     cells: dict[int, Storage] = {}
     for slot, array in arrays.items():
         numbers = layout.cells_of(slot)
@@ -33,6 +35,8 @@ def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Stor
 
 def clear_pads(layout: Layout, cells: Mapping[int, Storage]) -> None:
     """Write zeros where the arrays of cells are padding."""
+    if not layout.is_padded:
+        return
     padded = layout.cell_elements != layout.cell_shape.prod(axis=1)
     for cell, array in cells.items():
         if not padded[cell]:

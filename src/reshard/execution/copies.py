@@ -1,6 +1,6 @@
-"""How are many boxes copied between arrays as fast as memory allows?
+"""Copies between arrays, in pieces that threads share, as fast as memory allows.
 
-1. Boxes are cut into *pieces* of about a quarter of a MiB, along the dimension whose elements
+1. Copies are cut into *pieces* of about a quarter of a MiB, along the dimension whose elements
    lie farthest apart in the target.
 2. Pieces are sorted by where they lie on the side that is read or written in scattered runs::
 
@@ -34,6 +34,10 @@ from reshard.execution.arrays import Storage
 PIECE_BYTES = 1 << 18
 # A thread takes as long to start as some hundred KiB to copy.
 BYTES_FOR_A_THREAD = 1 << 20
+# NumPy copies fewer than 500 elements under Python's lock, so that threads would take turns.
+_BYTES_WITHOUT_LOCK = 1 << 11
+# How many copies are asked which side is scattered.
+_COPIES_LOOKED_AT = 32
 
 Combine = Callable[[Storage, Storage], Storage]
 
@@ -47,6 +51,7 @@ class Copy(NamedTuple):
         combine: what becomes of what is there and what comes; None where it is replaced.
         target_index, source_index: which elements, where it is not all of them: index lists
             as `np.ix_` gives them.
+        target_address, source_address: of the first elements, where they are known.
     """
 
     target: Storage
@@ -55,6 +60,9 @@ class Copy(NamedTuple):
     combine: Combine | None = None
     target_index: Any = ...
     source_index: Any = ...
+    # Asking an array for its address takes longer than copying a small box.
+    target_address: int | None = None
+    source_address: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -68,6 +76,9 @@ class Copy(NamedTuple):
 
     def carry_out(self) -> None:
         """Copy all elements, or combine them with what is there."""
+        if self.combine is None and self.target_index is ...:
+            self.target[...] = self.source
+            return
         data = self.source[self.source_index]
         if self.combine is not None:
             data = self.combine(self.target[self.target_index], data)
@@ -81,7 +92,7 @@ class Copy(NamedTuple):
             strides = self.target.strides
             axes = sorted(range(self.target.ndim), key=lambda axis: -abs(strides[axis]))
             views = self.target.transpose(axes), self.source.transpose(axes)
-            for target, source in _pieces_of_views(*views):
+            for target, source in _cut_views(*views):
                 yield Copy(target, source, self.order, self.combine)
         else:
             counts = [positions.size for positions in self.target_index]
@@ -96,7 +107,7 @@ class Copy(NamedTuple):
                 yield Copy(self.target, self.source, self.order, self.combine, into, out_of)
 
 
-def _pieces_of_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Storage]]:
+def _cut_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Storage]]:
     """Parts along the first dimension, and of its rows where one is too large."""
     if target.nbytes <= PIECE_BYTES:
         yield target, source
@@ -104,7 +115,7 @@ def _pieces_of_views(target: Storage, source: Storage) -> Iterator[tuple[Storage
     rows = PIECE_BYTES * len(target) // target.nbytes
     if rows == 0:
         for row in range(len(target)):
-            yield from _pieces_of_views(target[row], source[row])
+            yield from _cut_views(target[row], source[row])
         return
     for low in range(0, len(target), rows):
         yield target[low : low + rows], source[low : low + rows]
@@ -121,10 +132,10 @@ def available_threads() -> int:
     return os.cpu_count() or 1
 
 
-def checked_threads(threads: int | None) -> int:
+def check_threads(threads: int | None) -> int:
     """A number of threads, the available ones for None. Raises UsageError for fewer than one.
 
-    >>> checked_threads(0)
+    >>> check_threads(0)
     Traceback (most recent call last):
         ...
     reshard.errors.UsageError: threads=0; at least one thread copies, or None for one on each
@@ -155,27 +166,41 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
     for copy in copies:
         phases[copy.order].append(copy)
     for _, phase in sorted(phases.items()):
-        total_bytes = sum(copy.size_bytes for copy in phase)
-        # Of few bytes all lies in the processor's cache, wherever it is.
-        is_large = total_bytes >= BYTES_FOR_A_THREAD
-        pieces = _sorted_pieces(phase) if is_large else phase
-        workers = min(threads, len(pieces), max(1, total_bytes // BYTES_FOR_A_THREAD))
-        _share(pieces, workers)
+        sizes_bytes = [copy.size_bytes for copy in phase]
+        total_bytes = sum(sizes_bytes)
+        # Few bytes lie in the processor's cache altogether, wherever they are.
+        if total_bytes < max(BYTES_FOR_A_THREAD, len(phase) * _BYTES_WITHOUT_LOCK):
+            _share(phase, 1)
+            continue
+        pieces = _sort_pieces(phase, sizes_bytes)
+        _share(pieces, min(threads, len(pieces), total_bytes // BYTES_FOR_A_THREAD))
 
 
-def _sorted_pieces(copies: Sequence[Copy]) -> list[Copy]:
+def _sort_pieces(copies: Sequence[Copy], sizes_bytes: Sequence[int]) -> list[Copy]:
     """The pieces of copies by where they begin, on the side that is scattered more widely.
 
     Where neither is, by what is read: then the copies of one piece follow one another.
     """
-    read = sum(_extent_bytes(copy.source) for copy in copies)
-    written = sum(_extent_bytes(copy.target) for copy in copies)
-    pieces = [piece for copy in copies for piece in copy.pieces()]
-    if read >= written:
-        pieces.sort(key=lambda piece: _address(piece.source))
-    else:
-        pieces.sort(key=lambda piece: _address(piece.target))
+    pieces: list[Copy] = []
+    for copy, size_bytes in zip(copies, sizes_bytes, strict=True):
+        if size_bytes <= PIECE_BYTES:
+            pieces.append(copy)
+        else:
+            pieces += copy.pieces()
+    # The copies between two layouts are mostly alike, so some of them say it of all.
+    some = copies[:: max(1, len(copies) // _COPIES_LOOKED_AT)]
+    read = sum(_extent_bytes(copy.source) for copy in some)
+    written = sum(_extent_bytes(copy.target) for copy in some)
+    pieces.sort(key=_source_address if read >= written else _target_address)
     return pieces
+
+
+def _source_address(copy: Copy) -> int:
+    return _address(copy.source) if copy.source_address is None else copy.source_address
+
+
+def _target_address(copy: Copy) -> int:
+    return _address(copy.target) if copy.target_address is None else copy.target_address
 
 
 def _extent_bytes(array: Storage) -> int:

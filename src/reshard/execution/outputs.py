@@ -1,4 +1,4 @@
-"""Where a run writes: new memory, or arrays that the caller gives.
+"""The arrays that a run writes: new memory, or arrays that the caller gives.
 
 What is given is written in place, so all that can be wrong with it is found before the first
 element is copied:
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import ShardError
-from reshard.execution.arrays import ArrayKind, Storage, check_by_slot, in_order, kind_of
+from reshard.execution.arrays import ArrayKind, Storage, kind_of
 from reshard.execution.fresh_memory import FreshMemory
+from reshard.execution.inputs import check_by_slot, sort_for_reading
 from reshard.layout import Layout
 
 # Two arrays of one memory are told apart by solving for indices of a common element; what takes
@@ -39,38 +40,10 @@ class NamedStorage(NamedTuple):
 
 
 def new_storages(layout: Layout, kind: ArrayKind, memory: FreshMemory) -> dict[int, Storage]:
-    """New memory for each slot that holds something: what is in it is not said."""
+    """New memory for each slot that holds something; its contents are undefined."""
     return {
-        slot: memory.array(layout.local_shape(slot) or (), kind.dtype.storage)
-        for slot in layout.holders
+        slot: memory.array(layout.local_shapes[slot], kind.dtype.storage) for slot in layout.holders
     }
-
-
-def storages_to_fill(
-    layout: Layout,
-    kind: ArrayKind,
-    out: Mapping[int, Any] | None,
-    sources: Mapping[int, Storage],
-    threads: int,
-) -> dict[int, Storage]:
-    """The memory of a target's slots: new, or that of the arrays in `out`, fit for a run.
-
-    So many threads find it where it is new.
-
-    Raises ShardError for an array in `out` that does not fit, or shares memory with another or
-    with one of `sources`.
-    """
-    if out is None:
-        memory = FreshMemory()
-        made = new_storages(layout, kind, memory)
-        memory.find(threads)
-        return made
-    found = given_storages(layout, kind, out)
-    check_apart(
-        (NamedStorage(output_name(slot), array) for slot, array in found.items()),
-        (NamedStorage(f"the source of slot {slot}", array) for slot, array in sources.items()),
-    )
-    return found
 
 
 def given_storages(
@@ -92,13 +65,13 @@ def given_storages(
     if missing:
         raise ShardError(
             f"no array{tensor} for slot {missing[0]} in out; the target holds data on slots "
-            f"{list(layout.holders)}, got {in_order(out)}"
+            f"{list(layout.holders)}, got {sort_for_reading(out)}"
         )
     found = {}
     for slot in layout.holders:
         name, array = output_name(slot, tensor), out[slot]
         other = kind_of(array, name)
-        shape = layout.local_shape(slot) or ()
+        shape = layout.local_shapes[slot]
         if tuple(array.shape) != shape:
             raise ShardError(
                 f"{name} has shape {list(array.shape)}, but the target layout says {list(shape)}"

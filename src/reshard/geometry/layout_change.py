@@ -120,9 +120,12 @@ class LayoutChange(Interned):
     @cached_property
     def pieces(self) -> tuple[Pieces, ...]:
         """For each dimension, the pieces of every route of `routes`."""
-        cells = self.routes.source_cell
+        return self.pieces_of(self.routes)
+
+    def pieces_of(self, routes: Routes) -> tuple[Pieces, ...]:
+        """For each dimension, the pieces of every one of some routes."""
         return tuple(
-            overlap.pieces(self.routes.pair[d], self.source.cell_part[cells, d])
+            overlap.pieces(routes.pair[d], self.source.cell_part[routes.source_cell, d])
             for d, overlap in enumerate(self.overlaps)
         )
 

@@ -253,11 +253,12 @@ class Job:
         """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
 
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
-        each processor when None. See `reshard.execution.jobs.run_job`.
+        each processor when None. See `reshard.plans.run.run_changes`.
         """
-        from reshard.execution.jobs import run_job
+        from reshard.plans.run import run_changes
 
-        return run_job(self, arrays, out, threads)
+        changes = [(item.name, item.dtype, item.change) for item in self.items]
+        return run_changes(changes, arrays, out, threads)
 
     def to_json(self) -> str:
         """This job as a short JSON document, see `reshard.plans.documents.job_document`."""

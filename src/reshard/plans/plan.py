@@ -16,7 +16,6 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError, PlanError
-from reshard.execution.local import run
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.interning import Interned
@@ -174,9 +173,11 @@ class Plan(Interned):
         """Carry the plan out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
-        each processor when None. See `reshard.execution.local.run`.
+        each processor when None. See `reshard.plans.run.run_change`.
         """
-        return run(self.change, shards, out, threads, self.dtype)
+        from reshard.plans.run import run_change
+
+        return run_change(self.change, shards, out, threads, self.dtype)
 
     def to_json(self) -> str:
         """This plan as a short JSON document, see `reshard.plans.documents.plan_document`."""

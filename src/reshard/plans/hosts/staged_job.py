@@ -277,9 +277,10 @@ class StagedJob:
 
         Raises ShardError for arrays that do not fit the source layouts.
         """
-        from reshard.execution.staged import run_staged
+        from reshard.plans.run import run_stages
 
-        return run_staged(self, shards)
+        changes = [(item.name, item.dtype, item.change) for item in self.job.items]
+        return run_stages(changes, self.transfers, shards)
 
     def __repr__(self) -> str:
         return f"<StagedJob of {len(self.job)} tensors on {self.topology.hosts} hosts>"

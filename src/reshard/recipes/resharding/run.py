@@ -2,7 +2,7 @@
 
 1. Every array of the source is checked before any is copied.
 2. Target ranks are filled, tensor by tensor; several threads may fill several ranks.
-3. Before each box, cancellation is looked at. What is complete then is kept, and told.
+3. Before each copy, cancellation is looked at. What is complete then is kept, and told.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from reshard.errors import PlanError, ShardError
-from reshard.execution.local import check_shards
-from reshard.execution.target_shards import target_shard
-from reshard.geometry.transfers import Transfers
+from reshard.execution.inputs import check_shards
 from reshard.plans.job import JobItem
+from reshard.plans.run import run_rank
 from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
 
 SourceShards = Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]]
@@ -30,7 +29,7 @@ class Cancellation(Protocol):
 
 
 class _Cancelled(Exception):
-    """Ends the work on an array between two boxes."""
+    """Ends the work on an array between two copies."""
 
 
 class ReshardingRun:
@@ -70,7 +69,12 @@ class ReshardingRun:
         for item in self._job.items:
             arrays = {rank: self._array(rank, item.name) for rank in item.change.source.holders}
             try:
-                check_shards(item.change, arrays, dtype=item.dtype)
+                check_shards(
+                    item.change.source,
+                    arrays,
+                    dtype=item.dtype,
+                    target_reduction=item.change.target.reduction,
+                )
             except ShardError as error:
                 raise ShardError(f"tensor {item.name!r}: {error}") from error
             self._arrays[item.name] = arrays
@@ -90,15 +94,8 @@ class ReshardingRun:
         try:
             for item in self._held(rank):
                 self._stop_where_cancelled()
-                transfers = self._job.transfers.get(item.name)
-                if transfers is None:
-                    transfers = Transfers.none(item.change.target.ndim)
-                array, copied = target_shard(
-                    item.change,
-                    transfers,
-                    rank,
-                    self._arrays[item.name],
-                    self._stop_where_cancelled,
+                array, copied = run_rank(
+                    item.change, rank, self._arrays[item.name], self._stop_where_cancelled
                 )
                 found[item.name] = array
                 size_bytes = copied * item.dtype.itemsize_bytes

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.execution.local import run
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box
+from reshard.plans.run import run_change
 from reshard.spmd.shards.library import Library
 
 Shards = tuple[Any, ...]
@@ -123,7 +123,7 @@ def _is_plain(plan: LayoutChange) -> bool:
 
 def _planned(plan: LayoutChange, sources: Sequence[int], targets: Sequence[int]) -> Movement:
     def moved(shards: Shards) -> Shards:
-        made = run(plan, dict(zip(sources, shards, strict=True)))
+        made = run_change(plan, dict(zip(sources, shards, strict=True)))
         return tuple([made[rank] for rank in targets])
 
     return moved

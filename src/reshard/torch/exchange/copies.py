@@ -20,7 +20,7 @@ import torch
 
 from reshard.errors import ShardError
 from reshard.execution.arrays import TorchTensors
-from reshard.execution.local import finish_contributions
+from reshard.execution.contributions import complete_contributions
 from reshard.geometry.layout_change import LayoutChange
 from reshard.torch.exchange.messages import cut
 
@@ -70,7 +70,9 @@ def _fill(plan: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
             "on the CPU"
         )
     kind = TorchTensors(tensor)
-    finish_contributions(plan, kind, {cell: kind.storage(tensor)})
+    complete_contributions(
+        plan.target, plan.combines, plan.scale, kind, {cell: kind.storage(tensor)}
+    )
 
 
 def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:

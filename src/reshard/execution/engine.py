@@ -1,0 +1,227 @@
+"""The engine: arrays of one layout from arrays of another, in this process.
+
+1. The arrays of all tensors are checked against their layouts before anything is copied.
+2. Every target slot gets new memory, unless the caller gives it; positions that are padding are
+   zero.
+3. Copies are carried out, stage by stage. The first contribution of an element replaces what is
+   there, the rest are combined with it in order. Threads share the copies of all tensors.
+4. Means are scaled. A target contribution that combines none is filled with the reduction's
+   identity.
+
+Sources are only read. NumPy arrays and, where torch is loaded, torch CPU tensors are taken;
+results are of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.execution.arrays import ArrayKind, Storage, kind_of
+from reshard.execution.cells import cell_arrays, clear_pads
+from reshard.execution.contributions import complete_contributions
+from reshard.execution.copies import Copy, carry_out, check_threads
+from reshard.execution.copy_columns import CopyColumns
+from reshard.execution.fresh_memory import FreshMemory
+from reshard.execution.inputs import check_shards, source_storages
+from reshard.execution.outputs import (
+    NamedStorage,
+    check_apart,
+    given_storages,
+    new_storages,
+    output_name,
+)
+from reshard.layout import Layout
+from reshard.runs import distinct
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorCopies:
+    """What is done for one tensor.
+
+    Args:
+        source, target: its layouts.
+        combines: for each contribution of the target, those of the source that are combined.
+        scale: the numerator and denominator that combined elements are multiplied by.
+        find_stages: the columns of copies, one behind the other: first from cells of the source
+            to cells of the target, then from cells of the target to others. Called when the
+            arrays were checked.
+    """
+
+    source: Layout
+    target: Layout
+    combines: Sequence[Sequence[int]]
+    scale: tuple[int, int]
+    find_stages: Callable[[], Sequence[CopyColumns]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorArrays:
+    """The arrays of one tensor.
+
+    Args:
+        shards: for every source slot that holds something, its array.
+        out: arrays to write to, for every target slot that holds something; new ones when None.
+        dtype: what all have to be of; anything when None.
+        name: what errors call the tensor, where a run has several.
+    """
+
+    shards: Mapping[int, Any]
+    out: Mapping[int, Any] | None = None
+    dtype: DType | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The tensor, behind what an error names of it."""
+        return "" if self.name is None else f" of {self.name!r}"
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """One tensor of a run: what is done, and the memory of its arrays.
+
+    Sources are by cell; targets by slot, and once they are found by cell too.
+    """
+
+    copies: TensorCopies
+    arrays: TensorArrays
+    kind: ArrayKind
+    held: dict[int, Storage]
+    filled: dict[int, Storage]
+    target_cells: dict[int, Storage]
+
+    @classmethod
+    def of(cls, copies: TensorCopies, arrays: TensorArrays) -> _Memory:
+        """The memory of the sources. Raises ShardError for arrays that do not fit the layout."""
+        source, label = copies.source, arrays.label
+        kind = check_shards(source, arrays.shards, label, arrays.dtype, copies.target.reduction)
+        held = source_storages(source, kind, arrays.shards, label)
+        return cls(copies, arrays, kind, held, {}, {})
+
+    def fill(self, filled: dict[int, Storage]) -> None:
+        """Write to these arrays of the target's slots."""
+        self.filled = filled
+        self.target_cells = cell_arrays(self.copies.target, filled)
+
+    def stage(self, columns: CopyColumns, is_first: bool) -> list[Copy]:
+        """The copies of one stage: from the source, or from what the stages before filled."""
+        sources = self.target_cells
+        if is_first:
+            sources = cell_arrays(self.copies.source, self.held)
+        combine = partial(self.kind.combine, self.copies.source.reduction or "sum")
+        return columns.copies(sources, self.target_cells, combine)
+
+    def finish(self) -> dict[int, Any]:
+        """The target's arrays, once contributions are complete."""
+        copies, out = self.copies, self.arrays.out
+        complete_contributions(
+            copies.target, copies.combines, copies.scale, self.kind, self.target_cells
+        )
+        if out is None:
+            return {slot: self.kind.array(storage) for slot, storage in self.filled.items()}
+        return {slot: out[slot] for slot in self.filled}
+
+
+def run(
+    tensors: Sequence[tuple[TensorCopies, TensorArrays]], threads: int | None = None
+) -> list[dict[int, Any]]:
+    """The target's arrays of every tensor, by slot: those of `out`, or new ones.
+
+    Args:
+        tensors: what is done, and to which arrays.
+        threads: how many copy at most, all tensors together; one for each processor when None.
+            The result is the same for any number.
+
+    Raises:
+        ShardError: an array that is missing, has another shape or dtype, or is on a device; an
+            array of `out` that cannot be written, or shares memory with one of any tensor.
+        UsageError: fewer than one thread.
+        PlanError: what `find_stages` raises.
+    """
+    workers = check_threads(threads)
+    every = [_Memory.of(copies, arrays) for copies, arrays in tensors]
+    _find_targets(every, workers)
+    stages = [memory.copies.find_stages() for memory in every]
+    for memory in every:
+        clear_pads(memory.copies.target, memory.target_cells)
+    for number in range(max(map(len, stages), default=0)):
+        found: list[Copy] = []
+        for memory, columns in zip(every, stages, strict=True):
+            if number < len(columns):
+                found += memory.stage(columns[number], is_first=not number)
+        carry_out(found, workers)
+    return [memory.finish() for memory in every]
+
+
+def check(tensors: Sequence[tuple[TensorCopies, TensorArrays]]) -> None:
+    """Raise what `run` raises of arrays that do not fit, and copy nothing."""
+    _find_given_targets([_Memory.of(*tensor) for tensor in tensors])
+
+
+def run_slot(
+    copies: TensorCopies,
+    slot: int,
+    shards: Mapping[int, Any],
+    before_copy: Callable[[], None] = lambda: None,
+) -> Any:
+    """The array of one target slot, by one thread, from source arrays that were checked.
+
+    Only those are read that the slot's copies are from.
+
+    Args:
+        copies: what is done for the slot, in one stage.
+        slot: one that holds something.
+        shards: the arrays of the source's slots.
+        before_copy: called before every copy; what it raises ends the work.
+    """
+    (columns,) = copies.find_stages()
+    kind = kind_of(next(iter(shards.values())), "the source's array")
+    senders = distinct(copies.source.cell_slot[columns.source_cell]).tolist()
+    held = {sender: kind.storage(shards[sender]) for sender in senders}
+    memory = _Memory(copies, TensorArrays(shards), kind, held, {}, {})
+    # Zeros where it is padding.
+    memory.fill({slot: np.zeros(copies.target.local_shape(slot) or (), kind.dtype.storage)})
+    for copy in sorted(memory.stage(columns, is_first=True), key=lambda copy: copy.order):
+        before_copy()
+        copy.carry_out()
+    return memory.finish()[slot]
+
+
+def _find_targets(every: Sequence[_Memory], workers: int) -> None:
+    """Find the memory that is written: what was given first, since it may not fit."""
+    _find_given_targets(every)
+    fresh = FreshMemory()
+    for memory in every:
+        if memory.arrays.out is None:
+            memory.fill(new_storages(memory.copies.target, memory.kind, fresh))
+    fresh.find(workers)
+
+
+def _find_given_targets(every: Sequence[_Memory]) -> None:
+    """Find the memory of the arrays in `out`. Raises ShardError for what does not fit."""
+    given = [(memory, out) for memory in every if (out := memory.arrays.out) is not None]
+    for memory, out in given:
+        label = memory.arrays.label
+        memory.fill(given_storages(memory.copies.target, memory.kind, out, label))
+    if given:
+        check_apart(_name_outputs([memory for memory, _ in given]), _name_sources(every))
+
+
+def _name_outputs(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
+    for memory in every:
+        for slot, storage in memory.filled.items():
+            yield NamedStorage(output_name(slot, memory.arrays.label), storage)
+
+
+def _name_sources(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
+    for memory in every:
+        name = memory.arrays.name
+        of = "the source of slot" if name is None else f"the source of {name!r} on slot"
+        for slot, storage in memory.held.items():
+            yield NamedStorage(f"{of} {slot}", storage)
