@@ -106,13 +106,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = reshard.nonsense
 
 
-def test_the_test_package_says_what_it_needs() -> None:
+def test_the_test_package_says_what_its_strategies_need() -> None:
     found = in_a_new_process(
         "import sys\n"
         "sys.modules['hypothesis'] = None\n"
         "from reshard.errors import MissingExtraError\n"
+        "import reshard.testing\n"
         "try:\n"
-        "    import reshard.testing\n"
+        "    from reshard.testing import strategies\n"
         "except MissingExtraError as error:\n"
         "    print(error)\n"
     )

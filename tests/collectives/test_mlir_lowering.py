@@ -17,9 +17,8 @@ from reshard.collectives import Program, find_program
 from reshard.collectives.lowering import mlir_module
 from reshard.errors import NotationError, PlanError
 from reshard.mesh import DeviceMesh
+from reshard.testing import parse_shard_module, run_shard_module
 from reshard.testing.oracle import contents_of_spec, shards_of
-from reshard.testing.shard_run import run_shard_module
-from reshard.testing.shard_text import parse_shard_module
 
 MESH = DeviceMesh.of(x=2, y=4, w=1)
 

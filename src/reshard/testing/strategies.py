@@ -48,7 +48,7 @@ try:
     from hypothesis import strategies as st
 except ImportError as error:
     raise MissingExtraError(
-        "reshard.testing needs hypothesis, which is not installed; install it with: "
+        "reshard.testing.strategies needs hypothesis, which is not installed; install it with: "
         "pip install hypothesis"
     ) from error
 

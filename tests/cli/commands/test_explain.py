@@ -17,7 +17,7 @@ from cli.command_runs import entries, run_alone, run_here
 from reshard.collectives import find_program
 from reshard.collectives.lowering.shard_module import Collective
 from reshard.cost import load_preset
-from reshard.testing.shard_text import parse_shard_module
+from reshard.testing import parse_shard_module
 from reshard.testing.strategies import meshes, shapes, specs
 from show.page_parts import parsed
 

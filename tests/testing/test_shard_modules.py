@@ -12,8 +12,7 @@ from reshard.collectives import find_program
 from reshard.collectives.lowering import mlir_module
 from reshard.collectives.lowering.shard_module import ShardModule
 from reshard.errors import NotationError, ShardError
-from reshard.testing.shard_run import run_shard_module
-from reshard.testing.shard_text import parse_shard_module
+from reshard.testing import parse_shard_module, run_shard_module
 
 GRID = reshard.DeviceMesh.of(a=2, b=3)
 
