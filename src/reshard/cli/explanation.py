@@ -17,7 +17,6 @@ import numpy as np
 from reshard.cli.output import can_draw_boxes, printable
 from reshard.collectives.lowering import LOWERINGS
 from reshard.collectives.program import Program
-from reshard.collectives.program_table import program_table
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.search.problems import JOINT
 from reshard.collectives.steps import Exchange
@@ -210,7 +209,9 @@ class Explanation:
 
     def _program_lines(self) -> list[str]:
         if self.program is not None:
-            table = program_table(self.program, self._program_estimate)
+            table = str(self.program)
+            if self.machine is not None and self._topology is not None:
+                table = self.program.table(self._topology, self._dtype, self.machine.library)
             return ["", "as collectives:", table] if self.program.steps else []
         devices = [set(side.mesh.devices) for side in (self.before, self.after) if side.mesh]
         is_shared = len(devices) == 2 and devices[0] == devices[1]

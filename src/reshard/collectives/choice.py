@@ -1,4 +1,4 @@
-"""Is a program of collectives quicker than the direct exchange?
+"""The choice between a program of collectives and the direct exchange of one tensor.
 
 The exchange moves the fewest bytes. A program may move more, in fewer messages: small tensors
 wait for messages, large ones for bytes. Both are estimated on a topology, and the quicker one
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.collectives.estimates import program_estimate
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import find_program
 from reshard.collectives.steps import Exchange
@@ -26,6 +25,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.estimates import change_estimate
 from reshard.sharding import ShardingSpec
+from reshard.text.quantities import bytes_text, duration_text, table
 from reshard.topology import Topology
 
 
@@ -56,8 +56,6 @@ class Choice:
         return self.program_estimate if self.method == "program" else self.exchange_estimate
 
     def __str__(self) -> str:
-        from reshard.text.quantities import bytes_text, duration_text, table
-
         width = self.dtype.itemsize_bytes
         steps = " ".join(map(str, self.program.steps)) or "nothing to do"
         rows = [
@@ -118,7 +116,7 @@ def choose(
     kind = as_dtype(dtype)
     program = find_program(source, target, shape)
     change = LayoutChange(source.layout(program.shape), target.layout(program.shape))
-    by_program = program_estimate(program, kind, topology, library)
+    by_program = program.estimate(kind, topology, library)
     by_exchange = change_estimate(change, kind.itemsize_bytes, topology)
     method, reason = _decided(
         program,

@@ -1,4 +1,4 @@
-"""Which of many tensors go by programs of collectives, and which in one exchange?
+"""The division of many tensors into those that go by programs and those in one exchange.
 
 All that have no program travel in one exchange. Programs run beside it and beside one another:
 their first steps with the exchange, then the second steps of all, and so on, so that a wait
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.collectives.estimates import program_estimate
 from reshard.collectives.program import Program
 from reshard.cost.estimate import Part
 from reshard.dtypes import DType
@@ -122,7 +121,7 @@ def divide(
 def _ways(
     change: LayoutChange, dtype: DType, program: Program, topology: Topology, library: str
 ) -> Ways:
-    by_program = program_estimate(program, dtype, topology, library)
+    by_program = program.estimate(dtype, topology, library)
     return Ways(
         exchange_part(change, dtype.itemsize_bytes, topology),
         tuple(part for part in by_program.parts if part.seconds_s),

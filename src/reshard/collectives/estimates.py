@@ -1,4 +1,4 @@
-"""How long does a program take on a topology?
+"""The seconds of a program of collectives on a topology.
 
 Its steps run one behind the other. The groups of a step run at the same time, and the one that
 takes longest counts. Sizes are those of the busiest rank: where shards are of different sizes, a
@@ -19,12 +19,12 @@ for all-to-alls too. With the library "gloo" gathers and reduce-scatters are mes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
-from reshard.collectives.program import Program
 from reshard.collectives.steps import (
     AllGather,
     AllReduce,
@@ -50,35 +50,34 @@ from reshard.topology import Topology
 _FORMULAS_OF = (AllGather, ReduceScatter, AllReduce)
 
 
-def program_estimate(
-    program: Program, dtype: object, topology: Topology, library: str = "nccl"
+def steps_estimate(
+    steps: Sequence[Step], dtype: object, topology: Topology, library: str = "nccl"
 ) -> Estimate:
-    """The seconds of a program, step by step, see `Program.estimate`.
+    """The seconds of the steps of a program, see `Program.estimate`.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
     >>> from reshard.cost import load_preset
     >>> mesh = DeviceMesh.of(x=2, y=4)
     >>> program = find_program(spec(mesh, "x y, -"), spec(mesh, "x, -"), (4096, 4096))
-    >>> print(program_estimate(program, "bfloat16", load_preset("h100-8").topology()))
+    >>> print(steps_estimate(program.steps, "bfloat16", load_preset("h100-8").topology()))
     part           algorithm  messages    bytes  latency  transfer     time
     -------------  ---------  --------  -------  -------  --------  -------
     all-gather(y)  ring              3  12.6 MB  10.2 µs   28.0 µs  38.2 µs
     """
     check_library(library)
     itemsize_bytes = as_dtype(dtype).itemsize_bytes
-    steps = program.steps
     parts: list[Part] = []
     inside: Layout | None = None
     for number, step in enumerate(steps):
         is_first, is_last = not number, number == len(steps) - 1
-        parts.append(step_part(step, itemsize_bytes, topology, library, is_first, is_last, inside))
+        parts.append(_step_part(step, itemsize_bytes, topology, library, is_first, is_last, inside))
         # A slice between two steps is a view of what was there before it.
         inside = (inside or step.source_layout) if isinstance(step, Slice) else None
     return Estimate(tuple(parts), topology.overhead.call_s)
 
 
-def step_part(
+def _step_part(
     step: Step,
     itemsize_bytes: int,
     topology: Topology,
@@ -92,7 +91,7 @@ def step_part(
     Args:
         step: what is done.
         itemsize_bytes: of an element.
-        topology, library: of `program_estimate`.
+        topology, library: of `steps_estimate`.
         is_first, is_last: whether no step is before, or behind, it.
         inside: whose shards its own are views of; None where of none.
 

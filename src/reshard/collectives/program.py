@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from reshard.collectives.estimates import steps_estimate
+from reshard.collectives.step_table import step_table
 from reshard.collectives.steps import Step, check_ranks
+from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.execution.copies import check_threads
 from reshard.execution.engine import TensorArrays, check
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.run import copies_of_change, run_change
 from reshard.sharding import ShardingSpec
-
-if TYPE_CHECKING:
-    from reshard.cost.estimate import Estimate
-    from reshard.topology import Topology
+from reshard.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,7 @@ class Program:
             UsageError: an unknown library.
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
-        from reshard.collectives.estimates import program_estimate
-
-        return program_estimate(self, dtype, topology, library)
+        return steps_estimate(self.steps, dtype, topology, library)
 
     def table(self, topology: Topology, dtype: object, library: str = "nccl") -> str:
         """The program as `str` has it, with the time of each step. Arguments as of `estimate`.
@@ -133,9 +131,8 @@ class Program:
         50,331,648 elements move, at least 50,331,648 must; the largest shard has 8,388,608.
         All steps take 38.2 µs.
         """
-        from reshard.collectives.program_table import program_table
-
-        return program_table(self, self.estimate(dtype, topology, library))
+        estimate = self.estimate(dtype, topology, library)
+        return step_table(self.shape, self.source, self.steps, self.lower_bound_elements, estimate)
 
     def run(
         self,
@@ -181,9 +178,7 @@ class Program:
         return dict(found)
 
     def __str__(self) -> str:
-        from reshard.collectives.program_table import program_table
-
-        return program_table(self)
+        return step_table(self.shape, self.source, self.steps, self.lower_bound_elements)
 
     def __repr__(self) -> str:
         names = ", ".join(step.name for step in self.steps)

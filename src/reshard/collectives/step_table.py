@@ -15,33 +15,44 @@ On a topology each step has its time too, see `Program.table`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from reshard.collectives.program import Program
-    from reshard.cost.estimate import Estimate
+from reshard.collectives.steps import Step
+from reshard.cost.estimate import Estimate
+from reshard.layout import Layout
+from reshard.sharding import ShardingSpec
+from reshard.text.quantities import duration_text
 
 
-def program_table(program: Program, estimate: Estimate | None = None) -> str:
+def step_table(
+    shape: Sequence[int],
+    source: ShardingSpec,
+    steps: Sequence[Step],
+    lower_bound_elements: int,
+    estimate: Estimate | None = None,
+) -> str:
     """The lines of the table, without a last line break.
 
-    `estimate` is that of the program, for a column of times.
+    Args:
+        shape: of the tensor.
+        source: the sharding before the first step.
+        steps: what is done.
+        lower_bound_elements: the fewest that any program can move.
+        estimate: of the steps, for a column of times.
     """
-    from reshard.text.quantities import duration_text
-
-    shape = f"[{', '.join(map(str, program.shape))}]"
-    first = program.source.layout(program.shape)
-    largest = int(first.cell_shape.prod(axis=1).max(initial=0))
-    rows = [[shape, "step", "after", "moves", "live shard"]]
-    rows.append(["0", "-", str(program.source), "-", f"{largest:,}"])
-    for number, step in enumerate(program.steps, 1):
-        shard = int(step.target_layout.cell_shape.prod(axis=1).max(initial=0))
+    shards = [_largest_shard(source.layout(tuple(shape)))]
+    rows = [[f"[{', '.join(map(str, shape))}]", "step", "after", "moves", "live shard"]]
+    rows.append(["0", "-", str(source), "-", f"{shards[0]:,}"])
+    for number, step in enumerate(steps, 1):
+        shard = _largest_shard(step.target_layout)
+        shards.append(shard)
         rows.append(
             [str(number), str(step), str(step.target), f"{step.moved_elements:,}", f"{shard:,}"]
         )
+    moved = sum(step.moved_elements for step in steps)
     summary = (
-        f"{program.moved_elements:,} elements move, at least {program.lower_bound_elements:,} "
-        f"must; the largest shard has {program.live_shard:,}."
+        f"{moved:,} elements move, at least {lower_bound_elements:,} must; the largest shard has "
+        f"{max(shards):,}."
     )
     if estimate is not None:
         times = ["time", "-", *(duration_text(part.seconds_s) for part in estimate.parts)]
@@ -57,3 +68,7 @@ def program_table(program: Program, estimate: Estimate | None = None) -> str:
         for row in rows
     ]
     return "\n".join([*("  ".join(row) for row in aligned), summary])
+
+
+def _largest_shard(layout: Layout) -> int:
+    return int(layout.cell_shape.prod(axis=1).max(initial=0))
