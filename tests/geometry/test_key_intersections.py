@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import PlanError
-from reshard.execution.local import run
 from reshard.geometry.contributions import contribution_sources
 from reshard.geometry.demand import find_needs
 from reshard.geometry.holders import find_holders
@@ -21,6 +20,7 @@ from reshard.geometry.overlap import find_overlap
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.geometry.transfers import Transfers, expand
 from reshard.layout import Box, Layout
+from reshard.plans.run import run_change
 from reshard.runs import FRESH_HALO, OWNED, RunTable
 from reshard.testing.oracle import dense_of, least_moved, reduced, shards_of
 from reshard.testing.strategies import (
@@ -88,7 +88,7 @@ def test_boxes_arrive_and_no_more_than_must(movement: Movement, seed: int) -> No
     plan.verify()
     size = (held.contributions, *held.shape)
     dense = list(np.random.default_rng(seed).integers(-99, 99, size))
-    result = run(plan, shards_of(held, dense, rubbish=12345))
+    result = run_change(plan, shards_of(held, dense, rubbish=12345))
     assert np.array_equal(dense_of(wanted, result), reduced(held.reduction, dense))
 
 
