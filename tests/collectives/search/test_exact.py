@@ -17,21 +17,21 @@ import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import JointAllToAll, find_program
 from reshard.collectives.search.axis_problems import AxisProblem
-from reshard.collectives.search.catalogue import Catalogue, catalogue_size
 from reshard.collectives.search.constructive import constructive_search, path_cost
 from reshard.collectives.search.exact import exact_outcome
 from reshard.collectives.search.problems import Problem, problem_of
+from reshard.collectives.search.state_table import StateTable, count_states
 from reshard.collectives.search.states import State
 from reshard.collectives.search.step_naming import name_step
 
 Mask = NDArray[np.bool_]
 
 
-def all_states(atoms: int, dims: int) -> list[State]:
-    """Every flat sharding over the atoms 0, 1, ... of one frame."""
+def all_states(primes: int, dims: int) -> list[State]:
+    """Every flat sharding over the prime axes 0, 1, ... of one prime mesh."""
     found = []
-    for count in range(atoms + 1):
-        for order in itertools.permutations(range(atoms), count):
+    for count in range(primes + 1):
+        for order in itertools.permutations(range(primes), count):
             for where in itertools.combinations_with_replacement(range(dims), count):
                 cuts = []
                 for dim in range(dims):
@@ -56,10 +56,10 @@ def legal(
     problem: Problem, one: State, other: State, before: Mask, after: Mask, basis: str
 ) -> bool:
     """Whether a step of the basis leads from one to the other, by what its definition says."""
-    frame = problem.space.frames[0]
+    prime_mesh = problem.space.prime_meshes[0]
 
-    def covered(atoms: set[int]) -> bool:
-        rest = [frame.digit(atom) for atom in frame.atoms if atom not in atoms]
+    def covered(primes: set[int]) -> bool:
+        rest = [prime_mesh.digit(prime) for prime in prime_mesh.primes if prime not in primes]
         group = np.array([*rest, np.zeros(len(before), int)]).T
         together = (group[:, None] == group[None]).all(axis=2)
         return not (after & ~(together @ before)).any()
@@ -69,9 +69,9 @@ def legal(
     if all(b[: len(a)] == a for a, b in pairs):
         return not (after & ~before).any()
     if all(a[: len(b)] == b for a, b in pairs):
-        return covered({atom for a, b in pairs for atom in a[len(b) :]})
+        return covered({prime for a, b in pairs for prime in a[len(b) :]})
     if sorted(map(bytes, before)) == sorted(map(bytes, after)):
-        sizes = [[math.prod(frame.size(x) for x in a) for a in side] for side in flat]
+        sizes = [[math.prod(prime_mesh.size(x) for x in a) for a in side] for side in flat]
         if sizes[0] == sizes[1]:
             return True
     if basis == "joint":
@@ -87,8 +87,8 @@ def legal(
 
 def cheapest(problem: Problem, basis: str) -> int | None:
     """The least cost of any program, by Dijkstra over all shardings that fit."""
-    frame = problem.space.frames[0]
-    states = all_states(len(frame.atoms), len(problem.space.shape))
+    prime_mesh = problem.space.prime_meshes[0]
+    states = all_states(len(prime_mesh.primes), len(problem.space.shape))
     masks = {state: mask(problem, state) for state in states}
     states = [s for s in states if masks[s].sum(axis=1).max() <= problem.live_shard]
     best = {problem.source: 0}
@@ -117,7 +117,7 @@ def problems(draw: st.DrawFn, basis: str) -> Problem:
     shape = tuple(draw(st.integers(1, 9)) for _ in range(draw(st.integers(1, 2))))
     states = all_states(sum(2 if n in (4, 6) else 1 for n in sizes), len(shape))
     blank = reshard.spec(mesh, ", ".join("-" for _ in shape))
-    # The frame is that of the mesh: every part of prime size of every axis.
+    # The prime mesh is that of the mesh: every part of prime size of every axis.
     problem = problem_of(blank, blank, shape)
     assert problem is not None
     chosen = [problem.space.spec(draw(st.sampled_from(states)), None) for _ in range(2)]
@@ -179,21 +179,21 @@ def test_the_work_done_is_the_same_every_time() -> None:
     assert outcomes[0].work > 0
 
 
-@pytest.mark.parametrize(("atoms", "shape"), [(3, (8, 9)), (2, (5,)), (3, (4, 4, 4))])
-def test_a_catalogue_has_every_sharding_once(atoms: int, shape: tuple[int, ...]) -> None:
-    source = ", ".join(["x y z"[: 2 * atoms - 1]] + ["-"] * (len(shape) - 1))
-    problem = problem_on(dict.fromkeys("xyz"[:atoms], 2), source, source, shape)
+@pytest.mark.parametrize(("primes", "shape"), [(3, (8, 9)), (2, (5,)), (3, (4, 4, 4))])
+def test_a_catalogue_has_every_sharding_once(primes: int, shape: tuple[int, ...]) -> None:
+    source = ", ".join(["x y z"[: 2 * primes - 1]] + ["-"] * (len(shape) - 1))
+    problem = problem_on(dict.fromkeys("xyz"[:primes], 2), source, source, shape)
     problem = replace(problem, live_shard=math.prod(shape))
-    used = frozenset(range(atoms))
-    catalogue = Catalogue(problem, 0, used)
-    found = [catalogue.state(number, frozenset()) for number in range(len(catalogue))]
-    assert len(set(found)) == len(found) == catalogue_size(atoms, len(shape))
-    assert set(found) == {s for s in all_states(atoms, len(shape)) if s.used == used}
+    used = frozenset(range(primes))
+    state_table = StateTable(problem, 0, used)
+    found = [state_table.state(number, frozenset()) for number in range(len(state_table))]
+    assert len(set(found)) == len(found) == count_states(primes, len(shape))
+    assert set(found) == {s for s in all_states(primes, len(shape)) if s.used == used}
     held = mask(problem, problem.target)
     for number, state in enumerate(found):
         here = mask(problem, state)
-        assert catalogue.total[number] == here.sum()
-        assert catalogue.kept[number] == (here & held).sum()
+        assert state_table.total[number] == here.sum()
+        assert state_table.kept[number] == (here & held).sum()
         assert problem.space.largest(state) == here.sum(axis=1).max()
 
 

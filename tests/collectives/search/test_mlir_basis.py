@@ -9,7 +9,7 @@ import reshard
 from collectives.program_checks import check
 from collectives.sharding_pairs import Pair, pairs
 from reshard.collectives import AllGather, AllReduce, AllToAll, Permute, Slice, find_program
-from reshard.collectives.search.prime_axes import frames_of
+from reshard.collectives.search.prime_axes import find_prime_meshes
 from reshard.errors import PlanError
 
 
@@ -91,7 +91,7 @@ def test_the_first_decomposition_holds_more_than_both_shards() -> None:
 def test_the_basis_leads_anywhere(pair: Pair) -> None:
     source, target, shape = pair
     nested = any(len(dim.levels) > 1 for side in pair[:2] for dim in side.dim_specs)
-    assume(not nested and len(frames_of(source, target)) == 1)
+    assume(not nested and len(find_prime_meshes(source, target)) == 1)
     program = find_program(source, target, shape, steps="mlir")
     check(program, None)
     kinds = {type(step) for step in program.steps}

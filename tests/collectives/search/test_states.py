@@ -27,9 +27,9 @@ from reshard.collectives.search.legality import (
     is_permutation,
     smallest_group,
 )
-from reshard.collectives.search.prime_axes import Frame, frames_of, prime_factors
+from reshard.collectives.search.prime_axes import PrimeMesh, find_prime_meshes, prime_factors
 from reshard.collectives.search.problems import Problem, problem_of, shorter
-from reshard.collectives.search.states import Space, State, flat_atoms, overlaps
+from reshard.collectives.search.states import Space, State, flatten_cut, overlaps
 from reshard.collectives.search.step_naming import name_step
 from reshard.errors import PlanError
 from reshard.mesh import Axis
@@ -50,10 +50,10 @@ def test_prime_factors(number: int) -> None:
 @given(pairs(partials=False))
 def test_a_state_is_its_sharding(pair: Pair) -> None:
     source, target, shape = pair
-    frames = frames_of(source, target)
-    space = Space(frames, shape)
-    for frame, spec in ((0, source), (len(frames) - 1, target)):
-        state = space.state(frame, spec)
+    prime_meshes = find_prime_meshes(source, target)
+    space = Space(prime_meshes, shape)
+    for prime_mesh, spec in ((0, source), (len(prime_meshes) - 1, target)):
+        state = space.state(prime_mesh, spec)
         layout = spec.layout(shape)
         assert space.spec(state, None, spec.mesh).layout(shape) is layout
         assert space.spec(state, None).layout(shape).shape == shape
@@ -119,21 +119,21 @@ def test_frames_of_two_meshes(
     one: dict[str, int], other: dict[str, int], sizes: list[tuple[int, ...]]
 ) -> None:
     sides = [reshard.spec(reshard.DeviceMesh.of(**axes), "-") for axes in (one, other)]
-    frames = frames_of(*sides)
-    assert [frame.sizes for frame in frames] == sizes
-    # Atoms of two frames have different numbers.
-    atoms = [atom for frame in frames for atom in frame.atoms]
-    assert len(set(atoms)) == len(atoms)
+    prime_meshes = find_prime_meshes(*sides)
+    assert [prime_mesh.sizes for prime_mesh in prime_meshes] == sizes
+    # Atoms of two prime meshes have different numbers.
+    primes = [prime for prime_mesh in prime_meshes for prime in prime_mesh.primes]
+    assert len(set(primes)) == len(primes)
 
 
 def test_sub_axes_in_use_are_boundaries() -> None:
     mesh = reshard.DeviceMesh.of(x=12, y=2)
-    frames = frames_of(reshard.spec(mesh, "x:(1)3"), reshard.spec(mesh, "x:(6)2"))
-    assert frames[0].sizes == (3, 2, 2, 2)
-    assert frames[0].atoms_of([Axis("x", 1, 3), Axis("y")]) == (0, 3)
-    assert frames[0].axes((1, 2, 3)) == (Axis("x", 3, 4), Axis("y"))
-    assert frames[0].units_of([2, 0, 3, 1]) == [(2,), (0,), (3,), (1,)]
-    whole = Frame(mesh, [1, 12, 24])
+    prime_meshes = find_prime_meshes(reshard.spec(mesh, "x:(1)3"), reshard.spec(mesh, "x:(6)2"))
+    assert prime_meshes[0].sizes == (3, 2, 2, 2)
+    assert prime_meshes[0].primes_of([Axis("x", 1, 3), Axis("y")]) == (0, 3)
+    assert prime_meshes[0].axes((1, 2, 3)) == (Axis("x", 3, 4), Axis("y"))
+    assert prime_meshes[0].units_of([2, 0, 3, 1]) == [(2,), (0,), (3,), (1,)]
+    whole = PrimeMesh(mesh, [1, 12, 24])
     assert whole.units_of([2, 3, 0]) == [(0, 2), (3,)]
 
 
@@ -144,19 +144,19 @@ def test_what_groups_hold_below_an_index(
 ) -> None:
     """Counted index by index, over the groups that the mesh itself has."""
     spec = data.draw(shardings(mesh, 1))
-    (frame,) = frames_of(spec, spec)
-    space = Space([frame], (length,))
+    (prime_mesh,) = find_prime_meshes(spec, spec)
+    space = Space([prime_mesh], (length,))
     (cut,) = space.state(0, spec).cuts
-    chosen = frozenset(atom for atom in frame.atoms if data.draw(st.booleans()))
-    held = space.held(0, length, cut, chosen)
+    chosen = frozenset(prime for prime in prime_mesh.primes if data.draw(st.booleans()))
+    held = space.intervals_of_groups(0, length, cut, chosen)
     layout = spec.layout((length,))
-    groups = mesh.groups(frame.axes(sorted(chosen)))
+    groups = mesh.groups(prime_mesh.axes(sorted(chosen)))
     group_of = {rank: group for group in groups for rank in group}
     low, high = (
-        np.array([data.draw(st.integers(0, length)) for _ in frame.ranks]) for _ in range(2)
+        np.array([data.draw(st.integers(0, length)) for _ in prime_mesh.ranks]) for _ in range(2)
     )
-    found = held.below(np.maximum(low, high)) - held.below(np.minimum(low, high))
-    for place, rank in enumerate(frame.ranks):
+    found = held.count_below(np.maximum(low, high)) - held.count_below(np.minimum(low, high))
+    for place, rank in enumerate(prime_mesh.ranks):
         indices = set(range(min(low[place], high[place]), max(low[place], high[place])))
         own = {
             index
@@ -169,7 +169,7 @@ def test_what_groups_hold_below_an_index(
 
 def in_one_frame(pair: Pair) -> Problem | None:
     problem = problem_of(*pair)
-    return problem if problem is not None and len(problem.space.frames) == 1 else None
+    return problem if problem is not None and len(problem.space.prime_meshes) == 1 else None
 
 
 @settings(deadline=None, max_examples=80)
@@ -179,7 +179,7 @@ def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: P
     if problem is None:
         return
     space, source, target = problem.space, problem.source, problem.target
-    frame = space.frames[0]
+    prime_mesh = space.prime_meshes[0]
 
     def is_legal(step: Step) -> bool:
         try:
@@ -190,15 +190,15 @@ def test_legality_is_what_a_plan_of_each_group_says(data: st.DataObject, pair: P
 
     sides = (space.spec(source, None), space.spec(target, None))
     assert is_inside(space, target, source) == is_legal(Slice(space.shape, *sides))
-    chosen = frozenset(atom for atom in frame.atoms if data.draw(st.booleans()))
-    gather = AllGather(space.shape, *sides, frame.axes(sorted(chosen)))
+    chosen = frozenset(prime for prime in prime_mesh.primes if data.draw(st.booleans()))
+    gather = AllGather(space.shape, *sides, prime_mesh.axes(sorted(chosen)))
     assert is_covered(space, source, target, chosen) == is_legal(gather)
     if is_permutation(space, source, target):
         assert is_legal(Permute(space.shape, *sides))
     if source.used == target.used:
         group = smallest_group(space, source, target)
         assert group is not None and group <= source.used
-        assert is_legal(JointAllToAll(space.shape, *sides, frame.axes(sorted(group))))
+        assert is_legal(JointAllToAll(space.shape, *sides, prime_mesh.axes(sorted(group))))
 
 
 @settings(deadline=None, max_examples=80)
@@ -210,22 +210,22 @@ def test_a_named_step_is_legal(pair: Pair) -> None:
     space = problem.space
     named = name_step(space, problem.source, problem.target)
     if named is not None:
-        kind, atoms, dims = named
+        kind, primes, dims = named
         reduction = pair[0].reduction
         sides = [space.spec(state, reduction) for state in (problem.source, problem.target)]
-        kind(space.shape, *sides, space.frames[0].axes(atoms), dims).verify()
+        kind(space.shape, *sides, space.prime_meshes[0].axes(primes), dims).verify()
 
 
 def test_shorter_cuts() -> None:
     assert shorter(((0, 1), (2,))) == ((0, 1),)
     assert shorter(((0, 1),)) == ((0,),)
     assert shorter(((0,),)) == ()
-    assert flat_atoms(((0, 1), (2,))) == (0, 1, 2)
+    assert flatten_cut(((0, 1), (2,))) == (0, 1, 2)
 
 
 def test_nothing_is_shared_by_boxes_apart() -> None:
-    frame = Frame(reshard.DeviceMesh.of(x=2, y=2), [1, 2, 4])
-    space = Space([frame], (4, 4))
+    prime_mesh = PrimeMesh(reshard.DeviceMesh.of(x=2, y=2), [1, 2, 4])
+    space = Space([prime_mesh], (4, 4))
     rows, columns = State(0, (((0, 1),), ())), State(0, ((), ((0, 1),)))
     assert overlaps(space.boxes(rows), space.boxes(columns)).tolist() == [1, 1, 1, 1]
     for one, other in itertools.permutations((rows, columns)):

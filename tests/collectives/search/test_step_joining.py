@@ -14,7 +14,7 @@ from reshard.collectives.search.constructive import path_cost, step_cost
 from reshard.collectives.search.exact import budgeted_search
 from reshard.collectives.search.problems import problem_of
 from reshard.collectives.search.states import State
-from reshard.collectives.search.step_joining import joined
+from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import JointAllToAll
 from reshard.mesh import Axis
@@ -48,7 +48,7 @@ def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
         path = None if problem is None else budgeted_search(problem)
         if problem is None or path is None:
             continue
-        shorter = joined(problem, path)
+        shorter = join_steps(problem, path)
         assert (shorter[0], shorter[-1]) == (path[0], path[-1])
         assert set(shorter) <= set(path)
         assert path_cost(problem, shorter) <= path_cost(problem, path)
@@ -57,7 +57,7 @@ def test_joined_paths_are_no_dearer_and_legal(pair: Pair) -> None:
             assert named is not None
             assert basis == "joint" or named[0] is not JointAllToAll
         # Nothing is left to take at once.
-        assert joined(problem, shorter) == shorter
+        assert join_steps(problem, shorter) == shorter
 
 
 def test_what_would_move_more_is_not_taken_at_once() -> None:
@@ -66,8 +66,8 @@ def test_what_would_move_more_is_not_taken_at_once() -> None:
     sides = reshard.spec(mesh, "z | sum(x)"), reshard.spec(mesh, "-")
     problem = problem_of(*sides, (16,), 16)
     assert problem is not None
-    frame = problem.space.frames[0]
-    over_y = State(0, ((frame.atoms_of([Axis("y")]),),), problem.source.pending)
+    prime_mesh = problem.space.prime_meshes[0]
+    over_y = State(0, ((prime_mesh.primes_of([Axis("y")]),),), problem.source.pending)
     gathered = over_y._replace(cuts=((),))
     summed = over_y._replace(pending=frozenset())
     path = (problem.source, gathered, over_y, summed, problem.target)
@@ -75,4 +75,4 @@ def test_what_would_move_more_is_not_taken_at_once() -> None:
     at_once = step_cost(problem, gathered, problem.target)
     assert steps == [128, 0, 192, 128] and at_once == 384
     # The first two are an exchange of shards of half the tensor, and no more than the gather.
-    assert joined(problem, path) == (problem.source, over_y, summed, problem.target)
+    assert join_steps(problem, path) == (problem.source, over_y, summed, problem.target)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from reshard.collectives.program import Program
-from reshard.collectives.search.prime_axes import Frame, frames_of
+from reshard.collectives.search.prime_axes import PrimeMesh, find_prime_meshes
 from reshard.errors import NotationError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -28,10 +28,10 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
     ['x, -', 'x:(2)2 x:(1)2, -', 'x:(2)2, -']
     """
     specs = [program.source, *(step.target for step in program.steps)]
-    frames = frames_of(program.source, program.target)
-    if len(frames) == 1:
+    prime_meshes = find_prime_meshes(program.source, program.target)
+    if len(prime_meshes) == 1:
         mesh = program.source.mesh
-        return tuple(_plain(spec, mesh, frames[0]) for spec in specs)
+        return tuple(_plain(spec, mesh, prime_meshes[0]) for spec in specs)
     meshes = [spec.mesh for spec in specs]
     for place, neighbour in ((0, 1), (-1, -2)):
         spec = specs[place]
@@ -40,11 +40,11 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
     return tuple(_plain(spec, mesh, None) for spec, mesh in zip(specs, meshes, strict=True))
 
 
-def _plain(spec: ShardingSpec, mesh: DeviceMesh, frame: Frame | None) -> ShardingSpec:
+def _plain(spec: ShardingSpec, mesh: DeviceMesh, prime_mesh: PrimeMesh | None) -> ShardingSpec:
     def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-        if frame is None or spec.mesh is mesh:
+        if prime_mesh is None or spec.mesh is mesh:
             return tuple(axis for axis in axes if spec.mesh.axis_size(axis) > 1)
-        return frame.axes(frame.atoms_of(axes, spec.mesh), mesh)
+        return prime_mesh.axes(prime_mesh.primes_of(axes, spec.mesh), mesh)
 
     dims = []
     for dim in spec.dim_specs:

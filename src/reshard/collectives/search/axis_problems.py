@@ -1,17 +1,17 @@
-"""What is searched for over whole axes, not their prime parts: a small problem of a large mesh.
+"""The problem of a search over whole axes, not their prime parts: small for a large mesh.
 
 A mesh of 8x8x4 has three axes and eight prime parts; of the parts there are so many shardings
 that a search may have to give up. Of the axes, or the parts of them that the source and the target
 use, there are few. The cheapest program over these is one over the parts too, not always the
 cheapest one::
 
-    frame      x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
+    prime mesh x=8  ->  0: x:(1)2   1: x:(2)2   2: x:(4)2         y=4  ->  3, 4
     whole      x=8  ->  0: x                                      y=4  ->  1
 """
 
 from __future__ import annotations
 
-from reshard.collectives.search.prime_axes import Frame
+from reshard.collectives.search.prime_axes import PrimeMesh
 from reshard.collectives.search.problems import Problem
 from reshard.collectives.search.states import Cut, Space, State
 
@@ -34,36 +34,38 @@ class AxisProblem:
     """
 
     def __init__(self, problem: Problem) -> None:
-        frames: list[Frame] = []
-        self._atom: dict[int, int] = {}
+        prime_meshes: list[PrimeMesh] = []
+        self._prime: dict[int, int] = {}
         self._units: dict[int, Unit] = {}
-        for fine in problem.space.frames:
-            first = sum(len(frame.atoms) for frame in frames)
-            frames.append(Frame(fine.mesh, fine.boundaries, first, is_whole=True))
-            for atom, unit in zip(frames[-1].atoms, fine.units, strict=True):
-                self._atom |= dict.fromkeys(unit, atom)
-                self._units[atom] = unit
+        for fine in problem.space.prime_meshes:
+            first = sum(len(prime_mesh.primes) for prime_mesh in prime_meshes)
+            prime_meshes.append(PrimeMesh(fine.mesh, fine.boundaries, first, has_whole_axes=True))
+            for prime, unit in zip(prime_meshes[-1].primes, fine.units, strict=True):
+                self._prime |= dict.fromkeys(unit, prime)
+                self._units[prime] = unit
         self.problem = Problem(
-            Space(frames, problem.space.shape),
-            self._whole(problem.source),
-            self._whole(problem.target),
+            Space(prime_meshes, problem.space.shape),
+            self._join_primes(problem.source),
+            self._join_primes(problem.target),
             problem.live_shard,
             problem.steps,
         )
 
-    def _whole(self, state: State) -> State:
+    def _join_primes(self, state: State) -> State:
         cuts = tuple(
             # A level of a sharding is made of whole axes: each stands at its first part.
-            tuple(tuple(dict.fromkeys(self._atom[atom] for atom in level)) for level in cut)
+            tuple(tuple(dict.fromkeys(self._prime[prime] for prime in level)) for level in cut)
             for cut in state.cuts
         )
-        return State(state.frame, cuts, frozenset(self._atom[atom] for atom in state.pending))
+        return State(
+            state.prime_mesh, cuts, frozenset(self._prime[prime] for prime in state.pending)
+        )
 
     def parts(self, state: State) -> State:
         """A state over whole axes as one over their parts."""
 
         def cut_of(cut: Cut) -> Cut:
-            return tuple(tuple(a for atom in level for a in self._units[atom]) for level in cut)
+            return tuple(tuple(a for prime in level for a in self._units[prime]) for level in cut)
 
-        pending = frozenset(a for atom in state.pending for a in self._units[atom])
-        return State(state.frame, tuple(map(cut_of, state.cuts)), pending)
+        pending = frozenset(a for prime in state.pending for a in self._units[prime])
+        return State(state.prime_mesh, tuple(map(cut_of, state.cuts)), pending)

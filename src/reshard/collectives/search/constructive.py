@@ -28,18 +28,18 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.collectives.search.legality import is_covered, is_inside, is_permutation
-from reshard.collectives.search.prime_axes import Frame
+from reshard.collectives.search.prime_axes import PrimeMesh
 from reshard.collectives.search.problems import Problem
-from reshard.collectives.search.states import Boxes, Cut, State, flat_atoms, overlaps
+from reshard.collectives.search.states import Cut, RankBoxes, State, flatten_cut, overlaps
 
 # Placements of one side that are tried; beyond, fewer are, by where the other side has the axes.
 MOST_PLACEMENTS = 150
 # Sets of axes that a side is cut further by, and parts of axes that are moved one by one.
 MOST_SETS = 16
-MOST_ATOMS = 4
-# Boxes of ranks that are compared.
+MOST_PRIMES = 4
+# RankBoxes of ranks that are compared.
 MOST_COMPARED = 8_000_000
-# Ways into the other frame that are followed to the end.
+# Ways into the other prime mesh that are followed to the end.
 MOST_CROSSINGS = 4
 
 Path = tuple[State, ...]
@@ -49,9 +49,9 @@ def constructive_search(problem: Problem) -> Path | None:
     """The states of a program of legal steps, the source first, or None when it finds none."""
     if problem.is_reached(problem.source):
         return (problem.source,)
-    found = list(_by_one_rearrangement(problem))
-    if problem.source.frame != problem.target.frame:
-        found += _crossing(problem)
+    found = list(_find_by_one_rearrangement(problem))
+    if problem.source.prime_mesh != problem.target.prime_mesh:
+        found += _find_crossings(problem)
     if not found:
         return None
     return min(found, key=lambda path: (path_cost(problem, path), len(path)))
@@ -63,8 +63,8 @@ def step_cost(problem: Problem, before: State, after: State) -> int:
     reduced = before.pending - after.pending
     if not reduced:
         return space.arriving(before, after)
-    frame = space.frames[before.frame]
-    count = math.prod(frame.size(atom) for atom in reduced)
+    prime_mesh = space.prime_meshes[before.prime_mesh]
+    count = math.prod(prime_mesh.size(prime) for prime in reduced)
     if before.cuts == after.cuts:
         # Scattered and gathered again in pieces of the flat shard.
         return 2 * (count - 1) * (space.total(before) // count)
@@ -76,74 +76,84 @@ def path_cost(problem: Problem, path: Path) -> int:
     return sum(step_cost(problem, a, b) for a, b in itertools.pairwise(path))
 
 
-def _by_one_rearrangement(problem: Problem) -> Iterator[Path]:
+def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
     """The cheapest path with one rearrangement: of the same axes, or of whole shards."""
     space, source, target = problem.space, problem.source, problem.target
     reduced = source.pending - target.pending
-    if source.frame == target.frame:
+    if source.prime_mesh == target.prime_mesh:
         lacking = target.used - source.used - source.pending
         if reduced:
             # Ranks that hold the same contribution share the work of combining it.
-            lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
+            lacking = (
+                frozenset(space.prime_meshes[source.prime_mesh].primes)
+                - source.used
+                - source.pending
+            )
         dropped = (source.used | lacking | reduced) - target.used
         ways_back = source
     else:
-        # Axes of two frames cannot be compared: any free ones may help to exchange shards.
-        lacking = frozenset(space.frames[source.frame].atoms) - source.used - source.pending
-        dropped = frozenset(space.frames[target.frame].atoms) - target.used
+        # Axes of two prime meshes cannot be compared: any free ones may help to exchange shards.
+        lacking = (
+            frozenset(space.prime_meshes[source.prime_mesh].primes) - source.used - source.pending
+        )
+        dropped = frozenset(space.prime_meshes[target.prime_mesh].primes) - target.used
         ways_back = target
     boxes = len(space.ranks) * max(1, len(space.shape))
     most = max(MOST_SETS, math.isqrt(MOST_COMPARED // boxes))
-    sets = _sets(problem, source, lacking)
+    sets = _list_axis_sets(problem, source, lacking)
     starts = [
         path
-        for atoms in sets
+        for primes in sets
         for path in itertools.islice(
-            _begun(problem, atoms, sorted(reduced)), max(1, most // len(sets))
+            _find_beginnings(problem, primes, sorted(reduced)), max(1, most // len(sets))
         )
     ]
-    sets = _sets(problem, target, dropped)
+    sets = _list_axis_sets(problem, target, dropped)
     ends = [
         state
-        for atoms in sets
+        for primes in sets
         for state in itertools.islice(
-            placements(problem, target, atoms, ways_back), max(1, most // len(sets))
+            placements(problem, target, primes, ways_back), max(1, most // len(sets))
         )
-        if problem.fits(state) and is_covered(space, state, target, frozenset(atoms))
+        if problem.fits(state) and is_covered(space, state, target, frozenset(primes))
     ]
     if not starts or not ends:
         return
-    allowed = _allowed(problem, [path[-1] for path in starts], ends)
+    allowed = _find_allowed_pairs(problem, [path[-1] for path in starts], ends)
     if not allowed.any():
         return
-    shared = _shared(problem, [path[-1] for path in starts], ends)
+    shared = _count_shared(problem, [path[-1] for path in starts], ends)
     cost = np.array([path_cost(problem, path) for path in starts])[:, None] - shared
     cost += np.array([space.total(end) + space.arriving(end, target) for end in ends])[None]
     cost[~allowed] = cost.max() + 1
     first, last = np.unravel_index(int(cost.argmin()), cost.shape)
-    yield _without_repeats([*starts[first], ends[last], target])
+    yield _drop_repeats([*starts[first], ends[last], target])
 
 
-def _sets(problem: Problem, state: State, atoms: frozenset[int]) -> list[tuple[int, ...]]:
-    """All of the atoms, then fewer of them; where they are many, in units."""
-    units: list[tuple[int, ...]] = [(atom,) for atom in sorted(atoms)]
-    if len(atoms) > MOST_ATOMS:
-        units = problem.space.frames[state.frame].units_of(sorted(atoms))
+def _list_axis_sets(
+    problem: Problem, state: State, primes: frozenset[int]
+) -> list[tuple[int, ...]]:
+    """All of the prime axes, then fewer of them; where they are many, in units."""
+    units: list[tuple[int, ...]] = [(prime,) for prime in sorted(primes)]
+    if len(primes) > MOST_PRIMES:
+        units = problem.space.prime_meshes[state.prime_mesh].units_of(sorted(primes))
     sets = (
-        tuple(atom for unit in chosen for atom in unit)
+        tuple(prime for unit in chosen for prime in unit)
         for size in range(len(units), -1, -1)
         for chosen in itertools.combinations(units, size)
     )
     return list(itertools.islice(sets, MOST_SETS))
 
 
-def _allowed(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
+def _find_allowed_pairs(
+    problem: Problem, starts: Sequence[State], ends: Sequence[State]
+) -> np.ndarray:
     """Which pairs use the same axes, or have the same parts of every dimension."""
     space = problem.space
 
     def numbers(states: Sequence[State]) -> tuple[np.ndarray, np.ndarray]:
         used = [(known.setdefault(state.used, len(known))) for state in states]
-        parts = [kinds.setdefault(space.pieces(state), len(kinds)) for state in states]
+        parts = [kinds.setdefault(space.distinct_parts(state), len(kinds)) for state in states]
         return np.array(used), np.array(parts)
 
     known: dict[frozenset[int], int] = {}
@@ -153,36 +163,38 @@ def _allowed(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -
     return allowed
 
 
-def _without_repeats(path: Sequence[State]) -> Path:
+def _drop_repeats(path: Sequence[State]) -> Path:
     return tuple(b for a, b in zip([None, *path], path, strict=False) if a != b)
 
 
-def _shared(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
+def _count_shared(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
     boxes = [problem.space.boxes(end) for end in ends]
     low = np.array([box.low for box in boxes]).transpose(1, 0, 2)
     high = np.array([box.high for box in boxes]).transpose(1, 0, 2)
     rows = []
     for start in starts:
         box = problem.space.boxes(start)
-        here = Boxes(box.low[:, None, :], box.high[:, None, :])
-        rows.append(overlaps(here, Boxes(low, high)).sum(axis=-1))
+        here = RankBoxes(box.low[:, None, :], box.high[:, None, :])
+        rows.append(overlaps(here, RankBoxes(low, high)).sum(axis=-1))
     return np.array(rows)
 
 
-def _begun(problem: Problem, lacking: Sequence[int], reduced: Sequence[int]) -> Iterator[Path]:
+def _find_beginnings(
+    problem: Problem, lacking: Sequence[int], reduced: Sequence[int]
+) -> Iterator[Path]:
     """Slices along `lacking` and reductions along `reduced`, in both orders."""
     space, source, target = problem.space, problem.source, problem.target
     for sliced in placements(problem, source, lacking, target):
         if not is_inside(space, sliced, source):
             continue
         if not reduced:
-            yield _without_repeats([source, sliced])
+            yield _drop_repeats([source, sliced])
             continue
         done = sliced.pending - frozenset(reduced)
-        yield _without_repeats([source, sliced, sliced._replace(pending=done)])
+        yield _drop_repeats([source, sliced, sliced._replace(pending=done)])
         for scattered in placements(problem, sliced, reduced, target):
             if is_inside(space, scattered, sliced):
-                yield _without_repeats([source, sliced, scattered._replace(pending=done)])
+                yield _drop_repeats([source, sliced, scattered._replace(pending=done)])
     if reduced and lacking:
         done = source.pending - frozenset(reduced)
         for scattered in placements(problem, source, reduced, target):
@@ -191,25 +203,25 @@ def _begun(problem: Problem, lacking: Sequence[int], reduced: Sequence[int]) -> 
             whole = scattered._replace(pending=done)
             for sliced in placements(problem, whole, lacking, target):
                 if is_inside(space, sliced, whole):
-                    yield _without_repeats([source, whole, sliced])
+                    yield _drop_repeats([source, whole, sliced])
 
 
 def placements(
-    problem: Problem, state: State, atoms: Sequence[int], other: State
+    problem: Problem, state: State, primes: Sequence[int], other: State
 ) -> Iterator[State]:
-    """The state with `atoms` appended as minor ones to its dimensions, in the ways tried."""
+    """The state with `primes` appended as minor ones to its dimensions, in the ways tried."""
     dims = len(state.cuts)
-    if not atoms:
+    if not primes:
         yield state
         return
     if not dims:
         return
-    wanted = [atom for cut in other.cuts for atom in flat_atoms(cut) if atom in set(atoms)]
-    wanted += [atom for atom in atoms if atom not in set(wanted)]
-    home = {atom: d for d, cut in enumerate(other.cuts) for atom in flat_atoms(cut)}
-    units: list[tuple[int, ...]] = [(atom,) for atom in wanted]
-    if len(atoms) > MOST_ATOMS:
-        units = problem.space.frames[state.frame].units_of(wanted)
+    wanted = [prime for cut in other.cuts for prime in flatten_cut(cut) if prime in set(primes)]
+    wanted += [prime for prime in primes if prime not in set(wanted)]
+    home = {prime: d for d, cut in enumerate(other.cuts) for prime in flatten_cut(cut)}
+    units: list[tuple[int, ...]] = [(prime,) for prime in wanted]
+    if len(primes) > MOST_PRIMES:
+        units = problem.space.prime_meshes[state.prime_mesh].units_of(wanted)
     count = math.factorial(len(units)) * math.comb(len(units) + dims - 1, dims - 1)
     ways: Iterator[tuple[tuple[tuple[int, ...], int], ...]]
     if count <= MOST_PLACEMENTS:
@@ -229,25 +241,27 @@ def placements(
     natural = tuple((unit, home.get(unit[0], 0)) for unit in units)
     for way in itertools.chain([natural], (way for way in ways if way != natural)):
         grown: list[list[Cut]] = [[cut] for cut in state.cuts]
-        for atom, dim in ((atom, dim) for unit, dim in way for atom in unit):
+        for prime, dim in ((prime, dim) for unit, dim in way for prime in unit):
             grown[dim] = [
-                longer for cut in grown[dim] for longer in problem.extensions(dim, cut, atom)
+                longer for cut in grown[dim] for longer in problem.extensions(dim, cut, prime)
             ]
         for cuts in itertools.product(*grown):
             yield state._replace(cuts=cuts)
 
 
-def _crossing(problem: Problem) -> Iterator[Path]:
-    """Paths that exchange whole shards once, to get from the source's frame to the target's."""
+def _find_crossings(problem: Problem) -> Iterator[Path]:
+    """Paths that exchange whole shards once, to get to the target's prime mesh."""
     space, source = problem.space, problem.source
-    first = space.frames[0]
-    spare = [atom for atom in first.atoms if atom not in source.used | source.pending]
+    first = space.prime_meshes[0]
+    spare = [prime for prime in first.primes if prime not in source.used | source.pending]
     reduced = sorted(source.pending)
     ways: list[tuple[int, Path]] = []
     for size in range(len(spare) + 1):
         for lacking in itertools.combinations(spare, size):
-            for begun in itertools.islice(_begun(problem, lacking, reduced), MOST_PLACEMENTS):
-                for crossed in _across(problem, begun[-1]):
+            for begun in itertools.islice(
+                _find_beginnings(problem, lacking, reduced), MOST_PLACEMENTS
+            ):
+                for crossed in _find_same_shards(problem, begun[-1]):
                     path = (*begun, crossed)
                     cost = path_cost(problem, path) + problem.distance(crossed)
                     ways.append((cost, path))
@@ -258,17 +272,17 @@ def _crossing(problem: Problem) -> Iterator[Path]:
         rest = replace(problem, source=path[-1])
         if rest.is_reached(path[-1]):
             yield path
-        for tail in _by_one_rearrangement(rest):
+        for tail in _find_by_one_rearrangement(rest):
             yield (*path[:-1], *tail)
 
 
-def _across(problem: Problem, state: State) -> Iterator[State]:
-    """States over the target's frame that hold the same shards, on other ranks."""
+def _find_same_shards(problem: Problem, state: State) -> Iterator[State]:
+    """States over the target's prime mesh that hold the same shards, on other ranks."""
     space = problem.space
     if state.pending:
         return
-    frame = len(space.frames) - 1
-    atoms = space.frames[frame].atoms
+    prime_mesh = len(space.prime_meshes) - 1
+    primes = space.prime_meshes[prime_mesh].primes
     found = 0
     parts = [space.parts(state, dim) for dim in range(len(state.cuts))]
 
@@ -276,14 +290,14 @@ def _across(problem: Problem, state: State) -> Iterator[State]:
         if dim == len(parts):
             yield cuts
             return
-        for chosen in _with_product(space.frames[frame], free, parts[dim]):
-            left = tuple(atom for atom in free if atom not in chosen)
+        for chosen in _choose_by_product(space.prime_meshes[prime_mesh], free, parts[dim]):
+            left = tuple(prime for prime in free if prime not in chosen)
             for cut in dict.fromkeys(((chosen,) if chosen else (), *problem.nested_cuts[dim])):
-                if flat_atoms(cut) == chosen:
+                if flatten_cut(cut) == chosen:
                     yield from fill(dim + 1, (*cuts, cut), left)
 
-    for cuts in fill(0, (), atoms):
-        crossed = State(frame, cuts, state.pending)
+    for cuts in fill(0, (), primes):
+        crossed = State(prime_mesh, cuts, state.pending)
         if is_permutation(space, state, crossed):
             yield crossed
             found += 1
@@ -291,13 +305,15 @@ def _across(problem: Problem, state: State) -> Iterator[State]:
                 return
 
 
-def _with_product(frame: Frame, free: Sequence[int], product: int) -> Iterator[tuple[int, ...]]:
+def _choose_by_product(
+    prime_mesh: PrimeMesh, free: Sequence[int], product: int
+) -> Iterator[tuple[int, ...]]:
     if product == 1:
         yield ()
         return
-    for atom in free:
-        size = frame.size(atom)
+    for prime in free:
+        size = prime_mesh.size(prime)
         if product % size == 0:
-            left = [other for other in free if other != atom]
-            for rest in _with_product(frame, left, product // size):
-                yield (atom, *rest)
+            left = [other for other in free if other != prime]
+            for rest in _choose_by_product(prime_mesh, left, product // size):
+                yield (prime, *rest)

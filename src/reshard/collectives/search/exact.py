@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.collectives.search.axis_problems import AxisProblem
-from reshard.collectives.search.catalogue import Catalogue, catalogue_size
 from reshard.collectives.search.constructive import Path, constructive_search, path_cost, step_cost
 from reshard.collectives.search.legality import is_covered, is_inside, is_permutation
 from reshard.collectives.search.problems import JOINT, Problem, shorter
-from reshard.collectives.search.states import Cut, State, flat_atoms
+from reshard.collectives.search.state_table import StateTable, count_states
+from reshard.collectives.search.states import Cut, State, flatten_cut
 
-# Boxes of ranks that may be compared before the search gives up.
+# RankBoxes of ranks that may be compared before the search gives up.
 DEFAULT_BUDGET = 3_000_000
 # What looking at a state costs beside its boxes.
 LOOKED_AT = 1_000
@@ -56,25 +56,27 @@ class _OverBudgetError(Exception):
 
 
 class _Search:
+    """The steps from a state, within a budget of work."""
+
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem = problem
         self.budget = budget
         self.work = 0
-        self._catalogues: dict[tuple[int, frozenset[int]], Catalogue] = {}
+        self._state_tables: dict[tuple[int, frozenset[int]], StateTable] = {}
 
     def spend(self, boxes: int) -> None:
         self.work += boxes + LOOKED_AT
         if self.work > self.budget:
             raise _OverBudgetError
 
-    def catalogue(self, frame: int, used: frozenset[int]) -> Catalogue:
-        key = (frame, used)
-        if key not in self._catalogues:
+    def state_table(self, prime_mesh: int, used: frozenset[int]) -> StateTable:
+        key = (prime_mesh, used)
+        if key not in self._state_tables:
             space = self.problem.space
-            size = catalogue_size(len(used), len(space.shape))
+            size = count_states(len(used), len(space.shape))
             self.spend(3 * size * len(space.ranks))
-            self._catalogues[key] = Catalogue(self.problem, frame, used)
-        return self._catalogues[key]
+            self._state_tables[key] = StateTable(self.problem, prime_mesh, used)
+        return self._state_tables[key]
 
     def edges(
         self, state: State, limit: int, was_rearranged: bool
@@ -84,16 +86,16 @@ class _Search:
         `limit` is the most that the step and what must follow it may cost.
         """
         problem, space = self.problem, self.problem.space
-        frame = space.frames[state.frame]
+        prime_mesh = space.prime_meshes[state.prime_mesh]
         ranks = len(space.ranks)
-        free = [a for a in frame.atoms if a not in state.used and a not in state.pending]
-        for after in self._sliced(state, free):
+        free = [a for a in prime_mesh.primes if a not in state.used and a not in state.pending]
+        for after in self._find_slices(state, free):
             yield after, 0, False
-        for after in self._gathered(state):
+        for after in self._find_gathers(state):
             yield after, space.arriving(state, after), False
-        for atom in sorted(state.pending - problem.target.pending):
-            left = state.pending - {atom}
-            for after in self._longer(state, atom):
+        for prime in sorted(state.pending - problem.target.pending):
+            left = state.pending - {prime}
+            for after in self._extend_cuts(state, prime):
                 self.spend(ranks)
                 if is_inside(space, after, state):
                     scattered = after._replace(pending=left)
@@ -101,32 +103,32 @@ class _Search:
             combined = state._replace(pending=left)
             yield combined, step_cost(problem, state, combined), False
         if problem.steps == JOINT and not was_rearranged and space.shape:
-            catalogue = self.catalogue(state.frame, state.used)
-            for after, cost in self._chosen(catalogue, None, state, limit):
+            state_table = self.state_table(state.prime_mesh, state.used)
+            for after, cost in self._choose_states(state_table, None, state, limit):
                 yield after, cost, True
         if problem.steps != JOINT:
-            yield from self._classical(state)
-        yield from self._permutes(state, limit, was_rearranged)
+            yield from self._find_all_to_alls(state)
+        yield from self._find_permutes(state, limit, was_rearranged)
 
-    def _chosen(
-        self, catalogue: Catalogue, among: np.ndarray | None, state: State, limit: int
+    def _choose_states(
+        self, state_table: StateTable, among: np.ndarray | None, state: State, limit: int
     ) -> Iterator[tuple[State, int]]:
         problem = self.problem
-        self.spend(len(catalogue) * len(problem.space.ranks))
-        cost = catalogue.total - catalogue.shared(state)
+        self.spend(len(state_table) * len(problem.space.ranks))
+        cost = state_table.total - state_table.shared(state)
         left = problem.distance(state)
-        rest = problem.target_total - catalogue.kept
+        rest = problem.target_total - state_table.shared_with_target
         if problem.contributions_left(state) > 1:
             rest = np.full_like(rest, left)
         good = np.flatnonzero(cost + rest <= limit)
         if among is not None:
             good = np.intersect1d(good, among)
         for number in good.tolist():
-            after = catalogue.state(number, state.pending)
-            if after.cuts != state.cuts or after.frame != state.frame:
+            after = state_table.state(number, state.pending)
+            if after.cuts != state.cuts or after.prime_mesh != state.prime_mesh:
                 yield after, int(cost[number])
 
-    def _permutes(
+    def _find_permutes(
         self, state: State, limit: int, was_rearranged: bool
     ) -> Iterator[tuple[State, int, bool]]:
         space = self.problem.space
@@ -135,68 +137,68 @@ class _Search:
         dims = range(len(space.shape))
         parts = tuple(space.parts(state, dim) for dim in dims)
         count = math.prod(parts)
-        frames = range(len(space.frames)) if not state.pending else [state.frame]
-        for number in frames:
-            frame = space.frames[number]
-            atoms = [atom for atom in frame.atoms if atom not in state.pending]
-            for size in range(len(atoms) + 1):
-                for chosen in itertools.combinations(atoms, size):
+        prime_meshes = range(len(space.prime_meshes)) if not state.pending else [state.prime_mesh]
+        for number in prime_meshes:
+            prime_mesh = space.prime_meshes[number]
+            primes = [prime for prime in prime_mesh.primes if prime not in state.pending]
+            for size in range(len(primes) + 1):
+                for chosen in itertools.combinations(primes, size):
                     used = frozenset(chosen)
-                    same = number == state.frame and used == state.used
-                    if math.prod(map(frame.size, chosen)) != count:
+                    same = number == state.prime_mesh and used == state.used
+                    if math.prod(map(prime_mesh.size, chosen)) != count:
                         continue
                     # Another order of the same axes is a rearrangement, found already.
                     if same and self.problem.steps == JOINT:
                         continue
-                    catalogue = self.catalogue(number, used)
-                    alike = catalogue.alike(parts)
-                    for after, cost in self._chosen(catalogue, alike, state, limit):
+                    state_table = self.state_table(number, used)
+                    alike = state_table.with_parts(parts)
+                    for after, cost in self._choose_states(state_table, alike, state, limit):
                         if is_permutation(space, state, after):
                             yield after, cost, False
 
-    def _longer(self, state: State, atom: int) -> Iterator[State]:
+    def _extend_cuts(self, state: State, prime: int) -> Iterator[State]:
         for dim, cut in enumerate(state.cuts):
-            for longer in self.problem.extensions(dim, cut, atom):
-                yield _with(state, dim, longer)
+            for longer in self.problem.extensions(dim, cut, prime):
+                yield _replace_cut(state, dim, longer)
 
-    def _sliced(self, state: State, free: Sequence[int]) -> Iterator[State]:
-        """One dimension cut by one more atom, or by several at once where it is uneven.
+    def _find_slices(self, state: State, free: Sequence[int]) -> Iterator[State]:
+        """One dimension cut by one more prime axis, or by several at once where it is uneven.
 
-        Where all free atoms divide a dimension, many slices are one behind another.
+        Where all free prime axes divide a dimension, many slices are one behind another.
         """
         problem, space = self.problem, self.problem.space
-        frame = space.frames[state.frame]
-        most = math.prod(map(frame.size, free))
+        prime_mesh = space.prime_meshes[state.prime_mesh]
+        most = math.prod(map(prime_mesh.size, free))
         for dim, length in enumerate(space.shape):
             deep = length % (space.parts(state, dim) * most) > 0
-            waiting = [(state.cuts[dim], atom) for atom in free]
+            waiting = [(state.cuts[dim], prime) for prime in free]
             while waiting:
-                cut, atom = waiting.pop()
-                for longer in problem.extensions(dim, cut, atom):
-                    after = _with(state, dim, longer)
+                cut, prime = waiting.pop()
+                for longer in problem.extensions(dim, cut, prime):
+                    after = _replace_cut(state, dim, longer)
                     self.spend(len(space.ranks))
                     if is_inside(space, after, state):
                         yield after
                     if deep:
-                        held = set(flat_atoms(longer))
+                        held = set(flatten_cut(longer))
                         waiting += [(longer, other) for other in free if other not in held]
 
-    def _gathered(self, state: State) -> Iterator[State]:
-        """One dimension without its minor atom, or without several where it is uneven."""
+    def _find_gathers(self, state: State) -> Iterator[State]:
+        """One dimension without its minor prime axis, or without several where it is uneven."""
         problem, space = self.problem, self.problem.space
         for dim, cut in enumerate(state.cuts):
             rest, dropped = cut, frozenset[int]()
             while rest:
                 dropped |= {rest[-1][-1]}
                 rest = shorter(rest)
-                after = _with(state, dim, rest)
+                after = _replace_cut(state, dim, rest)
                 self.spend(len(space.ranks))
                 if problem.fits(after) and is_covered(space, state, after, dropped):
                     yield after
                 if space.shape[dim] % space.parts(state, dim) == 0:
                     break
 
-    def _classical(self, state: State) -> Iterator[tuple[State, int, bool]]:
+    def _find_all_to_alls(self, state: State) -> Iterator[tuple[State, int, bool]]:
         """All-to-alls from one dimension to another."""
         problem, space = self.problem, self.problem.space
         for giver, cut in enumerate(state.cuts):
@@ -211,15 +213,15 @@ class _Search:
                     taken: list[Cut] = []
                     for order in itertools.permutations(moved):
                         longer_cuts: list[Cut] = [state.cuts[taker]]
-                        for atom in order:
+                        for prime in order:
                             longer_cuts = [
                                 longer
                                 for cut_so_far in longer_cuts
-                                for longer in problem.extensions(taker, cut_so_far, atom)
+                                for longer in problem.extensions(taker, cut_so_far, prime)
                             ]
                         taken += longer_cuts
                     for longer in taken:
-                        after = _with(_with(state, giver, rest), taker, longer)
+                        after = _replace_cut(_replace_cut(state, giver, rest), taker, longer)
                         self.spend(len(space.ranks))
                         if problem.fits(after) and is_covered(
                             space, state, after, frozenset(moved)
@@ -227,40 +229,44 @@ class _Search:
                             yield after, space.arriving(state, after), False
 
 
-def _with(state: State, dim: int, cut: Cut) -> State:
+def _replace_cut(state: State, dim: int, cut: Cut) -> State:
     return state._replace(cuts=(*state.cuts[:dim], cut, *state.cuts[dim + 1 :]))
 
 
 def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
     """The cheapest path, or the best known when the work allowed is done; None for no limit."""
-    known = constructive_search(problem) if problem.steps == JOINT else _over_axes(problem)
+    known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
     bar = math.inf if known is None else path_cost(problem, known)
     least = problem.distance(problem.source)
     if bar == least:
         return Outcome(known, True)
     search = _Search(problem, (1 << 62) if budget is None else budget)
     try:
-        found = _a_star(search, problem.source, least, bar)
+        found = _run_a_star(search, problem.source, least, bar)
     except _OverBudgetError:
         return Outcome(known, False, search.work)
     return Outcome(known if found is None else found, True, search.work)
 
 
-def _over_axes(problem: Problem) -> Path | None:
+def _search_whole_axes(problem: Problem) -> Path | None:
     """The cheapest path that moves whole axes, or None where none is found in the work allowed."""
-    if all(len(unit) == 1 for frame in problem.space.frames for unit in frame.units):
+    if all(
+        len(unit) == 1 for prime_mesh in problem.space.prime_meshes for unit in prime_mesh.units
+    ):
         # The axes are prime: the same search follows anyway.
         return None
     whole = AxisProblem(problem)
     least = whole.problem.distance(whole.problem.source)
     try:
-        found = _a_star(_Search(whole.problem, AXES_BUDGET), whole.problem.source, least, math.inf)
+        found = _run_a_star(
+            _Search(whole.problem, AXES_BUDGET), whole.problem.source, least, math.inf
+        )
     except _OverBudgetError:
         return None
     return None if found is None else tuple(map(whole.parts, found))
 
 
-def _a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:
+def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:
     """The cheapest path that costs less than `bar`, or None."""
     problem = search.problem
     paid = {(source, False): 0}

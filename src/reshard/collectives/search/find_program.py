@@ -1,4 +1,4 @@
-"""Which program leads from one sharding to another and moves the fewest elements?
+"""The program from one sharding to another that moves the fewest elements.
 
 Searches are registered under names, with one signature: a `Problem` in, the states of a program
 out, or None where there is no program of legal steps within memory.
@@ -16,7 +16,7 @@ from reshard.collectives.search.exact import budgeted_search, exact_search
 from reshard.collectives.search.mlir_basis import mlir_decomposition
 from reshard.collectives.search.problems import CLASSICAL, JOINT, Problem, problem_of
 from reshard.collectives.search.states import State
-from reshard.collectives.search.step_joining import joined
+from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import Exchange, Permute, Step
 from reshard.errors import PlanError, UsageError
@@ -104,7 +104,7 @@ def _find(
             )
         return exchange
     if steps != "mlir":
-        states = joined(problem, states)
+        states = join_steps(problem, states)
     program = program_of(problem, states, source, target)
     cheaper = steps == "all" and exchange.moved_elements < program.moved_elements
     return exchange if cheaper else program
@@ -133,8 +133,8 @@ def program_of(
         named = name_step(space, before, after)
         if named is None:
             raise PlanError(f"no collective leads from `{one}` to `{other}` within its groups")
-        kind, atoms, dims = named
-        axes = space.frames[before.frame].axes(atoms, one.mesh)
+        kind, primes, dims = named
+        axes = space.prime_meshes[before.prime_mesh].axes(primes, one.mesh)
         steps.append(kind(shape, one, other, axes, dims))
     if len(states) == 1 and source.layout(shape) is not target.layout(shape):
         # The same elements on every rank, but empty shards of another shape.

@@ -1,4 +1,4 @@
-"""May a step be taken: does what each group of ranks needs lie in what that group held?
+"""The legality of a step: what each group of ranks needs lies in what that group held.
 
 Names do not decide. Ten rows over x=2, y=2 by one flat cut are 3, 3, 3, 1; over x alone 5, 5::
 
@@ -12,7 +12,7 @@ itself: the parts are sorted, and what of them lies below an index is looked up.
 
 from __future__ import annotations
 
-from reshard.collectives.search.states import Space, State, flat_atoms
+from reshard.collectives.search.states import Space, State, flatten_cut
 
 
 def is_inside(space: Space, after: State, before: State) -> bool:
@@ -20,14 +20,14 @@ def is_inside(space: Space, after: State, before: State) -> bool:
     return space.arriving(before, after) == 0
 
 
-def is_covered(space: Space, before: State, after: State, atoms: frozenset[int]) -> bool:
-    """Whether every rank's box after lies in what its group along `atoms` held before.
+def is_covered(space: Space, before: State, after: State, primes: frozenset[int]) -> bool:
+    """Whether every rank's box after lies in what its group along `primes` held before.
 
-    The group is that of the frame of `before`.
+    The group is that of the prime mesh of `before`.
 
-    >>> from reshard.collectives.search.prime_axes import Frame
+    >>> from reshard.collectives.search.prime_axes import PrimeMesh
     >>> from reshard.mesh import DeviceMesh
-    >>> space = Space([Frame(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [10])
+    >>> space = Space([PrimeMesh(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [10])
     >>> flat, nested, gathered = (State(0, (cut,)) for cut in (((0, 1),), ((0,), (1,)), ((0,),)))
     >>> is_covered(space, flat, gathered, frozenset({1}))
     False
@@ -37,33 +37,33 @@ def is_covered(space: Space, before: State, after: State, atoms: frozenset[int])
     wanted = space.boxes(after)
     is_wanted = (wanted.high > wanted.low).all(axis=0)
     for dim, cut in enumerate(before.cuts):
-        held = space.held(before.frame, space.shape[dim], cut, atoms)
+        held = space.intervals_of_groups(before.prime_mesh, space.shape[dim], cut, primes)
         low, high = wanted.low[dim], wanted.high[dim]
-        found = held.below(high) - held.below(low)
+        found = held.count_below(high) - held.count_below(low)
         if ((found < high - low) & is_wanted).any():
             return False
     return True
 
 
 def smallest_group(space: Space, before: State, after: State) -> frozenset[int] | None:
-    """The atoms of the smallest group found that holds what its ranks need, or None.
+    """The prime axes of the smallest group found that holds what its ranks need, or None.
 
-    1. The atoms behind the part that both cuts of a dimension have in common are moved.
-    2. Where these do not do, atoms of the same dimensions join, minor ones first; then all.
+    1. The prime axes behind the part that both cuts of a dimension have in common are moved.
+    2. Where these do not do, prime axes of the same dimensions join, minor ones first; then all.
     """
     moved: set[int] = set()
     kept: list[int] = []
     for one, other in zip(before.cuts, after.cuts, strict=True):
-        a, b = flat_atoms(one), flat_atoms(other)
+        a, b = flatten_cut(one), flatten_cut(other)
         common = 0
         while common < min(len(a), len(b)) and a[common] == b[common]:
             common += 1
         moved |= {*a[common:], *b[common:]}
         kept = [*a[:common], *kept]
     moved &= before.used
-    for atom in [None, *reversed(kept)]:
-        if atom is not None:
-            moved.add(atom)
+    for prime in [None, *reversed(kept)]:
+        if prime is not None:
+            moved.add(prime)
         if is_covered(space, before, after, frozenset(moved)):
             return frozenset(moved)
     return None
@@ -74,4 +74,6 @@ def is_permutation(space: Space, before: State, after: State) -> bool:
 
     Where each dimension has the same parts on as many ranks, each box is on as many ranks too.
     """
-    return before.pending == after.pending and space.pieces(before) == space.pieces(after)
+    return before.pending == after.pending and space.distinct_parts(before) == space.distinct_parts(
+        after
+    )

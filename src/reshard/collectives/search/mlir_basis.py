@@ -1,4 +1,4 @@
-"""How would MLIR's notes on resharding decompose a change, into their four basic steps?
+"""The decomposition of a change into the four basic steps of MLIR's notes on resharding.
 
 The basis: slice a dimension, gather its minor axis, exchange two axes of one dimension, move a
 minor axis to another dimension. The notes weigh no traffic and no memory, so neither does this::
@@ -25,7 +25,7 @@ gather of a major axis put right: a swap comes first, as its own fourth example 
 from __future__ import annotations
 
 from reshard.collectives.search.problems import Problem
-from reshard.collectives.search.states import Cut, State, flat_atoms
+from reshard.collectives.search.states import Cut, State, flatten_cut
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import JointAllToAll
 from reshard.errors import PlanError
@@ -40,7 +40,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
     Raises:
         PlanError: meshes or sub-axes that have no parts in common, dimensions of several levels.
     """
-    if len(problem.space.frames) > 1 or any(problem.nested_cuts):
+    if len(problem.space.prime_meshes) > 1 or any(problem.nested_cuts):
         raise PlanError(
             "MLIR's basis is for one mesh and one level a dimension; take steps='joint' for "
             "device orders and levels"
@@ -49,11 +49,11 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
     path = [problem.source]
     if problem.source.pending != target.pending:
         path.append(problem.source._replace(pending=target.pending))
-    wanted = _units(problem, target.cuts)
+    wanted = _split_units(problem, target.cuts)
     while True:
         here = path[-1]
-        dims = _units(problem, here.cuts)
-        after = _with_dims(here, _next(dims, wanted))
+        dims = _split_units(problem, here.cuts)
+        after = _replace_dims(here, _take_step(dims, wanted))
         if after.cuts == here.cuts:
             return tuple(path)
         named = name_step(problem.space, here, after)
@@ -65,36 +65,37 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
             full = tuple(() if d in touched else cut for d, cut in enumerate(here.cuts))
             if full != here.cuts:
                 path.append(here._replace(cuts=full))
-            after = _sliced(here._replace(cuts=full), problem, touched)
+            after = _slice_dims(here._replace(cuts=full), problem, touched)
             if after.cuts == full:
                 continue
         path.append(after)
 
 
-def _sliced(state: State, problem: Problem, dims: list[int]) -> State:
+def _slice_dims(state: State, problem: Problem, dims: list[int]) -> State:
     """Dimensions that hold everything, cut as the target's where no axis is in use elsewhere."""
     cuts = list(state.cuts)
     for dim in dims:
-        used = {atom for d, cut in enumerate(cuts) if d != dim for atom in flat_atoms(cut)}
-        if not used & set(flat_atoms(problem.target.cuts[dim])):
+        used = {prime for d, cut in enumerate(cuts) if d != dim for prime in flatten_cut(cut)}
+        if not used & set(flatten_cut(problem.target.cuts[dim])):
             cuts[dim] = problem.target.cuts[dim]
     return state._replace(cuts=tuple(cuts))
 
 
-def _units(problem: Problem, cuts: tuple[Cut, ...]) -> Dims:
-    """Per dimension, the axes as the two shardings use them: neighbouring atoms stay together."""
-    units = problem.space.frames[0].units
+def _split_units(problem: Problem, cuts: tuple[Cut, ...]) -> Dims:
+    """Per dimension, the axes as both shardings use them: neighbouring parts stay together."""
+    units = problem.space.prime_meshes[0].units
     return tuple(
-        tuple(unit for atom in flat_atoms(cut) for unit in units if unit[0] == atom) for cut in cuts
+        tuple(unit for prime in flatten_cut(cut) for unit in units if unit[0] == prime)
+        for cut in cuts
     )
 
 
-def _with_dims(state: State, dims: Dims) -> State:
+def _replace_dims(state: State, dims: Dims) -> State:
     cuts = tuple((tuple(a for unit in dim for a in unit),) if dim else () for dim in dims)
     return state._replace(cuts=cuts)
 
 
-def _next(dims: Dims, wanted: Dims) -> Dims:
+def _take_step(dims: Dims, wanted: Dims) -> Dims:
     """The dimensions one basic step on; the same ones when nothing is left to do."""
     home = {unit: d for d, units in enumerate(wanted) for unit in units}
     unfinished = [d for d, dim in enumerate(dims) if dim != wanted[d][: len(dim)]]
@@ -107,22 +108,22 @@ def _next(dims: Dims, wanted: Dims) -> Dims:
         minor = dims[dim][-1]
         if moves(dim, minor):
             to = home[minor]
-            return _replaced(dims, {dim: dims[dim][:-1], to: (*dims[to], minor)})
+            return _replace_some(dims, {dim: dims[dim][:-1], to: (*dims[to], minor)})
     for dim in unfinished:
         if dims[dim][-1] not in home:
-            return _replaced(dims, {dim: dims[dim][:-1]})
+            return _replace_some(dims, {dim: dims[dim][:-1]})
     for dim in unfinished:
         for unit in reversed(dims[dim]):
             if unit not in home or moves(dim, unit):
                 rest = tuple(other for other in dims[dim] if other != unit)
-                return _replaced(dims, {dim: (*rest, unit)})
+                return _replace_some(dims, {dim: (*rest, unit)})
         ordered = wanted[dim][: len(dims[dim])]
         if set(ordered) == set(dims[dim]):
-            return _replaced(dims, {dim: ordered})
+            return _replace_some(dims, {dim: ordered})
     if unfinished:
-        return _replaced(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
+        return _replace_some(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
     return wanted
 
 
-def _replaced(dims: Dims, changed: dict[int, tuple[Unit, ...]]) -> Dims:
+def _replace_some(dims: Dims, changed: dict[int, tuple[Unit, ...]]) -> Dims:
     return tuple(changed.get(d, dim) for d, dim in enumerate(dims))

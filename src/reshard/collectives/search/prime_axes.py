@@ -1,14 +1,14 @@
-"""Which small axes is a mesh made of, so that a search can move any part of any axis?
+"""The axes of a mesh cut into sub-axes of prime size, so that a search can move any part of any.
 
-A search moves *atoms*: sub-axes of prime size, major to minor. Two meshes over the same devices
-in the same order are cut at the boundaries of both, and become one frame::
+A search moves *prime axes*, major to minor. Two meshes over the same devices in the same order
+are cut at the boundaries of both, and become one *prime mesh*::
 
     x=6           |           6           |       boundaries 1, 6
     y=2, z=3      |     2     |     3     |       boundaries 1, 2, 6
-    atoms         |  0: x:(1)2 = y  |  1: x:(2)3 = z  |
+    prime axes    |  0: x:(1)2 = y  |  1: x:(2)3 = z  |
 
 1. A boundary is the product of the axis sizes before it. Sub-axes in use add theirs.
-2. Where the boundaries of both meshes divide one another in a row, there is one frame. Where
+2. Where the boundaries of both meshes divide one another in a row, there is one prime mesh. Where
    they do not, or where the devices are in another order, each mesh has its own.
 3. Between two boundaries a size is split into its prime factors, smallest first.
 """
@@ -40,24 +40,29 @@ def prime_factors(number: int) -> list[int]:
     return [*found, number] if number > 1 else found
 
 
-class Frame:
-    """A mesh as a row of atoms of prime size.
+class PrimeMesh:
+    """A mesh as a row of prime axes of prime size.
 
     Args:
         mesh: the devices; ranks are numbered here by their place in `ranks`.
         boundaries: rising, from 1 to the mesh's size, each a multiple of the one before.
-        first: the number of the first atom, so that atoms of several frames differ.
-        is_whole: whether what lies between two boundaries stays one atom, of whatever size.
+        first: the number of the first prime axis, so that those of several prime meshes differ.
+        has_whole_axes: whether what lies between two boundaries stays one axis, of whatever size.
 
-    >>> frame = Frame(DeviceMesh.of(x=4, y=3), [1, 4, 12])
-    >>> frame.sizes, [str(frame.axis(atom)) for atom in frame.atoms]
+    >>> prime_mesh = PrimeMesh(DeviceMesh.of(x=4, y=3), [1, 4, 12])
+    >>> prime_mesh.sizes, [str(prime_mesh.axis(prime)) for prime in prime_mesh.primes]
     ((2, 2, 3), ['x:(1)2', 'x:(2)2', 'y:(1)3'])
-    >>> frame.atoms_of([Axis("y"), Axis("x")])
+    >>> prime_mesh.primes_of([Axis("y"), Axis("x")])
     (2, 0, 1)
     """
 
     def __init__(
-        self, mesh: DeviceMesh, boundaries: Sequence[int], first: int = 0, *, is_whole: bool = False
+        self,
+        mesh: DeviceMesh,
+        boundaries: Sequence[int],
+        first: int = 0,
+        *,
+        has_whole_axes: bool = False,
     ) -> None:
         self.mesh = mesh
         self.boundaries = tuple(boundaries)
@@ -68,48 +73,48 @@ class Frame:
         for low, high in itertools.pairwise(boundaries):
             begin = first + len(sizes)
             whole = [high // low] if high > low else []
-            for size in whole if is_whole else prime_factors(high // low):
+            for size in whole if has_whole_axes else prime_factors(high // low):
                 begins.append(low)
                 sizes.append(size)
                 low *= size
             units.append(tuple(range(begin, first + len(sizes))))
-        # The atoms between two boundaries: an axis, or the part of one that is in use.
+        # The prime axes between two boundaries: an axis, or the part of one that is in use.
         self.units = tuple(unit for unit in units if unit)
         self.begins = tuple(begins)
         self.sizes = tuple(sizes)
-        self.atoms = tuple(range(first, first + len(sizes)))
+        self.primes = tuple(range(first, first + len(sizes)))
         self.ranks = tuple(sorted(mesh.devices))
         place = np.argsort(np.array(mesh.devices, dtype=np.int64))
-        # Digit of each rank along each atom, shape `(atoms, ranks)`.
+        # Digit of each rank along each prime axis, shape `(primes, ranks)`.
         digits = [
             place // (mesh.size // (low * size)) % size
             for low, size in zip(begins, sizes, strict=True)
         ]
         self.digits: IntArray = np.array(digits, dtype=np.int64).reshape(len(sizes), mesh.size)
 
-    def size(self, atom: int) -> int:
-        """The prime size of an atom."""
-        return self.sizes[atom - self.first]
+    def size(self, prime: int) -> int:
+        """The prime size of a prime axis."""
+        return self.sizes[prime - self.first]
 
-    def digit(self, atom: int) -> IntArray:
-        """Where each rank lies along an atom: shape `(ranks,)`."""
-        digit: IntArray = self.digits[atom - self.first]
+    def digit(self, prime: int) -> IntArray:
+        """Where each rank lies along a prime axis: shape `(ranks,)`."""
+        digit: IntArray = self.digits[prime - self.first]
         return digit
 
-    def axis(self, atom: int, mesh: DeviceMesh | None = None) -> Axis:
-        """The atom as a sub-axis of this mesh, or of another one that the frame is for."""
+    def axis(self, prime: int, mesh: DeviceMesh | None = None) -> Axis:
+        """The prime axis as a sub-axis of this mesh, or of another with the same devices."""
         mesh = self.mesh if mesh is None else mesh
-        begin, size = self.begins[atom - self.first], self.sizes[atom - self.first]
-        starts = _starts(mesh)
+        begin, size = self.begins[prime - self.first], self.sizes[prime - self.first]
+        starts = _find_starts(mesh)
         name = next(n for n in reversed(mesh.axis_names) if starts[n] <= begin)
         return Axis(name, begin // starts[name], size)
 
-    def axes(self, atoms: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
+    def axes(self, primes: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
         """Atoms as axes, those that follow one another joined, whole axes by their name."""
         mesh = self.mesh if mesh is None else mesh
         joined: list[Axis] = []
-        for atom in atoms:
-            axis = self.axis(atom, mesh)
+        for prime in primes:
+            axis = self.axis(prime, mesh)
             last = joined[-1] if joined else None
             if last is not None and last.name == axis.name:
                 width = last.size or 1
@@ -120,30 +125,30 @@ class Frame:
         whole = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         return tuple(Axis(axis.name) if axis.size == whole[axis.name] else axis for axis in joined)
 
-    def atoms_of(self, axes: Iterable[Axis], mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-        """The atoms that axes of a mesh are made of, major to minor."""
+    def primes_of(self, axes: Iterable[Axis], mesh: DeviceMesh | None = None) -> tuple[int, ...]:
+        """The prime axes that axes of a mesh are made of, major to minor."""
         mesh = self.mesh if mesh is None else mesh
         found: list[int] = []
         for axis in axes:
-            low = _starts(mesh)[axis.name] * axis.pre
+            low = _find_starts(mesh)[axis.name] * axis.pre
             high = low * mesh.axis_size(axis)
             found += [
-                atom
-                for atom, begin in zip(self.atoms, self.begins, strict=True)
+                prime
+                for prime, begin in zip(self.primes, self.begins, strict=True)
                 if low <= begin < high
             ]
         return tuple(found)
 
-    def units_of(self, atoms: Sequence[int]) -> list[tuple[int, ...]]:
+    def units_of(self, primes: Sequence[int]) -> list[tuple[int, ...]]:
         """Atoms by the axis, or part of one, that they are of, in the order of their first ones."""
-        unit_of = {atom: number for number, unit in enumerate(self.units) for atom in unit}
+        unit_of = {prime: number for number, unit in enumerate(self.units) for prime in unit}
         found: dict[int, list[int]] = {}
-        for atom in atoms:
-            found.setdefault(unit_of[atom], []).append(atom)
+        for prime in primes:
+            found.setdefault(unit_of[prime], []).append(prime)
         return [tuple(sorted(unit)) for unit in found.values()]
 
 
-def _starts(mesh: DeviceMesh) -> dict[str, int]:
+def _find_starts(mesh: DeviceMesh) -> dict[str, int]:
     """The product of the sizes before each axis."""
     starts, start = {}, 1
     for name, full in zip(mesh.axis_names, mesh.shape, strict=True):
@@ -152,8 +157,8 @@ def _starts(mesh: DeviceMesh) -> dict[str, int]:
     return starts
 
 
-def _boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
-    starts = _starts(mesh)
+def _find_boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
+    starts = _find_starts(mesh)
     found = {*starts.values(), mesh.size, 1}
     for axis in axes:
         low = starts[axis.name] * axis.pre
@@ -161,22 +166,23 @@ def _boundaries(mesh: DeviceMesh, axes: Iterable[Axis]) -> set[int]:
     return found
 
 
-def frames_of(source: ShardingSpec, target: ShardingSpec) -> tuple[Frame, ...]:
-    """The frames of two shardings over the same devices: one where their axes agree, else two.
+def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[PrimeMesh, ...]:
+    """The prime meshes of two shardings on the same devices: one where their axes agree, else two.
 
     >>> from reshard.sharding_text import spec
     >>> one = spec(DeviceMesh.of(x=6), "x")
     >>> two = spec(DeviceMesh.of(y=2, z=3), "y z")
-    >>> len(frames_of(one, two)), len(frames_of(spec(DeviceMesh.of(x=3, y=2), "x"), two))
+    >>> other = spec(DeviceMesh.of(x=3, y=2), "x")
+    >>> len(find_prime_meshes(one, two)), len(find_prime_meshes(other, two))
     (1, 2)
     """
     sides = []
     for spec in (source, target):
         used = [axis for dim in spec.dim_specs for axis in dim.axes] + list(spec.partial_axes)
-        sides.append(_boundaries(spec.mesh, used))
+        sides.append(_find_boundaries(spec.mesh, used))
     if source.mesh.devices == target.mesh.devices:
         together = sorted(sides[0] | sides[1])
         if all(high % low == 0 for low, high in itertools.pairwise(together)):
-            return (Frame(source.mesh, together),)
-    first = Frame(source.mesh, sorted(sides[0]))
-    return first, Frame(target.mesh, sorted(sides[1]), len(first.atoms))
+            return (PrimeMesh(source.mesh, together),)
+    first = PrimeMesh(source.mesh, sorted(sides[0]))
+    return first, PrimeMesh(target.mesh, sorted(sides[1]), len(first.primes))

@@ -1,4 +1,4 @@
-"""What is searched for: from one state to another, within memory, and how far is it at least?
+"""The problem of a search: two states, what may be held between them, and a lower bound.
 
 The least that must still arrive is known exactly for every state, so it never misleads a search:
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from reshard.collectives.search.prime_axes import frames_of
+from reshard.collectives.search.prime_axes import find_prime_meshes
 from reshard.collectives.search.states import Cut, Space, State
 from reshard.cut_rules import Ceil
 from reshard.errors import PlanError
@@ -43,16 +43,16 @@ class Problem:
 
     def contributions_left(self, state: State) -> int:
         """How many contributions are still to be combined into each one of the target."""
-        frame = self.space.frames[state.frame]
-        return math.prod(frame.size(atom) for atom in state.pending - self.target.pending)
+        prime_mesh = self.space.prime_meshes[state.prime_mesh]
+        return math.prod(prime_mesh.size(prime) for prime in state.pending - self.target.pending)
 
     def distance(self, state: State) -> int:
         """The fewest elements that must still arrive, summed over ranks."""
         left = self.contributions_left(state)
         if left == 1:
             return self.target_total - self.space.shared(state, self.target)
-        frame = self.space.frames[self.target.frame]
-        kept = math.prod(frame.size(atom) for atom in self.target.pending)
+        prime_mesh = self.space.prime_meshes[self.target.prime_mesh]
+        kept = math.prod(prime_mesh.size(prime) for prime in self.target.pending)
         return self.target_total + (left - 2) * math.prod(self.space.shape) * kept
 
     def is_reached(self, state: State) -> bool:
@@ -73,16 +73,16 @@ class Problem:
         pairs = zip(self.source.cuts, self.target.cuts, strict=True)
         return tuple(tuple(cut for cut in pair if len(cut) > 1) for pair in pairs)
 
-    def extensions(self, dim: int, cut: Cut, atom: int) -> tuple[Cut, ...]:
-        """A cut with one more minor atom: in its last level, and where levels are, in its own."""
-        found: list[Cut] = [(*cut[:-1], (*cut[-1], atom))] if cut else [((atom,),)]
+    def extensions(self, dim: int, cut: Cut, prime: int) -> tuple[Cut, ...]:
+        """A cut with one more minor axis: in its last level, and where levels are, in its own."""
+        found: list[Cut] = [(*cut[:-1], (*cut[-1], prime))] if cut else [((prime,),)]
         if cut and self.nested_cuts[dim]:
-            found.append((*cut, (atom,)))
+            found.append((*cut, (prime,)))
         return tuple(found)
 
 
 def shorter(cut: Cut) -> Cut:
-    """A cut without its minor atom."""
+    """A cut without its minor prime axis."""
     last = cut[-1][:-1]
     return (*cut[:-1], last) if last else cut[:-1]
 
@@ -121,14 +121,14 @@ def problem_of(
         or (target.partial_axes and source.reduction != target.reduction)
     ):
         return None
-    frames = frames_of(source, target)
-    space = Space(frames, shape)
-    first, last = space.state(0, source), space.state(len(frames) - 1, target)
+    prime_meshes = find_prime_meshes(source, target)
+    space = Space(prime_meshes, shape)
+    first, last = space.state(0, source), space.state(len(prime_meshes) - 1, target)
     # What every rank holds in full is the same over the axes of either mesh.
     if not last.used and not last.pending:
-        last = last._replace(frame=0)
+        last = last._replace(prime_mesh=0)
     elif not first.used and not first.pending:
-        first = first._replace(frame=last.frame)
+        first = first._replace(prime_mesh=last.prime_mesh)
     if not last.pending <= first.pending:
         return None
     return Problem(space, first, last, limit, steps)

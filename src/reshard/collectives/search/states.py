@@ -1,10 +1,10 @@
-"""What does a search know of a sharding? Where its boxes are, and what two have in common.
+"""The states of a search: shardings over prime axes, and what two of them have in common.
 
-A *cut* of one dimension is levels of atoms, major to minor; one level is a flat cut by ceil. A
-`State` is one cut a dimension over one frame, and the atoms along which ranks hold
+A *cut* of one dimension is levels of prime axes, major to minor; one level is a flat cut by ceil. A
+`State` is one cut a dimension over one prime mesh, and the prime axes along which ranks hold
 contributions. Everything is counted in elements, with integers::
 
-    10 over atoms 0, 1 of sizes 2, 2      flat ((0, 1),)       3 3 3 1
+    10 over axes 0, 1 of sizes 2, 2       flat ((0, 1),)       3 3 3 1
                                           nested ((0,), (1,))  3 2 3 2
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.collectives.search.prime_axes import Frame
+from reshard.collectives.search.prime_axes import PrimeMesh
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
 from reshard.sharding import DimSpec, Level, ShardingSpec
@@ -24,28 +24,28 @@ Cut = tuple[tuple[int, ...], ...]
 
 
 class State(NamedTuple):
-    """A sharding over the atoms of a frame."""
+    """A sharding over the prime axes of a prime mesh."""
 
-    frame: int
+    prime_mesh: int
     cuts: tuple[Cut, ...]
     pending: frozenset[int] = frozenset()
 
     @property
     def used(self) -> frozenset[int]:
-        """The atoms that cut a dimension."""
-        return frozenset(atom for cut in self.cuts for level in cut for atom in level)
+        """The prime axes that cut a dimension."""
+        return frozenset(prime for cut in self.cuts for level in cut for prime in level)
 
 
-def flat_atoms(cut: Cut) -> tuple[int, ...]:
-    """The atoms of all levels, major to minor.
+def flatten_cut(cut: Cut) -> tuple[int, ...]:
+    """The prime axes of all levels, major to minor.
 
-    >>> flat_atoms(((0, 1), (2,)))
+    >>> flatten_cut(((0, 1), (2,)))
     (0, 1, 2)
     """
-    return tuple(atom for level in cut for atom in level)
+    return tuple(prime for level in cut for prime in level)
 
 
-class Boxes(NamedTuple):
+class RankBoxes(NamedTuple):
     """The box of every rank: `low[d, r]:high[d, r]` along each dimension."""
 
     low: IntArray
@@ -58,7 +58,7 @@ class Boxes(NamedTuple):
         return sizes
 
 
-def overlaps(one: Boxes, other: Boxes) -> IntArray:
+def overlaps(one: RankBoxes, other: RankBoxes) -> IntArray:
     """How many elements two boxes of each rank share; broadcasts over leading ranks.
 
     Shapes `(dims, ...)` to `(...)`.
@@ -68,7 +68,7 @@ def overlaps(one: Boxes, other: Boxes) -> IntArray:
     return count
 
 
-class Held:
+class GroupIntervals:
     """What groups of ranks hold of one dimension: parts that do not overlap.
 
     Args:
@@ -77,8 +77,8 @@ class Held:
         length: of the dimension.
 
     >>> ranks = np.array([0, 0, 1, 1]), np.array([0, 3, 6, 9]), np.array([3, 6, 9, 10])
-    >>> held = Held(*ranks, length=10)
-    >>> (held.below(np.array([10, 5, 10, 8])) - held.below(np.zeros(4, dtype=int))).tolist()
+    >>> found = GroupIntervals(*ranks, length=10)
+    >>> (found.count_below(np.array([10, 5, 10, 8])) - found.count_below(np.zeros(4, int))).tolist()
     [6, 5, 4, 2]
     """
 
@@ -90,7 +90,7 @@ class Held:
         self._ends = (self._begin + high)[has_any][first]
         self._before = np.concatenate([[0], np.cumsum(self._ends - self._keys)])
 
-    def below(self, index: IntArray) -> IntArray:
+    def count_below(self, index: IntArray) -> IntArray:
         """How much each rank's group holds below an index, of shape `(ranks,)`, and all groups
         before it: to be subtracted from one another.
         """
@@ -106,30 +106,30 @@ class Held:
 
 
 class Space:
-    """The shardings of one tensor over some frames, with their boxes."""
+    """The shardings of one tensor over some prime meshes, with their boxes."""
 
-    def __init__(self, frames: Sequence[Frame], shape: Sequence[int]) -> None:
-        self.frames = tuple(frames)
+    def __init__(self, prime_meshes: Sequence[PrimeMesh], shape: Sequence[int]) -> None:
+        self.prime_meshes = tuple(prime_meshes)
         self.shape = tuple(shape)
-        self.ranks = self.frames[0].ranks
+        self.ranks = self.prime_meshes[0].ranks
         self._intervals: dict[tuple[int, int, Cut], tuple[IntArray, IntArray]] = {}
-        self._held: dict[tuple[int, int, Cut, frozenset[int]], Held] = {}
-        self._sorted: dict[tuple[int, int, Cut], bytes] = {}
-        self._boxes: dict[tuple[int, tuple[Cut, ...]], Boxes] = {}
+        self._group_intervals: dict[tuple[int, int, Cut, frozenset[int]], GroupIntervals] = {}
+        self._part_bytes: dict[tuple[int, int, Cut], bytes] = {}
+        self._boxes: dict[tuple[int, tuple[Cut, ...]], RankBoxes] = {}
         self._totals: dict[tuple[int, tuple[Cut, ...]], int] = {}
 
-    def intervals(self, frame: int, length: int, cut: Cut) -> tuple[IntArray, IntArray]:
+    def intervals(self, prime_mesh: int, length: int, cut: Cut) -> tuple[IntArray, IntArray]:
         """Where each rank's part of a dimension begins and ends: two of shape `(ranks,)`."""
-        key = (frame, length, cut)
+        key = (prime_mesh, length, cut)
         if key not in self._intervals:
-            here = self.frames[frame]
+            here = self.prime_meshes[prime_mesh]
             low = np.zeros(len(self.ranks), dtype=np.int64)
             high = np.full(len(self.ranks), length, dtype=np.int64)
             for level in cut:
                 index, parts = np.zeros(len(self.ranks), dtype=np.int64), 1
-                for atom in level:
-                    size = here.size(atom)
-                    index = index * size + here.digit(atom)
+                for prime in level:
+                    size = here.size(prime)
+                    index = index * size + here.digit(prime)
                     parts *= size
                 chunk = -(-(high - low) // parts)
                 low = np.minimum(low + index * chunk, high)
@@ -137,25 +137,29 @@ class Space:
             self._intervals[key] = low, high
         return self._intervals[key]
 
-    def held(self, frame: int, length: int, cut: Cut, atoms: frozenset[int]) -> Held:
-        """What the groups of ranks that differ along `atoms` hold of a dimension."""
-        used = flat_atoms(cut)
-        key = (frame, length, cut, atoms.intersection(used))
-        if key not in self._held:
-            here = self.frames[frame]
+    def intervals_of_groups(
+        self, prime_mesh: int, length: int, cut: Cut, primes: frozenset[int]
+    ) -> GroupIntervals:
+        """What the groups of ranks that differ along `primes` hold of a dimension."""
+        used = flatten_cut(cut)
+        key = (prime_mesh, length, cut, primes.intersection(used))
+        if key not in self._group_intervals:
+            here = self.prime_meshes[prime_mesh]
             group = np.zeros(len(self.ranks), dtype=np.int64)
-            for atom in used:
-                if atom not in atoms:
-                    group = group * here.size(atom) + here.digit(atom)
-            self._held[key] = Held(group, *self.intervals(frame, length, cut), length)
-        return self._held[key]
+            for prime in used:
+                if prime not in primes:
+                    group = group * here.size(prime) + here.digit(prime)
+            self._group_intervals[key] = GroupIntervals(
+                group, *self.intervals(prime_mesh, length, cut), length
+            )
+        return self._group_intervals[key]
 
-    def boxes(self, state: State) -> Boxes:
+    def boxes(self, state: State) -> RankBoxes:
         """The box of every rank under a state."""
-        key = (state.frame, state.cuts)
+        key = (state.prime_mesh, state.cuts)
         if key not in self._boxes:
             pairs = [
-                self.intervals(state.frame, length, cut)
+                self.intervals(state.prime_mesh, length, cut)
                 for length, cut in zip(self.shape, state.cuts, strict=True)
             ]
             sides = [
@@ -164,12 +168,12 @@ class Space:
                 )
                 for side in (0, 1)
             ]
-            self._boxes[key] = Boxes(*sides)
+            self._boxes[key] = RankBoxes(*sides)
         return self._boxes[key]
 
     def total(self, state: State) -> int:
         """Elements that all ranks hold together."""
-        key = (state.frame, state.cuts)
+        key = (state.prime_mesh, state.cuts)
         if key not in self._totals:
             self._totals[key] = int(self.boxes(state).elements.sum())
         return self._totals[key]
@@ -186,44 +190,48 @@ class Space:
         """Elements that ranks hold after and not before, summed over ranks."""
         return self.total(after) - self.shared(before, after)
 
-    def pieces(self, state: State) -> tuple[bytes, ...]:
+    def distinct_parts(self, state: State) -> tuple[bytes, ...]:
         """For each dimension, what tells apart cuts into other parts: equal for equal parts."""
         return tuple(
-            self._pieces(state.frame, length, cut)
+            self._find_part_bytes(state.prime_mesh, length, cut)
             for length, cut in zip(self.shape, state.cuts, strict=True)
         )
 
-    def _pieces(self, frame: int, length: int, cut: Cut) -> bytes:
-        key = (frame, length, cut)
-        if key not in self._sorted:
-            low, high = self.intervals(frame, length, cut)
+    def _find_part_bytes(self, prime_mesh: int, length: int, cut: Cut) -> bytes:
+        key = (prime_mesh, length, cut)
+        if key not in self._part_bytes:
+            low, high = self.intervals(prime_mesh, length, cut)
             order = np.lexsort((high, low))
-            self._sorted[key] = low[order].tobytes() + high[order].tobytes()
-        return self._sorted[key]
+            self._part_bytes[key] = low[order].tobytes() + high[order].tobytes()
+        return self._part_bytes[key]
 
     def parts(self, state: State, dim: int) -> int:
         """Into how many parts a dimension is cut."""
-        here = self.frames[state.frame]
+        here = self.prime_meshes[state.prime_mesh]
         count = 1
-        for atom in flat_atoms(state.cuts[dim]):
-            count *= here.size(atom)
+        for prime in flatten_cut(state.cuts[dim]):
+            count *= here.size(prime)
         return count
 
     def spec(
         self, state: State, reduction: str | None, mesh: DeviceMesh | None = None
     ) -> ShardingSpec:
-        """A state as a sharding over its frame's mesh, or over another that the frame is for."""
-        frame = self.frames[state.frame]
-        mesh = frame.mesh if mesh is None else mesh
-        dims = [DimSpec([Level(frame.axes(level, mesh)) for level in cut]) for cut in state.cuts]
-        partial = frame.axes(sorted(state.pending), mesh)
+        """A state as a sharding over the mesh of its prime mesh, or over another of its devices."""
+        prime_mesh = self.prime_meshes[state.prime_mesh]
+        mesh = prime_mesh.mesh if mesh is None else mesh
+        dims = [
+            DimSpec([Level(prime_mesh.axes(level, mesh)) for level in cut]) for cut in state.cuts
+        ]
+        partial = prime_mesh.axes(sorted(state.pending), mesh)
         return ShardingSpec(mesh, dims, (), partial, reduction or "sum")
 
-    def state(self, frame: int, spec: ShardingSpec) -> State:
-        """A sharding as a state over one of the frames."""
-        here = self.frames[frame]
+    def state(self, prime_mesh: int, spec: ShardingSpec) -> State:
+        """A sharding as a state over one of the prime meshes."""
+        here = self.prime_meshes[prime_mesh]
         cuts = []
         for dim in spec.dim_specs:
-            levels = [here.atoms_of(level.axes, spec.mesh) for level in dim.levels]
+            levels = [here.primes_of(level.axes, spec.mesh) for level in dim.levels]
             cuts.append(tuple(level for level in levels if level))
-        return State(frame, tuple(cuts), frozenset(here.atoms_of(spec.partial_axes, spec.mesh)))
+        return State(
+            prime_mesh, tuple(cuts), frozenset(here.primes_of(spec.partial_axes, spec.mesh))
+        )

@@ -23,7 +23,7 @@ from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import JointAllToAll
 
 
-def joined(problem: Problem, path: Path) -> Path:
+def join_steps(problem: Problem, path: Path) -> Path:
     """The states of a path that are left where steps are taken at once.
 
     >>> from reshard.collectives.search.problems import problem_of
@@ -33,7 +33,7 @@ def joined(problem: Problem, path: Path) -> Path:
     >>> mesh = DeviceMesh.of(x=4)
     >>> problem = problem_of(spec(mesh, "-"), spec(mesh, "x"), (8,))
     >>> half = State(0, (((0,),),))
-    >>> len(joined(problem, (problem.source, half, problem.target)))
+    >>> len(join_steps(problem, (problem.source, half, problem.target)))
     2
     """
     paid = [0]

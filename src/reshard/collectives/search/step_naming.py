@@ -1,4 +1,4 @@
-"""Which collective leads from one state to the next? The plainest that is legal."""
+"""The collective that leads from one state to the next: the plainest that is legal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reshard.collectives.search.legality import (
     is_permutation,
     smallest_group,
 )
-from reshard.collectives.search.states import Cut, Space, State, flat_atoms
+from reshard.collectives.search.states import Cut, Space, State, flatten_cut
 from reshard.collectives.steps import (
     AllGather,
     AllReduce,
@@ -24,11 +24,11 @@ Named = tuple[type[Step], tuple[int, ...], tuple[int, ...]]
 
 
 def name_step(space: Space, before: State, after: State) -> Named | None:
-    """The kind of step, its atoms and dimensions; None where no collective is legal.
+    """The kind of step, its prime axes and dimensions; None where no collective is legal.
 
-    >>> from reshard.collectives.search.prime_axes import Frame
+    >>> from reshard.collectives.search.prime_axes import PrimeMesh
     >>> from reshard.mesh import DeviceMesh
-    >>> space = Space([Frame(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [4, 4])
+    >>> space = Space([PrimeMesh(DeviceMesh.of(x=2, y=2), [1, 2, 4])], [4, 4])
     >>> rows, both, swapped = (
     ...     State(0, cuts) for cuts in ((((0, 1),), ()), (((0,),), ((1,),)), (((1,),), ((0,),)))
     ... )
@@ -44,25 +44,25 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
     if reduced:
         if not changed:
             return AllReduce, tuple(sorted(reduced)), ()
-        tails = _tails(before.cuts, after.cuts)
+        tails = _find_tails(before.cuts, after.cuts)
         if tails is not None and reduced == frozenset(tails) and is_inside(space, after, before):
             return ReduceScatter, tails, changed
         return None
-    if before.frame == after.frame:
-        tails = _tails(before.cuts, after.cuts)
+    if before.prime_mesh == after.prime_mesh:
+        tails = _find_tails(before.cuts, after.cuts)
         if tails is not None and is_inside(space, after, before):
             return Slice, tails, changed
-        tails = _tails(after.cuts, before.cuts)
+        tails = _find_tails(after.cuts, before.cuts)
         if tails is not None and is_covered(space, before, after, frozenset(tails)):
             return AllGather, tails, changed
     if is_permutation(space, before, after):
         return Permute, (), changed
-    if before.frame != after.frame or before.used != after.used:
+    if before.prime_mesh != after.prime_mesh or before.used != after.used:
         return None
     if len(changed) == 2:
         for giver, taker in (changed, changed[::-1]):
-            given = _tail(after.cuts[giver], before.cuts[giver])
-            taken = _tail(before.cuts[taker], after.cuts[taker])
+            given = _find_tail(after.cuts[giver], before.cuts[giver])
+            taken = _find_tail(before.cuts[taker], after.cuts[taker])
             if not given or not taken or set(given) != set(taken):
                 continue
             if is_covered(space, before, after, frozenset(given)):
@@ -71,16 +71,16 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
     return None if group is None else (JointAllToAll, tuple(sorted(group)), changed)
 
 
-def _tail(short: Cut, long: Cut) -> tuple[int, ...] | None:
-    """The atoms that a cut has behind another one, or None where it does not continue it."""
-    one, other = flat_atoms(short), flat_atoms(long)
+def _find_tail(short: Cut, long: Cut) -> tuple[int, ...] | None:
+    """The prime axes that a cut has behind another one, or None where it does not continue it."""
+    one, other = flatten_cut(short), flatten_cut(long)
     return other[len(one) :] if other[: len(one)] == one else None
 
 
-def _tails(short: tuple[Cut, ...], long: tuple[Cut, ...]) -> tuple[int, ...] | None:
+def _find_tails(short: tuple[Cut, ...], long: tuple[Cut, ...]) -> tuple[int, ...] | None:
     found: tuple[int, ...] = ()
     for one, other in zip(short, long, strict=True):
-        tail = _tail(one, other)
+        tail = _find_tail(one, other)
         if tail is None:
             return None
         found += tail
