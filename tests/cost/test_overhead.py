@@ -8,7 +8,7 @@ import pytest
 
 import reshard
 from reshard.collectives import choose, find_program
-from reshard.cost import Copies, collective_cost, message_cost
+from reshard.cost import LocalCopies, collective_cost, message_cost
 from reshard.errors import LayoutError, UsageError
 from reshard.topology import Link, Overhead, Topology
 
@@ -161,8 +161,8 @@ def test_overheads_make_topologies_differ() -> None:
 
 
 def test_copies_are_added_up_by_rank() -> None:
-    one = Copies([0, 2, 0], [4, 8, 16], [1, 2, 3], [0, 8, 0])
-    size_bytes, runs, combined = Copies.joined([one, Copies.none(), one]).by_rank(3)
+    one = LocalCopies([0, 2, 0], [4, 8, 16], [1, 2, 3], [0, 8, 0])
+    size_bytes, runs, combined = LocalCopies.joined([one, LocalCopies.none(), one]).by_rank(3)
     assert size_bytes.tolist() == [40, 0, 16]
     assert (runs.tolist(), combined.tolist()) == ([8, 0, 4], [0, 0, 16])
     part = message_cost([], [], [], topology(dataclasses.replace(ONE, combining=2.0)), copies=one)
@@ -179,7 +179,7 @@ def test_copies_are_added_up_by_rank() -> None:
 )
 def test_copies_that_cannot_be(columns: tuple[list[int], ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Copies(*columns)  # type: ignore[arg-type]
+        LocalCopies(*columns)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,12 @@
-"""Collective programs: the steps, the searches, and what they find."""
+"""Programs of collectives between two shardings: found, checked, estimated, run.
+
+search      `find_program`, start here
+program     what it finds: steps, one behind the other
+steps       what each collective does, and in which groups
+estimates   seconds of steps on a topology; `step_table` prints both
+choice      a program or the direct exchange, for one tensor; `division` for many
+lowering    programs in the words of other systems
+"""
 
 from reshard.collectives.choice import Choice, choose
 from reshard.collectives.division import Division, divide

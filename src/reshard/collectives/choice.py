@@ -118,7 +118,7 @@ def choose(
     change = LayoutChange(source.layout(program.shape), target.layout(program.shape))
     by_program = program.estimate(kind, topology, library)
     by_exchange = change_estimate(change, kind.itemsize_bytes, topology)
-    method, reason = _decided(
+    method, reason = _decide(
         program,
         by_program,
         by_exchange,
@@ -129,7 +129,7 @@ def choose(
     return Choice(method, reason, program, change, kind, by_program, by_exchange)
 
 
-def _decided(
+def _decide(
     program: Program,
     by_program: Estimate,
     by_exchange: Estimate,

@@ -104,7 +104,7 @@ def divide(
     for tensor in tensors:
         # Layers of a model move alike.
         if tensor not in found:
-            found[tensor] = _ways(*tensor, topology, library)
+            found[tensor] = _find_ways(*tensor, topology, library)
     ways = tuple(found[tensor] for tensor in tensors)
     most = max((one.stages for one in ways), default=0)
     choices = [
@@ -113,12 +113,12 @@ def divide(
         for stages in range(most + 1)
     ]
     call_s = topology.overhead.call_s
-    seconds_s = [call_s + _seconds(ways, choice) for choice in choices]
+    seconds_s = [call_s + _sum_seconds(ways, choice) for choice in choices]
     best = seconds_s.index(min(seconds_s))
     return Division(choices[best], ways, seconds_s[best], seconds_s[0])
 
 
-def _ways(
+def _find_ways(
     change: LayoutChange, dtype: DType, program: Program, topology: Topology, library: str
 ) -> Ways:
     by_program = program.estimate(dtype, topology, library)
@@ -128,7 +128,7 @@ def _ways(
     )
 
 
-def _seconds(ways: Sequence[Ways], by_program: Sequence[bool]) -> float:
+def _sum_seconds(ways: Sequence[Ways], by_program: Sequence[bool]) -> float:
     """Seconds of all stages: the longest latency of each, and the bytes of all tensors."""
     latency_s: list[float] = []
     moving_s = 0.0

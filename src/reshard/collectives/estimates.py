@@ -35,7 +35,7 @@ from reshard.collectives.steps import (
     Step,
 )
 from reshard.cost.collective import collective_cost
-from reshard.cost.copies import Copies
+from reshard.cost.copies import LocalCopies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
@@ -71,13 +71,15 @@ def steps_estimate(
     inside: Layout | None = None
     for number, step in enumerate(steps):
         is_first, is_last = not number, number == len(steps) - 1
-        parts.append(_step_part(step, itemsize_bytes, topology, library, is_first, is_last, inside))
+        parts.append(
+            _estimate_step(step, itemsize_bytes, topology, library, is_first, is_last, inside)
+        )
         # A slice between two steps is a view of what was there before it.
         inside = (inside or step.source_layout) if isinstance(step, Slice) else None
     return Estimate(tuple(parts), topology.overhead.call_s)
 
 
-def _step_part(
+def _estimate_step(
     step: Step,
     itemsize_bytes: int,
     topology: Topology,
@@ -105,17 +107,17 @@ def _step_part(
         by_formula = False
     if by_formula and not isinstance(step, Exchange | Permute | Slice):
         parts = [
-            _collective_part(step, kind, group, itemsize_bytes, topology, library)
+            _estimate_collective(step, kind, group, itemsize_bytes, topology, library)
             for group in step.groups
         ]
         return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(name))
-    part = _messages_part(step, itemsize_bytes, topology, is_first, is_last, inside)
+    part = _estimate_messages(step, itemsize_bytes, topology, is_first, is_last, inside)
     if part.algorithm == "-" or not topology.overhead.step_s:
         return part
     return replace(part, latency_s=part.latency_s + topology.overhead.step_s)
 
 
-def _messages_part(
+def _estimate_messages(
     step: Step,
     itemsize_bytes: int,
     topology: Topology,
@@ -133,7 +135,9 @@ def _messages_part(
     if isinstance(step, Permute):
         sent = step.received_elements * itemsize_bytes
         sender, receiver = np.array(step.pairs, dtype=np.int64).reshape(-1, 2).T
-        copies = _permuted(step, sender, receiver, itemsize_bytes, inside or step.source_layout)
+        copies = _find_permuted_copies(
+            step, sender, receiver, itemsize_bytes, inside or step.source_layout
+        )
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
     # Groups share no rank, but may share a host. Behind another step, a gather's own part is in
     # its place.
@@ -141,9 +145,9 @@ def _messages_part(
     return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
 
 
-def _permuted(
+def _find_permuted_copies(
     step: Permute, sender: IntArray, receiver: IntArray, itemsize_bytes: int, around: Layout
-) -> Copies:
+) -> LocalCopies:
     """Whole shards that stay, and that are packed since they lie apart in the arrays around."""
     own = step.source_layout
     shape, arrays = (
@@ -151,14 +155,14 @@ def _permuted(
     )
     elements, run = shape.prod(axis=1), run_elements(shape, arrays)
     is_copied = (elements > 0) & ((sender == receiver) | (run < elements))
-    return Copies(
+    return LocalCopies(
         sender[is_copied],
         elements[is_copied] * itemsize_bytes,
         elements[is_copied] // run[is_copied],
     )
 
 
-def _collective_part(
+def _estimate_collective(
     step: Step,
     kind: str,
     group: tuple[int, ...],

@@ -86,21 +86,24 @@ class Step:
     def plans(self) -> tuple[LayoutChange, ...]:
         """One plan a group, of what its ranks hold and need."""
         return tuple(
-            LayoutChange(_within(self.source_layout, group), _within(self.target_layout, group))
+            LayoutChange(
+                _restrict_to_ranks(self.source_layout, group),
+                _restrict_to_ranks(self.target_layout, group),
+            )
             for group in self.groups
         )
 
     @cached_property
     def sent_elements(self) -> IntArray:
         """Elements each rank sends to others: shape `(slots,)`."""
-        return self._summed([plan.sent_elements for plan in self.plans])
+        return self._sum_over_groups([plan.sent_elements for plan in self.plans])
 
     @cached_property
     def received_elements(self) -> IntArray:
         """Elements each rank receives from others: shape `(slots,)`."""
-        return self._summed([plan.received_elements for plan in self.plans])
+        return self._sum_over_groups([plan.received_elements for plan in self.plans])
 
-    def _summed(self, counts: Sequence[IntArray]) -> IntArray:
+    def _sum_over_groups(self, counts: Sequence[IntArray]) -> IntArray:
         total = np.zeros(max(self.source_layout.slots, self.target_layout.slots), dtype=np.int64)
         for count in counts:
             total[: len(count)] += count
@@ -114,7 +117,7 @@ class Step:
     @property
     def live_shard(self) -> int:
         """Elements of the largest shard before or after."""
-        return max(_largest(self.source_layout), _largest(self.target_layout))
+        return max(_find_largest(self.source_layout), _find_largest(self.target_layout))
 
     @property
     def extra_elements(self) -> int:
@@ -172,7 +175,7 @@ class Step:
         return f"{self.name}({axes})" if axes else self.name
 
 
-def _within(layout: Layout, ranks: Sequence[int]) -> Layout:
+def _restrict_to_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     """What some ranks hold of a layout, the contributions that they carry numbered from 0."""
     chosen = np.isin(layout.cell_slot, ranks)
     carried, number = np.unique(layout.cell_contribution[chosen], return_inverse=True)
@@ -189,7 +192,7 @@ def _within(layout: Layout, ranks: Sequence[int]) -> Layout:
     )
 
 
-def _largest(layout: Layout) -> int:
+def _find_largest(layout: Layout) -> int:
     return int(layout.cell_shape.prod(axis=1).max(initial=0))
 
 
@@ -243,8 +246,8 @@ class Permute(Step):
         """
         found: list[tuple[int, int]] = []
         for group in self.groups:
-            held = {rank: _box(self.source_layout, rank) for rank in group}
-            wanted = {rank: _box(self.target_layout, rank) for rank in group}
+            held = {rank: _find_box(self.source_layout, rank) for rank in group}
+            wanted = {rank: _find_box(self.target_layout, rank) for rank in group}
             spare: dict[Box | None, list[int]] = {}
             for rank in group:
                 if held[rank] != wanted[rank]:
@@ -281,8 +284,8 @@ class Permute(Step):
         return (CopyColumns.of_cells(source_cell, target_cell, target.cell_shape[target_cell]),)
 
     @cached_property
-    def _moving(self) -> list[tuple[int, int, int]]:
-        sizes = {rank: _box(self.target_layout, rank) for _, rank in self.pairs}
+    def _moving_shards(self) -> list[tuple[int, int, int]]:
+        sizes = {rank: _find_box(self.target_layout, rank) for _, rank in self.pairs}
         return [
             (sender, receiver, box.elements)
             for sender, receiver in self.pairs
@@ -292,16 +295,16 @@ class Permute(Step):
     @cached_property
     def sent_elements(self) -> IntArray:
         """Elements each rank sends to others: shape `(slots,)`."""
-        return self._counted(0)
+        return self._count_moving(0)
 
     @cached_property
     def received_elements(self) -> IntArray:
         """Elements each rank receives from others: shape `(slots,)`."""
-        return self._counted(1)
+        return self._count_moving(1)
 
-    def _counted(self, side: int) -> IntArray:
-        total = self._summed([])
-        for pair in self._moving:
+    def _count_moving(self, side: int) -> IntArray:
+        total = self._sum_over_groups([])
+        for pair in self._moving_shards:
             total[pair[side]] += pair[2]
         return total
 
@@ -326,7 +329,7 @@ def check_ranks(source: ShardingSpec, layout: Layout, shards: Mapping[int, Any])
         )
 
 
-def _box(layout: Layout, rank: int) -> Box | None:
+def _find_box(layout: Layout, rank: int) -> Box | None:
     """A rank's box; None for an empty one, wherever it is."""
     boxes = layout.boxes(rank)
     return boxes[0] if boxes and boxes[0].elements else None
@@ -349,7 +352,7 @@ class AllReduce(Step):
     @cached_property
     def received_elements(self) -> IntArray:
         """Elements each rank receives: shape `(slots,)`."""
-        total = self._summed([])
+        total = self._sum_over_groups([])
         for group in self.groups:
             held = int(self.source_layout.cell_shape[self.source_layout.cells_of(group[0])].prod())
             for place, rank in enumerate(group):

@@ -1,7 +1,15 @@
-"""Seconds for collectives and messages on a topology, and the topologies of known machines."""
+"""Seconds for collectives and messages on a topology, and the topologies of known machines.
+
+formulas, collective  what a collective takes in one group, by its algorithm
+messages, copies      what messages sent at once take, and copies beside them
+estimate              seconds as a table: latency, bytes under way, copies
+links                 the link between two ranks
+preset, preset_file   known machines, and their files
+fitting               links and overheads from measurements
+"""
 
 from reshard.cost.collective import collective_cost
-from reshard.cost.copies import Copies
+from reshard.cost.copies import LocalCopies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, LIBRARIES, Formula, fastest_formula
 from reshard.cost.links import slowest_link
@@ -12,9 +20,9 @@ from reshard.cost.preset_file import load_preset, preset_text, shipped_presets
 __all__ = [
     "FORMULAS",
     "LIBRARIES",
-    "Copies",
     "Estimate",
     "Formula",
+    "LocalCopies",
     "Part",
     "Preset",
     "collective_cost",

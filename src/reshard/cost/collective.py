@@ -1,4 +1,4 @@
-"""How long does a collective take in a group of ranks of a topology?"""
+"""The seconds of a collective in a group of ranks of a topology."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def collective_cost(
     if not group or len(set(ranks)) != group:
         raise UsageError(f"a group of ranks {list(ranks)}; one rank or more, each once, expected")
     topology.host_of(ranks)
-    link = _link(kind, ranks, topology)
+    link = _find_link(kind, ranks, topology)
     formula = fastest_formula(kind, group, size_bytes, link, library)
     return Part(
         name or kind,
@@ -57,7 +57,7 @@ def collective_cost(
     )
 
 
-def _link(kind: str, ranks: Sequence[int], topology: Topology) -> Link:
+def _find_link(kind: str, ranks: Sequence[int], topology: Topology) -> Link:
     """The link of a kind where it was measured, else the slowest one."""
     if len(ranks) < 2:
         # A rank by itself has no link, and sends nothing.

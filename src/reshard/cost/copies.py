@@ -1,4 +1,4 @@
-"""What do ranks copy in their own memory, beside what they send?
+"""The copies that ranks make in their own memory, beside what they send.
 
 A piece that lies in one run of memory is sent from there, and received there. Any other is packed
 before it is sent, or unpacked when it has arrived; what stays on a rank is copied from its source
@@ -25,7 +25,7 @@ _COLUMNS = ("rank", "size_bytes", "runs", "combined_bytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class LocalCopies:
     """Copies as columns of shape `(copies,)`.
 
     Args:
@@ -36,7 +36,7 @@ class Copies:
 
     Raises UsageError for columns of different lengths, or a number below 0.
 
-    >>> Copies([1, 1], [3000, 1000], [3, 1]).by_rank(2)[0].tolist()
+    >>> LocalCopies([1, 1], [3000, 1000], [3, 1]).by_rank(2)[0].tolist()
     [0, 4000]
     """
 
@@ -61,13 +61,13 @@ class Copies:
             raise UsageError("copies with a number below 0; ranks, bytes and runs are 0 or more")
 
     @classmethod
-    def none(cls) -> Copies:
+    def none(cls) -> LocalCopies:
         """No copies."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing)
 
     @classmethod
-    def joined(cls, parts: Iterable[Copies]) -> Copies:
+    def joined(cls, parts: Iterable[LocalCopies]) -> LocalCopies:
         """All of several."""
         every = [cls.none(), *parts]
         return cls(*(np.concatenate([getattr(part, name) for part in every]) for name in _COLUMNS))
@@ -80,7 +80,7 @@ class Copies:
         return size_bytes, runs, combined_bytes
 
 
-def copy_s(copies: Copies, ranks: int, link: Link | None, combining: float) -> FloatArray:
+def copy_s(copies: LocalCopies, ranks: int, link: Link | None, combining: float) -> FloatArray:
     """Seconds of each rank's copies, of shape `(ranks,)`; 0 where no link says how fast they are.
 
     `combining` is how many times as long it takes to combine bytes as to copy them.

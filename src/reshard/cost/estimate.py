@@ -1,4 +1,4 @@
-"""How long does something take, and what of it is latency, what bytes under way?"""
+"""Estimates: seconds, divided into latency, bytes under way and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which links and overheads explain what was measured?
+"""Links and overheads fitted to measurements.
 
 A measurement is how often each thing happened that takes time, and the seconds that all of it
 took::
@@ -141,13 +141,14 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     step_s = max(median([one.seconds_s for one in of[STEP]] or [0.0]) - call_s, 0.0)
     kinds = [kind for kind in FORMULAS if any(one.subject == kind for one in every)]
     costs = {
-        subject: _costs([one for one in every if one.subject == subject], call_s)
+        subject: _fit_costs([one for one in every if one.subject == subject], call_s)
         for subject in [*SUBJECTS[2:], *kinds]
     }
     within_host, between_hosts, shared_messages, *collectives = (
-        _link(costs[subject].messages) for subject in (WITHIN_HOST, BETWEEN_HOSTS, SHARED, *kinds)
+        _make_link(costs[subject].messages)
+        for subject in (WITHIN_HOST, BETWEEN_HOSTS, SHARED, *kinds)
     )
-    copies, shared_copies = (_link(costs[subject].copies) for subject in (COPIES, SHARED))
+    copies, shared_copies = (_make_link(costs[subject].copies) for subject in (COPIES, SHARED))
     combined_s = costs[SHARED].combined_s
     overhead = Overhead(
         call_s,
@@ -192,12 +193,12 @@ class _Costs:
         )
 
 
-def _costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
+def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     if not measurements:
         return _Costs(None, None, 0.0)
     counts = np.array([one.counts for one in measurements], dtype=np.float64)
     seconds_s = np.array([one.seconds_s for one in measurements])
-    found = _robust(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
+    found = _solve_robustly(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
     pairs: list[tuple[float, float] | None] = []
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
@@ -207,11 +208,11 @@ def _costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
     return _Costs(pairs[0], pairs[1], found[4])
 
 
-def _link(costs: tuple[float, float] | None) -> Link | None:
+def _make_link(costs: tuple[float, float] | None) -> Link | None:
     return None if costs is None else Link(1 / costs[1], costs[0])
 
 
-def _robust(rows: FloatArray, wanted: FloatArray) -> FloatArray:
+def _solve_robustly(rows: FloatArray, wanted: FloatArray) -> FloatArray:
     """Costs of 0 or more with `rows @ costs` near `wanted`, errors measured as they are."""
     # Bytes cost far less than messages: columns of one size are solved for more exactly.
     size = np.abs(rows).max(axis=0, initial=0)
@@ -220,14 +221,14 @@ def _robust(rows: FloatArray, wanted: FloatArray) -> FloatArray:
     costs = np.zeros(rows.shape[1])
     for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights)
-        costs = _not_negative(rows / scale * root[:, None], wanted * root)
+        costs = _solve_without_negatives(rows / scale * root[:, None], wanted * root)
         errors = np.abs(rows / scale @ costs - wanted)
         weights = _USUAL_ERROR / np.maximum(errors, _USUAL_ERROR)
     found: FloatArray = costs / scale
     return found
 
 
-def _not_negative(rows: FloatArray, wanted: FloatArray) -> FloatArray:
+def _solve_without_negatives(rows: FloatArray, wanted: FloatArray) -> FloatArray:
     """Least squares with no unknown below 0: of all subsets the best, and the first of equals."""
     things = [int(column) for column in np.flatnonzero(rows.any(axis=0))]
     best, least = np.zeros(rows.shape[1]), float(wanted @ wanted)

@@ -1,4 +1,4 @@
-"""How long does a collective take in a group of `p` ranks, by which algorithm?
+"""The seconds of a collective in a group of `p` ranks, by its algorithm.
 
 A message of `n` bytes takes `alpha + n / beta` seconds: a latency, and the bytes over the
 bandwidth (Hockney 1994). A rank sends one message at a time, and receives one at the same time.
@@ -47,7 +47,7 @@ from reshard.errors import UsageError
 from reshard.topology import Link
 
 
-def _doublings(group: int) -> int:
+def _count_doublings(group: int) -> int:
     """`ceil(log2(group))`, exactly."""
     return (group - 1).bit_length()
 
@@ -89,31 +89,31 @@ class Formula:
         return self.latency_s(group, link) + self.transfer_s(group, size_bytes, link)
 
 
-def _named(*formulas: Formula) -> dict[str, Formula]:
+def _by_name(*formulas: Formula) -> dict[str, Formula]:
     return {formula.name: formula for formula in formulas}
 
 
 # By kind, then by algorithm. The first of a kind moves as few bytes as any.
 FORMULAS: dict[str, dict[str, Formula]] = {
-    "all-gather": _named(
+    "all-gather": _by_name(
         Formula("ring", lambda p: p - 1, lambda p: p - 1),
-        Formula("doubling", _doublings, lambda p: p - 1),
+        Formula("doubling", _count_doublings, lambda p: p - 1),
     ),
-    "reduce-scatter": _named(
+    "reduce-scatter": _by_name(
         Formula("ring", lambda p: p - 1, lambda p: p - 1),
-        Formula("halving", _doublings, lambda p: p - 1),
+        Formula("halving", _count_doublings, lambda p: p - 1),
     ),
-    "all-reduce": _named(
+    "all-reduce": _by_name(
         Formula("ring", lambda p: 2 * (p - 1), lambda p: 2 * (p - 1)),
         # A tree has no more to send than the whole, up and down; alone, a rank sends nothing.
-        Formula("tree", lambda p: 2 * _doublings(p), lambda p: 2 * p if p > 1 else 0),
-        Formula("halving-doubling", lambda p: 2 * _doublings(p), lambda p: 2 * (p - 1)),
+        Formula("tree", lambda p: 2 * _count_doublings(p), lambda p: 2 * p if p > 1 else 0),
+        Formula("halving-doubling", lambda p: 2 * _count_doublings(p), lambda p: 2 * (p - 1)),
     ),
-    "all-to-all": _named(
+    "all-to-all": _by_name(
         Formula("pairwise", lambda p: p - 1, lambda p: p - 1),
-        Formula("bruck", _doublings, lambda p: Fraction(_doublings(p) * p, 2)),
+        Formula("bruck", _count_doublings, lambda p: Fraction(_count_doublings(p) * p, 2)),
     ),
-    "permute": _named(Formula("direct", lambda p: min(p - 1, 1), lambda p: p if p > 1 else 0)),
+    "permute": _by_name(Formula("direct", lambda p: min(p - 1, 1), lambda p: p if p > 1 else 0)),
 }
 
 # Which algorithms a library has, of each kind. NCCL: those of its setting NCCL_ALGO that need no

@@ -1,4 +1,4 @@
-"""Which link runs between two ranks, and which is the slowest in a group?
+"""The link between two ranks, and the slowest in a group.
 
 Between ranks of one host runs `within_host`, between hosts of a rack `between_hosts`, and
 `between_racks` otherwise. Only those that are in use have to be known.

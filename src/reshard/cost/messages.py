@@ -1,4 +1,4 @@
-"""How long do messages take that are all sent at once, each over the link between its ranks?
+"""The seconds of messages that are all sent at once, each over the link between its ranks.
 
 A rank sends one message at a time and receives one at the same time, so no schedule takes less
 than its busiest rank does::
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from reshard.cost.copies import Copies, FloatArray, copy_s
+from reshard.cost.copies import FloatArray, LocalCopies, copy_s
 from reshard.cost.estimate import Part
 from reshard.cost.links import LEVELS, link_levels, link_of
 from reshard.errors import UsageError
@@ -38,7 +38,7 @@ def message_cost(
     size_bytes: ArrayLike,
     topology: Topology,
     name: str = "exchange",
-    copies: Copies | None = None,
+    copies: LocalCopies | None = None,
 ) -> Part:
     """The seconds until the last message has arrived, and is where it belongs.
 
@@ -76,26 +76,26 @@ def message_cost(
     np.add.at(total, of_piece.reshape(-1), size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
     of_pair[of_piece.reshape(-1)] = levels
-    work = _Work(name, topology, of_pair, total, copies or Copies.none())
+    work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
     best = Part.nothing(name)
     for ranks in (pair // topology.ranks, pair % topology.ranks):
-        best = max(best, work.of_busiest_rank(ranks), key=_seconds)
-    return max(best, work.of_busiest_host(pair // topology.ranks), key=_seconds)
+        best = max(best, work.of_busiest_rank(ranks), key=_sum_seconds)
+    return max(best, work.of_busiest_host(pair // topology.ranks), key=_sum_seconds)
 
 
-def _seconds(part: Part) -> float:
+def _sum_seconds(part: Part) -> float:
     return part.seconds_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class _MessageWork:
     """Messages by their pair of ranks, with the level of the link and bytes, and copies."""
 
     name: str
     topology: Topology
     levels: IntArray
     size_bytes: IntArray
-    copies: Copies
+    copies: LocalCopies
 
     def of_busiest_rank(self, ranks: IntArray) -> Part:
         """What the rank that takes longest sends, or receives; the first of equals."""
@@ -112,7 +112,9 @@ class _Work:
             transfer_s += total[level] / link.bandwidth_bytes_per_s
         overhead = topology.overhead
         copying_s = copy_s(self.copies, topology.ranks, overhead.copies, overhead.combining)
-        return self._longest(count.sum(axis=0), total.sum(axis=0), latency_s, transfer_s, copying_s)
+        return self._find_longest(
+            count.sum(axis=0), total.sum(axis=0), latency_s, transfer_s, copying_s
+        )
 
     def of_busiest_host(self, sender: IntArray) -> Part:
         """What takes longest of what all ranks of a host do together, as far as they share it."""
@@ -131,9 +133,9 @@ class _Work:
             transfer_s += total / shared.bandwidth_bytes_per_s
         of_host = replace(self.copies, rank=topology.host_of(self.copies.rank))
         copying_s = copy_s(of_host, topology.hosts, overhead.shared_copies, overhead.combining)
-        return self._longest(count, total, latency_s, transfer_s, copying_s)
+        return self._find_longest(count, total, latency_s, transfer_s, copying_s)
 
-    def _longest(
+    def _find_longest(
         self,
         messages: IntArray,
         size_bytes: IntArray,

@@ -1,4 +1,4 @@
-"""How does a TOML file write a machine, and which machines come with reshard?
+"""Machines as TOML files, and those that come with reshard.
 
 ::
 
@@ -116,11 +116,11 @@ def load_preset(name_or_path: str | Path) -> Preset:
             f"{', '.join(shipped_presets())}; write the path of a file of your own with its "
             "ending .toml"
         )
-    return _shipped(text)
+    return _read_shipped(text)
 
 
 @cache
-def _shipped(name: str) -> Preset:
+def _read_shipped(name: str) -> Preset:
     file = resources.files("reshard.cost") / "presets" / f"{name}.toml"
     return read_preset(file.read_bytes(), f"{name}.toml")
 
@@ -143,12 +143,12 @@ def read_preset(content: bytes, where: str) -> Preset:
     for key in _REQUIRED:
         if key not in table:
             raise LayoutError(f"{where} has no {key!r}; add it")
-    links = {key: _link(table[key], where, key) for key in LEVELS if key in table}
+    links = {key: _read_link(table[key], where, key) for key in LEVELS if key in table}
     fields: dict[str, Any] = {"description": ""} | table | links
     if "overhead" in table:
-        fields["overhead"] = _overhead(table["overhead"], where)
+        fields["overhead"] = _read_overhead(table["overhead"], where)
     if "device" in table:
-        fields["device"] = _device(table["device"], where)
+        fields["device"] = _read_device(table["device"], where)
     try:
         return Preset(**fields)
     except LayoutError as error:
@@ -206,7 +206,7 @@ def preset_text(preset: Preset, comment: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-def _overhead(table: dict[str, Any], where: str) -> Overhead:
+def _read_overhead(table: dict[str, Any], where: str) -> Overhead:
     unknown = sorted(set(table) - _OVERHEAD)
     if unknown:
         raise LayoutError(
@@ -215,12 +215,13 @@ def _overhead(table: dict[str, Any], where: str) -> Overhead:
     fields: dict[str, Any] = {key: table[key] for key in _OVERHEAD_NUMBERS if key in table}
     for key in _OVERHEAD_LINKS:
         if key in table:
-            fields[key] = _link(table[key], where, f"overhead.{key}")
+            fields[key] = _read_link(table[key], where, f"overhead.{key}")
     kinds = table.get("collectives", {})
     if type(kinds) is not dict:
         raise LayoutError(f"{where}: [overhead] has collectives = {kinds!r}; tables were expected")
     collectives = {
-        kind: _link(link, where, f"overhead.collectives.{kind}") for kind, link in kinds.items()
+        kind: _read_link(link, where, f"overhead.collectives.{kind}")
+        for kind, link in kinds.items()
     }
     try:
         return Overhead(**fields, collectives=tuple(collectives.items()))
@@ -228,7 +229,7 @@ def _overhead(table: dict[str, Any], where: str) -> Overhead:
         raise LayoutError(f"{where}: [overhead]: {error}") from error
 
 
-def _device(table: dict[str, Any], where: str) -> Device:
+def _read_device(table: dict[str, Any], where: str) -> Device:
     if "memory_bytes_per_s" not in table or not set(table) <= _DEVICE:
         raise LayoutError(
             f"{where}: [device] has the keys {sorted(table)}; memory_bytes_per_s, and where known "
@@ -244,7 +245,7 @@ def _device(table: dict[str, Any], where: str) -> Device:
         raise LayoutError(f"{where}: [device]: {error}") from error
 
 
-def _link(table: object, where: str, key: str) -> Link:
+def _read_link(table: object, where: str, key: str) -> Link:
     if type(table) is not dict:
         raise LayoutError(f"{where}: {key} is {table!r}; a table [{key}] was expected")
     if set(table) != _LINK:

@@ -1,4 +1,4 @@
-"""Where does the memory of large new arrays come from, and how soon is it there?
+"""The memory of large new arrays, in large pages where they are quick to find.
 
 A page of new memory is found and cleared by the system when it is first written. Large pages
 (2 MiB) take a third of the time of as many small ones, where they are at hand. Sometimes they
@@ -58,7 +58,7 @@ class FreshMemory:
         self._slow_pages = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array: what is in it is not said. Raises MemoryError where there is no room."""
+        """A new array; its contents are undefined. Raises MemoryError where there is no room."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < LARGE_ARRAY_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
             return np.empty(shape, dtype)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.binding import RankMemory
-from reshard.cost.copies import Copies
+from reshard.cost.copies import LocalCopies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.messages import message_cost
 from reshard.errors import PlanError
@@ -56,7 +56,7 @@ def exchanges_part(
     routes = [(plan, plan.routes) for plan in plans]
     copies = None
     if topology.overhead.counts_copies:
-        copies = Copies.joined(
+        copies = LocalCopies.joined(
             copies_of(
                 plan.transfers,
                 plan.source,
@@ -102,7 +102,7 @@ def job_estimate(job: Job, topology: Topology) -> Estimate:
     found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
     copies = None
     if topology.overhead.counts_copies:
-        copies = Copies.joined(
+        copies = LocalCopies.joined(
             copies_of(
                 one.transfers,
                 one.bundle.change.source,
@@ -141,7 +141,7 @@ def _transfers_part(
     found: Sequence[tuple[Transfers, int]],
     topology: Topology,
     name: str,
-    copies: Copies | None = None,
+    copies: LocalCopies | None = None,
 ) -> Part:
     nothing = np.zeros(0, dtype=np.int64)
     return message_cost(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.cost.copies import Copies
+from reshard.cost.copies import LocalCopies
 from reshard.runs import IntArray
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def copies_of(
     *,
     keeps: bool = True,
     inside: Layout | None = None,
-) -> Copies:
+) -> LocalCopies:
     """The copies of all ranks.
 
     Args:
@@ -82,8 +82,8 @@ def copies_of(
         (packs, transfers.source_slot, source_run, never),
         (unpacks, transfers.target_slot, target_run, is_combined),
     ]
-    return Copies.joined(
-        Copies(
+    return LocalCopies.joined(
+        LocalCopies(
             rank[chosen],
             elements[chosen] * itemsize_bytes,
             elements[chosen] // np.maximum(run[chosen], 1),

@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 from reshard.collectives.lowering.mlir_elements import ELEMENTS
 from reshard.collectives.lowering.shard_module import (
     REDUCTIONS,
-    Annotation,
-    Cast,
-    Collective,
+    CastOp,
+    CollectiveOp,
     Computed,
-    Empty,
+    ConstantOp,
+    EmptyOp,
+    ExtractOp,
+    ExtractSliceOp,
     Grid,
-    Lookup,
-    Message,
+    InsertSliceOp,
+    MessageOp,
     Operation,
-    ProcessIndex,
-    Sharding,
+    ProcessIndexOp,
+    ShardingOp,
     ShardModule,
-    SliceInto,
-    SliceOf,
-    Table,
+    ShardOp,
     TensorType,
 )
 from reshard.errors import ShardError
@@ -84,7 +84,7 @@ class _Run:
     def __init__(self, module: ShardModule, shards: Mapping[int, Array]) -> None:
         self._grids = {grid.name: grid for grid in module.grids}
         self._processes = range(math.prod(module.grids[0].shape))
-        self._shardings: dict[str, Sharding] = {}
+        self._shardings: dict[str, ShardingOp] = {}
         # Values that were cast back from a process's own; values with a sharding.
         self._returning: set[str] = set()
         self._annotated: set[str] = set()
@@ -107,36 +107,36 @@ class _Run:
 
     def carry_out(self, op: Operation) -> None:
         """One operation in every process."""
-        if isinstance(op, Sharding):
+        if isinstance(op, ShardingOp):
             self._shardings[op.result] = op
         else:
             self.arrays[op.result] = list(self._result(op))
 
     def _result(self, op: Computed) -> Sequence[Array]:
-        if isinstance(op, ProcessIndex):
+        if isinstance(op, ProcessIndexOp):
             return [np.array(process) for process in self._processes]
-        if isinstance(op, Table):
+        if isinstance(op, ConstantOp):
             return [np.array(op.numbers) for _ in self._processes]
-        if isinstance(op, Lookup):
+        if isinstance(op, ExtractOp):
             pairs = zip(self.arrays[op.table], self.arrays[op.index], strict=True)
             return [table[int(index)] for table, index in pairs]
-        if isinstance(op, Empty):
+        if isinstance(op, EmptyOp):
             return [_padding(op.type, self._dtype) for _ in self._processes]
-        if isinstance(op, SliceInto):
+        if isinstance(op, InsertSliceOp):
             pairs = zip(self.arrays[op.into], self.arrays[op.operand], strict=True)
             return [_placed(into, array, op.offsets) for into, array in pairs]
         held = self.arrays[op.operand]
-        if isinstance(op, Annotation):
+        if isinstance(op, ShardOp):
             return self._parts(op, held)
-        if isinstance(op, Cast):
+        if isinstance(op, CastOp):
             if op.operand not in self._annotated:
                 self._returning.add(op.result)
                 return held
             start = (0,) * len(op.after.shape)
             return [_placed(_padding(op.after, self._dtype), array, start) for array in held]
-        if isinstance(op, SliceOf):
+        if isinstance(op, ExtractSliceOp):
             return [array[_box(op.offsets, op.sizes)] for array in held]
-        if isinstance(op, Message):
+        if isinstance(op, MessageOp):
             return self._messages(op, held)
         return _collected(op, self._grids[op.grid], held)
 
@@ -144,7 +144,7 @@ class _Run:
     def _dtype(self) -> np.dtype[Any]:
         return next(iter(self.arrays.values()))[0].dtype
 
-    def _parts(self, op: Annotation, held: Sequence[Array]) -> list[Array]:
+    def _parts(self, op: ShardOp, held: Sequence[Array]) -> list[Array]:
         """Every process's part of a global tensor; of what was cast back, without its padding."""
         sharding = self._shardings[op.sharding]
         spec = sharding_spec(self._grids[sharding.grid], sharding, len(op.type.shape))
@@ -163,7 +163,7 @@ class _Run:
             found.append(array)
         return found
 
-    def _messages(self, op: Message, held: Sequence[Array]) -> list[Array]:
+    def _messages(self, op: MessageOp, held: Sequence[Array]) -> list[Array]:
         shape = self._grids[op.grid].shape
         peers = []
         for process in self._processes:
@@ -212,7 +212,7 @@ def _placed(into: Array, array: Array, offsets: Sequence[int]) -> Array:
     return found
 
 
-def _collected(op: Collective, grid: Grid, held: Sequence[Array]) -> list[Array]:
+def _collected(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
     """What a collective makes of the arrays of every group, its ranks in the order of its axes."""
     rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)
@@ -224,7 +224,7 @@ def _collected(op: Collective, grid: Grid, held: Sequence[Array]) -> list[Array]
     return [found[process] for process in range(len(held))]
 
 
-def _of_group(op: Collective, arrays: Sequence[Array]) -> Sequence[Array]:
+def _of_group(op: CollectiveOp, arrays: Sequence[Array]) -> Sequence[Array]:
     count = len(arrays)
     if op.kind == "all_gather":
         return [np.concatenate(arrays, axis=op.setting("gather_axis"))] * count

@@ -11,21 +11,21 @@ from collections.abc import Callable
 from reshard.collectives.lowering.shard_module import (
     COLLECTIVES,
     MESSAGES,
-    Annotation,
-    Cast,
-    Collective,
-    Empty,
+    CastOp,
+    CollectiveOp,
+    ConstantOp,
+    EmptyOp,
+    ExtractOp,
+    ExtractSliceOp,
     Grid,
-    Lookup,
-    Message,
+    InsertSliceOp,
+    MessageOp,
     Numbers,
     Operation,
-    ProcessIndex,
-    Sharding,
+    ProcessIndexOp,
+    ShardingOp,
     ShardModule,
-    SliceInto,
-    SliceOf,
-    Table,
+    ShardOp,
     TensorType,
 )
 from reshard.errors import LayoutError, NotationError
@@ -57,10 +57,10 @@ def parse_shard_module(text: str) -> ShardModule:
     reshard.errors.NotationError: line 6: a process has a tensor<3xf32> of a tensor<5xf32> that \
 is sharded [[0]], not a tensor<2xf32>
     """
-    return _Reader(text).module()
+    return _ModuleReader(text).module()
 
 
-class _Reader:
+class _ModuleReader:
     def __init__(self, text: str) -> None:
         self.scanner = Scanner(text)
         self._begin = 0
@@ -192,22 +192,22 @@ class _Reader:
             )
         return read[match[0].strip()](result)
 
-    def _sharding(self, result: str) -> Sharding:
+    def _sharding(self, result: str) -> ShardingOp:
         grid = self._symbol()
         self.scanner.expect("split_axes")
         self.scanner.expect("=")
         lists = tuple(self.scanner.listed("[", self._numbers, "]"))
         self.scanner.expect(":")
         self.scanner.expect(_SHARDING)
-        return Sharding(result, grid, lists)
+        return ShardingOp(result, grid, lists)
 
-    def _annotation(self, result: str) -> Annotation:
+    def _annotation(self, result: str) -> ShardOp:
         operand = self._name()
         self.scanner.expect("to")
         sharding = self._name()
         self.scanner.accept("annotate_for_users")
         self.scanner.expect(":")
-        return Annotation(result, operand, sharding, self._tensor())
+        return ShardOp(result, operand, sharding, self._tensor())
 
     def _types(self, between: str) -> tuple[TensorType, TensorType]:
         self.scanner.expect(":")
@@ -215,8 +215,8 @@ class _Reader:
         self.scanner.expect(between)
         return before, self._tensor()
 
-    def _cast(self, result: str) -> Cast:
-        return Cast(result, self._name(), *self._types("to"))
+    def _cast(self, result: str) -> CastOp:
+        return CastOp(result, self._name(), *self._types("to"))
 
     def _group(self) -> tuple[str, str, Numbers]:
         operand = self._name()
@@ -225,7 +225,7 @@ class _Reader:
         has_axes = self.scanner.looks_at("grid_axes")
         return operand, grid, self._setting("grid_axes", self._numbers) if has_axes else ()
 
-    def _collective(self, result: str, kind: str) -> Collective:
+    def _collective(self, result: str, kind: str) -> CollectiveOp:
         operand, grid, axes = self._group()
         settings: list[int | str] = []
         for name in COLLECTIVES[kind]:
@@ -242,9 +242,9 @@ class _Reader:
             if not match:
                 raise self.scanner.failure("a reduction such as sum")
             settings.append(match[1])
-        return Collective(kind, result, operand, grid, axes, tuple(settings), *self._types("->"))
+        return CollectiveOp(kind, result, operand, grid, axes, tuple(settings), *self._types("->"))
 
-    def _message(self, result: str, kind: str) -> Message:
+    def _message(self, result: str, kind: str) -> MessageOp:
         operand, grid, axes = self._group()
         self.scanner.expect(MESSAGES[kind])
         self.scanner.expect("=")
@@ -257,14 +257,14 @@ class _Reader:
             self.scanner.expect("index")
         self.scanner.expect(")")
         self.scanner.expect("->")
-        return Message(kind, result, operand, grid, axes, peer, before, self._tensor())
+        return MessageOp(kind, result, operand, grid, axes, peer, before, self._tensor())
 
-    def _process_index(self, result: str) -> ProcessIndex:
+    def _process_index(self, result: str) -> ProcessIndexOp:
         self.scanner.expect("on")
         grid = self._symbol()
         self.scanner.expect(":")
         self.scanner.expect("index")
-        return ProcessIndex(result, grid)
+        return ProcessIndexOp(result, grid)
 
     def _index_table(self) -> int:
         self.scanner.expect(":")
@@ -273,26 +273,26 @@ class _Reader:
             raise NotationError(f"a table of {type_}; tables are such as tensor<4xindex>")
         return type_.shape[0]
 
-    def _table(self, result: str) -> Table:
+    def _table(self, result: str) -> ConstantOp:
         self.scanner.expect("dense<")
         numbers = self._numbers()
         self.scanner.expect(">")
         if (count := self._index_table()) != len(numbers):
             raise NotationError(f"{len(numbers)} numbers in a table of {count}")
-        return Table(result, numbers)
+        return ConstantOp(result, numbers)
 
-    def _lookup(self, result: str) -> Lookup:
+    def _lookup(self, result: str) -> ExtractOp:
         table = self._name()
         self.scanner.expect("[")
         index = self._name()
         self.scanner.expect("]")
-        return Lookup(result, table, index, self._index_table())
+        return ExtractOp(result, table, index, self._index_table())
 
-    def _empty(self, result: str) -> Empty:
+    def _empty(self, result: str) -> EmptyOp:
         self.scanner.expect("(")
         self.scanner.expect(")")
         self.scanner.expect(":")
-        return Empty(result, self._tensor())
+        return EmptyOp(result, self._tensor())
 
     def _box(self) -> tuple[Numbers, Numbers]:
         offsets, sizes, steps = self._numbers(), self._numbers(), self._numbers()
@@ -300,10 +300,10 @@ class _Reader:
             raise NotationError(f"steps {list(steps)} of a slice; they are 1 each")
         return offsets, sizes
 
-    def _slice_of(self, result: str) -> SliceOf:
-        return SliceOf(result, self._name(), *self._box(), *self._types("to"))
+    def _slice_of(self, result: str) -> ExtractSliceOp:
+        return ExtractSliceOp(result, self._name(), *self._box(), *self._types("to"))
 
-    def _slice_into(self, result: str) -> SliceInto:
+    def _slice_into(self, result: str) -> InsertSliceOp:
         operand = self._name()
         self.scanner.expect("into")
-        return SliceInto(result, operand, self._name(), *self._box(), *self._types("into"))
+        return InsertSliceOp(result, operand, self._name(), *self._box(), *self._types("into"))

@@ -1,4 +1,4 @@
-"""Does every operation of a `shard` module fit the types of its values?
+"""The types of a `shard` module: every operation fits those of its values.
 
 1. A name is a value before it is used, and names one value.
 2. A tensor with a sharding is cast to a type that has `K ceildiv P` elements along a dimension
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from reshard.collectives.lowering.ceil_shards import ceil_shape
 from reshard.collectives.lowering.shard_module import (
     REDUCTIONS,
-    Annotation,
-    Cast,
-    Collective,
-    Empty,
+    CastOp,
+    CollectiveOp,
+    ConstantOp,
+    EmptyOp,
+    ExtractOp,
+    ExtractSliceOp,
     Grid,
-    Lookup,
-    Message,
+    InsertSliceOp,
+    MessageOp,
     Operation,
-    ProcessIndex,
-    Sharding,
+    ProcessIndexOp,
+    ShardingOp,
     ShardModule,
-    SliceInto,
-    SliceOf,
-    Table,
+    ShardOp,
     TensorType,
 )
 from reshard.errors import LayoutError, NotationError
@@ -50,12 +50,12 @@ class _Value:
     word: str
     type: TensorType | None = None
     is_own: bool = False
-    sharding: Sharding | None = None
+    sharding: ShardingOp | None = None
     own: TensorType | None = None
     count: int = 0
 
 
-def sharding_spec(grid: Grid, sharding: Sharding, ndim: int) -> ShardingSpec:
+def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
     """What a `shard.sharding` says of a tensor of `ndim` dimensions.
 
     Raises:
@@ -137,41 +137,41 @@ class TypeCheck:
             )
 
     def _result(self, op: Operation) -> _Value:
-        if isinstance(op, Sharding):
+        if isinstance(op, ShardingOp):
             sharding_spec(self._grid(op.grid), op, len(op.split_axes))
             return _Value("sharding", sharding=op)
-        if isinstance(op, Annotation):
+        if isinstance(op, ShardOp):
             return self._annotated(op)
-        if isinstance(op, Cast):
+        if isinstance(op, CastOp):
             return self._cast(op)
-        if isinstance(op, Collective):
+        if isinstance(op, CollectiveOp):
             self._own(op.operand, op.before)
             _check_shape(op.after, _collected(op, self._grid(op.grid)))
             return _Value("tensor", op.after, is_own=True)
-        if isinstance(op, Message):
+        if isinstance(op, MessageOp):
             return self._message(op)
-        if isinstance(op, ProcessIndex):
+        if isinstance(op, ProcessIndexOp):
             self._grid(op.grid)
             return _Value("index")
-        if isinstance(op, Table):
+        if isinstance(op, ConstantOp):
             return _Value("table", count=len(op.numbers))
-        if isinstance(op, Lookup):
+        if isinstance(op, ExtractOp):
             self._value(op.index, "index")
             count = self._value(op.table, "table").count
             if count != op.count:
                 raise NotationError(f"%{op.table} has {count} numbers, not {op.count}")
             return _Value("index")
-        if isinstance(op, Empty):
+        if isinstance(op, EmptyOp):
             return _Value("tensor", op.type, is_own=True)
         self._own(op.operand, op.before)
-        if isinstance(op, SliceOf):
+        if isinstance(op, ExtractSliceOp):
             _check_box(op, op.before, op.after)
         else:
             self._own(op.into, op.after)
             _check_box(op, op.after, op.before)
         return _Value("tensor", op.after, is_own=True)
 
-    def _annotated(self, op: Annotation) -> _Value:
+    def _annotated(self, op: ShardOp) -> _Value:
         value = self._tensor(op.operand, op.type)
         if value.is_own:
             raise NotationError(
@@ -186,7 +186,7 @@ class TypeCheck:
             self._check_part(value.own, sharding, op.type)
         return _Value("tensor", op.type, sharding=sharding)
 
-    def _cast(self, op: Cast) -> _Value:
+    def _cast(self, op: CastOp) -> _Value:
         value = self._tensor(op.operand, op.before)
         if value.is_own:
             return _Value("tensor", op.after, own=op.before)
@@ -197,7 +197,7 @@ class TypeCheck:
         self._check_part(op.after, value.sharding, op.before)
         return _Value("tensor", op.after, is_own=True)
 
-    def _check_part(self, own: TensorType, sharding: Sharding, whole: TensorType) -> None:
+    def _check_part(self, own: TensorType, sharding: ShardingOp, whole: TensorType) -> None:
         spec = sharding_spec(self._grid(sharding.grid), sharding, len(whole.shape))
         expected = TensorType(ceil_shape(spec, whole.shape), whole.element)
         if own != expected:
@@ -206,7 +206,7 @@ class TypeCheck:
                 f"{own}"
             )
 
-    def _message(self, op: Message) -> _Value:
+    def _message(self, op: MessageOp) -> _Value:
         self._own(op.operand, op.before)
         _group_size(self._grid(op.grid), op.grid_axes)
         if len(op.peer) != len(op.grid_axes):
@@ -247,7 +247,7 @@ def _group_size(grid: Grid, axes: Iterable[int]) -> int:
     return math.prod(grid.shape[axis] for axis in found)
 
 
-def _collected(op: Collective, grid: Grid) -> TensorType:
+def _collected(op: CollectiveOp, grid: Grid) -> TensorType:
     """The type that a collective makes of its operand's."""
     count = _group_size(grid, op.grid_axes)
     if "reduction" in op.names and op.word not in REDUCTIONS.values():
@@ -290,7 +290,7 @@ def _check_shape(given: TensorType, expected: TensorType) -> None:
         raise NotationError(f"its result is a {expected}, not a {given}")
 
 
-def _check_box(op: SliceOf | SliceInto, outer: TensorType, inner: TensorType) -> None:
+def _check_box(op: ExtractSliceOp | InsertSliceOp, outer: TensorType, inner: TensorType) -> None:
     if op.sizes != inner.shape or outer.element != inner.element:
         raise NotationError(f"a box of sizes {list(op.sizes)} of a {outer} is not a {inner}")
     if len(op.offsets) != len(op.sizes) or len(op.sizes) != len(outer.shape):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reshard
 from cli.command_runs import entries, run_alone, run_here
 from reshard.collectives import find_program
-from reshard.collectives.lowering.shard_module import Collective
+from reshard.collectives.lowering.shard_module import CollectiveOp
 from reshard.cost import load_preset
 from reshard.testing import parse_shard_module
 from reshard.testing.strategies import meshes, shapes, specs
@@ -367,7 +367,9 @@ def test_a_program_for_mlir() -> None:
     assert (run.code, run.errors) == (0, "")
     module = parse_shard_module(run.output)
     assert str(module) == run.output.rstrip()
-    kinds = [operation.kind for operation in module.operations if isinstance(operation, Collective)]
+    kinds = [
+        operation.kind for operation in module.operations if isinstance(operation, CollectiveOp)
+    ]
     assert kinds == ["all_gather", "all_to_all", "all_slice"]
 
 

@@ -1,4 +1,11 @@
-"""Programs in the words of other systems."""
+"""Programs in the words of other systems: `LOWERINGS` by name.
+
+jax, mlir, shardy  a program as text of each system
+shard_module       MLIR's `shard` dialect as values, whose text is what is written
+shardings          the shardings that a program passes, over few meshes
+whole_axes         meshes cut so that no axis is used in part
+ceil_shards        shards by ceil, which all three systems have
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What does a step do to shards that are all as large as the largest?
+"""Shards by ceil, all as large as the largest, and what a step does to them.
 
 JAX and MLIR give every device of a program an array of one shape. A dimension of length `K` in
 `P` parts has parts of `K ceildiv P`, and what the last ones lack is padding behind the tensor::

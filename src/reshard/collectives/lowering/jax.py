@@ -110,7 +110,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             )
         lines.append(f"# {step}: to `{step.target}`")
         try:
-            texts = _texts(step, before, after)
+            texts = _write_step(step, before, after)
         except NotationError as error:
             if isinstance(step, ReduceScatter):
                 raise NotationError(
@@ -121,15 +121,15 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             axes = whole.names(step.axes)
             if isinstance(step, Permute):
                 axes = whole.names(specs[0].mesh.remaining_axes(before.partial_axes))
-            tables += _tables(number + 1, step, before)
-            texts = _joint(number + 1, step, before, after, axes)
+            tables += _write_tables(number + 1, step, before)
+            texts = _write_joint(number + 1, step, before, after, axes)
         lines += texts
     if specs[-1].partial_axes:
         lines.append("x = x[None]")
     mesh = whole.mesh
     return "\n".join(
         [
-            *_about_padding(specs, shape),
+            *_explain_padding(specs, shape),
             "import functools",
             "",
             "import jax",
@@ -150,8 +150,8 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
             "@functools.partial(",
             "    jax.shard_map,",
             "    mesh=mesh,",
-            f"    in_specs={_entries(specs[0])},",
-            f"    out_specs={_entries(specs[-1])},",
+            f"    in_specs={_write_entries(specs[0])},",
+            f"    out_specs={_write_entries(specs[-1])},",
             "    check_vma=False,",
             ")",
             "def reshard(x):",
@@ -172,7 +172,7 @@ def padded_shape(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(part_length(spec, shape, dim) * parts_of(spec, dim) for dim in range(len(shape)))
 
 
-def _about_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> list[str]:
+def _explain_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> list[str]:
     given, made = padded_shape(specs[0], shape), padded_shape(specs[-1], shape)
     if given == made == shape:
         return []
@@ -183,22 +183,22 @@ def _about_padding(specs: tuple[ShardingSpec, ...], shape: tuple[int, ...]) -> l
     ]
 
 
-def _names(axes: Iterable[Axis]) -> str:
+def _list_names(axes: Iterable[Axis]) -> str:
     return repr(tuple(axis.name for axis in axes))
 
 
-def _entries(spec: ShardingSpec) -> str:
+def _write_entries(spec: ShardingSpec) -> str:
     """The `PartitionSpec` of a sharding, contributions in front."""
     dims = [dim.axes for dim in spec.dim_specs]
     if spec.partial_axes:
         dims = [spec.partial_axes, *dims]
-    return f"P({', '.join(_names(axes) if axes else 'None' for axes in dims)})"
+    return f"P({', '.join(_list_names(axes) if axes else 'None' for axes in dims)})"
 
 
-def _texts(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
+def _write_step(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
     """The lines of a step that is one of JAX's collectives; None where it takes tables."""
     if isinstance(step, AllReduce):
-        return [_all_reduced(before, after)]
+        return [_write_all_reduce(before, after)]
     if isinstance(step, Permute):
         if ceil_shape(before, step.shape) != ceil_shape(after, step.shape):
             return None
@@ -206,7 +206,7 @@ def _texts(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] |
         pairs = [(place[a], place[b]) for a, b in step.pairs]
         return [f"x = lax.ppermute(x, {before.mesh.axis_names}, {pairs})"]
     if isinstance(step, AllToAll):
-        return _all_to_all(step, before, after)
+        return _write_all_to_all(step, before, after)
     if not isinstance(step, AllGather | Slice | ReduceScatter):
         return None
     found: list[str] = []
@@ -216,38 +216,42 @@ def _texts(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] |
         if axes and not lines_up(short, long, step.shape, dim):
             return None
         if axes and isinstance(step, AllGather):
-            found.append(f"x = lax.all_gather(x, {_names(axes)}, axis={dim}, tiled=True)")
-            found += _cut(short, long, step.shape, dim)
+            found.append(f"x = lax.all_gather(x, {_list_names(axes)}, axis={dim}, tiled=True)")
+            found += _write_cut(short, long, step.shape, dim)
         elif axes:
-            found += _padded(short, long, step.shape, dim)
+            found += _write_padding(short, long, step.shape, dim)
             length = part_length(long, step.shape, dim)
             if isinstance(step, Slice):
-                start = f"lax.axis_index({_names(axes)}) * {length}"
+                start = f"lax.axis_index({_list_names(axes)}) * {length}"
                 found.append(f"x = lax.dynamic_slice_in_dim(x, {start}, {length}, axis={dim})")
             else:
-                found += _scattered(axes, before, dim)
+                found += _write_scatter(axes, before, dim)
     return found
 
 
-def _excess(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
+def _count_excess(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> int:
     """How much longer the parts of `long` are together than the one of `short` that they make."""
     count = parts_of(long, dim) // parts_of(short, dim)
     return count * part_length(long, shape, dim) - part_length(short, shape, dim)
 
 
-def _padded(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> list[str]:
-    excess = _excess(short, long, shape, dim)
+def _write_padding(
+    short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int
+) -> list[str]:
+    excess = _count_excess(short, long, shape, dim)
     widths = [(0, excess if d == dim else 0) for d in range(len(shape))]
     return [f"x = jnp.pad(x, {widths})"] if excess else []
 
 
-def _cut(short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int) -> list[str]:
+def _write_cut(
+    short: ShardingSpec, long: ShardingSpec, shape: tuple[int, ...], dim: int
+) -> list[str]:
     length = part_length(short, shape, dim)
-    is_longer = _excess(short, long, shape, dim) > 0
+    is_longer = _count_excess(short, long, shape, dim) > 0
     return [f"x = lax.slice_in_dim(x, 0, {length}, axis={dim})"] if is_longer else []
 
 
-def _all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
+def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[str] | None:
     giver, taker = step.dims
     axes = axes_dropped(after, before, giver)
     # Tables where the axes change their order on the way.
@@ -257,34 +261,36 @@ def _all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[s
     if not all(lines_up(short, long, step.shape, dim) for short, long, dim in ends):
         return None
     return [
-        *_padded(before, after, step.shape, taker),
-        f"x = lax.all_to_all(x, {_names(axes)}, split_axis={taker}, concat_axis={giver}, "
+        *_write_padding(before, after, step.shape, taker),
+        f"x = lax.all_to_all(x, {_list_names(axes)}, split_axis={taker}, concat_axis={giver}, "
         "tiled=True)",
-        *_cut(after, before, step.shape, giver),
+        *_write_cut(after, before, step.shape, giver),
     ]
 
 
-def _all_reduced(before: ShardingSpec, after: ShardingSpec) -> str:
-    axes = _names(axis for axis in before.partial_axes if axis not in after.partial_axes)
+def _write_all_reduce(before: ShardingSpec, after: ShardingSpec) -> str:
+    axes = _list_names(axis for axis in before.partial_axes if axis not in after.partial_axes)
     reduction = before.reduction or "sum"
     if reduction == "product":
         return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
     return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"
 
 
-def _scattered(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> list[str]:
+def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> list[str]:
     reduction = before.reduction or "sum"
     if reduction == "sum":
-        return [f"x = lax.psum_scatter(x, {_names(axes)}, scatter_dimension={dim}, tiled=True)"]
+        return [
+            f"x = lax.psum_scatter(x, {_list_names(axes)}, scatter_dimension={dim}, tiled=True)"
+        ]
     count = math.prod(map(before.mesh.axis_size, axes))
     return [
         f"pieces = jnp.stack(jnp.split(x, {count}, axis={dim}))",
-        f"pieces = lax.all_to_all(pieces, {_names(axes)}, 0, 0, tiled=True)",
+        f"pieces = lax.all_to_all(pieces, {_list_names(axes)}, 0, 0, tiled=True)",
         f"x = {_COMBINE[reduction]}(pieces, axis=0).astype(x.dtype)",
     ]
 
 
-def _tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
+def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
     """Where each piece begins in the sender's shard and in the receiver's, and its sizes.
 
     Of shape `(devices, group, dims)`; sizes of 0 for no piece.
@@ -323,7 +329,7 @@ def _tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
     ]
 
 
-def _joint(
+def _write_joint(
     number: int, step: Step, before: ShardingSpec, after: ShardingSpec, axes: Sequence[str]
 ) -> list[str]:
     """Every device sends windows as large as the largest piece; what is behind a piece is left.

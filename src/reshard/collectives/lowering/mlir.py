@@ -41,20 +41,20 @@ from reshard.collectives.lowering.ceil_shards import (
 from reshard.collectives.lowering.mlir_elements import element_text
 from reshard.collectives.lowering.shard_module import (
     REDUCTIONS,
-    Annotation,
-    Cast,
-    Collective,
-    Empty,
+    CastOp,
+    CollectiveOp,
+    ConstantOp,
+    EmptyOp,
+    ExtractOp,
+    ExtractSliceOp,
     Grid,
-    Lookup,
-    Message,
+    InsertSliceOp,
+    MessageOp,
     Operation,
-    ProcessIndex,
-    Sharding,
+    ProcessIndexOp,
+    ShardingOp,
     ShardModule,
-    SliceInto,
-    SliceOf,
-    Table,
+    ShardOp,
     TensorType,
 )
 from reshard.collectives.lowering.shardings import (
@@ -118,7 +118,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
         for mesh in dict.fromkeys(spec.mesh for spec in specs)
     }
     specs = [meshes[spec.mesh].spec(spec) for spec in specs]
-    writer = _Writer(program.shape, element, specs[0])
+    writer = _ModuleWriter(program.shape, element, specs[0])
     for number, step in enumerate(program.steps):
         try:
             writer.step(step, specs[number], specs[number + 1])
@@ -130,7 +130,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
     return writer.module(grids, specs[-1])
 
 
-class _Writer:
+class _ModuleWriter:
     """Operations one behind the other; `here` is the value that they lead to, and its type."""
 
     def __init__(self, shape: tuple[int, ...], element: str, source: ShardingSpec) -> None:
@@ -141,7 +141,7 @@ class _Writer:
         self._count = 0
         self._annotate(source)
         own = TensorType(ceil_shape(source, shape), element)
-        self._to(Cast(self.name(), self.here, self.whole, own), own)
+        self._add_result(CastOp(self.name(), self.here, self.whole, own), own)
 
     def name(self) -> str:
         """A name for one more value."""
@@ -153,18 +153,18 @@ class _Writer:
         self.operations.append(operation)
         return operation.result
 
-    def _to(self, operation: Operation, type_: TensorType) -> None:
+    def _add_result(self, operation: Operation, type_: TensorType) -> None:
         self.here, self.type = self.add(operation), type_
 
     def _annotate(self, spec: ShardingSpec) -> None:
         lists = tuple(_axis_numbers(spec, dim.axes) for dim in spec.dim_specs)
         # The dialect has at least one list, also for a scalar's none.
-        sharding = self.add(Sharding(self.name(), spec.mesh.name, lists or ((),)))
-        self._to(Annotation(self.name(), self.here, sharding, self.whole), self.whole)
+        sharding = self.add(ShardingOp(self.name(), spec.mesh.name, lists or ((),)))
+        self._add_result(ShardOp(self.name(), self.here, sharding, self.whole), self.whole)
 
     def module(self, grids: Iterable[Grid], target: ShardingSpec) -> ShardModule:
         """The module, with the sharding that was reached."""
-        self._to(Cast(self.name(), self.here, self.type, self.whole), self.whole)
+        self._add_result(CastOp(self.name(), self.here, self.type, self.whole), self.whole)
         self._annotate(target)
         operations = tuple(self.operations)
         return ShardModule(
@@ -176,10 +176,10 @@ class _Writer:
         if self.type.shape[dim] == length:
             return
         longer = self.type.resized(dim, length)
-        empty = self.add(Empty(self.name(), longer))
+        empty = self.add(EmptyOp(self.name(), longer))
         start, sizes = (0,) * len(self.shape), self.type.shape
-        operation = SliceInto(self.name(), self.here, empty, start, sizes, self.type, longer)
-        self._to(operation, longer)
+        operation = InsertSliceOp(self.name(), self.here, empty, start, sizes, self.type, longer)
+        self._add_result(operation, longer)
 
     def cut(self, dim: int, length: int) -> None:
         """Make the tensor shorter, where it is longer."""
@@ -187,8 +187,8 @@ class _Writer:
             return
         shorter = self.type.resized(dim, length)
         start = (0,) * len(self.shape)
-        operation = SliceOf(self.name(), self.here, start, shorter.shape, self.type, shorter)
-        self._to(operation, shorter)
+        operation = ExtractSliceOp(self.name(), self.here, start, shorter.shape, self.type, shorter)
+        self._add_result(operation, shorter)
 
     def collective(
         self,
@@ -200,10 +200,10 @@ class _Writer:
     ) -> None:
         """One collective within the groups along some axes."""
         numbers = _axis_numbers(spec, axes)
-        operation = Collective(
+        operation = CollectiveOp(
             kind, self.name(), self.here, spec.mesh.name, numbers, settings, self.type, after
         )
-        self._to(operation, after)
+        self._add_result(operation, after)
 
     def step(self, step: Step, before: ShardingSpec, after: ShardingSpec) -> None:
         """The operations of one step. Raises NotationError where there are none."""
@@ -219,7 +219,7 @@ class _Writer:
             for dim in range(len(self.shape)):
                 axes = axes_dropped(after, before, dim)
                 if axes:
-                    longer = self._gathered(before, axes, dim)
+                    longer = self._find_gathered_type(before, axes, dim)
                     self.collective("all_gather", before, axes, (dim,), longer)
                     self._check_lines_up(after, before, dim)
                     self.cut(dim, part_length(after, self.shape, dim))
@@ -229,7 +229,7 @@ class _Writer:
                 if axes:
                     self._check_lines_up(before, after, dim)
                     length = part_length(after, self.shape, dim)
-                    self.padded(dim, length * _size(before, axes))
+                    self.padded(dim, length * _count_devices(before, axes))
                     part = self.type.resized(dim, length)
                     if isinstance(step, Slice):
                         self.collective("all_slice", before, axes, (dim,), part)
@@ -242,8 +242,8 @@ class _Writer:
                 "steps='classical' in find_program"
             )
 
-    def _gathered(self, spec: ShardingSpec, axes: Sequence[Axis], dim: int) -> TensorType:
-        return self.type.resized(dim, self.type.shape[dim] * _size(spec, axes))
+    def _find_gathered_type(self, spec: ShardingSpec, axes: Sequence[Axis], dim: int) -> TensorType:
+        return self.type.resized(dim, self.type.shape[dim] * _count_devices(spec, axes))
 
     def _check_lines_up(self, short: ShardingSpec, long: ShardingSpec, dim: int) -> None:
         if not lines_up(short, long, self.shape, dim):
@@ -259,8 +259,8 @@ class _Writer:
         self._check_lines_up(after, before, giver)
         self._check_lines_up(before, after, taker)
         length = part_length(after, self.shape, taker)
-        self.padded(taker, length * _size(before, axes))
-        moved = self._gathered(before, axes, giver).resized(taker, length)
+        self.padded(taker, length * _count_devices(before, axes))
+        moved = self._find_gathered_type(before, axes, giver).resized(taker, length)
         self.collective("all_to_all", before, axes, (taker, giver), moved)
         self.cut(giver, part_length(after, self.shape, giver))
 
@@ -279,13 +279,13 @@ class _Writer:
         axes = np.flatnonzero((back != own).any(axis=1)).tolist()
         if not axes:
             return
-        process = self.add(ProcessIndex(self.name(), before.mesh.name))
+        process = self.add(ProcessIndexOp(self.name(), before.mesh.name))
         for kind, places in (("send", to), ("recv", back)):
             peer = []
             for axis in axes:
-                table = self.add(Table(self.name(), tuple(places[axis].tolist())))
-                peer.append(self.add(Lookup(self.name(), table, process, before.mesh.size)))
-            operation = Message(
+                table = self.add(ConstantOp(self.name(), tuple(places[axis].tolist())))
+                peer.append(self.add(ExtractOp(self.name(), table, process, before.mesh.size)))
+            operation = MessageOp(
                 kind,
                 self.name(),
                 self.here,
@@ -298,12 +298,12 @@ class _Writer:
             if kind == "send":
                 self.add(operation)
             else:
-                self._to(operation, self.type)
+                self._add_result(operation, self.type)
 
 
 def _axis_numbers(spec: ShardingSpec, axes: Iterable[Axis]) -> tuple[int, ...]:
     return tuple(spec.mesh.axis_names.index(axis.name) for axis in axes)
 
 
-def _size(spec: ShardingSpec, axes: Iterable[Axis]) -> int:
+def _count_devices(spec: ShardingSpec, axes: Iterable[Axis]) -> int:
     return math.prod(map(spec.mesh.axis_size, axes))

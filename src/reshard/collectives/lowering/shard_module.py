@@ -77,7 +77,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardingOp:
     """`shard.sharding`: which axes of a grid cut each dimension."""
 
     result: str
@@ -87,7 +87,7 @@ class Sharding:
     @property
     def lists(self) -> str:
         """The axes of every dimension: `[[0], []]`."""
-        return f"[{', '.join(map(_numbers, self.split_axes))}]"
+        return f"[{', '.join(map(_write_numbers, self.split_axes))}]"
 
     def __str__(self) -> str:
         words = f"shard.sharding {symbol_text(self.grid)} split_axes = {self.lists}"
@@ -95,7 +95,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Annotation:
+class ShardOp:
     """`shard.shard`: a global tensor has a sharding."""
 
     result: str
@@ -108,7 +108,7 @@ class Annotation:
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastOp:
     """`builtin.unrealized_conversion_cast`: from a global tensor to a process's, or back."""
 
     result: str
@@ -122,7 +122,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveOp:
     """A key of `COLLECTIVES`, within the groups along some axes of a grid.
 
     `settings` are in the order that `COLLECTIVES` has: axes of the tensor, a reduction.
@@ -155,14 +155,14 @@ class Collective:
         words = zip(self.names, self.settings, strict=True)
         return (
             f"%{self.result} = shard.{self.kind} %{self.operand} on {symbol_text(self.grid)} "
-            f"grid_axes = {_numbers(self.grid_axes)} "
+            f"grid_axes = {_write_numbers(self.grid_axes)} "
             f"{' '.join(f'{name} = {value}' for name, value in words)} "
             f": {self.before} -> {self.after}"
         )
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageOp:
     """`shard.send` or `shard.recv`; `peer` are values, the other's place along `grid_axes`."""
 
     kind: str
@@ -179,13 +179,13 @@ class Message:
         types = ", ".join([str(self.before), *["index"] * len(self.peer)])
         return (
             f"%{self.result} = shard.{self.kind} %{self.operand} on {symbol_text(self.grid)} "
-            f"grid_axes = {_numbers(self.grid_axes)} {MESSAGES[self.kind]} = [{peer}] "
+            f"grid_axes = {_write_numbers(self.grid_axes)} {MESSAGES[self.kind]} = [{peer}] "
             f": ({types}) -> {self.after}"
         )
 
 
 @dataclass(frozen=True)
-class ProcessIndex:
+class ProcessIndexOp:
     """`shard.process_linear_index`: the number of the process that runs."""
 
     result: str
@@ -197,19 +197,19 @@ class ProcessIndex:
 
 
 @dataclass(frozen=True)
-class Table:
+class ConstantOp:
     """`arith.constant`: numbers, one a process."""
 
     result: str
     numbers: Numbers
 
     def __str__(self) -> str:
-        numbers, count = _numbers(self.numbers), len(self.numbers)
+        numbers, count = _write_numbers(self.numbers), len(self.numbers)
         return f"%{self.result} = arith.constant dense<{numbers}> : tensor<{count}xindex>"
 
 
 @dataclass(frozen=True)
-class Lookup:
+class ExtractOp:
     """`tensor.extract`: a number of a table."""
 
     result: str
@@ -225,7 +225,7 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Empty:
+class EmptyOp:
     """`tensor.empty`: a tensor whose elements may be anything."""
 
     result: str
@@ -236,7 +236,7 @@ class Empty:
 
 
 @dataclass(frozen=True)
-class SliceOf:
+class ExtractSliceOp:
     """`tensor.extract_slice`, with steps of 1."""
 
     result: str
@@ -247,7 +247,7 @@ class SliceOf:
     after: TensorType
 
     def __str__(self) -> str:
-        where = _box(self.offsets, self.sizes)
+        where = _write_box(self.offsets, self.sizes)
         return (
             f"%{self.result} = tensor.extract_slice %{self.operand}{where} "
             f": {self.before} to {self.after}"
@@ -255,7 +255,7 @@ class SliceOf:
 
 
 @dataclass(frozen=True)
-class SliceInto:
+class InsertSliceOp:
     """`tensor.insert_slice`, with steps of 1: `operand` in a box of `into`."""
 
     result: str
@@ -267,7 +267,7 @@ class SliceInto:
     after: TensorType
 
     def __str__(self) -> str:
-        where = _box(self.offsets, self.sizes)
+        where = _write_box(self.offsets, self.sizes)
         return (
             f"%{self.result} = tensor.insert_slice %{self.operand} into %{self.into}{where} "
             f": {self.before} into {self.after}"
@@ -275,20 +275,20 @@ class SliceInto:
 
 
 Computed = (
-    Annotation
-    | Cast
-    | Collective
-    | Message
-    | ProcessIndex
-    | Table
-    | Lookup
-    | Empty
-    | SliceOf
-    | SliceInto
+    ShardOp
+    | CastOp
+    | CollectiveOp
+    | MessageOp
+    | ProcessIndexOp
+    | ConstantOp
+    | ExtractOp
+    | EmptyOp
+    | ExtractSliceOp
+    | InsertSliceOp
 )
 """Operations whose results are tensors, tables or numbers."""
 
-Operation = Sharding | Computed
+Operation = ShardingOp | Computed
 
 
 @dataclass(frozen=True)
@@ -335,9 +335,9 @@ class ShardModule:
         )
 
 
-def _numbers(numbers: Iterable[int]) -> str:
+def _write_numbers(numbers: Iterable[int]) -> str:
     return f"[{', '.join(map(str, numbers))}]"
 
 
-def _box(offsets: Numbers, sizes: Numbers) -> str:
-    return "".join(map(_numbers, (offsets, sizes, [1] * len(sizes))))
+def _write_box(offsets: Numbers, sizes: Numbers) -> str:
+    return "".join(map(_write_numbers, (offsets, sizes, [1] * len(sizes))))

@@ -1,4 +1,4 @@
-"""Which shardings does a program pass, over as few meshes and in as few words as can be?
+"""The shardings that a program passes, over as few meshes and in as few words as can be.
 
 Other systems tie an operation to one mesh. Where the meshes of source and target have axes that
 agree, all is said over the source's. A sharding that cuts nothing is the same over either mesh,
@@ -31,16 +31,20 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
     prime_meshes = find_prime_meshes(program.source, program.target)
     if len(prime_meshes) == 1:
         mesh = program.source.mesh
-        return tuple(_plain(spec, mesh, prime_meshes[0]) for spec in specs)
+        return tuple(_rewrite_on_mesh(spec, mesh, prime_meshes[0]) for spec in specs)
     meshes = [spec.mesh for spec in specs]
     for place, neighbour in ((0, 1), (-1, -2)):
         spec = specs[place]
         if len(specs) > 1 and not spec.partial_axes and not any(d.levels for d in spec.dim_specs):
             meshes[place] = meshes[neighbour]
-    return tuple(_plain(spec, mesh, None) for spec, mesh in zip(specs, meshes, strict=True))
+    return tuple(
+        _rewrite_on_mesh(spec, mesh, None) for spec, mesh in zip(specs, meshes, strict=True)
+    )
 
 
-def _plain(spec: ShardingSpec, mesh: DeviceMesh, prime_mesh: PrimeMesh | None) -> ShardingSpec:
+def _rewrite_on_mesh(
+    spec: ShardingSpec, mesh: DeviceMesh, prime_mesh: PrimeMesh | None
+) -> ShardingSpec:
     def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
         if prime_mesh is None or spec.mesh is mesh:
             return tuple(axis for axis in axes if spec.mesh.axis_size(axis) > 1)

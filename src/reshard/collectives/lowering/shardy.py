@@ -88,7 +88,7 @@ def shardy_module(
     for number, step in enumerate(program.steps):
         before, after = specs[number], specs[number + 1]
         try:
-            operation = _operation(step, before, after)
+            operation = _write_operation(step, before, after)
             out = shardy_text(after).removeprefix("#sdy.sharding")
         except NotationError as error:
             raise NotationError(
@@ -100,7 +100,7 @@ def shardy_module(
     return "\n".join(["module {", *lines])
 
 
-def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
+def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
     """The operation and its axes. Raises NotationError where there is none."""
     one, other = before.mesh, after.mesh
     if isinstance(step, Permute):
@@ -116,18 +116,18 @@ def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
             "permute may have; describe both sides over one of them"
         )
     if isinstance(step, AllReduce):
-        reduced = _joined(one, in_mesh_order(one, step.axes))
-        return f"all_reduce {_axes_text(reduced)}"
+        reduced = _join_axes(one, in_mesh_order(one, step.axes))
+        return f"all_reduce {_write_axes(reduced)}"
     if isinstance(step, Slice | ReduceScatter):
         word = "all_slice" if isinstance(step, Slice) else "reduce_scatter"
-        return f"{word} {_lists_text(before, after)}"
+        return f"{word} {_write_axis_lists(before, after)}"
     if isinstance(step, AllGather):
-        return f"all_gather {_lists_text(after, before)}"
+        return f"all_gather {_write_axis_lists(after, before)}"
     if isinstance(step, AllToAll):
         giver, taker = step.dims
         given = axes_dropped(after, before, giver)
         if given == axes_dropped(before, after, taker):
-            return f"all_to_all [{_axes_text(given)}: {giver}->{taker}]"
+            return f"all_to_all [{_write_axes(given)}: {giver}->{taker}]"
         raise NotationError("its axes change their order on the way; its axes must keep theirs")
     raise NotationError(
         "it has slices, gathers, all-to-alls between two dimensions, permutes and reductions; "
@@ -135,17 +135,17 @@ def _operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> str:
     )
 
 
-def _joined(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def _join_axes(mesh: DeviceMesh, axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Axes with those that follow one another joined, whole ones by their names."""
     return ShardingSpec(mesh, [], partial_axes=axes).partial_axes
 
 
-def _lists_text(short: ShardingSpec, long: ShardingSpec) -> str:
+def _write_axis_lists(short: ShardingSpec, long: ShardingSpec) -> str:
     dims = range(len(short.dim_specs))
-    return f"[{', '.join(_axes_text(axes_dropped(short, long, dim)) for dim in dims)}]"
+    return f"[{', '.join(_write_axes(axes_dropped(short, long, dim)) for dim in dims)}]"
 
 
-def _axes_text(axes: Iterable[Axis]) -> str:
+def _write_axes(axes: Iterable[Axis]) -> str:
     words = (
         f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
         for axis in axes

@@ -1,4 +1,4 @@
-"""Which whole axes is a mesh made of, so that no sharding of a program uses a part of one?
+"""A mesh cut into whole axes, so that no sharding of a program uses a part of one.
 
 JAX and MLIR have whole mesh axes only. An axis of which a part is used is split there; the
 device grid has more axes then, and the same devices in the same order::

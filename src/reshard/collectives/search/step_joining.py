@@ -1,4 +1,4 @@
-"""Which steps of a program can be taken at once, for no more elements?
+"""Steps of a program that are taken at once, for no more elements.
 
 A search moves axes part by part, and of programs that move as much it finds any::
 
