@@ -11,14 +11,14 @@ import reshard
 from reshard.layout import Box, Layout
 from reshard.torch.exchange import exchange as exchange_module
 from reshard.torch.exchange.exchange import Exchange
-from reshard.torch.exchange.messages import Movement
+from reshard.torch.exchange.messages import RankTransfers
 
 ROWS, COLUMNS = 90, 48
 # The columns that each of ranks 1 to 3 receives; rank 0 has all.
 WANTED = {1: (0, 30), 2: (0, 30), 3: (7, 48)}
 
 
-def movement_of(rank: int, dtype: torch.dtype) -> Movement:
+def movement_of(rank: int, dtype: torch.dtype) -> RankTransfers:
     shape = (ROWS, COLUMNS)
     source = Layout.from_boxes(shape, [(0, Box((0, 0), shape))])
     boxes = [(slot, Box((0, low), (ROWS, high))) for slot, (low, high) in sorted(WANTED.items())]
@@ -27,7 +27,7 @@ def movement_of(rank: int, dtype: torch.dtype) -> Movement:
     own = torch.zeros(shape) if rank == 0 else None
     low, high = WANTED.get(rank, (0, 0))
     local = None if rank == 0 else torch.zeros((ROWS, high - low), dtype=dtype)
-    return Movement.of(plan, plan.for_rank(rank), rank, own, local, dtype)
+    return RankTransfers.of(plan.change, plan.for_rank(rank), rank, own, local, dtype)
 
 
 def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:

@@ -325,10 +325,10 @@ def among_placements() -> None:
     )
     expect_equal(found.to_local(), 3 * dense[3 * ep : 3 * ep + 3])
 
-    # Along one axis of a mesh, each line by itself.
-    line = mesh["ep"]
+    # Along one axis of a mesh, each axis by itself.
+    axis = mesh["ep"]
     mine = torch.arange(3 + dp) + 100 * rank()
-    tensor = PartitionedTensor.of_splits(mine, (2, 1 + dp) if ep else (1, 2 + dp), line)
+    tensor = PartitionedTensor.of_splits(mine, (2, 1 + dp) if ep else (1, 2 + dp), axis)
     aligned = tensor.to_aligned()
     first, second = 100 * (2 * dp), 100 * (2 * dp + 1)
     expected_local = (
@@ -338,7 +338,7 @@ def among_placements() -> None:
     )
     assert aligned.local.tolist() == expected_local
     assert aligned.to_unaligned().local.tolist() == mine.tolist()
-    assert aligned.to_shard().device_mesh == line
+    assert aligned.to_shard().device_mesh == axis
     expect_all_raise(
         UsageError,
         "give that axis, such as mesh['ep']",

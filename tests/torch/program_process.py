@@ -28,8 +28,8 @@ from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import contents_of_spec, shards_of
 from reshard.topology import Link, Topology
 from reshard.torch import Redistribution, redistribute, redistribution
-from reshard.torch.programs.groups import process_group
-from reshard.torch.programs.run import ProgramRun, least_extra_bytes
+from reshard.torch.programs import run
+from reshard.torch.programs.run import ProgramRun, least_extra_bytes, process_group
 
 ALWAYS = {
     "derandomize": True,
@@ -49,12 +49,15 @@ KINDS_RUN: set[str] = set()
 
 @contextmanager
 def by_collectives(whether: bool) -> Iterator[None]:
-    """All programs run by the process group's collectives, or by messages where there are any."""
+    """Programs run as on NCCL, with all-gathers and grouped messages, or as on gloo."""
     redistribution.ProgramRun = functools.partial(ProgramRun, by_collectives=whether)  # type: ignore
+    exchange = functools.partial(run.Exchange, is_grouped=whether)
+    run.Exchange = exchange  # type: ignore
     try:
         yield
     finally:
         redistribution.ProgramRun = ProgramRun  # type: ignore[misc]
+        run.Exchange = exchange.func  # type: ignore[misc]
 
 
 def shards(spec: ShardingSpec, shape: tuple[int, ...], dtype: str) -> dict[int, torch.Tensor]:

@@ -107,7 +107,7 @@ def disjoint() -> None:
         expect(done.report.planned_ranks == _planned_ranks(planning), "other parts")
         expect((done.report.scattered_bytes > 0) == (planning == "centralized"), "scattered")
         items = done._prepared.part.items
-        parts.append([(one.match, one.plan, str(one.transfers), one.batch) for one in items])
+        parts.append([(one.match, one.change, str(one.transfers), one.batch) for one in items])
     expect(parts[0] == parts[1] != [], "both ways to plan find different parts")
 
 

@@ -23,9 +23,8 @@ from reshard.cost import load_preset
 from reshard.errors import LayoutError, PlanError, RunError, UsageError
 from reshard.topology import Link, Topology
 from reshard.torch import BlockQuantized, Refit, refit
+from reshard.torch.exchange.exchange import Exchange
 from reshard.torch.programs.phases import between_bytes
-from reshard.torch.refitting import batches as refit_batches
-from reshard.torch.refitting.batches import Stage
 
 # One message costs no more than its bytes.
 BYTES_ONLY = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9))
@@ -246,10 +245,10 @@ def in_batches() -> None:
     expect(len(program.steps) > 1, f"{program}")
     own = between_bytes(program, 4)
     expect(own > 0, "nothing lies between")
-    expect(len(first._stages.batches) == 2, "not in one batch")
+    expect(len(first._batches.batches) == 2, "not in one batch")
     least = 4 * own
     done = refit(source, target, method="program", extra_bytes=least)
-    expect(len(done._stages.batches) == 4, f"{len(done._stages.batches)} batches")
+    expect(len(done._batches.batches) == 4, f"{len(done._batches.batches)} batches")
     expect(done.extra_bytes <= least, f"{done.extra_bytes} bytes")
     found = bits(target)
     refit(source, target, method="exchange")
@@ -365,19 +364,19 @@ def fails_between_steps(kills: bool) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
     done = refit(source, target, method="program", group=group)
     expected = bits(target)
-    moves = 0
-    move = Stage.move
+    runs = 0
+    run = Exchange.run
 
-    def fails(stage: Stage) -> None:
-        nonlocal moves
-        moves += 1
-        if moves == 2 and dist.get_rank() == 1:
+    def fails(exchange: Exchange) -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 2 and dist.get_rank() == 1:
             if kills:
                 os._exit(7)
             raise MemoryError("no more")
-        move(stage)
+        run(exchange)
 
-    refit_batches.Stage.move = fails  # type: ignore[method-assign]
+    Exchange.run = fails  # type: ignore[method-assign]
     try:
         done.run()
     except RunError as error:
@@ -386,7 +385,7 @@ def fails_between_steps(kills: bool) -> None:
         expect(dist.get_rank() == 1, "another rank's error")
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
-    refit_batches.Stage.move = move  # type: ignore[method-assign]
+    Exchange.run = run  # type: ignore[method-assign]
     expect(not done.is_usable, "a target that is partly new counts as usable")
     if kills:
         return

@@ -24,7 +24,7 @@ from reshard.sharding import ShardingSpec
 from reshard.torch.sides import Side
 
 
-def flowing(
+def apply_with_gradient(
     tensor: torch.Tensor | None, forth: Callable[[], Any], back: Callable[[Any], Any]
 ) -> Any:
     """The result of `forth()`, whose gradient becomes the tensor's by `back`."""
@@ -52,7 +52,7 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         return None, found if ctx.has_source else None, None, None
 
 
-def way_back(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
+def backward_sides(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
@@ -61,7 +61,7 @@ def way_back(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
     """
     for reduction in {plan.source.reduction, plan.target.reduction} - {None, "sum", "mean"}:
         raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")
-    before, after = (_without_contributions(layout) for layout in (plan.source, plan.target))
+    before, after = (_replicate_contributions(layout) for layout in (plan.source, plan.target))
     try:
         _ = LayoutChange(after, before).routes
     except PlanError as error:
@@ -69,20 +69,20 @@ def way_back(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
             f"the target leaves out elements, so there is no way back for gradients ({error}); "
             "detach the tensor"
         ) from error
-    spec = spec_without_contributions(source.spec)
+    spec = replicated_spec(source.spec)
     if source.mesh is None:
         return after, Side(before, spec=spec)
     placements = [Replicate() if one.is_partial() else one for one in source.placements]
     return after, Side(before, source.mesh, tuple(placements), spec)
 
 
-def spec_without_contributions(spec: ShardingSpec | None) -> ShardingSpec | None:
+def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
     """The same with every contribution taken for a copy of the whole; None where that is unsaid."""
     if spec is None or spec.only:
         return None
     return ShardingSpec(spec.mesh, spec.dim_specs)
 
 
-def _without_contributions(layout: Layout) -> Layout:
+def _replicate_contributions(layout: Layout) -> Layout:
     """The same with every contribution taken for a copy of the whole."""
     return Layout(layout.shape, layout.tables, layout.slots, layout.cell_slot, layout.cell_part)

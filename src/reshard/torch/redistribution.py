@@ -1,13 +1,13 @@
-"""How does one tensor get another layout, between the ranks of a running job?
+"""Redistribution of one tensor to another layout, between the ranks of a running job.
 
 1. Both sides become layouts over global ranks, whoever describes them (`sides`).
-2. Every rank checks its own arguments; all agree that they mean the same (`agreement`). Ranks
-   that hold nothing of the source may leave its description to those that do.
-3. This rank's part of the plan is exchanged within a limit of memory (`exchange`); or a program of
-   collectives is run, where that is asked for, or is quicker (`methods`, `program_run`).
+2. Every rank checks its own arguments; all agree that they mean the same (`exchange.agreement`).
+   Ranks that hold nothing of the source may leave its description to those that do.
+3. This rank's transfers are exchanged within a limit of memory (`exchange.exchange`); or a program
+   of collectives is run, where that is asked for, or is quicker (`programs`).
 4. All confirm that they are done: where one rank fails, all raise.
 
-Gradients flow: the way back of a redistribution is one from the target to the source.
+Gradients flow: the gradient of a redistribution is one from the target to the source.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from reshard.execution.contributions import check_reduction
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.notation.objects import sharding_of
+from reshard.plans.plan import Plan
+from reshard.plans.plan import plan as create_plan
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import Intent, agree, answering, check_member, confirm
-from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import (
-    DEFAULT_EXTRA_BYTES,
-    Exchange,
-    complete_contributions,
-    message_bytes_of,
+from reshard.torch.exchange.agreement import (
+    Intent,
+    agree,
+    check_member,
+    confirm,
+    device_of,
+    run_errors,
 )
-from reshard.torch.exchange.messages import Movement, transfers_of
-from reshard.torch.gradients import flowing, spec_without_contributions, way_back
+from reshard.torch.exchange.background import BackgroundExchange, next_tag
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange, message_bytes_of
+from reshard.torch.exchange.messages import RankTransfers, transfers_of
+from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import Method, method_digest, program_back, program_for
 from reshard.torch.programs.run import ProgramRun
 from reshard.torch.sides import (
@@ -71,7 +75,6 @@ class Redistribution:
             run = BackgroundExchange(run, tag)
         self._run = run
         self._is_done = False
-        self.plan = prepared.plan
         self.program = prepared.program
         self.received_bytes = run.received_bytes
         self.sent_bytes = run.sent_bytes
@@ -80,6 +83,12 @@ class Redistribution:
         except BaseException:
             self._mark_out(False)
             raise
+
+    @property
+    def plan(self) -> Plan:
+        """What moves between the ranks, as `reshard.plan` gives it."""
+        change = self._prepared.change
+        return create_plan(change.source, change.target, self._prepared.dtype)
 
     @property
     def is_usable(self) -> bool:
@@ -114,8 +123,6 @@ class Redistribution:
             raise RunError("this redistribution failed; its result is not usable")
         try:
             self._run.finish()
-            if prepared.program is None:
-                complete_contributions(self.plan, dist.get_rank(), prepared.local)
             confirm(self._group)
         except BaseException as error:
             self._run.has_failed = True
@@ -132,7 +139,7 @@ class Redistribution:
     def _mark_out(self, is_usable: bool) -> None:
         out, local = self._prepared.out, self._prepared.local
         if out is not None and local is not None:
-            _tell_autograd(local)
+            _count_write(local)
             (mark_usable if is_usable else mark_unusable)(out)
 
 
@@ -190,7 +197,7 @@ def redistribute(
     request = _Request(
         tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
     )
-    prepared = _agreed(request, group)
+    prepared = _agree_on_request(request, group)
     if prepared.has_gradient:
         return _with_gradient(tensor, prepared, group)
     begun = Redistribution(prepared, group, async_op)
@@ -200,7 +207,7 @@ def redistribute(
 def _with_gradient(
     tensor: torch.Tensor | None, prepared: _Prepared, group: dist.ProcessGroup | None
 ) -> Any:
-    after, before = way_back(prepared.plan, prepared.source)
+    after, before = backward_sides(prepared.change, prepared.source)
     target: Description = before.layout
     if before.mesh is not None:
         target = (before.mesh, before.placements)
@@ -208,7 +215,7 @@ def _with_gradient(
     def back(gradient: torch.Tensor) -> Any:
         source: Description | None = after
         options: dict[str, Any] = {"group": group, "extra_bytes": prepared.extra_bytes}
-        spec = spec_without_contributions(prepared.target.spec)
+        spec = replicated_spec(prepared.target.spec)
         if isinstance(gradient, DTensor):
             source, spec = None, sharding_of(gradient)
         program = None
@@ -230,7 +237,7 @@ def _with_gradient(
             **options,
         )
 
-    return flowing(tensor, lambda: Redistribution(prepared, group).wait(), back)
+    return apply_with_gradient(tensor, lambda: Redistribution(prepared, group).wait(), back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +268,7 @@ class _Request:
 
     @property
     def notes(self) -> tuple[int, ...]:
-        """What all ranks must know of any: see `_agreed`."""
+        """What all ranks must know of any: see `_agree_on_request`."""
         has_none = self.tensor is not None and not self.wants_gradient
         cannot = self.async_op or self.out is not None
         teller = _NOBODY if self.is_open else -dist.get_rank()
@@ -275,7 +282,7 @@ _NOBODY = -(1 << 40)
 class _Prepared:
     """What one rank will do, agreed upon by all."""
 
-    plan: LayoutChange
+    change: LayoutChange
     source: Side
     target: Side
     own: torch.Tensor | None
@@ -301,30 +308,30 @@ class _Prepared:
                 self.device,
                 self.extra_bytes,
             )
-        if self.local is not None and self.plan.target.is_padded:
+        if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
-        movement = Movement.of(self.plan, self.transfers, rank, self.own, self.local)
-        return Exchange([movement], rank, group, self.device, self.extra_bytes)
+        tensor = RankTransfers.of(self.change, self.transfers, rank, self.own, self.local)
+        return Exchange([tensor], rank, group, self.device, self.extra_bytes)
 
     def result(self) -> Any:
         """What the caller gets."""
         if self.out is not None:
             return self.out
-        return self.target.handed_out(self.local, self.device)
+        return self.target.wrap_local(self.local, self.device)
 
 
-def _agreed(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+def _agree_on_request(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
-    prepared, problem = (None, None) if request.is_open else _tried(request, group)
-    notes = agree(_intent(prepared, problem, request), group)
+    prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
+    notes = agree(_state_intent(prepared, problem, request), group)
     has_gradient, lacks_gradient, cannot, someone_asks, teller = notes
     if someone_asks:
         if teller == _NOBODY:
             raise UsageError("no rank says what the source is; give source=, shape= and dtype=")
-        request = _told(request, prepared, -teller, group)
+        request = _share_source(request, prepared, -teller, group)
         if prepared is None:
-            prepared, problem = _tried(request, group)
-        agree(_intent(prepared, problem, request), group)
+            prepared, problem = _try_to_prepare(request, group)
+        agree(_state_intent(prepared, problem, request), group)
     if prepared is None:
         raise RunError("nothing was moved: ranks agreed upon nothing")
     if has_gradient and lacks_gradient:
@@ -340,30 +347,30 @@ def _agreed(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     return replace(prepared, has_gradient=bool(has_gradient))
 
 
-def _tried(
+def _try_to_prepare(
     request: _Request, group: dist.ProcessGroup | None
 ) -> tuple[_Prepared | None, str | None]:
     try:
-        return _prepared(request, group), None
+        return _prepare(request, group), None
     except Exception as error:
         # Also what is of no use as an argument, or memory that is not there: the others wait.
         return None, f"{type(error).__name__}: {error}"
 
 
-def _intent(prepared: _Prepared | None, problem: str | None, request: _Request) -> Intent:
+def _state_intent(prepared: _Prepared | None, problem: str | None, request: _Request) -> Intent:
     parts = {}
     if prepared is not None:
         parts = {
             "dtype": str(prepared.dtype).encode(),
-            "source": prepared.plan.source.fingerprint,
-            "target": prepared.plan.target.fingerprint,
+            "source": prepared.change.source.fingerprint,
+            "target": prepared.change.target.fingerprint,
             "extra_bytes": str(prepared.extra_bytes).encode(),
             "method": method_digest(prepared.program),
         }
     return Intent(parts, problem, prepared is None and problem is None, request.notes)
 
 
-def _told(
+def _share_source(
     request: _Request, prepared: _Prepared | None, teller: int, group: dist.ProcessGroup | None
 ) -> _Request:
     """The request with the source that one rank tells all others."""
@@ -371,7 +378,7 @@ def _told(
     if prepared is not None:
         before = prepared.source
         told = [(before.spec or before.layout, before.layout.shape, prepared.dtype)]
-    with answering("nothing was moved"):
+    with run_errors("nothing was moved"):
         dist.broadcast_object_list(told, teller, group)
     if not request.is_open:
         return request
@@ -379,7 +386,7 @@ def _told(
     return replace(request, source=source, shape=shape, dtype=dtype)
 
 
-def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     rank = dist.get_rank()
     tensor, dtype = request.tensor, request.dtype
     if isinstance(tensor, DTensor):
@@ -403,25 +410,25 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
                 f"tensor, {tensor.dtype} of shape {list(tensor.shape)}, is partly new and partly "
                 "old after a run into it that failed; fill it again"
             )
-        _check_said(request, tensor.dtype, before.layout.shape)
+        _check_against_tensor(request, tensor.dtype, before.layout.shape)
         dtype = tensor.dtype
     elif tensor is not None:
         raise UsageError(f"tensor is a {type(tensor).__name__}; give a torch tensor, or None")
     if dtype is None:
         raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
-    plan = LayoutChange(before.layout, after.layout)
+    change = LayoutChange(before.layout, after.layout)
     for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
         # Where only the target is a mean, its contributions are copies: nothing is divided.
         if reduction != "mean" or before.layout.reduction == "mean":
             check_reduction(str(reduction), as_dtype(dtype))
     if request.wants_gradient:
-        way_back(plan, before)
-    _check_ranks(plan, group)
+        backward_sides(change, before)
+    _check_ranks(change, group)
     message_bytes_of(request.extra_bytes)
     own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
-    device = own.device if own is not None else _device(group)
-    local = _target_local(request.out, after, dtype, own, device)
-    transfers = transfers_of(plan, as_dtype(dtype), rank)
+    device = own.device if own is not None else device_of(group)
+    local = _find_target_local(request.out, after, dtype, own, device)
+    transfers = transfers_of(change, as_dtype(dtype), rank)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
         # A program would run in `wait`, and not in the background.
@@ -431,11 +438,11 @@ def _prepared(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     )
     out, most_bytes = request.out, request.extra_bytes
     return _Prepared(
-        plan, before, after, own, local, out, transfers, dtype, device, most_bytes, program
+        change, before, after, own, local, out, transfers, dtype, device, most_bytes, program
     )
 
 
-def _check_said(request: _Request, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check_against_tensor(request: _Request, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raise UsageError where arguments contradict the tensor."""
     if request.dtype is not None and as_dtype(request.dtype) is not as_dtype(dtype):
         raise UsageError(
@@ -447,7 +454,7 @@ def _check_said(request: _Request, dtype: torch.dtype, shape: tuple[int, ...]) -
         )
 
 
-def _target_local(
+def _find_target_local(
     out: torch.Tensor | None,
     side: Side,
     dtype: torch.dtype,
@@ -470,10 +477,10 @@ def _target_local(
     return local
 
 
-def _check_ranks(plan: LayoutChange, group: dist.ProcessGroup | None) -> None:
+def _check_ranks(change: LayoutChange, group: dist.ProcessGroup | None) -> None:
     """Raise UsageError for a layout over ranks that are not in the group."""
     members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-    for what, layout in (("source", plan.source), ("target", plan.target)):
+    for what, layout in (("source", change.source), ("target", change.target)):
         missing = sorted(set(layout.holders) - members)
         if missing:
             raise UsageError(
@@ -482,13 +489,7 @@ def _check_ranks(plan: LayoutChange, group: dist.ProcessGroup | None) -> None:
             )
 
 
-def _tell_autograd(local: torch.Tensor) -> None:
+def _count_write(local: torch.Tensor) -> None:
     """Messages are written behind autograd's back: a graph that saved the tensor must know."""
     if not local.is_inference():
         torch.autograd.graph.increment_version(local)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

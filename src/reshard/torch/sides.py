@@ -75,7 +75,7 @@ class Side:
         """The local shape on a rank; None where it holds nothing."""
         return self.layout.local_shape(rank) if rank < self.layout.slots else None
 
-    def handed_out(self, local: torch.Tensor | None, device: torch.device) -> Any:
+    def wrap_local(self, local: torch.Tensor | None, device: torch.device) -> Any:
         """A rank's local tensor as the side has it: as a DTensor, or as it is."""
         if self.mesh is None:
             return local

@@ -19,11 +19,11 @@ from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.messages import (
     ALIGNMENT_BYTES,
     Message,
-    Movement,
     Piece,
+    RankTransfers,
     cut,
-    messages_of,
-    packed,
+    list_messages,
+    pack_messages,
 )
 
 RANKS = 16
@@ -59,8 +59,8 @@ def test_both_ends_of_every_message_agree(
     received: dict[tuple[int, ...], Message] = {}
     for rank in range(RANKS):
         movements = [
-            Movement.of(
-                plan,
+            RankTransfers.of(
+                plan.change,
                 plan.for_rank(rank),
                 rank,
                 local(plan.source, rank, torch.int16),
@@ -68,7 +68,7 @@ def test_both_ends_of_every_message_agree(
             )
             for plan in of
         ]
-        found = messages_of(movements, rank, RANKS, message_bytes, in_a_turn)
+        found = list_messages(movements, rank, RANKS, message_bytes, in_a_turn)
         keys = [message.key for message in found.messages]
         assert keys == sorted(keys)
         assert len(set(keys)) == len(keys)
@@ -104,6 +104,6 @@ def test_parts_are_small_and_together_the_whole(shape: tuple[int, ...], most_byt
 def test_large_pieces_travel_alone_and_small_ones_together() -> None:
     small, large = torch.zeros(10), torch.zeros(300, 1024)
     pieces = [Piece(one, torch.float32) for one in (small, large, small)]
-    together, *alone = packed(pieces, 1 << 20)
+    together, *alone = pack_messages(pieces, 1 << 20)
     assert [tuple(piece.view.shape) for piece in together] == [(10,), (10,)]
     assert [tuple(piece.view.shape) for (piece,) in alone] == [(256, 1024), (44, 1024)]

@@ -19,7 +19,7 @@ from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
 from reshard.torch.models.parameters import member_layout, place_of  # noqa: E402
-from reshard.torch.models.rosters import Entry, Held, Roster, assemble, moved_by  # noqa: E402
+from reshard.torch.models.rosters import Entry, ModelTensor, Roster, assemble, moved_by  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.planning import DIRECT, RefitPlan, staging_bytes  # noqa: E402
 
@@ -38,13 +38,13 @@ def problems_of(*entries: list[Entry], **others: Any) -> list[str]:
 def test_layouts_that_ranks_agree_on() -> None:
     listed = [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (2, 4), ROWS)]]
     held, problems = assemble(rosters(*listed), "source")
-    assert (held, problems) == ({"w": Held("int8", ROWS)}, [])
+    assert (held, problems) == ({"w": ModelTensor("int8", ROWS)}, [])
 
 
 def test_a_rank_that_has_none_may_describe_it() -> None:
     whole = Layout.whole((5, 4), [1], 2)
     listed = [[Entry("w", None, None, whole)], [Entry("w", "int8", (5, 4), whole)]]
-    assert assemble(rosters(*listed), "source") == ({"w": Held("int8", whole)}, [])
+    assert assemble(rosters(*listed), "source") == ({"w": ModelTensor("int8", whole)}, [])
 
 
 def test_plain_tensors_are_whole_where_they_are() -> None:
@@ -143,8 +143,8 @@ def test_megatron_on_ranks_that_begin_elsewhere() -> None:
 ROWS_OF_4 = reshard.spec(reshard.DeviceMesh.of(tp=2), "tp, -").layout((4, 3))
 
 
-def held(dtype: str = "float32", layout: Layout = ROWS) -> Held:
-    return Held(dtype, layout)
+def held(dtype: str = "float32", layout: Layout = ROWS) -> ModelTensor:
+    return ModelTensor(dtype, layout)
 
 
 def matched(source: Any, target: Any, **options: Any) -> tuple[list[Any], list[str]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from reshard.geometry.transfers import Transfers
-from reshard.torch.partitioned.partitions import Dealing, Splits
+from reshard.torch.partitioned.partitions import PartitionOwners, Splits
 
 # Of four partitions of 6, 10, 12 and 4, rank 0 has 4, 6, 4 and 2, rank 1 the rest.
 EXAMPLE = [(4, 6, 4, 2), (2, 4, 8, 2)]
@@ -38,7 +38,7 @@ def table(rows: Transfers) -> list[tuple[int, int, int, int, int]]:
 
 
 def test_the_example_of_the_proposal() -> None:
-    zero, one = (Splits.of_matrix(Dealing(4, 2), rank, EXAMPLE) for rank in range(2))
+    zero, one = (Splits.of_matrix(PartitionOwners(4, 2), rank, EXAMPLE) for rank in range(2))
     assert zero.of_side(aligned=False) == (4, 6, 4, 2)
     assert zero.of_side(aligned=True) == (4, 2, 6, 4)
     assert one.of_side(aligned=False) == (2, 4, 8, 2)
@@ -54,19 +54,23 @@ def test_the_example_of_the_proposal() -> None:
 
 
 def test_partitions_are_dealt_by_ceil() -> None:
-    assert [list(Dealing(2, 3).owned(rank)) for rank in range(3)] == [[0], [1], []]
-    assert [list(Dealing(7, 3).owned(rank)) for rank in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [list(Dealing(4, 3).owned(rank)) for rank in range(3)] == [[0, 1], [2, 3], []]
-    assert list(Dealing(0, 2).owned(1)) == []
-    assert Dealing(0, 2).owners().tolist() == []
+    assert [list(PartitionOwners(2, 3).owned(rank)) for rank in range(3)] == [[0], [1], []]
+    assert [list(PartitionOwners(7, 3).owned(rank)) for rank in range(3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+    assert [list(PartitionOwners(4, 3).owned(rank)) for rank in range(3)] == [[0, 1], [2, 3], []]
+    assert list(PartitionOwners(0, 2).owned(1)) == []
+    assert PartitionOwners(0, 2).owners().tolist() == []
 
 
 @given(st.integers(0, 30), st.integers(1, 9))
 def test_every_partition_has_one_owner(partitions: int, ranks: int) -> None:
-    dealing = Dealing(partitions, ranks)
-    owned = [b for rank in range(ranks) for b in dealing.owned(rank)]
+    owners = PartitionOwners(partitions, ranks)
+    owned = [b for rank in range(ranks) for b in owners.owned(rank)]
     assert owned == list(range(partitions))
-    assert [b in dealing.owned(q) for b, q in enumerate(dealing.owners().tolist())] == (
+    assert [b in owners.owned(q) for b, q in enumerate(owners.owners().tolist())] == (
         [True] * partitions
     )
 
@@ -79,7 +83,7 @@ def test_every_element_comes_to_its_place(
     """All ranks pack what they send, and unpack what they receive, knowing only their part."""
     ranks, partitions = len(matrix), len(matrix[0])
     slots = slots[:ranks]
-    dealing = Dealing(partitions, ranks)
+    owners = PartitionOwners(partitions, ranks)
     # Elements are named by partition, rank of origin and number, in three columns or rows.
     names = {
         (b, q): [100 * b + 10 * q + i for i in range(matrix[q][b])]
@@ -90,15 +94,15 @@ def test_every_element_comes_to_its_place(
     def side(rank: int, aligned: bool) -> np.ndarray:
         keys = [(b, rank) for b in range(partitions)]
         if aligned:
-            keys = [(b, q) for b in dealing.owned(rank) for q in range(ranks)]
-        line = np.array([name for key in keys for name in names[key]], dtype=np.int64)
-        return np.repeat(np.expand_dims(line, 1 - dim), 3, axis=1 - dim)
+            keys = [(b, q) for b in owners.owned(rank) for q in range(ranks)]
+        axis = np.array([name for key in keys for name in names[key]], dtype=np.int64)
+        return np.repeat(np.expand_dims(axis, 1 - dim), 3, axis=1 - dim)
 
     wire: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     parts = {}
     for rank in range(ranks):
         before, after = side(rank, not is_aligning), side(rank, is_aligning)
-        splits = Splits.of_matrix(dealing, rank, matrix)
+        splits = Splits.of_matrix(owners, rank, matrix)
         parts[rank] = splits.transfers(dim, after.shape, slots, is_aligning)
         received, sent = parts[rank]
         assert set(received.target_slot.tolist()) <= {slots[rank]}

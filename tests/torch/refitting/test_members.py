@@ -19,13 +19,13 @@ from reshard.sharding import DimSpec, Level, ShardingSpec
 
 torch = pytest.importorskip("torch")
 
-from reshard.torch.models.rosters import Held  # noqa: E402
+from reshard.torch.models.rosters import ModelTensor  # noqa: E402
 from reshard.torch.refitting.members import (  # noqa: E402  # noqa: E402
+    IndexRange,
     Member,
-    Span,
+    common_ranges,
     fused_members,
     members_of,
-    pieces_of,
     table_between,
 )
 from reshard.torch.refitting.transforms import in_blocks  # noqa: E402
@@ -56,7 +56,7 @@ def layout_of(rule: CutRule, parts: int = 3) -> Layout:
 def test_a_stretch_is_the_rows_between(rule: CutRule, one: int, other: int) -> None:
     start, stop = sorted((one, other))
     whole = layout_of(rule)
-    span = Span(whole, 0, start, stop)
+    span = IndexRange(whole, 0, start, stop)
     for rank in range(3):
         local = local_of(whole, rank)
         expected = local[(local[:, 0] >= start) & (local[:, 0] < stop)]
@@ -81,11 +81,11 @@ def test_rows_that_are_apart_here_have_no_view() -> None:
         table_between(mixed, 0, 3)
     apart = Layout.from_boxes((4, 2), [(0, Box((0, 0), (1, 2))), (0, Box((2, 0), (4, 2)))])
     with pytest.raises(ShardError, match="several boxes"):
-        _ = Span(apart, 0, 0, 2).layout
+        _ = IndexRange(apart, 0, 0, 2).layout
 
 
-def held(length: int, fusion: Fusion | None = None) -> Held:
-    return Held("int8", Layout.replicated((length, 2)), fusion=fusion)
+def held(length: int, fusion: Fusion | None = None) -> ModelTensor:
+    return ModelTensor("int8", Layout.replicated((length, 2)), fusion=fusion)
 
 
 GROUPED = Fusion(("q", "k"), (2, 1), 3)
@@ -118,7 +118,7 @@ def test_pieces_are_the_same_rows_on_both_sides(
     for name, length in (("q", 12), ("k", 6)):
         assert before[name].shape == after[name].shape == (length, 2)
         met = []
-        for piece in pieces_of(before[name], after[name]):
+        for piece in common_ranges(before[name], after[name]):
             expected = [f"{name}{i}" for i in range(piece.start, piece.stop)]
             for member, span, rows in (
                 (before[name], piece.source, rows_before),
@@ -134,11 +134,13 @@ def test_pieces_are_the_same_rows_on_both_sides(
 def test_members_of_other_dimensions() -> None:
     columns = Fusion(("q", "k"), dimension=1)
     before = fused_members("qk", held(18, GROUPED))["q"]
-    after = fused_members("qk", Held("int8", Layout.replicated((12, 4)), fusion=columns))["q"]
+    after = fused_members("qk", ModelTensor("int8", Layout.replicated((12, 4)), fusion=columns))[
+        "q"
+    ]
     with pytest.raises(ShardError, match="fused along dimensions 0 and 1"):
-        list(pieces_of(before, after))
+        list(common_ranges(before, after))
     with pytest.raises(ShardError, match=r"shape \[4\], but its dimension 1 is fused"):
-        fused_members("qk", Held("int8", Layout.replicated((4,)), fusion=columns))
+        fused_members("qk", ModelTensor("int8", Layout.replicated((4,)), fusion=columns))
 
 
 def test_a_tensor_comes_before_a_member_of_its_name() -> None:

@@ -25,7 +25,7 @@ from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.spmd.shards.library import library
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
-from reshard.torch.exchange.agreement import answering, device_of
+from reshard.torch.exchange.agreement import device_of, run_errors
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.programs.run import least_extra_bytes
 from reshard.torch.redistribution import redistribute
@@ -85,7 +85,7 @@ class OverProcesses(Runner):
     def on_any_rank(self, is_so: bool) -> bool:
         """By an all-reduce of one number."""
         count = torch.tensor(int(is_so), device=device_of(self.group))
-        with answering("an operation was not finished"):
+        with run_errors("an operation was not finished"):
             dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
             return bool(count)
 
@@ -96,7 +96,7 @@ class OverProcesses(Runner):
         every: list[tuple[type[Exception], str] | None]
         every = [None] * dist.get_world_size(self.group)
         own = None if failure is None else (_kind(failure), str(failure))
-        with answering("an operation was not finished"):
+        with run_errors("an operation was not finished"):
             dist.all_gather_object(every, own, self.group)
         kind, text = next(one for one in every if one is not None)
         told = kind(text)

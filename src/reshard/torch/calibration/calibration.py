@@ -28,7 +28,7 @@ from reshard.errors import UsageError
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
 from reshard.torch.calibration.cases import Case, cases_of
-from reshard.torch.exchange.agreement import answering, device_of
+from reshard.torch.exchange.agreement import device_of, run_errors
 from reshard.torch.redistribution import redistribute
 
 DEFAULT_SECONDS_S = 60.0
@@ -92,14 +92,14 @@ def calibrate(
     began_s = time.monotonic()
     ranks = dist.get_world_size()
     backend = dist.get_backend()
-    with answering("nothing was measured"):
+    with run_errors("nothing was measured"):
         names: list[str] = [""] * ranks
         dist.all_gather_object(names, host_name or socket.gethostname())
     hosts = hosts_of(names)
     per_host = ranks // hosts
     kinds = KINDS_ON_GLOO if backend == "gloo" else KINDS_ELSEWHERE
     cases = cases_of(hosts, per_host, largest_bytes, kinds)
-    with answering("nothing was written"):
+    with run_errors("nothing was written"):
         taken_s = _Measuring(cases, largest_bytes).rounds(seconds_s, progress)
         told: list[Any] = [None]
         if dist.get_rank() == 0:

@@ -98,7 +98,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
     numbers = [int(intent.problem is not None), *digits, *notes]
     most = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    with answering("nothing was moved"):
+    with run_errors("nothing was moved"):
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
         has_problem, *digits = most.tolist()[:5]
         if has_problem:
@@ -119,7 +119,7 @@ def confirm(group: dist.ProcessGroup | None = None, error: Exception | None = No
         RunError: a rank that did not come, or came with an error; the message says which and why.
     """
     failed = torch.full((1,), error is not None, dtype=torch.int64, device=device_of(group))
-    with answering(_UNFINISHED):
+    with run_errors(_UNFINISHED):
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         # A collective on a device is only waited for by its stream.
         if any(failed.tolist()):
@@ -128,7 +128,7 @@ def confirm(group: dist.ProcessGroup | None = None, error: Exception | None = No
 
 
 @contextmanager
-def answering(otherwise: str) -> Iterator[None]:
+def run_errors(otherwise: str) -> Iterator[None]:
     """What torch raises where ranks do not answer becomes a RunError that begins `otherwise`."""
     try:
         yield

@@ -49,21 +49,21 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
             into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
 
 
-def complete(plan: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
+def finish_contributions(change: LayoutChange, cells: Mapping[int, torch.Tensor]) -> None:
     """Scale the means in a rank's target cells, and fill those that combine nothing.
 
     Raises ShardError for a contribution to be filled on another device than the CPU.
     """
-    numerator, denominator = plan.scale
+    numerator, denominator = change.scale
     for cell, tensor in cells.items():
-        if not plan.combines[int(plan.target.cell_contribution[cell])]:
-            _fill(plan, cell, tensor)
+        if not change.combines[int(change.target.cell_contribution[cell])]:
+            _fill(change, cell, tensor)
         elif numerator != denominator:
             for part in cut(tensor, _AT_ONCE_BYTES):
                 _scale(part, numerator, denominator)
 
 
-def _fill(plan: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
+def _fill(change: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ShardError(
             f"a contribution that combines nothing on {tensor.device}; reshard to partial layouts "
@@ -71,7 +71,7 @@ def _fill(plan: LayoutChange, cell: int, tensor: torch.Tensor) -> None:
         )
     kind = TorchTensors(tensor)
     complete_contributions(
-        plan.target, plan.combines, plan.scale, kind, {cell: kind.storage(tensor)}
+        change.target, change.combines, change.scale, kind, {cell: kind.storage(tensor)}
     )
 
 

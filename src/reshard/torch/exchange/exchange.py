@@ -1,7 +1,9 @@
-"""How do the pieces of a plan travel between the ranks of a process group, in little memory?
+"""The exchange of messages between the ranks of a process group, in little memory.
 
-Each rank knows its own part of the plan (`messages`). Its messages stand in an order that all
-ranks share, and those that are staged take turns in a few slots of memory::
+All tensors that move between ranks move by it: those of a redistribution, of a refit, of
+partitions, and each step of a program of collectives. Each rank knows its own messages
+(`messages`), in an order that all ranks share; those that are staged take turns in a few slots of
+memory::
 
     sends      s0  s1  s2  s3  s4 ...     posted ahead while their slots are free
     receives   r0  r1  r2  r3  r4 ...
@@ -14,7 +16,8 @@ ranks share, and those that are staged take turns in a few slots of memory::
 3. `finish` posts the others. Where nothing can be posted, the first message in the order of all
    that is not posted yet says whose slot to wait for: what it follows comes before it, so some
    rank can always go on.
-4. A message that has arrived is unpacked, or combined once all contributions of lower order are.
+4. A message that has arrived is unpacked, or combined once all that comes before it is: then all
+   contributions of lower order are. At the end means are scaled.
 
 Packing, sending and unpacking so overlap, and the staging memory stays within a limit whatever
 the size of the tensors. A prepared exchange can run again and again: it keeps its views and its
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +36,17 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import RunError, UsageError
-from reshard.geometry.layout_change import LayoutChange
-from reshard.torch.exchange.copies import combine, complete, copier, empty_bytes
+from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
 from reshard.torch.exchange.messages import (
     ALIGNMENT_BYTES,
-    Kept,
+    LocalCopy,
     Message,
-    Movement,
     Piece,
+    RankMessages,
+    RankTransfers,
     aligned,
     cells_of,
-    messages_of,
+    list_messages,
 )
 
 DEFAULT_EXTRA_BYTES = 64 << 20
@@ -73,25 +76,22 @@ class _Prepared:
 class _Step:
     """What is posted at once, and what is combined once it is done.
 
-    `key` is its place in the order of all; `follows` the steps whose slots it takes over.
+    `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
+    the steps whose slots it takes over.
     """
 
     key: tuple[int, ...]
+    order: int
     messages: list[_Prepared] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    copies: Sequence[LocalCopy] = ()
     follows: list[_Step] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     is_done: bool = False
 
     @property
-    def order(self) -> int:
-        """Of the contributions that travel in it."""
-        return self.key[0]
-
-    @property
     def only_sends(self) -> bool:
         """Whether nothing arrives, or is combined, by it."""
-        return not self.kept and all(one.message.is_sent for one in self.messages)
+        return not self.copies and all(one.message.is_sent for one in self.messages)
 
     @property
     def waits(self) -> bool:
@@ -123,13 +123,15 @@ class Exchange:
     """The messages of one rank, prepared to run any number of times.
 
     Args:
-        movements: of all tensors, in the same order on every rank, with this rank's transfers.
+        tensors: this rank's transfers of each, in the same order on every rank.
         rank: this process's, among the slots of the layouts.
         group: of all ranks that have a part.
         device: where the staging memory is.
         extra_bytes: the most staging memory; the same on every rank.
         is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
             needs it; by default where the group is one of NCCL.
+        by_region: whether all contributions to a region travel before the next region does; for one
+            tensor whose contributions are cut alike (`are_cut_alike`), likewise on every rank.
         memory: bytes to stage in, `extra_bytes` of them, that exchanges share which run one after
             the other; its own when None.
 
@@ -139,12 +141,13 @@ class Exchange:
 
     def __init__(
         self,
-        movements: Iterable[Movement],
+        tensors: Sequence[RankTransfers],
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         is_grouped: bool | None = None,
+        by_region: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
         self._group = group
@@ -152,17 +155,20 @@ class Exchange:
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
         peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
         message_bytes = message_bytes_of(extra_bytes, peers)
-        found = messages_of(
-            movements,
+        found = list_messages(
+            tensors,
             rank,
             dist.get_world_size(),
             message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
+            by_region,
         )
-        self._copies = [copier(one.target, one.source) for one in found.kept.pop(0, [])]
+        self._rank = rank
+        self._partial = [one for one in tensors if _is_partial(one)]
+        self._copies = [copier(one.target, one.source) for one in found.copies]
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
-        self._steps = self._listed(found.messages, found.kept)
+        self._steps = self._list_steps(found)
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
         slots = [
@@ -184,21 +190,23 @@ class Exchange:
         self._lanes: tuple[list[_Step], list[_Step]] = ([], [])
         for step in self._steps:
             self._lanes[step.only_sends and not self._is_grouped].append(step)
+        # How many steps of each lane are posted, and of the first one are completed in order.
         self._posted = [0, 0]
-        self._open_order = 0
+        self._completed = 0
         self._is_running = False
         self.has_failed = False
         # Of all its messages; exchanges that are under way at once have tags of their own.
         self.tag = 0
 
-    def _listed(self, messages: Sequence[Message], kept: dict[int, list[Kept]]) -> list[_Step]:
-        """Steps in the order of all messages; what stays and is combined comes before them."""
+    def _list_steps(self, found: RankMessages) -> list[_Step]:
+        """Steps in the order of all messages."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        digits = 2 if self._is_grouped else 5
-        steps = [_Step((order, -1), kept=parts) for order, parts in kept.items()]
-        for key, together in itertools.groupby(messages, lambda message: message.key[:digits]):
-            prepared = [_Prepared(message, nothing, []) for message in together]
-            steps.append(_Step(key, prepared))
+        steps = [_Step(one.key, one.order, copies=one.copies) for one in found.combinations]
+        # Grouped messages are posted with all others of their turn; else each by itself.
+        digits = 2 if self._is_grouped else None
+        for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
+            prepared = [_Prepared(message, nothing, []) for message in group]
+            steps.append(_Step(key, prepared[0].message.order, prepared))
         return sorted(steps, key=lambda step: step.key)
 
     @property
@@ -224,7 +232,7 @@ class Exchange:
         if self._is_running:
             raise RunError("this exchange runs already; finish it before it starts again")
         self._posted = [0, 0]
-        self._open_order = 0
+        self._completed = 0
         for step in self._steps:
             step.is_done = False
         self._is_running = True
@@ -236,7 +244,8 @@ class Exchange:
     def finish(self) -> None:
         """Wait for what has begun, and do the rest.
 
-        Raises RunError where a message does not come; the targets are not usable then.
+        Raises RunError where a message does not come, and ShardError for a contribution that
+        cannot be filled; the targets are not usable then.
         """
         if not self._is_running:
             raise RunError("this exchange has not started")
@@ -247,6 +256,13 @@ class Exchange:
             for step in self._steps:
                 self._complete(step)
         self._is_running = False
+        try:
+            for tensor in self._partial:
+                cells = cells_of(tensor.change.target, self._rank, tensor.target)
+                finish_contributions(tensor.change, cells)
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def _post_what_can_be(self) -> list[_Step]:
         """The first step of each direction that still has to wait for a slot."""
@@ -275,14 +291,17 @@ class Exchange:
             step.works = dist.batch_isend_irecv(operations)
 
     def _complete(self, step: _Step) -> None:
+        if step.order and not step.only_sends:
+            # What it is combined with comes before it on its lane, and is posted.
+            while not step.is_done:
+                self._complete_alone(self._lanes[0][self._completed])
+                self._completed += 1
+        else:
+            self._complete_alone(step)
+
+    def _complete_alone(self, step: _Step) -> None:
         if step.is_done:
             return
-        if step.order > self._open_order and not step.only_sends:
-            # All of them are posted: they come before it on their lane.
-            for lower in self._lanes[0]:
-                if lower.order < step.order:
-                    self._complete(lower)
-            self._open_order = step.order
         works, step.works = step.works, []
         for work in works:
             work.wait()
@@ -290,8 +309,8 @@ class Exchange:
             if not one.message.is_sent:
                 for unpack in one.copies:
                     unpack()
-        for kept in step.kept:
-            put(kept.target, kept.source, kept.reduction)
+        for copy in step.copies:
+            put(copy.target, copy.source, copy.reduction)
         step.is_done = True
 
 
@@ -361,12 +380,12 @@ class _Slots:
         for piece, low in zip(prepared.message.pieces, offsets, strict=False):
             view = piece.view
             part = buffer[low : low + piece.size_bytes].view(piece.dtype).view(view.shape)
-            prepared.copies.append(_copy_of(prepared.message, piece, part))
+            prepared.copies.append(_make_copy(prepared.message, piece, part))
         if turn >= self._count:
             step.follows += self._users[turn - self._count]
 
 
-def _copy_of(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
+def _make_copy(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
     """What packs a piece into its part of a message, or unpacks it."""
     if message.is_sent:
         return copier(part, piece.view)
@@ -383,6 +402,6 @@ def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> No
         combine(reduction, target, source)
 
 
-def complete_contributions(plan: LayoutChange, rank: int, target: torch.Tensor | None) -> None:
-    """Scale means, and fill contributions that combine nothing, once all else is in place."""
-    complete(plan, cells_of(plan.target, rank, target))
+def _is_partial(tensor: RankTransfers) -> bool:
+    """Whether a side of a tensor is made of contributions."""
+    return max(tensor.change.source.contributions, tensor.change.target.contributions) > 1

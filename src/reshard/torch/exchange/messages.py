@@ -1,4 +1,4 @@
-"""Which messages does a rank send and receive, and in which order does it treat them?
+"""Messages of one rank: which pieces of tensors travel together, and in which order.
 
 Both ends of a message list its pieces in the same way, so nothing but elements is sent::
 
@@ -13,6 +13,10 @@ Both ends of a message list its pieces in the same way, so nothing but elements 
    their order of combination, then the first few of all pairs before the next of any, then those
    to the next rank before those to the one behind it. Ranks that treat theirs in this order,
    with room for one at least, never wait for each other in a ring.
+4. Where the contributions to every region are cut alike (`are_cut_alike`), all of a region travel
+   before the next region does, so that it is combined while it is in a cache::
+
+       order of messages    region 0 of ranks 1, 2, 3 | region 1 of ranks 1, 2, 3 | ...
 """
 
 from __future__ import annotations
@@ -38,15 +42,15 @@ ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Movement:
-    """One tensor's part of an exchange on one rank.
+class RankTransfers:
+    """The transfers of one tensor on one rank, with its local tensors there.
 
     `received` are the transfers into this rank, those that stay included, `sent` those to
     others. `source` and `target` are the local tensors, None where the rank holds nothing.
     `dtype` is that of the elements that travel, None for the local tensors' own.
     """
 
-    plan: LayoutChange
+    change: LayoutChange
     received: Transfers
     sent: Transfers
     source: torch.Tensor | None
@@ -56,16 +60,16 @@ class Movement:
     @classmethod
     def of(
         cls,
-        plan: LayoutChange,
+        change: LayoutChange,
         transfers: Transfers,
         rank: int,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype | None = None,
-    ) -> Movement:
-        """The movement of a rank's transfers, as `job.for_rank(rank)` gives them."""
+    ) -> RankTransfers:
+        """All transfers of a rank, as `job.for_rank(rank)` gives them, in both directions."""
         into = transfers.target_slot == rank
-        return cls(plan, transfers.take(into), transfers.take(~into), source, target, dtype)
+        return cls(change, transfers.take(into), transfers.take(~into), source, target, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +96,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """Pieces that travel together. `key` is its place in the order of all messages.
+    """Pieces that travel together, all of contributions of one `order` of combination.
 
-    It is the order of its contributions, its turn among its pair's, how far its receiver is
-    behind its sender, its number among its pair's, and its sender.
+    `key` is its place in the order of all messages. Contributions one after another: their order,
+    the turn among its pair's messages, how far its receiver is behind its sender, the number among
+    its pair's, and its sender. Region by region: the number, the order, the distance, the sender.
     """
 
     key: tuple[int, ...]
+    order: int
     peer: int
     is_sent: bool
     pieces: tuple[Piece, ...]
@@ -135,7 +141,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class LocalCopy:
     """What a rank has already: `source` is copied, or combined by `reduction`, into `target`."""
 
     target: torch.Tensor
@@ -144,77 +150,122 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LocalCombination:
+    """Contributions of one order that a rank has itself, at their place in the order of all."""
+
+    key: tuple[int, ...]
+    order: int
+    copies: tuple[LocalCopy, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankMessages:
-    """All that one rank has to do: messages in their order, and by order what stays."""
+    """All that one rank has to do: messages in their order, what is copied, what is combined."""
 
     messages: tuple[Message, ...]
-    kept: dict[int, list[Kept]]
+    copies: tuple[LocalCopy, ...]
+    combinations: tuple[LocalCombination, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Listing:
-    """What a rank sends and receives, in pieces, by the order of contributions and by peer."""
+class RankPieces:
+    """What a rank sends, receives and has itself: pieces by order of contributions, and by peer."""
 
     sent: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
-    kept: dict[int, list[Kept]] = field(default_factory=dict)
+    local: dict[int, list[LocalCopy]] = field(default_factory=dict)
 
-    def add(self, movement: Movement, rank: int) -> None:
+    def add(self, tensor: RankTransfers, rank: int) -> None:
         """List the pieces of one tensor."""
-        plan, rows = movement.plan, movement.received
-        sources = cells_of(plan.source, rank, movement.source)
-        targets = cells_of(plan.target, rank, movement.target)
+        change, rows = tensor.change, tensor.received
+        sources = cells_of(change.source, rank, tensor.source)
+        targets = cells_of(change.target, rank, tensor.target)
         for row in in_order(rows):
             order = int(rows.order[row])
-            reduction = (plan.source.reduction or "sum") if order else None
+            reduction = (change.source.reduction or "sum") if order else None
             shape = rows.shape[row]
             view = _view(targets, rows.target_cell[row], rows.target_start[row], shape)
             if rows.stays[row]:
                 own = _view(sources, rows.source_cell[row], rows.source_start[row], shape)
-                self.kept.setdefault(order, []).append(Kept(view, own, reduction))
+                self.local.setdefault(order, []).append(LocalCopy(view, own, reduction))
             else:
                 at = (order, int(rows.source_slot[row]))
-                travels = movement.dtype or view.dtype
+                travels = tensor.dtype or view.dtype
                 self.received.setdefault(at, []).append(Piece(view, travels, reduction))
-        rows = movement.sent
+        rows = tensor.sent
         for row in in_order(rows):
             view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
             at = (int(rows.order[row]), int(rows.target_slot[row]))
-            travels = movement.dtype or view.dtype
+            travels = tensor.dtype or view.dtype
             self.sent.setdefault(at, []).append(Piece(view, travels))
 
 
-def messages_of(
-    movements: Iterable[Movement], rank: int, ranks: int, message_bytes: int, in_a_turn: int = 1
+def list_messages(
+    tensors: Iterable[RankTransfers],
+    rank: int,
+    ranks: int,
+    message_bytes: int,
+    in_a_turn: int = 1,
+    by_region: bool = False,
 ) -> RankMessages:
-    """What one rank has to do for movements that every rank lists in the same order.
+    """What one rank has to do for tensors that every rank lists in the same order.
 
     Args:
-        movements: with this rank's transfers and local tensors.
+        tensors: with this rank's transfers and local tensors.
         rank: this rank, among `ranks`.
         message_bytes: the most bytes of a message, the same on every rank; a multiple of 16.
         in_a_turn: how many messages go to one rank before those to another, likewise the same.
+        by_region: whether all contributions to a region travel before the next region does. One
+            tensor only, whose contributions are cut alike.
     """
-    listing = Listing()
-    for movement in movements:
-        listing.add(movement, rank)
+    pieces = RankPieces()
+    for tensor in tensors:
+        pieces.add(tensor, rank)
     messages = []
-    for is_sent, by_peer in ((True, listing.sent), (False, listing.received)):
-        for (order, peer), pieces in by_peer.items():
+    for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
+        for (order, peer), of_pair in by_peer.items():
             sender, receiver = (rank, peer) if is_sent else (peer, rank)
-            for number, together in enumerate(packed(pieces, message_bytes)):
-                shift = (receiver - sender) % ranks
-                key = (order, number // in_a_turn, shift, number, sender)
-                messages.append(Message(key, peer, is_sent, tuple(together)))
+            shift = (receiver - sender) % ranks
+            for number, together in enumerate(pack_messages(of_pair, message_bytes)):
+                key: tuple[int, ...] = (order, number // in_a_turn, shift, number, sender)
+                if by_region:
+                    key = (number, order, shift, sender)
+                messages.append(Message(key, order, peer, is_sent, tuple(together)))
     messages.sort(key=lambda message: message.key)
-    kept = {
-        order: [part for one in listing.kept[order] for part in _parts(one, message_bytes)]
-        for order in sorted(listing.kept)
-    }
-    return RankMessages(tuple(messages), kept)
+    copies = tuple(pieces.local.pop(0, ()))
+    combinations = []
+    for order, of_order in sorted(pieces.local.items()):
+        if by_region:
+            for number, of_region in enumerate(_cut_like_messages(of_order, message_bytes)):
+                combinations.append(LocalCombination((number, order, -1), order, of_region))
+        else:
+            parts = tuple(part for one in of_order for part in _cut_copy(one, message_bytes))
+            combinations.append(LocalCombination((order, -1), order, parts))
+    return RankMessages(tuple(messages), copies, tuple(combinations))
 
 
-def packed(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
+@functools.lru_cache(maxsize=256)
+def are_cut_alike(change: LayoutChange) -> bool:
+    """Whether each rank gets the same boxes of every contribution, each from one rank.
+
+    Messages of one number then carry the same region of all contributions.
+    """
+    rows = change.transfers
+    boxes: dict[int, dict[int, list[Any]]] = {}
+    senders: set[tuple[int, int, int]] = set()
+    for row in in_order(rows):
+        order, receiver = int(rows.order[row]), int(rows.target_slot[row])
+        box = (int(rows.target_cell[row]), rows.start[row].tolist(), rows.shape[row].tolist())
+        boxes.setdefault(receiver, {}).setdefault(order, []).append(box)
+        senders.add((receiver, order, int(rows.source_slot[row])))
+    orders = len(set(rows.order.tolist()))
+    is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
+    by_order = {(receiver, order) for receiver, order, _ in senders}
+    by_sender = {(receiver, sender) for receiver, _, sender in senders}
+    return is_alike and len(by_order) == len(by_sender) == len(senders)
+
+
+def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
     large_bytes = min(SMALL_PIECE_BYTES, message_bytes)
     together: list[Piece] = []
@@ -262,15 +313,26 @@ def cut(
             yield from cut(part, most_bytes, dimension + 1, itemsize)
 
 
-def _parts(kept: Kept, most_bytes: int) -> Iterator[Kept]:
-    """What is only copied needs no memory; what is combined comes in parts."""
-    if kept.reduction is None:
-        yield kept
-        return
-    for target, source in zip(
-        cut(kept.target, most_bytes), cut(kept.source, most_bytes), strict=True
-    ):
-        yield Kept(target, source, kept.reduction)
+def _cut_copy(copy: LocalCopy, most_bytes: int) -> Iterator[LocalCopy]:
+    """A combination in parts of at most `most_bytes`."""
+    parts = zip(cut(copy.target, most_bytes), cut(copy.source, most_bytes), strict=True)
+    for target, source in parts:
+        yield LocalCopy(target, source, copy.reduction)
+
+
+def _cut_like_messages(
+    copies: Sequence[LocalCopy], message_bytes: int
+) -> Iterator[tuple[LocalCopy, ...]]:
+    """What a rank has itself of one contribution, cut as if it travelled: message by message."""
+    sides = ([one.target for one in copies], [one.source for one in copies])
+    targets, sources = (
+        pack_messages([Piece(view, view.dtype) for view in views], message_bytes) for views in sides
+    )
+    for into, out in zip(targets, sources, strict=True):
+        yield tuple(
+            LocalCopy(target.view, source.view, copies[0].reduction)
+            for target, source in zip(into, out, strict=True)
+        )
 
 
 def aligned(size_bytes: int) -> int:
@@ -293,9 +355,9 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
 
 
 @functools.lru_cache(maxsize=256)
-def transfers_of(plan: LayoutChange, dtype: DType, rank: int) -> Transfers:
+def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
     """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
-    return Plan(plan.source, plan.target, dtype).for_rank(rank)
+    return Plan(change.source, change.target, dtype).for_rank(rank)
 
 
 def in_order(rows: Transfers) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.torch.exchange.agreement import answering, device_of
+from reshard.torch.exchange.agreement import device_of, run_errors
 
 _DIGEST_WORDS = 2
 _UNANSWERED = "nothing was moved"
@@ -47,7 +47,7 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
     first_with: dict[tuple[int, ...], int] = {}
     found: dict[tuple[int, ...], Any] = {}
     received_bytes = 0
-    with answering(_UNANSWERED):
+    with run_errors(_UNANSWERED):
         digests = _digests(own, group)
         for rank, digest in zip(ranks, digests, strict=True):
             first_with.setdefault(digest, rank)
@@ -80,7 +80,7 @@ def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tup
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     own: Any = None
     moved_bytes = 0
-    with answering(_UNANSWERED):
+    with run_errors(_UNANSWERED):
         if parts is None:
             length = torch.zeros(1, dtype=torch.int64, device=device_of(group))
             dist.recv(length, ranks[0], group)

@@ -22,7 +22,7 @@ from reshard.megatron.groups import GROUP_AXES, MegatronGrids
 from reshard.megatron.layers import PipelineLayers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import places_along
-from reshard.torch.exchange.agreement import answering
+from reshard.torch.exchange.agreement import run_errors
 from reshard.torch.models.parameters import MegatronModel, Model, chunks_of, tensors_of
 
 # What Megatron calls the groups, by axis.
@@ -32,7 +32,7 @@ _ATTRIBUTE = "pg_collection"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ModelPair:
     """Both models as this rank has them, and why that cannot be; None where it can."""
 
     source: Model
@@ -41,7 +41,7 @@ class Given:
     problem: str | None = None
 
     @classmethod
-    def of(cls, source: Model, target: Model, num_experts: int | None) -> Given:
+    def of(cls, source: Model, target: Model, num_experts: int | None) -> ModelPair:
         """Both, with the number of experts where names do not say it."""
         try:
             both = [_with_number(model, num_experts) for model in (source, target)]
@@ -118,7 +118,7 @@ def _with_names(
         for model in (source, target)
     ]
     every: list[Any] = [None] * dist.get_world_size(group)
-    with answering("nothing was moved"):
+    with run_errors("nothing was moved"):
         dist.all_gather_object(every, told, group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     found, problems = [], []

@@ -84,7 +84,7 @@ Model: TypeAlias = "torch.nn.Module | Mapping[str, Any] | MegatronModel | None"
 
 
 @dataclass(slots=True)
-class Listing:
+class LocalTensors:
     """A rank's tensors by common name, and what it tells the others of them.
 
     `tensors` are the objects that the model has, `locals` their memory on this rank.
@@ -109,7 +109,7 @@ def list_tensors(
     naming: Naming | None = None,
     stacks: Mapping[str, str] | None = None,
     first_rank: int = 0,
-) -> Listing:
+) -> LocalTensors:
     """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
 
     Args:
@@ -137,7 +137,7 @@ def list_tensors(
         # A function of the user's, such as one that gives names: the other ranks wait for this.
         found.problems.append(f"{type(error).__name__}: {error}")
     roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems), found.unmatched)
-    return Listing(roster, found.tensors, found.locals, found.addresses)
+    return LocalTensors(roster, found.tensors, found.locals, found.addresses)
 
 
 class _Lister:
@@ -387,7 +387,7 @@ def member_layout(layout: Layout, number: int) -> Layout:
     )
 
 
-def check_memory(before: Listing, after: Listing, ties: Mapping[str, str]) -> None:
+def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
     """Note problems of a target's memory, and leave out names of tensors that are listed already.
 
     A target must not lie where a source is. Targets that are one tensor must be declared tied;

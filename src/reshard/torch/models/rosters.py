@@ -73,7 +73,7 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelTensor:
     """A tensor of the whole model. `parameter` is what Megatron's ranks say, if they do.
 
     `fusion` says how its members lie in it, where it is fused; `spec` is the sharding that the
@@ -108,7 +108,7 @@ def moved_by(layout: Layout, ranks: int) -> Layout:
     )
 
 
-def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held], list[str]]:
+def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelTensor], list[str]]:
     """The tensors of a model by name, and what does not fit.
 
     Args:
@@ -127,7 +127,7 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, Held],
                 names = {first.own_name: None, entry.own_name: None}
                 told = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
                 problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{told}")
-    held: dict[str, Held] = {}
+    held: dict[str, ModelTensor] = {}
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
     parameters = _parameters(of_megatron, side, problems)
     if of_megatron:
@@ -203,7 +203,7 @@ def _held(
     first_of: Roster,
     side: str,
     problems: list[str],
-) -> Held | None:
+) -> ModelTensor | None:
     first = next(iter(by_rank.values()))
     dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
     if len(dtypes) != 1:
@@ -224,7 +224,7 @@ def _held(
             problems.append(f"{name}: the {side}: {error}")
             return None
         ahead = first_of.first_rank
-        return Held(dtype, moved_by(layout, ahead), replace(parameter, dtype=dtype), ahead)
+        return ModelTensor(dtype, moved_by(layout, ahead), replace(parameter, dtype=dtype), ahead)
     layouts = {entry.layout: rank for rank, entry in by_rank.items()}
     if len(layouts) > 1:
         ranks = " and ".join(map(str, list(layouts.values())[:2]))
@@ -232,7 +232,7 @@ def _held(
         return None
     if first.layout is not None:
         problems += _misfits(name, first.layout, by_rank, side)
-        return Held(dtype, first.layout, spec=first.spec)
+        return ModelTensor(dtype, first.layout, spec=first.spec)
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
         told = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())
@@ -245,7 +245,7 @@ def _held(
         return None
     (shape,) = shapes
     holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
-    return Held(dtype, Layout.whole(shape, holders, max(holders) + 1))
+    return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1))
 
 
 def _misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:

@@ -36,8 +36,8 @@ from reshard.notation.dtensor.partitioned import PartitionedShard
 from reshard.torch.exchange.agreement import Intent, agree
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
 from reshard.torch.partitioned.partitions import (
-    Dealing,
-    Line,
+    AxisRanks,
+    PartitionOwners,
     Splits,
     converted,
     exchange_splits,
@@ -111,10 +111,10 @@ class PartitionedTensor:
                 "one of its dimensions"
             )
         object.__setattr__(self, "dim", self.dim % local.ndim)
-        ranks = len(self._line)
+        ranks = len(self._axis)
         expected, each = self.num_partitions, "one for each partition"
         if self.aligned:
-            owned = len(self._dealing.owned(self._line.position))
+            owned = len(self._owners.owned(self._axis.position))
             expected = owned * ranks
             each = f"for each of the {owned} partitions that this rank owns, one for each rank"
         if len(self.splits) != expected or min(self.splits, default=0) < 0:
@@ -165,18 +165,18 @@ class PartitionedTensor:
         Where it gives one size a partition, every rank's piece of it is by ceil. Raises as the
         class does.
         """
-        line = Line(mesh)
+        axis = AxisRanks(mesh)
         matrix = placement.by_rank
         if matrix is None:
-            cut = [ceil_sizes(size, len(line)).tolist() for size in placement.partition_sizes]
-            matrix = tuple(zip(*cut, strict=True)) if cut else ((),) * len(line)
-        if len(matrix) != len(line):
+            cut = [ceil_sizes(size, len(axis)).tolist() for size in placement.partition_sizes]
+            matrix = tuple(zip(*cut, strict=True)) if cut else ((),) * len(axis)
+        if len(matrix) != len(axis):
             raise ShardError(
-                f"{placement} gives sizes for {len(matrix)} ranks, but the mesh has {len(line)}; "
+                f"{placement} gives sizes for {len(matrix)} ranks, but the mesh has {len(axis)}; "
                 "give one row for each"
             )
         count = placement.num_partitions
-        known = Splits.of_matrix(Dealing(count, len(line)), line.position, matrix)
+        known = Splits.of_matrix(PartitionOwners(count, len(axis)), axis.position, matrix)
         splits = known.of_side(placement.aligned)
         return cls(local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, known)
 
@@ -188,7 +188,7 @@ class PartitionedTensor:
         Raises what `redistribute` raises, and UsageError for a mesh of several axes.
         """
         mesh = tensor.device_mesh
-        group = Line(mesh).group
+        group = AxisRanks(mesh).group
         begun = redistribute(tensor, (mesh, [placement]), group=group)
         return cls.of_placement(begun, placement, mesh)
 
@@ -197,8 +197,8 @@ class PartitionedTensor:
         """The partitions that this rank has, by number: whole, or its pieces; views of `local`."""
         numbers, sizes = range(self.num_partitions), np.array(self.splits, dtype=np.int64)
         if self.aligned:
-            numbers = self._dealing.owned(self._line.position)
-            sizes = sizes.reshape(len(numbers), len(self._line)).sum(axis=1)
+            numbers = self._owners.owned(self._axis.position)
+            sizes = sizes.reshape(len(numbers), len(self._axis)).sum(axis=1)
         return dict(zip(numbers, self.local.split(sizes.tolist(), self.dim), strict=True))
 
     @property
@@ -253,7 +253,7 @@ class PartitionedTensor:
         known = self.gather_splits()
         shape = list(known.local.shape)
         shape[known.dim] = sum(map(sum, known.matrix or ()))
-        options.setdefault("group", known._line.group)
+        options.setdefault("group", known._axis.group)
         source = (known.mesh, [known.placement])
         return redistribute(known.local, target, source=source, shape=shape, **options)
 
@@ -261,31 +261,31 @@ class PartitionedTensor:
     def gather_splits(self) -> PartitionedTensor:
         """The same tensor, with all splits known to all ranks. Raises as `to_aligned` does."""
         # Ranks that know all splits agree as well: those that do not would wait for them.
-        agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._line.group)
+        agree(self._intent("gather splits", DEFAULT_EXTRA_BYTES), self._axis.group)
         if self.matrix is not None:
             return self
-        dealing = self._dealing
-        most = dealing.most * dealing.ranks if self.aligned else dealing.partitions
-        rows = gather_splits(self._line, self.splits, most)
+        owners = self._owners
+        most = owners.most * owners.ranks if self.aligned else owners.partitions
+        rows = gather_splits(self._axis, self.splits, most)
         if self.aligned:
             # A rank tells a column of the matrix for each partition that it owns.
-            rows = rows.reshape(-1, dealing.ranks)[: dealing.partitions].T
+            rows = rows.reshape(-1, owners.ranks)[: owners.partitions].T
         matrix = tuple(tuple(row) for row in rows.tolist())
-        known = Splits.of_matrix(dealing, self._line.position, matrix)
+        known = Splits.of_matrix(owners, self._axis.position, matrix)
         return replace(self, matrix=matrix, _known=known)
 
     def _converted(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
-        line, orders = self._line, ("unaligned", "aligned")
+        axis, orders = self._axis, ("unaligned", "aligned")
         what = f"{orders[self.aligned]} to {orders[is_aligning]}"
-        agree(self._intent(what, extra_bytes), line.group)
+        agree(self._intent(what, extra_bytes), axis.group)
         if self.aligned == is_aligning:
             return self
         known = self._known
         if known is None:
             sizes = np.array(self.splits, dtype=np.int64)
-            known = exchange_splits(line, self._dealing, sizes, is_aligning)
+            known = exchange_splits(axis, self._owners, sizes, is_aligning)
         local, received_bytes = converted(
-            line, known, self.local, self.dim, is_aligning, extra_bytes
+            axis, known, self.local, self.dim, is_aligning, extra_bytes
         )
         return replace(
             self,
@@ -321,9 +321,9 @@ class PartitionedTensor:
         return Intent(digests, problem)
 
     @property
-    def _dealing(self) -> Dealing:
-        return Dealing(self.num_partitions, len(self._line))
+    def _owners(self) -> PartitionOwners:
+        return PartitionOwners(self.num_partitions, len(self._axis))
 
     @cached_property
-    def _line(self) -> Line:
-        return Line(self.mesh)
+    def _axis(self) -> AxisRanks:
+        return AxisRanks(self.mesh)

@@ -39,18 +39,18 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
-from reshard.torch.exchange.agreement import answering, confirm, device_of
+from reshard.torch.exchange.agreement import confirm, device_of, run_errors
 from reshard.torch.exchange.exchange import Exchange
-from reshard.torch.exchange.messages import Movement
-from reshard.torch.gradients import flowing
+from reshard.torch.exchange.messages import RankTransfers
+from reshard.torch.gradients import apply_with_gradient
 from reshard.torch.sides import local_of
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
+class PartitionOwners:
     """`partitions` dealt whole to `ranks`, by ceil of their number.
 
-    >>> [list(Dealing(5, 3).owned(rank)) for rank in range(3)]
+    >>> [list(PartitionOwners(5, 3).owned(rank)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
     """
 
@@ -77,28 +77,30 @@ class Splits:
     """What one rank knows of the sizes of pieces.
 
     Attributes:
-        dealing: of the partitions.
+        owners: of the partitions.
         rank: whose knowledge it is, counted along the mesh axis.
         row: what it has of every partition, unaligned: shape `(partitions,)`.
         columns: what every rank has of the partitions it owns: shape `(owned, ranks)`.
     """
 
-    dealing: Dealing
+    owners: PartitionOwners
     rank: int
     row: IntArray
     columns: IntArray
 
     @classmethod
-    def of_matrix(cls, dealing: Dealing, rank: int, matrix: Sequence[Sequence[int]]) -> Splits:
+    def of_matrix(
+        cls, owners: PartitionOwners, rank: int, matrix: Sequence[Sequence[int]]
+    ) -> Splits:
         """The part of a whole matrix, of a row a rank, that one rank needs.
 
-        >>> splits = Splits.of_matrix(Dealing(4, 2), 1, [(4, 6, 4, 2), (2, 4, 8, 2)])
+        >>> splits = Splits.of_matrix(PartitionOwners(4, 2), 1, [(4, 6, 4, 2), (2, 4, 8, 2)])
         >>> splits.row.tolist(), splits.columns.tolist()
         ([2, 4, 8, 2], [[4, 8], [2, 2]])
         """
-        table = np.array(matrix, dtype=np.int64).reshape(dealing.ranks, dealing.partitions)
-        owned = dealing.owned(rank)
-        return cls(dealing, rank, table[rank], table.T[owned.start : owned.stop])
+        table = np.array(matrix, dtype=np.int64).reshape(owners.ranks, owners.partitions)
+        owned = owners.owned(rank)
+        return cls(owners, rank, table[rank], table.T[owned.start : owned.stop])
 
     def of_side(self, aligned: bool) -> tuple[int, ...]:
         """The sizes of the pieces as they lie in the local tensor of one side."""
@@ -115,12 +117,12 @@ class Splits:
             slots: of the ranks along the axis.
             is_aligning: from unaligned to aligned, else from aligned to unaligned.
         """
-        owned = np.array(self.dealing.owned(self.rank), dtype=np.int64)
+        owned = np.array(self.owners.owned(self.rank), dtype=np.int64)
         # Unaligned, one piece a partition. Aligned, one a rank for each partition that is owned.
-        apart = _Pieces(np.arange(self.dealing.partitions), self.dealing.owners(), self.row)
+        apart = _Pieces(np.arange(self.owners.partitions), self.owners.owners(), self.row)
         together = _Pieces(
-            np.repeat(owned, self.dealing.ranks),
-            np.tile(np.arange(self.dealing.ranks), len(owned)),
+            np.repeat(owned, self.owners.ranks),
+            np.tile(np.arange(self.owners.ranks), len(owned)),
             self.columns.ravel(),
         )
         before, after = (apart, together) if is_aligning else (together, apart)
@@ -183,7 +185,7 @@ def _rows(
     return rows.take(rows.elements > 0)
 
 
-class Line:
+class AxisRanks:
     """The ranks along a mesh of one axis, in its order, seen from this process.
 
     Attributes:
@@ -218,63 +220,65 @@ class Line:
         return [self.members.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
 
-def exchange_splits(line: Line, dealing: Dealing, sizes: IntArray, is_aligning: bool) -> Splits:
+def exchange_splits(
+    axis: AxisRanks, owners: PartitionOwners, sizes: IntArray, is_aligning: bool
+) -> Splits:
     """What this rank needs to know of both ends, from what it knows of its own.
 
     Args:
-        line: the ranks; all of them call this.
-        dealing: of the partitions.
+        axis: the ranks; all of them call this.
+        owners: of the partitions.
         sizes: of the pieces that the rank has: its row before aligning, its columns after.
         is_aligning: whether the pieces will go from unaligned to aligned.
 
     Raises:
         RunError: a rank that does not answer.
     """
-    order = line.in_group_order
-    owned = [len(dealing.owned(rank)) for rank in range(len(line))]
-    own = owned[line.position]
+    order = axis.in_group_order
+    owned = [len(owners.owned(rank)) for rank in range(len(axis))]
+    own = owned[axis.position]
     if is_aligning:
-        begins = [dealing.owned(rank).start for rank in range(len(line))]
+        begins = [owners.owned(rank).start for rank in range(len(axis))]
         told = [sizes[begins[rank] : begins[rank] + owned[rank]] for rank in order]
-        expected = [own] * len(line)
+        expected = [own] * len(axis)
     else:
-        columns = sizes.reshape(own, len(line))
+        columns = sizes.reshape(own, len(axis))
         told = [columns[:, rank] for rank in order]
         expected = [owned[rank] for rank in order]
-    where = device_of(line.group)
+    where = device_of(axis.group)
     sent = torch.from_numpy(np.concatenate(told)).to(where)
     received = torch.empty(sum(expected), dtype=torch.int64, device=where)
-    with answering("nothing was moved"):
-        dist.all_to_all_single(received, sent, expected, [len(one) for one in told], line.group)
+    with run_errors("nothing was moved"):
+        dist.all_to_all_single(received, sent, expected, [len(one) for one in told], axis.group)
         heard = dict(zip(order, received.cpu().split(expected), strict=True))
-    parts = [heard[rank].numpy() for rank in range(len(line))]
+    parts = [heard[rank].numpy() for rank in range(len(axis))]
     if is_aligning:
-        return Splits(dealing, line.position, sizes, np.stack(parts, axis=1))
-    return Splits(dealing, line.position, np.concatenate(parts), columns)
+        return Splits(owners, axis.position, sizes, np.stack(parts, axis=1))
+    return Splits(owners, axis.position, np.concatenate(parts), columns)
 
 
-def gather_splits(line: Line, sizes: Sequence[int], most: int) -> IntArray:
+def gather_splits(axis: AxisRanks, sizes: Sequence[int], most: int) -> IntArray:
     """The sizes of all ranks: shape `(ranks, most)`, a rank that has fewer followed by zeros.
 
     Raises:
         RunError: a rank that does not answer.
     """
-    where = device_of(line.group)
+    where = device_of(axis.group)
     own = torch.zeros(most, dtype=torch.int64)
     own[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
     own = own.to(where)
-    rows = [torch.empty_like(own) for _ in line.members]
-    with answering("nothing was moved"):
-        dist.all_gather(rows, own, line.group)
+    rows = [torch.empty_like(own) for _ in axis.members]
+    with run_errors("nothing was moved"):
+        dist.all_gather(rows, own, axis.group)
         found = [row.cpu().numpy() for row in rows]
-    gathered = np.empty((len(line), most), dtype=np.int64)
-    for place, row in zip(line.in_group_order, found, strict=True):
+    gathered = np.empty((len(axis), most), dtype=np.int64)
+    for place, row in zip(axis.in_group_order, found, strict=True):
         gathered[place] = row
     return gathered
 
 
 def exchange_pieces(
-    line: Line,
+    axis: AxisRanks,
     splits: Splits,
     tensor: torch.Tensor,
     dim: int,
@@ -292,23 +296,23 @@ def exchange_pieces(
     shape = list(source.shape)
     shape[dim] = int((splits.columns if is_aligning else splits.row).sum())
     target = torch.empty(shape, dtype=source.dtype, device=source.device)
-    rank = line.members[line.position]
+    rank = axis.members[axis.position]
     bounds = tuple(max(pair) for pair in zip(source.shape, shape, strict=True))
     # Nobody knows the whole tensor. All that an exchange asks of layouts is how this rank's own
     # tensors lie, so each has one box of their size.
-    plan = LayoutChange(
+    change = LayoutChange(
         _of_this_rank(bounds, source.shape, rank), _of_this_rank(bounds, shape, rank)
     )
-    received, sent = splits.transfers(dim, shape, line.members, is_aligning)
+    received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
     exchange = Exchange(
-        [Movement(plan, received, sent, source, target)],
+        [RankTransfers(change, received, sent, source, target)],
         rank,
-        line.group,
+        axis.group,
         source.device,
         extra_bytes,
     )
     exchange.run()
-    confirm(line.group)
+    confirm(axis.group)
     return target, exchange.received_bytes
 
 
@@ -318,7 +322,7 @@ def _of_this_rank(bounds: Sequence[int], shape: Sequence[int], rank: int) -> Lay
 
 
 def converted(
-    line: Line,
+    axis: AxisRanks,
     splits: Splits,
     tensor: torch.Tensor,
     dim: int,
@@ -330,12 +334,12 @@ def converted(
 
     def forth() -> torch.Tensor:
         nonlocal received_bytes
-        found, received_bytes = exchange_pieces(line, splits, tensor, dim, is_aligning, extra_bytes)
+        found, received_bytes = exchange_pieces(axis, splits, tensor, dim, is_aligning, extra_bytes)
         return found
 
     def back(gradient: Any) -> torch.Tensor:
-        return exchange_pieces(line, splits, gradient, dim, not is_aligning, extra_bytes)[0]
+        return exchange_pieces(axis, splits, gradient, dim, not is_aligning, extra_bytes)[0]
 
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return flowing(tensor, forth, back), received_bytes
+        return apply_with_gradient(tensor, forth, back), received_bytes
     return forth(), received_bytes

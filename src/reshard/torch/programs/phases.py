@@ -3,15 +3,15 @@
 1. Each step is a phase: what this rank's group holds and needs, as a change of layout within the
    group alone. An all-reduce is two: contributions are combined in parts of the shard, one a rank,
    and the parts are gathered.
-2. The shards between phases are places. A slice is a view of the shard before it, and what is
+2. The shards between phases lie in buffers. A slice is a view of the shard before it, and what is
    gathered lies inside the shard after it already, so most programs need no memory between source
    and target::
 
-       source ---slice---> place 1 ---all-to-all---> place 2 ---gather---> target
-         |                    |                         |                    |
-         +-- is a view of it -+                         +-- is a view of it -+
+       source --slice--> buffer 1 --all-to-all--> buffer 2 --gather--> target
+         |                   |                      |                   |
+         +- is a view of it -+                      +- is a view of it -+
 
-3. Only a place that is neither takes memory: from when the shard is first wanted, until no later
+3. Only a buffer that is neither takes memory: from when the shard is first wanted, until no later
    one lies in it.
 
 All of it follows from the program, so every rank finds the same.
@@ -19,9 +19,10 @@ All of it follows from the program, so every rank finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,46 +33,53 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.torch.exchange.messages import aligned, transfers_of
+from reshard.torch.exchange.messages import RankTransfers, aligned, are_cut_alike, transfers_of
 
-LOCAL = "local"
-MESSAGES = "messages"
-ALL_TO_ALL = "all-to-all"
-GATHER = "gather"
+Kind = Literal["local", "exchange", "all-gather"]
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phase:
-    """What one rank does from one place to the next.
+    """What one rank does from one buffer to the next.
 
     Args:
-        kind: how elements travel.
-        step: what it is of.
-        plan: of the group; over all ranks where they travel as messages.
+        kind: whether elements stay on the rank, travel as messages, or are gathered.
+        step: of the program.
+        change: of the group's layouts; of all ranks' for a permutation and an exchange.
         ranks: of the group, none where this rank has no part.
     """
 
-    kind: str
+    kind: Kind
     step: Step
-    plan: LayoutChange
+    change: LayoutChange
     ranks: tuple[int, ...]
+
+    @property
+    def by_region(self) -> bool:
+        """Whether contributions travel and are combined region by region."""
+        change = self.change
+        if not self.ranks or isinstance(self.step, Permute | Exchange):
+            return False
+        is_combined = change.source.contributions > change.target.contributions
+        return is_combined and are_cut_alike(change)
 
     def transfers(self, rank: int) -> Transfers:
         """What a rank receives, keeps and sends."""
         if isinstance(self.step, Permute):
-            return _permuted(self.step, rank)
+            return _permute_shards(self.step, rank)
         if isinstance(self.step, Exchange):
-            return transfers_of(self.plan, as_dtype("uint8"), rank)
-        return self.plan.for_rank(rank) if self.ranks else Transfers.none(self.plan.source.ndim)
+            return transfers_of(self.change, as_dtype("uint8"), rank)
+        return self.change.for_rank(rank) if self.ranks else Transfers.none(self.change.source.ndim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where the shards between two phases lie.
+class ShardBuffer:
+    """Where the shards before, between or after phases lie.
 
     Args:
         layout: what each rank has there. Contributions are not told apart.
-        inside: the number of the place that this one is a view of; its own where of none.
+        inside: the number of the buffer that this one is a view of; its own where of none.
     """
 
     layout: Layout
@@ -84,27 +92,27 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phases:
-    """The phases of one rank, and the places before, between and after them."""
+class RankPhases:
+    """The phases of one rank, and the buffers before, between and after them."""
 
     phases: tuple[Phase, ...]
-    places: tuple[Place, ...]
+    buffers: tuple[ShardBuffer, ...]
 
-    def root(self, place: int) -> int:
-        """The place whose memory a place is in."""
-        while self.places[place].inside != place:
-            place = self.places[place].inside
-        return place
+    def root(self, buffer: int) -> int:
+        """The buffer whose memory a buffer is in."""
+        while self.buffers[buffer].inside != buffer:
+            buffer = self.buffers[buffer].inside
+        return buffer
 
     def is_view(self, phase: int) -> bool:
         """Whether what stays in a phase is where it has to be: one shard is a part of the other."""
-        one, other = self.places[phase], self.places[phase + 1]
+        one, other = self.buffers[phase], self.buffers[phase + 1]
         return one.inside == phase + 1 or other.inside == phase
 
     def between_elements(self, phase: int) -> int:
         """Elements of memory that is neither source nor target, the most of any rank."""
         roots = {self.root(phase), self.root(phase + 1)} - {0, len(self.phases)}
-        return sum(self.places[root].largest_elements for root in roots)
+        return sum(self.buffers[root].largest_elements for root in roots)
 
     @property
     def most_between_elements(self) -> int:
@@ -114,15 +122,10 @@ class Phases:
     @property
     def own_elements(self) -> tuple[int, ...]:
         """Elements of each memory that is neither source nor target, the most of any rank."""
-        roots = {self.root(place) for place in range(len(self.places))}
+        roots = {self.root(buffer) for buffer in range(len(self.buffers))}
         return tuple(
-            self.places[root].largest_elements for root in sorted(roots - {0, len(self.phases)})
+            self.buffers[root].largest_elements for root in sorted(roots - {0, len(self.phases)})
         )
-
-    @property
-    def peers(self) -> int:
-        """The most other ranks in any rank's group."""
-        return max((len(g) - 1 for p in self.phases for g in p.step.groups), default=0)
 
 
 def between_bytes(program: Program, itemsize_bytes: int) -> int:
@@ -132,7 +135,7 @@ def between_bytes(program: Program, itemsize_bytes: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def phases_of(program: Program, rank: int) -> Phases:
+def phases_of(program: Program, rank: int) -> RankPhases:
     """The phases of one rank.
 
     >>> from reshard import DeviceMesh, spec
@@ -140,48 +143,46 @@ def phases_of(program: Program, rank: int) -> Phases:
     >>> mesh = DeviceMesh.of(x=2, y=2)
     >>> program = find_program(spec(mesh, "-, - | sum(x)"), spec(mesh, "-, -"), (8, 4))
     >>> found = phases_of(program, rank=3)
-    >>> [(phase.kind, phase.ranks, place.inside) for phase, place in zip(*[
-    ...     found.phases, found.places[1:]])]
-    [('all-to-all', (1, 3), 2), ('gather', (1, 3), 2)]
+    >>> [(phase.kind, phase.ranks, buffer.inside) for phase, buffer in zip(*[
+    ...     found.phases, found.buffers[1:]])]
+    [('exchange', (1, 3), 2), ('all-gather', (1, 3), 2)]
     """
     phases: list[Phase] = []
     layouts = [program.source.layout(program.shape)]
     for step in program.steps:
         number = next((i for i, group in enumerate(step.groups) if rank in group), None)
-        plan, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
+        change, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
         if number is not None and not isinstance(step, Permute):
-            plan, ranks = step.plans[number], step.groups[number]
+            change, ranks = step.plans[number], step.groups[number]
         if isinstance(step, AllReduce):
             parts = Layout.from_boxes(
-                program.shape, [pair for group in step.groups for pair in _parts(step, group)]
+                program.shape, [pair for group in step.groups for pair in _cut_shard(step, group)]
             )
-            own = Layout.from_boxes(program.shape, _parts(step, ranks)) if ranks else parts
-            phases.append(Phase(ALL_TO_ALL, step, LayoutChange(plan.source, own), ranks))
-            phases.append(Phase(GATHER, step, LayoutChange(own, plan.target), ranks))
+            own = Layout.from_boxes(program.shape, _cut_shard(step, ranks)) if ranks else parts
+            phases.append(Phase("exchange", step, LayoutChange(change.source, own), ranks))
+            phases.append(Phase("all-gather", step, LayoutChange(own, change.target), ranks))
             layouts += [parts, step.target_layout]
         else:
-            phases.append(Phase(_kind(step), step, plan, ranks))
+            phases.append(Phase(_find_kind(step), step, change, ranks))
             layouts.append(step.target_layout)
-    return Phases(tuple(phases), _places(phases, layouts))
+    return RankPhases(tuple(phases), _find_buffers(phases, layouts))
 
 
-def _kind(step: Step) -> str:
+def _find_kind(step: Step) -> Kind:
     if isinstance(step, Slice):
-        return LOCAL
-    if isinstance(step, Permute | Exchange):
-        return MESSAGES
-    return GATHER if isinstance(step, AllGather) else ALL_TO_ALL
+        return "local"
+    return "all-gather" if isinstance(step, AllGather) else "exchange"
 
 
-def _places(phases: list[Phase], layouts: list[Layout]) -> tuple[Place, ...]:
+def _find_buffers(phases: list[Phase], layouts: list[Layout]) -> tuple[ShardBuffer, ...]:
     inside = list(range(len(layouts)))
     for number in range(1, len(layouts) - 1):
         before, after = phases[number - 1], phases[number]
-        if before.kind == LOCAL and _lies_in(layouts[number], layouts[number - 1]):
+        if before.kind == "local" and _lies_in(layouts[number], layouts[number - 1]):
             inside[number] = number - 1
-        elif after.kind == GATHER and _lies_in(layouts[number], layouts[number + 1]):
+        elif after.kind == "all-gather" and _lies_in(layouts[number], layouts[number + 1]):
             inside[number] = number + 1
-    return tuple(map(Place, layouts, inside))
+    return tuple(map(ShardBuffer, layouts, inside))
 
 
 def _lies_in(inner: Layout, outer: Layout) -> bool:
@@ -203,7 +204,7 @@ def shard_box(layout: Layout, rank: int) -> Box | None:
     return boxes[0] if boxes else None
 
 
-def _parts(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
+def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
     """A group's shard in one part a rank, along the first dimension that is long enough."""
     whole = shard_box(step.target_layout, group[0]) if group else None
     if whole is None or not whole.elements:
@@ -223,7 +224,7 @@ def _parts(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
     return found
 
 
-def _permuted(step: Permute, rank: int) -> Transfers:
+def _permute_shards(step: Permute, rank: int) -> Transfers:
     """The whole shards that come to a rank and leave it."""
     slots, cells, boxes = [], [], []
     for sender, receiver in step.pairs:
@@ -254,10 +255,7 @@ def _permuted(step: Permute, rank: int) -> Transfers:
     )
 
 
-Memory = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-
-
-class Places:
+class ShardBuffers:
     """The shards of one rank before, between and after the phases.
 
     Args:
@@ -265,61 +263,84 @@ class Places:
         rank: this one.
         source, target: its local tensors, None where it has none.
         dtype, device: of what lies in neither.
-        memory: gives that memory, by shape and dtype; new one by default.
+        allocate: gives memory by shape and dtype; new memory by default.
     """
 
     def __init__(
         self,
-        phases: Phases,
+        phases: RankPhases,
         rank: int,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-        memory: Memory | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         self._phases = phases
         self._rank = rank
         self._ends = {0: source, len(phases.phases): target}
-        self._taken: dict[int, torch.Tensor] = {}
+        self._allocated: dict[int, torch.Tensor] = {}
         self._dtype = dtype
         self._device = device
-        self._memory = memory
+        self._allocate = allocate
 
-    def at(self, number: int) -> torch.Tensor | None:
-        """The shard at a place; None where this rank has none."""
+    def transfers(self) -> Iterator[tuple[int, RankTransfers]]:
+        """The phases that move anything: the number of each, and this rank's transfers in it.
+
+        Memory for a phase is taken when it is asked for, and given back with the next phase where
+        no later shard lies in it. All ranks have the same phases.
+        """
+        for number, phase in enumerate(self._phases.phases):
+            is_there = self._phases.is_view(number)
+            if phase.kind == "local" and is_there:
+                continue
+            transfers = phase.transfers(self._rank)
+            yield (
+                number,
+                RankTransfers.of(
+                    phase.change,
+                    transfers.moving if is_there else transfers,
+                    self._rank,
+                    self._find_shard(number),
+                    self._find_shard(number + 1),
+                    self._dtype,
+                ),
+            )
+            self._free_before(number + 1)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the memory that was taken and not given back."""
+        return sum(tensor.nbytes for tensor in self._allocated.values())
+
+    def _find_shard(self, number: int) -> torch.Tensor | None:
+        """The shard in a buffer; None where this rank has none."""
         if number in self._ends:
             return self._ends[number]
-        place = self._phases.places[number]
-        layout = place.layout
+        buffer = self._phases.buffers[number]
+        layout = buffer.layout
         shape = layout.local_shape(self._rank) if self._rank < layout.slots else None
         if shape is None:
             return None
         box = shard_box(layout, self._rank)
         if box is None or not box.elements:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
-        if place.inside != number:
-            outer = self.at(place.inside)
-            around = shard_box(self._phases.places[place.inside].layout, self._rank)
+        if buffer.inside != number:
+            outer = self._find_shard(buffer.inside)
+            around = shard_box(self._phases.buffers[buffer.inside].layout, self._rank)
             if outer is not None and around is not None:
                 corners = zip(around.start, box.start, box.stop, strict=True)
                 return outer[tuple(slice(a - low, b - low) for low, a, b in corners)]
-        if number not in self._taken:
-            self._taken[number] = self._new(shape)
-        return self._taken[number]
+        if number not in self._allocated:
+            self._allocated[number] = self._take(shape)
+        return self._allocated[number]
 
-    def _new(self, shape: Sequence[int]) -> torch.Tensor:
-        if self._memory is not None:
-            return self._memory(shape, self._dtype)
+    def _take(self, shape: Sequence[int]) -> torch.Tensor:
+        if self._allocate is not None:
+            return self._allocate(shape, self._dtype)
         return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the memory that was taken and not given back."""
-        return sum(tensor.nbytes for tensor in self._taken.values())
-
-    def free_before(self, number: int) -> None:
-        """Give back what no place from this one on lies in."""
-        places = range(number, len(self._phases.places))
-        still = {self._phases.root(place) for place in places}
-        self._taken = {root: held for root, held in self._taken.items() if root in still}
+    def _free_before(self, number: int) -> None:
+        """Give back what no buffer from this one on lies in."""
+        later = {self._phases.root(one) for one in range(number, len(self._phases.buffers))}
+        self._allocated = {root: one for root, one in self._allocated.items() if root in later}

@@ -1,40 +1,52 @@
-"""How does a program of collectives run between the ranks of a process group?
+"""Runs of a program of collectives between the ranks of a process group.
 
-1. This rank's phases are found, and the places of the shards between them (`program_phases`).
-2. The process groups of the steps are made, in the order of the steps (`program_groups`).
-3. The phases run one behind the other, each by what is quickest where it runs::
-
-                              NCCL, and others        gloo, and groups that are not all ranks
-    ------------------------  ----------------------  ---------------------------------------
-    slice                     a view, or a copy       the same
-    permute, exchange         messages                the same
-    all-to-all, joint         rounds of all-to-alls   messages within the group
-    all-gather                rounds of all-gathers   messages within the group
-    reduce-scatter            rounds of all-to-alls   rounds of messages
-    all-reduce                a reduce-scatter and an all-gather of parts of the shard
-
-   Gloo's own all-to-all and all-gather are nothing but messages, and slower ones: they take dense
-   memory, and ranks wait for one another. Messages go from and to where the pieces lie.
+1. This rank's phases, and its shards between them, follow from the program (`phases`).
+2. The phases run one after another, each by the exchange of messages that moves all else, within
+   the ranks of its group. Contributions that are cut alike are combined region by region, so an
+   all-reduce reads each region while it is in a cache. A slice is a view, or a copy.
+3. Where there are collectives quicker than messages (NCCL, not gloo), all-gathers run by the
+   library's own, if the group is of all ranks. Gloo's own are messages too, and slower: they take
+   dense memory, and ranks wait for one another; messages go from and to where the pieces lie.
 4. Contributions are combined by the code that combines them in one process, in the order of the
    plan. So every rank gets the same bits, those of the direct plan where one step combines all,
    whatever the dtype.
+
+*Process groups.* An all-gather works within groups of a mesh: along `x` of a mesh `x=2, y=2` they
+are 0, 2 and 1, 3. Making a process group is a collective of all ranks of the job, members or not,
+so all of them make all groups of a step, in one order. A group is made once, and kept as long as
+the job has its own::
+
+    step 0 over x     {0, 2}  {1, 3}       every rank makes these two,
+    step 1 over y     {0, 1}  {2, 3}       then these; a rank is in one of each step
+
+Within a group that is not of all ranks, others do not call, and nothing can be made: there is then
+none. torch can make groups by their members alone, but names them after the number of groups that
+a process has, so that members with other groups beside wait for each other for ever.
+
+The ranks of a process group are numbered in rising order, whatever the mesh says: go by global
+ranks.
 """
 
 from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.errors import RunError
-from reshard.torch.exchange.exchange import Exchange, complete_contributions
-from reshard.torch.exchange.group_rounds import GatherRounds, GroupRounds, is_gather
-from reshard.torch.exchange.messages import ALIGNMENT_BYTES, Listing, Movement
-from reshard.torch.programs.groups import process_group
-from reshard.torch.programs.phases import GATHER, LOCAL, MESSAGES, Phase, Places, phases_of
+from reshard.torch.exchange.all_gather import AllGather, is_all_gather
+from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.messages import ALIGNMENT_BYTES, RankTransfers
+from reshard.torch.programs.phases import Phase, ShardBuffers, phases_of
 
 # What the smallest messages of any phase need, for each rank of the group.
 _SMALLEST_BYTES = 4 * ALIGNMENT_BYTES
+
+_Key = tuple[dist.ProcessGroup, tuple[int, ...]]
+_MADE: dict[_Key, dist.ProcessGroup | None] = {}
 
 
 def least_extra_bytes(program: Program, itemsize_bytes: int, ranks: int) -> int:
@@ -60,8 +72,8 @@ class ProgramRun:
         device: of the tensors.
         extra_bytes: the most memory beyond source and target; the same on all ranks, and at least
             `least_extra_bytes`.
-        by_collectives: whether to use all-to-alls and all-gathers of process groups; by default
-            where the group is none of gloo. It has to be all ranks.
+        by_collectives: whether to gather by the process group's own all-gather; by default where
+            the group is none of gloo. It has to be all ranks.
     """
 
     def __init__(
@@ -83,7 +95,7 @@ class ProgramRun:
         self._device = device
         self._limit_bytes = extra_bytes
         self._phases = phases_of(program, self._rank)
-        self._places = Places(self._phases, self._rank, source, target, dtype, device)
+        self._buffers = ShardBuffers(self._phases, self._rank, source, target, dtype, device)
         transfers = [phase.transfers(self._rank).moving for phase in self._phases.phases]
         self.sent_bytes, self.received_bytes = (
             sum(int(rows.elements[slots == self._rank].sum()) for rows, slots in side)
@@ -106,63 +118,94 @@ class ProgramRun:
         """
         step = "the program"
         try:
-            groups = [self._group_of(phase) for phase in self._phases.phases]
-            for number, phase in enumerate(self._phases.phases):
+            groups = [self._find_group(phase) for phase in self._phases.phases]
+            for number, transfers in self._buffers.transfers():
+                phase = self._phases.phases[number]
                 step = f"step {phase.step}"
-                before, after = self._places.at(number), self._places.at(number + 1)
-                staged_bytes = self._carried_out(number, phase, groups[number], before, after)
-                complete_contributions(phase.plan, self._rank, after)
-                held_bytes = self._places.held_bytes + staged_bytes
-                self.extra_bytes = max(self.extra_bytes, held_bytes)
-                self._places.free_before(number + 1)
+                exchange = self._prepare(number, phase, groups[number], transfers)
+                exchange.run()
+                used_bytes = self._buffers.allocated_bytes + exchange.extra_bytes
+                self.extra_bytes = max(self.extra_bytes, used_bytes)
         except BaseException as error:
             self.has_failed = True
             if isinstance(error, RuntimeError):
                 raise RunError(f"{step} did not end: {error}") from error
             raise
 
-    def _group_of(self, phase: Phase) -> dist.ProcessGroup | None:
+    def _find_group(self, phase: Phase) -> dist.ProcessGroup | None:
         """The process group of a phase; None where it needs none, or none can be made."""
-        if not self._by_collectives or phase.kind in (LOCAL, MESSAGES):
+        if not self._by_collectives or phase.kind != "all-gather":
             return None
         return process_group(self._group, phase.step.groups, self._rank)
 
-    def _carried_out(
+    def _prepare(
         self,
         number: int,
         phase: Phase,
         group: dist.ProcessGroup | None,
-        before: torch.Tensor | None,
-        after: torch.Tensor | None,
-    ) -> int:
-        """Run one phase, by collectives where its group is given; the bytes that it packed into."""
-        is_there = self._phases.is_view(number)
-        if phase.kind == LOCAL and is_there:
-            return 0
-        transfers = phase.transfers(self._rank)
-        if is_there:
-            transfers = transfers.moving
-        movement = Movement.of(phase.plan, transfers, self._rank, before, after)
-        if phase.kind == LOCAL or (phase.kind != MESSAGES and len(phase.ranks) < 2):
-            listing = Listing()
-            listing.add(movement, self._rank)
-            for one in listing.kept.get(0, []):
-                one.target.copy_(one.source)
-            return 0
+        transfers: RankTransfers,
+    ) -> Exchange | AllGather:
+        """What moves one phase, in the memory that the shards beside it leave."""
         between_bytes = self._phases.between_elements(number) * self._dtype.itemsize
         limit_bytes = self._limit_bytes - between_bytes
-        is_combined = phase.plan.source.contributions > phase.plan.target.contributions
-        if phase.kind == MESSAGES or (group is None and not is_combined):
-            exchange = Exchange([movement], self._rank, self._group, self._device, limit_bytes)
-            exchange.run()
-            return exchange.extra_bytes
-        memory = (self._dtype, self._device, limit_bytes)
-        rounds: GatherRounds | GroupRounds
-        if group is not None and phase.kind == GATHER and is_gather(phase.plan):
-            rounds = GatherRounds(movement, self._rank, group, *memory)
+        if group is not None and is_all_gather(phase.change):
+            memory = (self._dtype, self._device, limit_bytes)
+            return AllGather(transfers, self._rank, group, *memory)
+        return Exchange(
+            [transfers],
+            self._rank,
+            self._group,
+            self._device,
+            limit_bytes,
+            by_region=phase.by_region,
+        )
+
+
+def process_group(
+    whole: dist.ProcessGroup | None, groups: Iterable[tuple[int, ...]], rank: int
+) -> dist.ProcessGroup | None:
+    """The process group of a rank among groups that share none, made where there is none yet.
+
+    All ranks of `whole` call this, with all groups of each step, in the order of the steps.
+
+    Args:
+        whole: a process group of all ranks that call this; that of all ranks when None.
+        groups: global ranks.
+        rank: this one.
+
+    Returns:
+        The process group of the rank's group; None where it is in none, or alone, or where `whole`
+        is not all ranks.
+    """
+    everyone = dist.group.WORLD
+    if whole is not None and whole is not everyone:
+        return None
+    _forget_ended()
+    found = None
+    for ranks in groups:
+        members = tuple(sorted(ranks))
+        if len(members) == dist.get_world_size():
+            made: dist.ProcessGroup | None = everyone
+        elif len(members) < 2:
+            continue
+        elif (everyone, members) in _MADE:
+            made = _MADE[everyone, members]
         else:
-            within = self._group if group is None else group
-            ranks, by_messages = phase.ranks, group is None
-            rounds = GroupRounds(movement, self._rank, ranks, within, *memory, by_messages)
-        rounds.run()
-        return rounds.extra_bytes
+            made = dist.new_group(list(members), timeout=_timeout(everyone))
+            made = made if rank in members else None
+            _MADE[everyone, members] = made
+        found = made if rank in members else found
+    return found
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long a group waits for a rank: its parts wait as long."""
+    found = group._get_backend(group._device_types[0]).options._timeout
+    return found if isinstance(found, datetime.timedelta) else None
+
+
+def _forget_ended() -> None:
+    """Drop groups of a job that has ended in this process."""
+    for everyone, members in list(_MADE):
+        if everyone is not dist.group.WORLD:
+            del _MADE[everyone, members]

@@ -31,35 +31,20 @@ import torch.distributed as dist
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.torch.exchange.agreement import confirm
-from reshard.torch.exchange.exchange import Exchange, complete_contributions
-from reshard.torch.exchange.messages import Movement, aligned
-from reshard.torch.programs.phases import LOCAL, Places, phases_of
+from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.messages import RankTransfers, aligned
+from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
-from reshard.torch.refitting.members import Span
+from reshard.torch.refitting.members import IndexRange
 from reshard.torch.refitting.planning import DIRECT, PartItem, RefitPart, staging_limit_bytes
 from reshard.torch.refitting.transforms import Transform
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
-    """What travels at once: messages, and the movements that they are of."""
+class RefitBatch:
+    """Exchanges, one after another, and what transforms do before and after them."""
 
-    exchange: Exchange
-    movements: list[Movement]
-
-    def move(self) -> None:
-        """Raises RunError where a message does not come."""
-        self.exchange.run()
-        for movement in self.movements:
-            if movement.plan.source.contributions > 1 or movement.plan.target.contributions > 1:
-                complete_contributions(movement.plan, dist.get_rank(), movement.target)
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Stages, one behind the other, and what transforms do before and after them."""
-
-    stages: list[Stage]
+    exchanges: list[Exchange]
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
@@ -81,7 +66,7 @@ class _Arena:
         return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
 
 
-class Stages:
+class RefitBatches:
     """All batches of one rank. `extra_bytes` is what they take beyond source and target.
 
     Args:
@@ -116,17 +101,16 @@ class Stages:
                 if item.batch == number:
                     self._list(item, found)
         shared: torch.Tensor | None = None
-        if sum(len(found.movements) for found in listed) > 1:
+        if sum(len(found.stages) for found in listed) > 1:
             shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
         self.batches = []
         for found in listed:
-            exchanges = (
-                Exchange(movements, dist.get_rank(), group, device, extra_bytes, memory=shared)
-                for movements in found.movements
-            )
-            stages = list(map(Stage, exchanges, found.movements))
-            self.batches.append(Batch(stages, found.before, found.after))
-        every = [stage.exchange for batch in self.batches for stage in batch.stages]
+            exchanges = [
+                Exchange(tensors, dist.get_rank(), group, device, extra_bytes, memory=shared)
+                for tensors in found.stages
+            ]
+            self.batches.append(RefitBatch(exchanges, found.before, found.after))
+        every = [exchange for batch in self.batches for exchange in batch.exchanges]
         self.sent_bytes = sum(exchange.sent_bytes for exchange in every)
         self.received_bytes = sum(exchange.received_bytes for exchange in every)
         own_bytes = sum(exchange.extra_bytes for exchange in every)
@@ -145,12 +129,13 @@ class Stages:
             return
         if match.made_at:
             source, target = self._staged(match, source, target, dtype, found)
-        elif match.source_span is not None:
-            source = match.source_span.of(source, rank)
-        if match.target_span is not None:
-            target = match.target_span.of(target, rank)
-        movement = Movement.of(item.plan, item.transfers, rank, source, target, dtype)
-        found.movements[0].append(movement)
+        elif match.source_range is not None:
+            source = match.source_range.of(source, rank)
+        if match.target_range is not None:
+            target = match.target_range.of(target, rank)
+        found.stages[0].append(
+            RankTransfers.of(item.change, item.transfers, rank, source, target, dtype)
+        )
 
     def _list_program(
         self,
@@ -162,26 +147,12 @@ class Stages:
     ) -> None:
         """The steps of a program that move anything, each in a stage of its own."""
         rank = dist.get_rank()
-        phases = phases_of(program, rank)
-        places = Places(phases, rank, source, target, dtype, self._device, self._arena.tensor)
-        stage = 0
-        for number, phase in enumerate(phases.phases):
-            is_there = phases.is_view(number)
-            if is_there and phase.kind == LOCAL:
-                continue
-            transfers = phase.transfers(rank)
-            movement = Movement.of(
-                phase.plan,
-                transfers.moving if is_there else transfers,
-                rank,
-                places.at(number),
-                places.at(number + 1),
-                dtype,
-            )
-            if stage == len(found.movements):
-                found.movements.append([])
-            found.movements[stage].append(movement)
-            stage += 1
+        ends = (source, target, dtype, self._device)
+        buffers = ShardBuffers(phases_of(program, rank), rank, *ends, self._arena.tensor)
+        for stage, (_, transfers) in enumerate(buffers.transfers()):
+            if stage == len(found.stages):
+                found.stages.append([])
+            found.stages[stage].append(transfers)
 
     def _staged(
         self,
@@ -193,7 +164,7 @@ class Stages:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where a transform has what travels of a piece, and where its whole tensor arrives."""
         name, rank = match.made_of, dist.get_rank()
-        transform, span = self._transforms[name], match.source_span
+        transform, span = self._transforms[name], match.source_range
         part = source if span is None else span.of(source, rank)
         sent = None
         if part is not None:
@@ -227,8 +198,8 @@ class Stages:
             if number != DIRECT:
                 error = error or _error_of(batch.before)
                 confirm(self._group, error)
-            for stage in batch.stages:
-                stage.move()
+            for exchange in batch.exchanges:
+                exchange.run()
             error = _error_of(batch.after)
         confirm(self._group, error)
 
@@ -245,10 +216,10 @@ def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
 
 @dataclass(slots=True, eq=False)
 class _Listed:
-    """A batch while it is listed: movements by stage, what transforms do, their memory by name."""
+    """A batch while it is listed: transfers by stage, what transforms do, their memory by name."""
 
-    movements: list[list[Movement]] = field(default_factory=lambda: [[]])
+    stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
-    made: dict[tuple[str, Span | None], dict[str, torch.Tensor]] = field(default_factory=dict)
+    made: dict[tuple[str, IndexRange | None], dict[str, torch.Tensor]] = field(default_factory=dict)
     received: dict[str, torch.Tensor] = field(default_factory=dict)

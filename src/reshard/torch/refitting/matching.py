@@ -25,16 +25,16 @@ from reshard.layout import Layout
 from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.models.naming import serving_name, tied_root
-from reshard.torch.models.rosters import Held, moved_by
+from reshard.torch.models.rosters import ModelTensor, moved_by
 from reshard.torch.refitting.members import (
+    CommonRange,
+    IndexRange,
     Member,
-    Piece,
-    Span,
-    doubled_members,
+    common_ranges,
     fused_members,
     members_of,
-    pieces_of,
-    told_twice,
+    repeated_members,
+    repeated_tensors,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Match:
         source_name, target_name: of the tensors.
         source, target: layouts of what moves.
         dtype: of the elements that travel.
-        source_span, target_span: where a piece is in its tensors; None for a whole tensor.
+        source_range, target_range: where a piece is in its tensors; None for a whole tensor.
         made_at: where a transform makes the target: of the source's parts, so that what it makes
             travels; or of what has arrived. Empty without one.
         made_of: the tensor that the transform is for.
@@ -67,8 +67,8 @@ class Match:
     source: Layout
     target: Layout
     dtype: str
-    source_span: Span | None = None
-    target_span: Span | None = None
+    source_range: IndexRange | None = None
+    target_range: IndexRange | None = None
     made_at: Where = ""
     made_of: str = ""
     why: str = ""
@@ -81,8 +81,8 @@ class Match:
 
 
 def match_tensors(
-    source: Mapping[str, Held],
-    target: Mapping[str, Held],
+    source: Mapping[str, ModelTensor],
+    target: Mapping[str, ModelTensor],
     ties: Mapping[str, str],
     cast: Cast,
     strict: bool,
@@ -107,8 +107,8 @@ def match_tensors(
 
 @dataclass(slots=True)
 class _Matching:
-    source: Mapping[str, Held]
-    target: Mapping[str, Held]
+    source: Mapping[str, ModelTensor]
+    target: Mapping[str, ModelTensor]
     ties: Mapping[str, str]
     cast: Cast
     transforms: Mapping[str, Transform]
@@ -119,9 +119,9 @@ class _Matching:
         transforms = self.transforms.items()
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
         for side, held in (("source", self.source), ("target", self.target)):
-            doubled = [f"{told} (in the {side})" for told in doubled_members(held, self.ties)]
+            doubled = [f"{told} (in the {side})" for told in repeated_members(held, self.ties)]
             self.problems += doubled
-        self.problems += map("{} (in the source)".format, told_twice(self.source, self.ties))
+        self.problems += map("{} (in the source)".format, repeated_tensors(self.source, self.ties))
         if self.problems:
             return
         try:
@@ -154,7 +154,7 @@ class _Matching:
                 if tied_root(member, self.ties) not in used:
                     yield member if member == name else f"{member}, which {name} has"
 
-    def _whole(self, name: str, served_by: str, wanted: Held) -> list[Match]:
+    def _whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
         """The move of a whole tensor."""
         held, transform = self.source[served_by], self.transforms.get(name)
         source, target = held.layout, wanted.layout
@@ -168,7 +168,7 @@ class _Matching:
         travels = self._travels(name, held, wanted)
         return [Match(name, served_by, name, source, target, travels, specs=_specs(held, wanted))]
 
-    def _pieces(self, name: str, wanted: Held, members: Mapping[str, Member]) -> list[Match]:
+    def _pieces(self, name: str, wanted: ModelTensor, members: Mapping[str, Member]) -> list[Match]:
         """The moves of all pieces of a tensor that one side fuses."""
         matches: list[Match] = []
         problems: list[str] = []
@@ -190,7 +190,7 @@ class _Matching:
         return matches
 
     def _pieces_of(
-        self, member_name: str, name: str, wanted: Held, member: Member, part: Member
+        self, member_name: str, name: str, wanted: ModelTensor, member: Member, part: Member
     ) -> list[Match]:
         """The moves of all pieces of one member."""
         transform = self.transforms.get(name)
@@ -208,14 +208,14 @@ class _Matching:
                 piece.source,
                 piece.target,
             )
-            for piece in pieces_of(member, part)
+            for piece in common_ranges(member, part)
         ]
 
     def _transformed(
         self, name: str, member: Member, part: Member, transform: Transform
     ) -> list[Match]:
         """The moves of what a transform makes at the source, or makes a target of."""
-        pieces = list(pieces_of(member, part))
+        pieces = list(common_ranges(member, part))
         travels = transform.sent_dtype(member.held.dtype)
         wide = [
             Match(
@@ -241,7 +241,12 @@ class _Matching:
         return [replace(one, why=made) for one in wide]
 
     def _made_at_source(
-        self, name: str, member: Member, part: Member, transform: Transform, pieces: list[Piece]
+        self,
+        name: str,
+        member: Member,
+        part: Member,
+        transform: Transform,
+        pieces: list[CommonRange],
     ) -> list[Match] | str:
         """The moves of what ranks make of each piece that they have; or why they cannot."""
         if part.dimension is not None:
@@ -249,7 +254,7 @@ class _Matching:
         found = []
         outputs = [made for made in transform.outputs(name) if made in self.target]
         for piece in pieces:
-            spans: dict[str, Span | None] = dict.fromkeys(outputs)
+            spans: dict[str, IndexRange | None] = dict.fromkeys(outputs)
             for made in outputs:
                 if piece.target is None:
                     continue
@@ -257,7 +262,7 @@ class _Matching:
                 ends = transform.stretch(name, made, part.shape, dimension, piece.start, piece.stop)
                 if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
                     return f"a rank of {member.name} has a part of what is made together"
-                spans[made] = Span(layout, dimension, *ends)
+                spans[made] = IndexRange(layout, dimension, *ends)
             layouts = {made: _layout_of(self.target[made], spans[made]) for made in outputs}
             source = _layout_of(member.held, piece.source)
             at_source = transform.at_source(
@@ -283,7 +288,7 @@ class _Matching:
             ]
         return found
 
-    def _travels(self, name: str, held: Held, wanted: Held) -> str:
+    def _travels(self, name: str, held: ModelTensor, wanted: ModelTensor) -> str:
         """The type of the elements that travel. Raises where the types may not differ."""
         if held.dtype == wanted.dtype:
             return held.dtype
@@ -311,16 +316,16 @@ class _Misfit(Exception):
         self.problems = problems
 
 
-def _are_alike(held: Held, wanted: Held) -> bool:
+def _are_alike(held: ModelTensor, wanted: ModelTensor) -> bool:
     """Whether tensors of one name are one tensor: not where they have their members elsewhere."""
     return held.fusion is None or wanted.fusion is None or held.fusion == wanted.fusion
 
 
-def _stands_for(name: str, held: Held) -> tuple[str, ...]:
+def _stands_for(name: str, held: ModelTensor) -> tuple[str, ...]:
     return (name,) if held.fusion is None else held.fusion.members
 
 
-def _specs(held: Held, wanted: Held) -> tuple[ShardingSpec, ShardingSpec] | None:
+def _specs(held: ModelTensor, wanted: ModelTensor) -> tuple[ShardingSpec, ShardingSpec] | None:
     """The shardings of both sides. A plain tensor on all ranks of a mesh is replicated there."""
     if held.spec is not None and wanted.spec is not None:
         return held.spec, wanted.spec
@@ -334,7 +339,7 @@ def _specs(held: Held, wanted: Held) -> tuple[ShardingSpec, ShardingSpec] | None
     return (held.spec or everywhere), (wanted.spec or everywhere)
 
 
-def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:
+def _reconciled(held: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout]:
     """The layouts of a parameter that Megatron describes on both sides."""
     if held.parameter is None or wanted.parameter is None:
         return held.layout, wanted.layout
@@ -347,7 +352,7 @@ def _reconciled(held: Held, wanted: Held) -> tuple[Layout, Layout]:
     )
 
 
-def _layout_of(held: Held, span: Span | None) -> Layout:
+def _layout_of(held: ModelTensor, span: IndexRange | None) -> Layout:
     return held.layout if span is None else span.layout
 
 

@@ -32,10 +32,10 @@ from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable
 from reshard.torch.models.naming import tied_root
-from reshard.torch.models.rosters import Held
+from reshard.torch.models.rosters import ModelTensor
 
 
-class Place(NamedTuple):
+class MemberRange(NamedTuple):
     """Indices of a member, from `member_start`, as `start:stop` of a tensor's fused dimension."""
 
     member_start: int
@@ -51,9 +51,9 @@ class Member:
     """
 
     name: str
-    held: Held
+    held: ModelTensor
     dimension: int | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[MemberRange, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,18 +68,18 @@ class Member:
         """Where its stretches begin, in its own indices."""
         return {place.member_start for place in self.places}
 
-    def span(self, dimension: int, start: int, stop: int) -> Span | None:
+    def span(self, dimension: int, start: int, stop: int) -> IndexRange | None:
         """Indices of the member that lie in one stretch; None where they are a whole tensor."""
         if self.dimension is None:
             if (start, stop) == (0, self.shape[dimension]):
                 return None
-            return Span(self.held.layout, dimension, start, stop)
+            return IndexRange(self.held.layout, dimension, start, stop)
         place = max(place for place in self.places if place.member_start <= start)
         ahead = place.start - place.member_start
-        return Span(self.held.layout, dimension, ahead + start, ahead + stop)
+        return IndexRange(self.held.layout, dimension, ahead + start, ahead + stop)
 
 
-def members_of(side: Mapping[str, Held]) -> dict[str, Member]:
+def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
     """What a model has, by the names of tensors and of members.
 
     Raises RecipeError for a fused tensor whose length its members do not share.
@@ -91,7 +91,7 @@ def members_of(side: Mapping[str, Held]) -> dict[str, Member]:
     return found
 
 
-def doubled_members(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterator[str]:
+def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with members that two fused tensors have, which are not tied.
 
     A table whose members have no `*` says so of the tensors of all layers.
@@ -107,7 +107,7 @@ def doubled_members(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterat
                 )
 
 
-def told_twice(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterator[str]:
+def repeated_tensors(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with tensors whose elements a fused one has too: which of both counts?"""
     for name, held in side.items():
         for member in held.fusion.members if held.fusion is not None else ():
@@ -115,7 +115,7 @@ def told_twice(side: Mapping[str, Held], ties: Mapping[str, str]) -> Iterator[st
                 yield f"{member}: a tensor, and a member of {name}; leave one of them out"
 
 
-def fused_members(name: str, held: Held) -> dict[str, Member]:
+def fused_members(name: str, held: ModelTensor) -> dict[str, Member]:
     """The members of a fused tensor, none of another.
 
     Raises:
@@ -128,19 +128,21 @@ def fused_members(name: str, held: Held) -> dict[str, Member]:
     shape, dimension = held.layout.shape, fusion.dimension
     if dimension >= len(shape):
         raise ShardError(f"{name}: shape {list(shape)}, but its dimension {dimension} is fused")
-    places: dict[str, list[Place]] = {member: [] for member in fusion.members}
+    places: dict[str, list[MemberRange]] = {member: [] for member in fusion.members}
     for stretch in fusion.stretches(shape[dimension]):
-        places[stretch.member].append(Place(stretch.member_start, stretch.start, stretch.stop))
+        places[stretch.member].append(
+            MemberRange(stretch.member_start, stretch.start, stretch.stop)
+        )
     return {member: Member(name, held, dimension, tuple(of)) for member, of in places.items()}
 
 
-class Piece(NamedTuple):
+class CommonRange(NamedTuple):
     """Indices `start:stop` of a member on both sides; no span is the whole tensor."""
 
     start: int
     stop: int
-    source: Span | None
-    target: Span | None
+    source: IndexRange | None
+    target: IndexRange | None
 
     @property
     def is_whole(self) -> bool:
@@ -148,7 +150,7 @@ class Piece(NamedTuple):
         return self.source is None and self.target is None
 
 
-def pieces_of(source: Member, target: Member) -> Iterator[Piece]:
+def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
     """The pieces that two members of one shape have in common, in order.
 
     Where neither is fused there is one, whole. Raises ShardError for members that are fused along
@@ -156,7 +158,7 @@ def pieces_of(source: Member, target: Member) -> Iterator[Piece]:
     """
     dimensions = {one.dimension for one in (source, target)} - {None}
     if not dimensions:
-        yield Piece(0, 0, None, None)
+        yield CommonRange(0, 0, None, None)
         return
     if len(dimensions) != 1:
         raise ShardError(
@@ -168,11 +170,11 @@ def pieces_of(source: Member, target: Member) -> Iterator[Piece]:
     edges = sorted({*source.edges, *target.edges, 0})
     for start, stop in zip(edges, [*edges[1:], length], strict=True):
         spans = [side.span(dimension or 0, start, stop) for side in (source, target)]
-        yield Piece(start, stop, *spans)
+        yield CommonRange(start, stop, *spans)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class IndexRange:
     """Indices `start:stop` of dimension `dimension` of a tensor of a layout."""
 
     whole: Layout
@@ -188,7 +190,7 @@ class Span:
         another order.
 
         >>> whole = Layout.replicated((8, 2), 2)
-        >>> Span(whole, 0, 3, 6).layout is Layout.replicated((3, 2), 2)
+        >>> IndexRange(whole, 0, 3, 6).layout is Layout.replicated((3, 2), 2)
         True
         """
         return _cut(self.whole, self.dimension, self.start, self.stop)[0]

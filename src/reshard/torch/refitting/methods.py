@@ -36,14 +36,14 @@ _EXCHANGED = "every rank has what it needs"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TensorMethod:
     """How one tensor moves: by a program, or in the exchange where there is none; and why."""
 
     program: Program | None = None
     why: str = ""
 
 
-IN_EXCHANGE = Chosen()
+BY_EXCHANGE = TensorMethod()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RefitMethods:
     method: str = "exchange"
     topology: Topology | None = None
 
-    def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[Chosen, ...]:
+    def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[TensorMethod, ...]:
         """The method of every tensor, in their order.
 
         Args:
@@ -70,7 +70,7 @@ class RefitMethods:
             LayoutError: a topology without a rank or link that is needed.
         """
         if self.method == "exchange":
-            return (IN_EXCHANGE,) * len(matches)
+            return (BY_EXCHANGE,) * len(matches)
         found: list[Program | str] = [self._program(one, staging_bytes) for one in matches]
         if self.method == "program":
             return self._forced(matches, found)
@@ -88,17 +88,17 @@ class RefitMethods:
         chosen = []
         for program in found:
             if isinstance(program, str):
-                chosen.append(Chosen(None, program))
+                chosen.append(TensorMethod(None, program))
                 continue
             is_chosen, ways = next(divided)
-            chosen.append(Chosen(program if is_chosen else None, self._told(ways, is_chosen)))
+            chosen.append(TensorMethod(program if is_chosen else None, self._told(ways, is_chosen)))
         return tuple(chosen)
 
     def _program(self, match: Match, staging_bytes: int) -> Program | str:
         """The program of a tensor; or why it has none, or none is looked for."""
         if match.is_transformed:
             return "a transform makes it"
-        if match.source_span is not None or match.target_span is not None:
+        if match.source_range is not None or match.target_range is not None:
             return "it is a piece of a fused tensor"
         if match.specs is None:
             return "a side of it is not a DTensor"
@@ -123,7 +123,7 @@ class RefitMethods:
 
     def _forced(
         self, matches: Sequence[Match], found: Sequence[Program | str]
-    ) -> tuple[Chosen, ...]:
+    ) -> tuple[TensorMethod, ...]:
         problems = [
             f"{match.name}: {program}"
             for match, program in zip(matches, found, strict=True)
@@ -137,7 +137,9 @@ class RefitMethods:
                 f"take method='auto':\n  {shown}" + (f"\n  ... {rest} more" if rest > 0 else "")
             )
         return tuple(
-            Chosen(None, program) if isinstance(program, str) else Chosen(program, "asked for")
+            TensorMethod(None, program)
+            if isinstance(program, str)
+            else TensorMethod(program, "asked for")
             for program in found
         )
 

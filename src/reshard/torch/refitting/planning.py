@@ -38,7 +38,7 @@ from reshard.torch.models.rosters import Roster, assemble
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Cast, Match, match_tensors
-from reshard.torch.refitting.methods import IN_EXCHANGE, Chosen, RefitMethods
+from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod
 from reshard.torch.refitting.transforms import Transform
 
 Planning = Literal["local", "centralized"]
@@ -55,10 +55,10 @@ class PartItem:
     """
 
     match: Match
-    plan: LayoutChange
+    change: LayoutChange
     transfers: Transfers
     batch: int
-    chosen: Chosen = IN_EXCHANGE
+    chosen: TensorMethod = BY_EXCHANGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +89,12 @@ class RefitPlan:
 
     matches: tuple[Match, ...]
     staging_bytes: int
-    methods: tuple[Chosen, ...] = ()
+    methods: tuple[TensorMethod, ...] = ()
 
     @cached_property
-    def moves(self) -> tuple[tuple[Match, Chosen], ...]:
+    def moves(self) -> tuple[tuple[Match, TensorMethod], ...]:
         """Every match and how it moves."""
-        methods = self.methods or (IN_EXCHANGE,) * len(self.matches)
+        methods = self.methods or (BY_EXCHANGE,) * len(self.matches)
         return tuple(zip(self.matches, methods, strict=True))
 
     @cached_property
@@ -178,7 +178,7 @@ def staging_limit_bytes(extra_bytes: int) -> int:
     return extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
-def staging_bytes(match: Match, chosen: Chosen = IN_EXCHANGE) -> int:
+def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
     """The most that a rank needs between source and target of a tensor.
 
     That is what it sends and receives of one that a transform makes; what is made at the source is
@@ -195,7 +195,7 @@ def staging_bytes(match: Match, chosen: Chosen = IN_EXCHANGE) -> int:
     return found_bytes
 
 
-def _needs_memory(match: Match, chosen: Chosen) -> bool:
+def _needs_memory(match: Match, chosen: TensorMethod) -> bool:
     return match.is_transformed or (chosen.program is not None and staging_bytes(match, chosen) > 0)
 
 

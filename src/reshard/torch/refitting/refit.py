@@ -25,11 +25,11 @@ from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, check_member, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
-from reshard.torch.models.megatron_groups import Given
+from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.naming import Naming, tied_root
-from reshard.torch.models.parameters import Listing, Model, check_memory, list_tensors
+from reshard.torch.models.parameters import LocalTensors, Model, check_memory, list_tensors
 from reshard.torch.programs.methods import METHODS, topology_problem
-from reshard.torch.refitting.batches import Stages
+from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Cast, Match
 from reshard.torch.refitting.methods import RefitMethods
 from reshard.torch.refitting.planning import Matching, Planning, PlanningReport, RefitPart, planned
@@ -46,17 +46,17 @@ class Refit:
     """
 
     def __init__(
-        self, prepared: _Prepared, stages: Stages, group: dist.ProcessGroup | None
+        self, prepared: _Prepared, batches: RefitBatches, group: dist.ProcessGroup | None
     ) -> None:
         self._prepared = prepared
         self._group = group
-        self._stages = stages
+        self._batches = batches
         self.report = prepared.report
         self.is_usable = True
         self.tensors = len({item.match.target_name for item in prepared.part.items})
-        self.sent_bytes = stages.sent_bytes
-        self.received_bytes = stages.received_bytes
-        self.extra_bytes = stages.extra_bytes
+        self.sent_bytes = batches.sent_bytes
+        self.received_bytes = batches.received_bytes
+        self.extra_bytes = batches.extra_bytes
 
     @classmethod
     def prepare(
@@ -141,7 +141,7 @@ class Refit:
         if method not in METHODS:
             problem = f"method={method!r}; it is one of {', '.join(map(repr, METHODS))}"
         problem = problem or topology_problem(topology)
-        given = Given.of(source, target, num_experts)
+        given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
         source, target = given.named(notes, group)
@@ -155,11 +155,11 @@ class Refit:
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
         prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
-        stages, problem = prepared.stages(group)
+        batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": part.digest.encode()}, problem), group)
-        if stages is None:
+        if batches is None:
             raise RunError("nothing was moved: no messages could be prepared")
-        return cls(prepared, stages, group)
+        return cls(prepared, batches, group)
 
     def run(self) -> None:
         """Fill the target with what the source has now. All ranks of the group call this.
@@ -174,7 +174,7 @@ class Refit:
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.
             with torch.inference_mode():
-                self._stages.run()
+                self._batches.run()
         except BaseException as error:
             for tensor in self._prepared.after.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
@@ -210,10 +210,10 @@ class Refit:
 
         All ranks of the group call this. Raises RunError on all where one cannot.
         """
-        stages, problem = self._prepared.stages(group)
+        batches, problem = self._prepared.prepare_batches(group)
         agree(Intent({"refit": self._prepared.part.digest.encode()}, problem), group)
-        if stages is not None:
-            self._stages, self._group = stages, group
+        if batches is not None:
+            self._batches, self._group = batches, group
             self.is_usable = True
 
 
@@ -263,13 +263,15 @@ class _Prepared:
     """What one rank has and does, kept for every run."""
 
     part: RefitPart
-    before: Listing
-    after: Listing
+    before: LocalTensors
+    after: LocalTensors
     transforms: Mapping[str, Transform]
     extra_bytes: int
     report: PlanningReport
 
-    def stages(self, group: dist.ProcessGroup | None) -> tuple[Stages | None, str | None]:
+    def prepare_batches(
+        self, group: dist.ProcessGroup | None
+    ) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""
         try:
             devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
@@ -280,7 +282,7 @@ class _Prepared:
             for item in self.part.items:
                 if item.match.made_at == "target" and item.match.made_of in self.after.locals:
                     self._check_transform(item.match)
-            stages = Stages(
+            batches = RefitBatches(
                 self.part,
                 self.before.locals,
                 self.after.locals,
@@ -294,11 +296,11 @@ class _Prepared:
         except Exception as error:
             # Memory that is not there, a transform of the user's: the other ranks wait for this.
             return None, f"{type(error).__name__}: {error}"
-        return stages, None
+        return batches, None
 
     def _check_transform(self, match: Match) -> None:
         name, held = match.made_of, self.after.locals
         transform = self.transforms[name]
         made = {one: held[one] for one in transform.outputs(name) if one in held}
-        whole = match.target if match.target_span is None else match.target_span.whole
+        whole = match.target if match.target_range is None else match.target_range.whole
         transform.check(name, whole, dist.get_rank(), made)

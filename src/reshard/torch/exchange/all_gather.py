@@ -1,0 +1,189 @@
+"""All-gathers of shards within a process group, in little memory.
+
+A collective takes dense memory, so pieces are packed and unpacked, a limited part of them at a
+time. While one round travels the next one is packed, in the other half of the memory::
+
+    round        0          1          2
+    pack      |  a0  |   |  a1  |  |  a2  |
+    travel           |-- a0 --|-- a1 --|-- a2 --|
+    unpack                    |  b0  |  |  b1  |   |  b2  |
+
+What a rank sends is cut into messages (`messages`), and the number of a message is its round. The
+change of the group's layouts tells every rank how many rounds there are, and how large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.geometry.layout_change import LayoutChange
+from reshard.torch.exchange.exchange import message_bytes_of
+from reshard.torch.exchange.messages import (
+    Message,
+    Piece,
+    RankPieces,
+    RankTransfers,
+    in_order,
+    pack_messages,
+)
+
+_ROUNDS_AHEAD = 2
+# Newer releases of torch have it by another name.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def is_all_gather(change: LayoutChange) -> bool:
+    """Whether every rank sends its shard, whole, to all others alike."""
+    if change.source.contributions > 1:
+        return False
+    rows = change.transfers.moving
+    by_sender: dict[int, dict[int, list[Any]]] = {}
+    for row in in_order(rows):
+        to = by_sender.setdefault(int(rows.source_slot[row]), {})
+        box = (rows.source_start[row].tolist(), rows.shape[row].tolist())
+        to.setdefault(int(rows.target_slot[row]), []).append(box)
+    receivers = set(rows.target_slot.tolist())
+    for sender, to in by_sender.items():
+        boxes = list(to.values())
+        if set(to) != receivers - {sender} or any(one != boxes[0] for one in boxes):
+            return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """A round under way, and the pieces to be copied from its memory once it is there."""
+
+    work: Any
+    arriving: list[tuple[Piece, torch.Tensor]]
+
+    def complete(self) -> None:
+        self.work.wait()
+        for piece, part in self.arriving:
+            piece.view.copy_(part)
+
+
+class AllGather:
+    """The pieces of one tensor within a group of ranks, by one all-gather a round.
+
+    `extra_bytes` is the memory it packs into.
+
+    Args:
+        tensor: this rank's transfers; their change is that of the group (`is_all_gather`).
+        rank: this one.
+        group: the process group of these ranks.
+        dtype: of the tensor.
+        device: where the memory to pack into is.
+        extra_bytes: the most of that memory; the same on all ranks.
+
+    Raises:
+        UsageError: a limit too small for any message.
+    """
+
+    def __init__(
+        self,
+        tensor: RankTransfers,
+        rank: int,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        extra_bytes: int,
+    ) -> None:
+        self._group = group
+        # In the order of the process group, which is not the mesh's.
+        self._members = dist.get_process_group_ranks(group)
+        # One part more than others, for what this rank sends.
+        most_bytes = message_bytes_of(extra_bytes, len(self._members))
+        pieces = RankPieces()
+        pieces.add(tensor, rank)
+        self._local = pieces.local.get(0, [])
+        # The same for every other rank.
+        own = next(iter(pieces.sent.values()), [])
+        self._sent = _list_rounds(own, rank, True, most_bytes)
+        self._received = {
+            sender: _list_rounds(of_sender, sender, False, most_bytes)
+            for (_, sender), of_sender in pieces.received.items()
+        }
+        sizes = [
+            _size_messages(shapes, dtype, most_bytes)
+            for shapes in _find_shapes(tensor.change).values()
+        ]
+        rounds = max(map(len, sizes), default=0)
+        # Ranks whose shard is smaller than others' send as much, of which the rest is nothing.
+        self._sizes = [max(of[n] for of in sizes if n < len(of)) for n in range(rounds)]
+        part_bytes = max(self._sizes, default=0)
+        self._half_bytes = (len(self._members) + 1) * part_bytes
+        self.extra_bytes = self._half_bytes * min(rounds, _ROUNDS_AHEAD)
+        self._memory = torch.empty(self.extra_bytes, dtype=torch.uint8, device=device)
+
+    def run(self) -> None:
+        """Carry all rounds out. All ranks of the group call this."""
+        for one in self._local:
+            one.target.copy_(one.source)
+        before: _Round | None = None
+        for number, size_bytes in enumerate(self._sizes):
+            following = self._post(number, size_bytes)
+            if before is not None:
+                before.complete()
+            before = following
+        if before is not None:
+            before.complete()
+
+    def _post(self, number: int, size_bytes: int) -> _Round:
+        begin = number % _ROUNDS_AHEAD * self._half_bytes
+        memory = self._memory[begin : begin + (len(self._members) + 1) * size_bytes]
+        out, into = memory[:size_bytes], memory[size_bytes:]
+        for message in self._sent[number : number + 1]:
+            for piece, part in _place_pieces(message, out):
+                part.copy_(piece.view)
+        work = _ALL_GATHER(into, out, self._group, async_op=True)
+        arriving: list[tuple[Piece, torch.Tensor]] = []
+        for position, rank in enumerate(self._members):
+            for message in self._received.get(rank, [])[number : number + 1]:
+                arriving += _place_pieces(message, into[position * size_bytes :])
+        return _Round(work, arriving)
+
+
+def _list_rounds(
+    pieces: Sequence[Piece], peer: int, is_sent: bool, most_bytes: int
+) -> list[Message]:
+    """What goes to all others, or comes from one, round by round."""
+    return [
+        Message((number,), 0, peer, is_sent, tuple(together))
+        for number, together in enumerate(pack_messages(pieces, most_bytes))
+    ]
+
+
+def _place_pieces(message: Message, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+    """Each piece of a message with its part of the memory."""
+    found = []
+    for piece, low in zip(message.pieces, message.offsets, strict=False):
+        part = memory[low : low + piece.size_bytes]
+        found.append((piece, part.view(piece.dtype).view(piece.view.shape)))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
+    """By sender and receiver: the shapes of the pieces in their order."""
+    rows = change.transfers.moving
+    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for row in in_order(rows):
+        key = int(rows.source_slot[row]), int(rows.target_slot[row])
+        found.setdefault(key, []).append(tuple(rows.shape[row].tolist()))
+    return {key: tuple(shapes) for key, shapes in found.items()}
+
+
+@lru_cache(maxsize=4096)
+def _size_messages(shapes: _Shapes, dtype: torch.dtype, most_bytes: int) -> tuple[int, ...]:
+    """The bytes of each message that pieces of these shapes travel in."""
+    pieces = [Piece(torch.empty(shape, dtype=dtype, device="meta"), dtype) for shape in shapes]
+    return tuple(one.offsets[-1] for one in _list_rounds(pieces, 0, True, most_bytes))
