@@ -35,7 +35,7 @@ from reshard.errors import RunError, ShardError, UsageError
 from reshard.plans.plan import Plan
 from reshard.recipes.library import load_recipe
 from reshard.torch import BlockQuantized, Cast, Refit, by_recipe, refit
-from reshard.torch.exchange.metadata import gather, scatter
+from reshard.torch.exchange.agreement import gather, scatter
 
 TP = {name: [Shard("tp" not in CUTS[name].split(",")[0])] for name in CUTS}
 TP["norm"] = [Replicate()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.notation.objects import sharding_of
 from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
+from reshard.plans.schedule.messages import limit_message_bytes
 from reshard.topology import Topology
 from reshard.torch.exchange.agreement import (
     Intent,
@@ -39,7 +40,7 @@ from reshard.torch.exchange.agreement import (
     run_errors,
 )
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange, message_bytes_of
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import Method, method_digest, program_back, program_for
@@ -52,6 +53,17 @@ from reshard.torch.sides import (
     shape_of,
 )
 from reshard.torch.usability import is_usable, mark_unusable, mark_usable
+
+
+class RedistributionOptions(TypedDict, total=False):
+    """Keywords of `redistribute` that do not describe the tensor; see there."""
+
+    out: torch.Tensor | None
+    group: dist.ProcessGroup | None
+    async_op: bool
+    extra_bytes: int
+    method: Method
+    topology: Topology | None
 
 
 class Redistribution:
@@ -424,7 +436,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     if request.wants_gradient:
         backward_sides(change, before)
     _check_ranks(change, group)
-    message_bytes_of(request.extra_bytes)
+    limit_message_bytes(request.extra_bytes)
     own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
     local = _find_target_local(request.out, after, dtype, own, device)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import PlanError
 from reshard.layout import Layout
+from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.messages import (
-    ALIGNMENT_BYTES,
     Message,
     Piece,
     RankTransfers,

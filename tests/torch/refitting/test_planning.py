@@ -11,16 +11,16 @@ torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
 from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
-from reshard.torch.refitting.planning import Matching, plan_or_error  # noqa: E402
+from reshard.torch.refitting.planning import RefitPlanner, plan_or_error  # noqa: E402
 
 
 def rosters(*entries: list[Entry]) -> dict[int, Roster]:
     return {rank: Roster(tuple(of)) for rank, of in enumerate(entries)}
 
 
-def matching(**options: object) -> Matching:
+def matching(**options: object) -> RefitPlanner:
     chosen = {"ties": {}, "cast": False, "strict": True, "transforms": {}, "extra_bytes": 1024}
-    return Matching(**(chosen | options))  # type: ignore[arg-type]
+    return RefitPlanner(**(chosen | options))  # type: ignore[arg-type]
 
 
 A, B, C = (Entry(name, "int8", (2,)) for name in "abc")

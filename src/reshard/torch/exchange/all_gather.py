@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from reshard.geometry.layout_change import LayoutChange
-from reshard.torch.exchange.exchange import message_bytes_of
+from reshard.plans.schedule.messages import limit_message_bytes, order_transfers
 from reshard.torch.exchange.messages import (
     Message,
     Piece,
     RankPieces,
     RankTransfers,
-    in_order,
     pack_messages,
 )
 
@@ -46,7 +45,7 @@ def is_all_gather(change: LayoutChange) -> bool:
         return False
     rows = change.transfers.moving
     by_sender: dict[int, dict[int, list[Any]]] = {}
-    for row in in_order(rows):
+    for row in order_transfers(rows):
         to = by_sender.setdefault(int(rows.source_slot[row]), {})
         box = (rows.source_start[row].tolist(), rows.shape[row].tolist())
         to.setdefault(int(rows.target_slot[row]), []).append(box)
@@ -101,7 +100,7 @@ class AllGather:
         # In the order of the process group, which is not the mesh's.
         self._members = dist.get_process_group_ranks(group)
         # One part more than others, for what this rank sends.
-        most_bytes = message_bytes_of(extra_bytes, len(self._members))
+        most_bytes = limit_message_bytes(extra_bytes, len(self._members))
         pieces = RankPieces()
         pieces.add(tensor, rank)
         self._local = pieces.local.get(0, [])
@@ -176,7 +175,7 @@ def _find_shapes(change: LayoutChange) -> dict[tuple[int, int], _Shapes]:
     """By sender and receiver: the shapes of the pieces in their order."""
     rows = change.transfers.moving
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for row in in_order(rows):
+    for row in order_transfers(rows):
         key = int(rows.source_slot[row]), int(rows.target_slot[row])
         found.setdefault(key, []).append(tuple(rows.shape[row].tolist()))
     return {key: tuple(shapes) for key, shapes in found.items()}

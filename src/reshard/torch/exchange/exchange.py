@@ -35,32 +35,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import RunError, UsageError
+from reshard.errors import RunError
+from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, limit_message_bytes
 from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
 from reshard.torch.exchange.messages import (
-    ALIGNMENT_BYTES,
     LocalCopy,
     Message,
     Piece,
     RankMessages,
     RankTransfers,
-    aligned,
     cells_of,
     list_messages,
 )
 
 DEFAULT_EXTRA_BYTES = 64 << 20
-# The most bytes of a message. Smaller ones would be in a nearer cache when they are sent or
-# unpacked, but gloo takes about 0.1 ms of processor time for each.
-MESSAGE_BYTES = 1 << 22
 # How many are under way in each direction. Fewer are packed ahead: then they are still in a cache.
 _MESSAGES_AHEAD = 4
 _PACKED_AHEAD = 2
 # As many go to one rank before others do: threads that wait for messages wake up less often. They
 # are still packed when the next rank's turn comes, which may be sent the same.
 _IN_A_TURN = _PACKED_AHEAD
-# The fewest messages that have to fit in a limit: two in each direction.
-_LEAST_MESSAGES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -99,26 +93,6 @@ class _Step:
         return not all(before.is_done for before in self.follows)
 
 
-def message_bytes_of(extra_bytes: int, peers: int = 1) -> int:
-    """The most bytes of a message, so that enough of them for `peers` fit in a limit.
-
-    Raises:
-        UsageError: a limit that has no room for the smallest messages.
-
-    >>> message_bytes_of(64 << 20) == MESSAGE_BYTES
-    True
-    >>> message_bytes_of(100)
-    16
-    """
-    each = extra_bytes // (_LEAST_MESSAGES * max(peers, 1)) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    if each < ALIGNMENT_BYTES:
-        least = _LEAST_MESSAGES * max(peers, 1) * ALIGNMENT_BYTES
-        raise UsageError(
-            f"extra_bytes={extra_bytes}: too little to send and receive with; give at least {least}"
-        )
-    return min(each, MESSAGE_BYTES)
-
-
 class Exchange:
     """The messages of one rank, prepared to run any number of times.
 
@@ -154,7 +128,7 @@ class Exchange:
         self._device = device
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
         peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
-        message_bytes = message_bytes_of(extra_bytes, peers)
+        message_bytes = limit_message_bytes(extra_bytes, peers)
         found = list_messages(
             tensors,
             rank,
@@ -347,7 +321,7 @@ class _Slots:
         device: torch.device,
         memory: torch.Tensor | None,
     ) -> None:
-        staged = [aligned(m.offsets[-1]) for m in messages if m.direct is None]
+        staged = [align(m.offsets[-1]) for m in messages if m.direct is None]
         self._slot_bytes = max(staged, default=0)
         room = most_bytes // self._slot_bytes if staged else 0
         self._count = min(len(staged), room, most)

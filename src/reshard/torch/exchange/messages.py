@@ -1,22 +1,13 @@
-"""Messages of one rank: which pieces of tensors travel together, and in which order.
+"""Messages of one rank: the views of its tensors that travel together, or stay.
 
-Both ends of a message list its pieces in the same way, so nothing but elements is sent::
+Both ends of a message list its pieces in the same way (`reshard.plans.schedule.messages`)::
 
     rank 0   pack |p q r| ---- one message for small pieces ---->  | unpack   rank 1
                   | P.. | ---- a large piece, part by part ------> | in place where it is
                                                                    dense in the target
 
-1. The pieces between two ranks are taken in the order of their place in the tensor.
-2. A piece larger than a message is cut along its leading dimensions, so that each part is dense
-   wherever the piece is. Small pieces are packed together, each at an aligned place.
-3. All messages of the exchange have one order, which both ends of each know: contributions by
-   their order of combination, then the first few of all pairs before the next of any, then those
-   to the next rank before those to the one behind it. Ranks that treat theirs in this order,
-   with room for one at least, never wait for each other in a ring.
-4. Where the contributions to every region are cut alike (`are_cut_alike`), all of a region travel
-   before the next region does, so that it is combined while it is in a cache::
-
-       order of messages    region 0 of ranks 1, 2, 3 | region 1 of ranks 1, 2, 3 | ...
+A large piece is cut along its leading dimensions, so that each part is dense wherever the piece
+is.
 """
 
 from __future__ import annotations
@@ -34,11 +25,8 @@ from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.local_copies import SMALL_PIECE_BYTES
 from reshard.plans.plan import Plan
-
-# Every piece in a packed message begins where any dtype may.
-ALIGNMENT_BYTES = 16
+from reshard.plans.schedule.messages import align, group_pieces, order_message, order_transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +106,7 @@ class Message:
     def offsets(self) -> list[int]:
         """Where each piece begins, and last where the message ends, in bytes."""
         sizes = [piece.size_bytes for piece in self.pieces]
-        begins = list(itertools.accumulate(map(aligned, sizes[:-1]), initial=0))
+        begins = list(itertools.accumulate(map(align, sizes[:-1]), initial=0))
         return [*begins, begins[-1] + sizes[-1]]
 
     @property
@@ -180,7 +168,7 @@ class RankPieces:
         change, rows = tensor.change, tensor.received
         sources = cells_of(change.source, rank, tensor.source)
         targets = cells_of(change.target, rank, tensor.target)
-        for row in in_order(rows):
+        for row in order_transfers(rows):
             order = int(rows.order[row])
             reduction = (change.source.reduction or "sum") if order else None
             shape = rows.shape[row]
@@ -193,7 +181,7 @@ class RankPieces:
                 travels = tensor.dtype or view.dtype
                 self.received.setdefault(at, []).append(Piece(view, travels, reduction))
         rows = tensor.sent
-        for row in in_order(rows):
+        for row in order_transfers(rows):
             view = _view(sources, rows.source_cell[row], rows.source_start[row], rows.shape[row])
             at = (int(rows.order[row]), int(rows.target_slot[row]))
             travels = tensor.dtype or view.dtype
@@ -225,12 +213,9 @@ def list_messages(
     for is_sent, by_peer in ((True, pieces.sent), (False, pieces.received)):
         for (order, peer), of_pair in by_peer.items():
             sender, receiver = (rank, peer) if is_sent else (peer, rank)
-            shift = (receiver - sender) % ranks
-            for number, together in enumerate(pack_messages(of_pair, message_bytes)):
-                key: tuple[int, ...] = (order, number // in_a_turn, shift, number, sender)
-                if by_region:
-                    key = (number, order, shift, sender)
-                messages.append(Message(key, order, peer, is_sent, tuple(together)))
+            for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
+                key = order_message(order, number, sender, receiver, ranks, in_a_turn, by_region)
+                messages.append(Message(key, order, peer, is_sent, tuple(pieces_of)))
     messages.sort(key=lambda message: message.key)
     copies = tuple(pieces.local.pop(0, ()))
     combinations = []
@@ -244,47 +229,14 @@ def list_messages(
     return RankMessages(tuple(messages), copies, tuple(combinations))
 
 
-@functools.lru_cache(maxsize=256)
-def are_cut_alike(change: LayoutChange) -> bool:
-    """Whether each rank gets the same boxes of every contribution, each from one rank.
-
-    Messages of one number then carry the same region of all contributions.
-    """
-    rows = change.transfers
-    boxes: dict[int, dict[int, list[Any]]] = {}
-    senders: set[tuple[int, int, int]] = set()
-    for row in in_order(rows):
-        order, receiver = int(rows.order[row]), int(rows.target_slot[row])
-        box = (int(rows.target_cell[row]), rows.start[row].tolist(), rows.shape[row].tolist())
-        boxes.setdefault(receiver, {}).setdefault(order, []).append(box)
-        senders.add((receiver, order, int(rows.source_slot[row])))
-    orders = len(set(rows.order.tolist()))
-    is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
-    by_order = {(receiver, order) for receiver, order, _ in senders}
-    by_sender = {(receiver, sender) for receiver, _, sender in senders}
-    return is_alike and len(by_order) == len(by_sender) == len(senders)
-
-
 def pack_messages(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each message between two ranks; it follows from their shapes alone."""
-    large_bytes = min(SMALL_PIECE_BYTES, message_bytes)
-    together: list[Piece] = []
-    filled_bytes = 0
-    for piece in pieces:
-        size_bytes = piece.size_bytes
-        if size_bytes >= large_bytes:
-            continue
-        if filled_bytes + size_bytes > message_bytes:
-            yield together
-            together, filled_bytes = [], 0
-        together.append(piece)
-        filled_bytes += aligned(size_bytes)
-    if together:
-        yield together
-    for piece in pieces:
-        if piece.size_bytes >= large_bytes:
-            for part in piece.parts(message_bytes):
-                yield [part]
+    together, alone = group_pieces([piece.size_bytes for piece in pieces], message_bytes)
+    for numbers in together:
+        yield [pieces[number] for number in numbers]
+    for number in alone:
+        for part in pieces[number].parts(message_bytes):
+            yield [part]
 
 
 def cut(
@@ -335,11 +287,6 @@ def _cut_like_messages(
         )
 
 
-def aligned(size_bytes: int) -> int:
-    """The next multiple of the alignment."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int, torch.Tensor]:
     """The tensor of every cell a rank has: its whole local one, or stretches of the flat one."""
     if local is None or not 0 <= rank < layout.slots:
@@ -358,13 +305,6 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
 def transfers_of(change: LayoutChange, dtype: DType, rank: int) -> Transfers:
     """What a rank receives, keeps and sends. Training loops redistribute alike again and again."""
     return Plan(change.source, change.target, dtype).for_rank(rank)
-
-
-def in_order(rows: Transfers) -> list[int]:
-    """The rows in the order both ends of a message list them."""
-    columns = [rows.target_cell, rows.source_cell, rows.order, *rows.start.T[::-1]]
-    order: list[int] = np.lexsort(columns).tolist()
-    return order
 
 
 def _view(

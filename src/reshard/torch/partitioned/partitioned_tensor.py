@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from reshard.cut_rules import ceil_sizes
 from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.notation.dtensor.partitioned import PartitionedShard
+from reshard.plans.schedule.messages import limit_message_bytes
 from reshard.torch.exchange.agreement import Intent, agree
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, message_bytes_of
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.partitioned.partitions import (
     AxisRanks,
     PartitionOwners,
@@ -43,7 +44,7 @@ from reshard.torch.partitioned.partitions import (
     exchange_splits,
     gather_splits,
 )
-from reshard.torch.redistribution import redistribute
+from reshard.torch.redistribution import RedistributionOptions, redistribute
 from reshard.torch.sides import Description
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -245,7 +246,7 @@ class PartitionedTensor:
         return found
 
     @_called
-    def redistribute(self, target: Description, **options: Any) -> Any:
+    def redistribute(self, target: Description, **options: Unpack[RedistributionOptions]) -> Any:
         """The whole tensor in another layout, by `reshard.torch.redistribute`.
 
         `options` are those of `redistribute`; its `group` is the mesh's, where none is given.
@@ -311,7 +312,7 @@ class PartitionedTensor:
         }
         problem = None
         try:
-            message_bytes_of(extra_bytes)
+            limit_message_bytes(extra_bytes)
         except ReshardError as error:
             problem = f"{type(error).__name__}: {error}"
         digests = {

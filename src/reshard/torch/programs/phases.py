@@ -33,7 +33,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.torch.exchange.messages import RankTransfers, aligned, are_cut_alike, transfers_of
+from reshard.plans.schedule.messages import align, are_cut_alike
+from reshard.torch.exchange.messages import RankTransfers, transfers_of
 
 Kind = Literal["local", "exchange", "all-gather"]
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -131,7 +132,7 @@ class RankPhases:
 def between_bytes(program: Program, itemsize_bytes: int) -> int:
     """Bytes between source and target of a program all of whose shards are kept to the end."""
     found = phases_of(program, program.source.mesh.devices[0])
-    return sum(aligned(elements * itemsize_bytes) for elements in found.own_elements)
+    return sum(align(elements * itemsize_bytes) for elements in found.own_elements)
 
 
 @lru_cache(maxsize=256)

@@ -37,9 +37,10 @@ import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.errors import RunError
+from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.torch.exchange.all_gather import AllGather, is_all_gather
 from reshard.torch.exchange.exchange import Exchange
-from reshard.torch.exchange.messages import ALIGNMENT_BYTES, RankTransfers
+from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import Phase, ShardBuffers, phases_of
 
 # What the smallest messages of any phase need, for each rank of the group.

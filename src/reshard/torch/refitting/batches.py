@@ -30,9 +30,10 @@ import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
+from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import Exchange
-from reshard.torch.exchange.messages import RankTransfers, aligned
+from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
 from reshard.torch.refitting.members import IndexRange
@@ -62,7 +63,7 @@ class _Arena:
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A dense tensor."""
         begin, size_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
-        self._used_bytes += aligned(size_bytes)
+        self._used_bytes += align(size_bytes)
         return self.memory[begin : begin + size_bytes].view(dtype).view(tuple(shape))
 
 

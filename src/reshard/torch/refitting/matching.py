@@ -98,7 +98,7 @@ def match_tensors(
         strict: whether a source that serves no target is a problem.
         transforms: what makes a target of other elements, by its name.
     """
-    found = _Matching(source, target, ties, cast, transforms)
+    found = _Matcher(source, target, ties, cast, transforms)
     found.run()
     if strict:
         found.problems += [f"{name}: in the source only" for name in found.unused()]
@@ -106,7 +106,7 @@ def match_tensors(
 
 
 @dataclass(slots=True)
-class _Matching:
+class _Matcher:
     source: Mapping[str, ModelTensor]
     target: Mapping[str, ModelTensor]
     ties: Mapping[str, str]

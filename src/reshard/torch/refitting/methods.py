@@ -1,4 +1,4 @@
-"""By which method does each tensor of a refit move: in the exchange of all, or by a program?
+"""Methods of a refit's tensors: each moves in the exchange of all, or by a program.
 
 1. `"exchange"`: all in one exchange.
 2. `"program"`: every tensor by the collectives that `find_program` finds. Those that have none are
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from reshard.collectives.division import Ways, divide
 from reshard.collectives.program import Program
@@ -29,6 +30,7 @@ from reshard.torch.programs.methods import assumed_topology
 from reshard.torch.programs.phases import between_bytes
 from reshard.torch.refitting.matching import Match
 
+RefitMethod = Literal["auto", "exchange", "program"]
 _SHOWN = 20
 # On any backend the steps are messages of one exchange, as many as this library's.
 _RUN_AS = "gloo"
@@ -55,7 +57,7 @@ class RefitMethods:
         topology: the hosts of the ranks and the links between them, where known.
     """
 
-    method: str = "exchange"
+    method: RefitMethod = "exchange"
     topology: Topology | None = None
 
     def of(self, matches: Sequence[Match], staging_bytes: int) -> tuple[TensorMethod, ...]:
@@ -71,9 +73,9 @@ class RefitMethods:
         """
         if self.method == "exchange":
             return (BY_EXCHANGE,) * len(matches)
-        found: list[Program | str] = [self._program(one, staging_bytes) for one in matches]
+        found: list[Program | str] = [self._find_program(one, staging_bytes) for one in matches]
         if self.method == "program":
-            return self._forced(matches, found)
+            return self._require_programs(matches, found)
         tensors = [
             (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
             for match, program in zip(matches, found, strict=True)
@@ -91,10 +93,12 @@ class RefitMethods:
                 chosen.append(TensorMethod(None, program))
                 continue
             is_chosen, ways = next(divided)
-            chosen.append(TensorMethod(program if is_chosen else None, self._told(ways, is_chosen)))
+            chosen.append(
+                TensorMethod(program if is_chosen else None, self._explain(ways, is_chosen))
+            )
         return tuple(chosen)
 
-    def _program(self, match: Match, staging_bytes: int) -> Program | str:
+    def _find_program(self, match: Match, staging_bytes: int) -> Program | str:
         """The program of a tensor; or why it has none, or none is looked for."""
         if match.is_transformed:
             return "a transform makes it"
@@ -121,7 +125,7 @@ class RefitMethods:
             )
         return program
 
-    def _forced(
+    def _require_programs(
         self, matches: Sequence[Match], found: Sequence[Program | str]
     ) -> tuple[TensorMethod, ...]:
         problems = [
@@ -143,7 +147,7 @@ class RefitMethods:
             for program in found
         )
 
-    def _told(self, ways: Ways, is_chosen: bool) -> str:
+    def _explain(self, ways: Ways, is_chosen: bool) -> str:
         """Why a tensor that has a program moves by it, or does not."""
         if self.topology is None:
             by_exchange, by_program = (

@@ -31,8 +31,8 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
-from reshard.torch.exchange.messages import ALIGNMENT_BYTES, aligned
-from reshard.torch.exchange.metadata import gather, scatter
+from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
+from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.models.naming import fitting
 from reshard.torch.models.rosters import Roster, assemble
 from reshard.torch.programs.methods import method_digest
@@ -125,20 +125,15 @@ class RefitPlan:
                 name = one.made_of or one.name
                 needed_bytes[name] = needed_bytes.get(name, 0) + staging_bytes(one, chosen)
         # All pieces of what one transform makes are there at once.
-        batch_of: dict[str, int] = {}
-        number, filled_bytes = DIRECT, 0
         for name, size_bytes in needed_bytes.items():
             if size_bytes > self.staging_bytes:
                 raise UsageError(
                     f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
-            if number == DIRECT or filled_bytes + size_bytes > self.staging_bytes:
-                number, filled_bytes = number + 1, 0
-            filled_bytes += size_bytes
-            batch_of[name] = number
+        batch_of = fill_batches(needed_bytes, self.staging_bytes)
         return tuple(
-            batch_of[one.made_of or one.name] if _needs_memory(one, chosen) else DIRECT
+            DIRECT + 1 + batch_of[one.made_of or one.name] if _needs_memory(one, chosen) else DIRECT
             for one, chosen in self.moves
         )
 
@@ -191,7 +186,7 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
     for layout in (match.source, match.target)[: 1 if match.made_at == "source" else 2]:
         elements = np.zeros(layout.slots, dtype=np.int64)
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
-        found_bytes += aligned(int(elements.max(initial=0)) * itemsize)
+        found_bytes += align(int(elements.max(initial=0)) * itemsize)
     return found_bytes
 
 
@@ -234,7 +229,7 @@ class PlanningReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Matching:
+class RefitPlanner:
     """How both models are compared: the same on every rank."""
 
     ties: Mapping[str, str]
@@ -287,8 +282,8 @@ def _names(rosters: Mapping[int, Roster]) -> set[str]:
     return {entry.name for roster in rosters.values() for entry in roster.entries}
 
 
-def planned(
-    matching: Matching,
+def plan_part(
+    matching: RefitPlanner,
     before: Roster,
     after: Roster,
     planning: Planning,
@@ -330,12 +325,12 @@ def planned(
         time.perf_counter() - begun_s,
         tuple(made["source"]),
         made["target"],
-        *_methods_told(part),
+        *_report_methods(part),
     )
     return part, report
 
 
-def _methods_told(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
+def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
     """What moves by programs, and why the rest does not, by name."""
     programs, exchanged = dict[str, str](), dict[str, str]()
     for one in part.items:
@@ -348,7 +343,7 @@ def _methods_told(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def plan_or_error(
-    matching: Matching, rosters: Mapping[int, tuple[Roster, Roster]]
+    matching: RefitPlanner, rosters: Mapping[int, tuple[Roster, Roster]]
 ) -> RefitPlan | ReshardError:
     """The plan of both models, or why there is none; every rank that waits for it is told."""
     try:

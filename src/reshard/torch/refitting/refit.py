@@ -1,14 +1,14 @@
-"""How does a model in one layout fill another, between the ranks of a running job, again and again?
+"""Refits: a model in one layout fills another, between the ranks of a running job, repeatedly.
 
 A trainer's weights move into the inference engine's, in place:
 
-1. every rank lists what it has of both models (`parameters`), and learns what the others have
-   (`rosters`, `metadata`);
-2. names, shapes and types are compared (`matching`); all that does not fit is one error, on
-   every rank, before anything is written;
-3. the tensors are one job; each rank has its part of it (`refit_planning`, `refit_parts`), and
-   prepares memory and messages once (`refit_stages`);
-4. a run sends and receives. All ranks confirm its end: where one fails, all raise, and the
+1. Every rank lists what it has of both models (`models.parameters`), and learns what the others
+   have (`models.rosters`, `exchange.agreement`).
+2. Names, shapes and types are compared (`matching`); all that does not fit is one error, on
+   every rank, before anything is written.
+3. The tensors are one job; each rank has its part of it (`planning`), and prepares memory and
+   messages once (`batches`).
+4. A run sends and receives. All ranks confirm its end: where one fails, all raise, and the
    target counts as not usable.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,36 @@ from reshard.torch.models.parameters import LocalTensors, Model, check_memory, l
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import RefitBatches
 from reshard.torch.refitting.matching import Cast, Match
-from reshard.torch.refitting.methods import RefitMethods
-from reshard.torch.refitting.planning import Matching, Planning, PlanningReport, RefitPart, planned
+from reshard.torch.refitting.methods import RefitMethod, RefitMethods
+from reshard.torch.refitting.planning import (
+    Planning,
+    PlanningReport,
+    RefitPart,
+    RefitPlanner,
+    plan_part,
+)
 from reshard.torch.refitting.transforms import Transform
 from reshard.torch.usability import is_usable, mark_unusable, mark_usable
+
+
+class RefitOptions(TypedDict, total=False):
+    """The keywords of `refit`, which are those of `Refit.prepare`; see there."""
+
+    source_names: Naming | None
+    target_names: Naming | None
+    ties: Mapping[str, str] | None
+    stacks: Mapping[str, str] | None
+    num_experts: int | None
+    cast: Cast
+    strict: bool
+    source_offset: int
+    target_offset: int
+    transforms: Mapping[str, Transform] | None
+    planning: Planning
+    method: RefitMethod
+    topology: Topology | None
+    extra_bytes: int
+    group: dist.ProcessGroup | None
 
 
 class Refit:
@@ -75,7 +101,7 @@ class Refit:
         target_offset: int = 0,
         transforms: Mapping[str, Transform] | None = None,
         planning: Planning = "local",
-        method: str = "auto",
+        method: RefitMethod = "auto",
         topology: Topology | None = None,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         group: dist.ProcessGroup | None = None,
@@ -127,15 +153,15 @@ class Refit:
             "method": method,
             "topology": topology.interning_key() if isinstance(topology, Topology) else topology,
             "extra_bytes": extra_bytes,
-            "ties": _in_order(ties),
+            "ties": _sort_table(ties),
             "stacks": stacks,
             "num_experts": num_experts,
-            "cast": _in_order(cast),
+            "cast": _sort_table(cast),
             "strict": strict,
             "transforms": transforms,
         }
-        problem = _problem_of(ties or {}, transforms or {}, extra_bytes)
-        problem = problem or _problem_of_names(stacks or {}, source_offset, target_offset)
+        problem = _find_problem(ties or {}, transforms or {}, extra_bytes)
+        problem = problem or _find_problem_of_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
             problem = f"planning={planning!r}; it is 'local' or 'centralized'"
         if method not in METHODS:
@@ -149,8 +175,8 @@ class Refit:
         after = list_tensors(target, target_names, stacks, target_offset)
         check_memory(before, after, ties or {})
         methods = RefitMethods(method, topology)
-        matching = Matching(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
-        part, report = planned(matching, before.roster, after.roster, planning, group)
+        matching = RefitPlanner(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
+        part, report = plan_part(matching, before.roster, after.roster, planning, group)
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
@@ -217,7 +243,7 @@ class Refit:
             self.is_usable = True
 
 
-def _problem_of(ties: object, transforms: object, extra_bytes: object) -> str | None:
+def _find_problem(ties: object, transforms: object, extra_bytes: object) -> str | None:
     """Why options of this rank cannot be used; None where they can."""
     if not isinstance(ties, Mapping) or not isinstance(transforms, Mapping):
         return f"ties={ties!r}, transforms={transforms!r}; give tables by name"
@@ -234,7 +260,7 @@ def _problem_of(ties: object, transforms: object, extra_bytes: object) -> str | 
     return None
 
 
-def _problem_of_names(stacks: object, *offsets: object) -> str | None:
+def _find_problem_of_names(stacks: object, *offsets: object) -> str | None:
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
         return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
     for offset in offsets:
@@ -243,12 +269,12 @@ def _problem_of_names(stacks: object, *offsets: object) -> str | None:
     return None
 
 
-def _in_order(given: Any) -> Any:
+def _sort_table(given: Any) -> Any:
     """A table in one order on all ranks; others as they are."""
     return sorted(given.items()) if isinstance(given, Mapping) else given
 
 
-def refit(source: Model, target: Model, **options: Any) -> Refit:
+def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refit:
     """Fill a model from another, once. The result can run again.
 
     Takes and raises what `Refit.prepare` and `Refit.run` do.
