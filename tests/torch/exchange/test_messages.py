@@ -40,7 +40,7 @@ def plans(draw: st.DrawFn) -> reshard.Plan:
     plan = reshard.plan(draw(layouts(shape)), draw(layouts(shape)), dtype="int16")
     assume(max(plan.source.slots, plan.target.slots) <= RANKS)
     try:
-        _ = plan.routes
+        _ = plan.change.routes
     except PlanError:
         assume(False)
     return plan

@@ -281,6 +281,6 @@ def test_a_part_survives_its_journey() -> None:
         again = pickle.loads(pickle.dumps(part))
         assert (again.digest, again.batches) == (part.digest, part.batches)
         for one, other in zip(again.items, part.items, strict=True):
-            assert one.match == other.match and one.plan is other.plan
+            assert one.match == other.match and one.change is other.change
             assert str(one.transfers) == str(other.transfers)
     assert plan.part(7).items == ()
