@@ -15,25 +15,35 @@ import reshard
 
 PUBLIC = [
     "Axis",
+    "Binding",
     "Box",
     "DeviceMesh",
     "DimSpec",
+    "FileRange",
     "Job",
     "JobItem",
     "Layout",
     "Level",
     "Link",
     "Plan",
+    "RankMemory",
     "ReshardError",
     "ShardingSpec",
     "StagedJob",
+    "TensorName",
     "Topology",
-    "batches",
+    "View",
+    "change_picture",
     "checkpoint",
-    "message_rounds",
+    "dtype",
+    "find_program",
+    "picture",
     "plan",
+    "read_sharding",
     "relabel",
+    "sharding_of",
     "spec",
+    "write_sharding",
 ]
 
 
@@ -85,6 +95,26 @@ def test_importing_is_quick(record_property: Callable[[str, object], None]) -> N
     assert seconds < 10
 
 
+def test_what_schedules_and_draws_is_not_loaded_with_the_rest() -> None:
+    found = in_a_new_process(
+        "import sys, reshard\n"
+        "print(*(name for name in sys.modules if name.startswith('reshard.')))\n"
+    ).split()
+    heavy = (
+        "cost",
+        "execution",
+        "collectives",
+        "notation",
+        "show",
+        "spmd",
+        "torch",
+        "checkpoint",
+        "recipes",
+    )
+    assert not [name for name in found if name.split(".")[1] in heavy]
+    assert not [name for name in found if name.startswith("reshard.plans.schedule")]
+
+
 def test_the_public_names_are_these() -> None:
     assert sorted(PUBLIC) == PUBLIC == reshard.__all__
     for name in PUBLIC:
@@ -99,6 +129,10 @@ def test_nothing_else_looks_public() -> None:
     # The others are loaded when they are asked for.
     later = {"checkpoint", *reshard._LOADED_LATER}
     assert names - modules - known == set(PUBLIC) - later
+
+
+def test_the_public_names_are_listed() -> None:
+    assert {*PUBLIC} <= {*in_a_new_process("import reshard; print(*dir(reshard))").split()}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reshard.dtypes import dtype
 from reshard.errors import ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis, DeviceMesh
@@ -23,45 +24,67 @@ from reshard.sharding_text import spec
 
 if TYPE_CHECKING:
     from reshard import checkpoint
+    from reshard.binding import Binding, FileRange, RankMemory, TensorName, View
+    from reshard.collectives.search.find_program import find_program
+    from reshard.notation.objects import sharding_of
+    from reshard.notation.registry import read_sharding, write_sharding
     from reshard.plans.hosts.staged_job import StagedJob
     from reshard.plans.relabelling import relabel
-    from reshard.plans.schedule.batches import batches
-    from reshard.plans.schedule.rounds import message_rounds
+    from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "Binding",
     "Box",
     "DeviceMesh",
     "DimSpec",
+    "FileRange",
     "Job",
     "JobItem",
     "Layout",
     "Level",
     "Link",
     "Plan",
+    "RankMemory",
     "ReshardError",
     "ShardingSpec",
     "StagedJob",
+    "TensorName",
     "Topology",
-    "batches",
+    "View",
+    "change_picture",
     "checkpoint",
-    "message_rounds",
+    "dtype",
+    "find_program",
+    "picture",
     "plan",
+    "read_sharding",
     "relabel",
+    "sharding_of",
     "spec",
+    "write_sharding",
 ]
 
 # Loaded when they are first used, so that importing reshard stays quick.
 _LOADED_LATER = {
+    "Binding": "reshard.binding",
+    "FileRange": "reshard.binding",
     "Link": "reshard.topology",
+    "RankMemory": "reshard.binding",
     "StagedJob": "reshard.plans.hosts.staged_job",
+    "TensorName": "reshard.binding",
     "Topology": "reshard.topology",
-    "batches": "reshard.plans.schedule.batches",
-    "message_rounds": "reshard.plans.schedule.rounds",
+    "View": "reshard.binding",
+    "change_picture": "reshard.show.pictures.text_picture",
+    "find_program": "reshard.collectives.search.find_program",
+    "picture": "reshard.show.pictures.text_picture",
+    "read_sharding": "reshard.notation.registry",
     "relabel": "reshard.plans.relabelling",
+    "sharding_of": "reshard.notation.objects",
+    "write_sharding": "reshard.notation.registry",
 }
 
 
@@ -72,3 +95,7 @@ def __getattr__(name: str) -> Any:
     if name in _LOADED_LATER:
         return getattr(import_module(_LOADED_LATER[name]), name)
     raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,6 +23,7 @@ from reshard.notation.registry import (
     load_public_name,
     public_names,
     read_sharding,
+    write_sharding,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ __all__ = [
     "to_named_sharding",
     "to_partition_spec",
     "to_placements",
+    "write_sharding",
 ]
 
 

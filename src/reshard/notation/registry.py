@@ -190,6 +190,22 @@ def read_sharding(
         raise NotationError(f"{error}; if it is of another notation, {_list_examples()}") from None
 
 
+def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
+    """The text of a sharding in a notation, without its prefix.
+
+    Raises NotationError for an unknown notation, or for what it cannot say.
+
+    >>> mesh = DeviceMesh.of(x=2, y=3)
+    >>> write_sharding(read_sharding("y, x", mesh).sharding, "jax")
+    "P('y', 'x')"
+    """
+    if notation not in NOTATIONS:
+        raise NotationError(f"no notation {notation!r}; {_list_examples()}")
+    if not isinstance(sharding, ShardingSpec):
+        raise NotationError(f"{sharding!r} is no ShardingSpec; only that has a text")
+    return NOTATIONS[notation].text(sharding)
+
+
 def _find_named(text: str, notation: str | None) -> tuple[Notation | None, str]:
     """The notation that a prefix or the caller names, and the text without the prefix."""
     prefix, colon, rest = text.partition(":")

@@ -7,7 +7,7 @@ job, and so those of the exchange between live ranks (see `reshard.plans.senders
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,15 +18,15 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.integers import as_integers
 from reshard.interning import Interned
 from reshard.layout import Layout
-from reshard.plans.estimates import change_estimate
 from reshard.plans.job import Job, JobItem
 from reshard.runs import IntArray
+from reshard.sharding import ShardingSpec
 
 if TYPE_CHECKING:
     from reshard.cost.estimate import Estimate
-    from reshard.sharding import ShardingSpec
     from reshard.topology import Topology
 
 Array = TypeVar("Array")
@@ -146,6 +146,9 @@ class Plan(Interned):
             PlanError: a plan without a dtype.
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
+        # Loaded when asked for, as below: planning needs neither costs nor a runner.
+        from reshard.plans.estimates import change_estimate
+
         if self.dtype is None:
             raise PlanError(
                 "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
@@ -209,15 +212,51 @@ class Plan(Interned):
 
 
 def plan(
-    source: Layout | ShardingSpec, target: Layout | ShardingSpec, dtype: object = None
+    source: Layout | ShardingSpec,
+    target: Layout | ShardingSpec,
+    dtype: object = None,
+    *,
+    shape: Sequence[int] | None = None,
 ) -> Plan:
     """The cheapest movement from one layout to another of the same shape.
 
     Args:
-        source, target: `Layout`s.
+        source, target: layouts, or specs.
         dtype: of the elements, when bytes are asked for: a name, or a NumPy or torch dtype.
+        shape: of the tensor, for specs; that of the other layout when None.
 
     Raises:
-        PlanError: layouts of different shapes, or specs, which have no shape yet.
+        PlanError: layouts of different shapes, or specs without a shape.
+        LayoutError: a spec that does not fit the shape.
+
+    >>> from reshard import DeviceMesh, spec
+    >>> mesh = DeviceMesh.of(tp=4)
+    >>> plan(spec(mesh, "tp, -"), spec(mesh, "-, tp"), "bfloat16", shape=(8, 8)).moved_bytes
+    96
     """
-    return Plan(source, target, None if dtype is None else as_dtype(dtype))  # type: ignore[arg-type]
+    given = {"source": source, "target": target}
+    known = [one.shape for one in given.values() if isinstance(one, Layout)]
+    size = as_integers(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
+    layouts = [_as_layout(name, one, size) for name, one in given.items()]
+    return Plan(*layouts, None if dtype is None else as_dtype(dtype))
+
+
+def _as_layout(name: str, given: object, shape: tuple[int, ...] | None) -> Layout:
+    if isinstance(given, ShardingSpec):
+        if shape is None:
+            raise PlanError(
+                f"the {name} is {given!r}, which is for tensors of any shape; give the tensor's: "
+                "reshard.plan(source, target, shape=(4096, 4096))"
+            )
+        return given.layout(shape)
+    if not isinstance(given, Layout):
+        raise PlanError(
+            f"the {name} is {given!r}, neither a Layout nor a spec; make one: reshard.spec(mesh, "
+            "'tp, -').layout((4096, 4096))"
+        )
+    if shape is not None and given.shape != shape:
+        raise PlanError(
+            f"the {name} is of shape {list(given.shape)}, but the tensor of shape {list(shape)}; "
+            "both layouts must be of one tensor"
+        )
+    return given

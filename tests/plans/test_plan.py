@@ -1,0 +1,58 @@
+"""Plans made from specs and layouts, and what no plan can be made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import reshard
+from reshard.errors import LayoutError, PlanError, ReshardError, SpecError, UsageError
+
+MESH = reshard.DeviceMesh.of(tp=4)
+ROWS = reshard.spec(MESH, "tp, -")
+COLUMNS = reshard.spec(MESH, "-, tp")
+
+
+def test_specs_make_the_plan_that_their_layouts_make() -> None:
+    shape = (8, 6)
+    known = reshard.plan(ROWS.layout(shape), COLUMNS.layout(shape), "float32")
+    assert reshard.plan(ROWS, COLUMNS, "float32", shape=shape) is known
+    assert reshard.plan(ROWS, COLUMNS, dtype="float32", shape=list(shape)) is known
+    assert reshard.plan(ROWS.layout(shape), COLUMNS, "float32") is known
+    assert reshard.plan(ROWS, COLUMNS.layout(shape), "float32") is known
+    assert reshard.plan(ROWS, COLUMNS.layout(shape), "float32", shape=shape) is known
+
+
+LAYOUT = ROWS.layout((8, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((ROWS, COLUMNS), PlanError, r"the source is ShardingSpec.*shape=\(4096, 4096\)"),
+        (
+            (LAYOUT, LAYOUT, None, (8, 7)),
+            PlanError,
+            r"shape \[8, 6\], but the tensor of .*8, 7\]",
+        ),
+        ((LAYOUT, ROWS.layout((8, 7))), PlanError, "both layouts must be of one tensor"),
+        ((ROWS, COLUMNS, None, "86"), PlanError, "shape '86' must be a list of whole numbers"),
+        ((ROWS, COLUMNS, None, (8.0, 6)), PlanError, r"shape \[8\.0, 6\] must be"),
+        ((ROWS, COLUMNS, None, (8,)), SpecError, "for tensors of 2 dimensions, not for shape"),
+        ((ROWS, COLUMNS, None, (2**40, 2**40)), LayoutError, "bytes fit 64 bits"),
+        (
+            ("tp, -", COLUMNS, None, (8, 6)),
+            PlanError,
+            "the source is 'tp, -', neither a Layout nor",
+        ),
+        ((LAYOUT, None), PlanError, "the target is None, neither a Layout nor a spec"),
+        ((LAYOUT, LAYOUT, "float99"), UsageError, "float99"),
+    ],
+)
+def test_what_no_plan_can_be_made_from(
+    arguments: tuple[Any, ...], error: type[ReshardError], message: str
+) -> None:
+    source, target, dtype, shape = (*arguments, None, None)[:4]
+    with pytest.raises(error, match=message):
+        reshard.plan(source, target, dtype, shape=shape)
