@@ -237,8 +237,8 @@ def plan(
     given = {"source": source, "target": target}
     known = [one.shape for one in given.values() if isinstance(one, Layout)]
     size = as_integers(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
-    layouts = [_as_layout(name, one, size) for name, one in given.items()]
-    return Plan(*layouts, None if dtype is None else as_dtype(dtype))
+    before, after = (_as_layout(name, one, size) for name, one in given.items())
+    return Plan(before, after, None if dtype is None else as_dtype(dtype))
 
 
 def _as_layout(name: str, given: object, shape: tuple[int, ...] | None) -> Layout:
