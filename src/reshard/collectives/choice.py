@@ -23,7 +23,7 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.estimates import change_estimate
+from reshard.plans.plan import plan
 from reshard.sharding import ShardingSpec
 from reshard.text.quantities import bytes_text, duration_text, table
 from reshard.topology import Topology
@@ -117,7 +117,7 @@ def choose(
     program = find_program(source, target, shape)
     change = LayoutChange(source.layout(program.shape), target.layout(program.shape))
     by_program = program.estimate(kind, topology, library)
-    by_exchange = change_estimate(change, kind.itemsize_bytes, topology)
+    by_exchange = plan(change.source, change.target, kind).estimate(topology)
     method, reason = _decide(
         program,
         by_program,

@@ -27,7 +27,7 @@ from reshard.collectives.program import Program
 from reshard.cost.estimate import Part
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
-from reshard.plans.estimates import exchange_part
+from reshard.plans.plan import plan
 from reshard.topology import Topology
 
 
@@ -122,8 +122,9 @@ def _find_ways(
     change: LayoutChange, dtype: DType, program: Program, topology: Topology, library: str
 ) -> Ways:
     by_program = program.estimate(dtype, topology, library)
+    (exchange,) = plan(change.source, change.target, dtype).estimate(topology).parts
     return Ways(
-        exchange_part(change, dtype.itemsize_bytes, topology),
+        exchange,
         tuple(part for part in by_program.parts if part.seconds_s),
     )
 
