@@ -77,7 +77,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 def test_one_host_is_all_that_some_have() -> None:
     with pytest.raises(LayoutError, match="'gloo-host' is of one host, 2 were asked for"):
         load_preset("gloo-host").topology(hosts=2)
-    with pytest.raises(LayoutError, match="hosts is 0"):
+    with pytest.raises(LayoutError, match="hosts 0 must be at least 1"):
         load_preset("h100-8").topology(hosts=0)
 
 
@@ -85,7 +85,7 @@ def test_one_host_is_all_that_some_have() -> None:
     ("before", "after", "message"),
     [
         ("ranks_per_host = 4", "", "no 'ranks_per_host'"),
-        ("ranks_per_host = 4", "ranks_per_host = 0", "f.toml: ranks_per_host is 0"),
+        ("ranks_per_host = 4", "ranks_per_host = 0", "f.toml: ranks_per_host 0 must be at least 1"),
         ("ranks_per_host = 4", "ranks_per_host = true", "ranks_per_host is True; int was expected"),
         ("ranks_per_host = 4", "ranks_per_host = '4'", "ranks_per_host is '4'; int was expected"),
         ("hosts_per_rack = 2", "", "give both or none"),

@@ -1,6 +1,7 @@
-"""How do shards become those of another layout, within one process, as quickly as can be?
+"""The shards of one layout from those of another, within one process, as views where they can be.
 
-A plan says which boxes go where. For arrays that are never changed most of it needs no copy:
+A change of layouts says which boxes go where. Arrays of `spmd` are never changed, so most of it
+needs no copy, and works on any device and under any library's gradients:
 
 1. ranks that want the same box share one array;
 2. a box that lies within one shard is a view of it;
@@ -10,7 +11,8 @@ A plan says which boxes go where. For arrays that are never changed most of it n
 5. contributions to one whole shard are combined as they are;
 6. what is left is written box by box into a new array.
 
-What has padding, means, or contributions on its target side goes through `Plan.run`.
+What has padding, means, or contributions on its target side goes through the engine of
+`reshard.execution`, which always writes new arrays, in CPU memory.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], bool]
 
 
 def copies(
-    plan: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
+    change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement:
     """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
 
@@ -42,27 +44,27 @@ def copies(
     >>> from reshard.spmd.shards.library import library
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
-    >>> move = copies(reshard.plan(rows, columns), (0, 1), (0, 1), library("numpy"))
+    >>> move = copies(LayoutChange(rows, columns), (0, 1), (0, 1), library("numpy"))
     >>> move((np.array([[0, 1, 2, 3]]), np.array([[4, 5, 6, 7]])))[1].tolist()
     [[2, 3], [6, 7]]
     """
-    if not _is_plain(plan):
-        return _planned(plan, sources, targets)
+    if not _is_plain(change):
+        return _run_by_engine(change, sources, targets)
     position = {rank: number for number, rank in enumerate(sources)}
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
     known: dict[bytes, int] = {}
-    transfers = plan.transfers
+    transfers = change.transfers
     for rank in targets:
-        cell = plan.target.cells_of(rank)[0]
-        box = plan.target.cell_part[cell].tobytes()
+        cell = change.target.cells_of(rank)[0]
+        box = change.target.cell_part[cell].tobytes()
         if box not in known:
             known[box] = len(makers)
             rows = transfers.take(transfers.target_slot == rank)
-            makers.append(_maker(plan, rows, rank, position, library))
+            makers.append(_make_shard(change, rows, rank, position, library))
         which.append(known[box])
-    if len(transfers) > 2 * len(targets) > 2 and plan.source.contributions == 1:
-        through = _through_the_whole(plan, sources, targets, library)
+    if len(transfers) > 2 * len(targets) > 2 and change.source.contributions == 1:
+        through = _join_the_whole(change, sources, targets, library)
         if through is not None:
             return through
     if len(makers) == len(which):
@@ -75,13 +77,13 @@ def copies(
     return moved
 
 
-def _through_the_whole(
-    plan: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
+def _join_the_whole(
+    change: LayoutChange, sources: Sequence[int], targets: Sequence[int], library: Library
 ) -> Movement | None:
     """Joins the source once; None where it is not cut into stretches of one dimension."""
     boxes: dict[Box, int] = {}
     for number, rank in enumerate(sources):
-        own = plan.source.boxes(rank)
+        own = change.source.boxes(rank)
         if len(own) > 1:
             return None
         if own and all(low < high for low, high in zip(own[0].start, own[0].stop, strict=True)):
@@ -89,10 +91,10 @@ def _through_the_whole(
     axes = {
         axis
         for box in boxes
-        for axis, size in enumerate(plan.source.shape)
+        for axis, size in enumerate(change.source.shape)
         if box.stop[axis] - box.start[axis] != size
     }
-    wanted = [plan.target.boxes(rank) for rank in targets]
+    wanted = [change.target.boxes(rank) for rank in targets]
     if len(axes) != 1 or any(len(own) != 1 for own in wanted):
         return None
     (axis,) = axes
@@ -110,72 +112,76 @@ def _through_the_whole(
     return moved
 
 
-def _is_plain(plan: LayoutChange) -> bool:
-    single = all(layout.cells == len(layout.holders) for layout in (plan.source, plan.target))
-    numerator, denominator = plan.scale
+def _is_plain(change: LayoutChange) -> bool:
+    single = all(layout.cells == len(layout.holders) for layout in (change.source, change.target))
+    numerator, denominator = change.scale
     return (
         single
-        and plan.target.contributions == 1
+        and change.target.contributions == 1
         and numerator == denominator
-        and not plan.target.is_padded
+        and not change.target.is_padded
     )
 
 
-def _planned(plan: LayoutChange, sources: Sequence[int], targets: Sequence[int]) -> Movement:
+def _run_by_engine(
+    change: LayoutChange, sources: Sequence[int], targets: Sequence[int]
+) -> Movement:
     def moved(shards: Shards) -> Shards:
-        made = run_change(plan, dict(zip(sources, shards, strict=True)))
+        made = run_change(change, dict(zip(sources, shards, strict=True)))
         return tuple([made[rank] for rank in targets])
 
     return moved
 
 
-def _slices(start: Any, shape: Any) -> tuple[slice, ...]:
+def _find_slices(start: Any, shape: Any) -> tuple[slice, ...]:
     ends = zip(start.tolist(), shape.tolist(), strict=True)
     return tuple(slice(low, low + size) for low, size in ends)
 
 
-def _maker(
-    plan: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
+def _make_shard(
+    change: LayoutChange, rows: Transfers, rank: int, position: dict[int, int], library: Library
 ) -> Callable[[Shards], Any]:
     """A function that makes the shard of one rank."""
-    shape = plan.target.local_shape(rank) or ()
+    shape = change.target.local_shape(rank) or ()
     pieces: list[_Piece] = []
     order = np.lexsort((*rows.target_start.T[::-1], rows.order))
     for row in order.tolist():
         source = int(rows.source_slot[row])
-        window: tuple[slice, ...] | None = _slices(rows.source_start[row], rows.shape[row])
-        if tuple(rows.shape[row].tolist()) == plan.source.local_shape(source):
+        window: tuple[slice, ...] | None = _find_slices(rows.source_start[row], rows.shape[row])
+        if tuple(rows.shape[row].tolist()) == change.source.local_shape(source):
             window = None
-        place = _slices(rows.target_start[row], rows.shape[row])
+        place = _find_slices(rows.target_start[row], rows.shape[row])
         pieces.append((position[source], window, place, bool(rows.order[row])))
-    combine = library.reductions[plan.source.reduction or "sum"]
+    combine = library.reductions[change.source.reduction or "sum"]
     whole = tuple(slice(0, size) for size in shape)
     if pieces and all(place == whole for _, _, place, _ in pieces):
-        return _combined(pieces, combine)
-    axis = _joined_axis(pieces, whole)
+        return _combine_pieces(pieces, combine)
+    axis = _find_joined_axis(pieces, whole)
     if axis is not None:
-        return _concatenated(pieces, axis, library)
-    return _written(pieces, shape, combine, library)
+        return _concatenate_pieces(pieces, axis, library)
+    return _write_pieces(pieces, shape, combine, library)
 
 
-def _taken(shards: Shards, piece: _Piece) -> Any:
+def _take_piece(shards: Shards, piece: _Piece) -> Any:
     index, window, _, _ = piece
     return shards[index] if window is None else shards[index][window]
 
 
-def _combined(pieces: list[_Piece], combine: Callable[[Any, Any], Any]) -> Callable[[Shards], Any]:
+def _combine_pieces(
+    pieces: list[_Piece], combine: Callable[[Any, Any], Any]
+) -> Callable[[Shards], Any]:
     if len(pieces) == 1:
-        return lambda shards: _taken(shards, pieces[0])
+        return lambda shards: _take_piece(shards, pieces[0])
 
     def made(shards: Shards) -> Any:
         # Sums of what is infinite may be no number, as they are in the dense computation.
         with np.errstate(all="ignore"):
-            return reduce(combine, [_taken(shards, piece) for piece in pieces])
+            return reduce(combine, [_take_piece(shards, piece) for piece in pieces])
 
     return made
 
 
-def _joined_axis(pieces: list[_Piece], whole: tuple[slice, ...]) -> int | None:
+def _find_joined_axis(pieces: list[_Piece], whole: tuple[slice, ...]) -> int | None:
     """The dimension along which pieces follow one another; None where they do not."""
     if not pieces or any(combines for _, _, _, combines in pieces):
         return None
@@ -188,12 +194,14 @@ def _joined_axis(pieces: list[_Piece], whole: tuple[slice, ...]) -> int | None:
     return axes.pop() if len(axes) == 1 else None
 
 
-def _concatenated(pieces: list[_Piece], axis: int, library: Library) -> Callable[[Shards], Any]:
+def _concatenate_pieces(
+    pieces: list[_Piece], axis: int, library: Library
+) -> Callable[[Shards], Any]:
     concat = library.namespace.concat
-    return lambda shards: concat([_taken(shards, piece) for piece in pieces], axis=axis)
+    return lambda shards: concat([_take_piece(shards, piece) for piece in pieces], axis=axis)
 
 
-def _written(
+def _write_pieces(
     pieces: list[_Piece],
     shape: tuple[int, ...],
     combine: Callable[[Any, Any], Any],
@@ -204,7 +212,7 @@ def _written(
         with np.errstate(all="ignore"):
             for piece in pieces:
                 _, _, place, combines = piece
-                data = _taken(shards, piece)
+                data = _take_piece(shards, piece)
                 filled[place] = combine(filled[place], data) if combines else data
         return filled
 
