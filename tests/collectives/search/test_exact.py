@@ -113,7 +113,7 @@ def cheapest(problem: Problem, basis: str) -> int | None:
 @st.composite
 def problems(draw: st.DrawFn, basis: str) -> Problem:
     sizes = draw(st.sampled_from([(2, 2), (4,), (2, 3), (6,), (2, 2, 2), (4, 2)]))
-    mesh = reshard.DeviceMesh("mesh", sizes, "xyz"[: len(sizes)])
+    mesh = reshard.DeviceMesh("mesh", sizes, list("xyz")[: len(sizes)])
     shape = tuple(draw(st.integers(1, 9)) for _ in range(draw(st.integers(1, 2))))
     states = all_states(sum(2 if n in (4, 6) else 1 for n in sizes), len(shape))
     blank = reshard.spec(mesh, ", ".join("-" for _ in shape))
