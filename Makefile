@@ -45,6 +45,9 @@ test: venv lint
 check: venv lint
 	$(TESTS) $(QUICK)
 
+# Tests start Python hundreds of times: what it has compiled is left for the next.
+test check: export PYTHONDONTWRITEBYTECODE :=
+
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
 	$(filter-out tests/test_documents.py tests/test_soak.py,$(wildcard tests/test_*.py)) \

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
+from cli.command_runs import run_here
 from reshard.recipes.library import load_recipe
 from reshard.show import change_picture
 
@@ -59,7 +58,9 @@ WITH_COMMANDS = [document for document in DOCUMENTS if blocks(document, "console
 
 
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=lambda path: path.name)
-def test_every_command_in_a_document_succeeds(document: Path, tmp_path: Path) -> None:
+def test_every_command_in_a_document_succeeds(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = [
         line.removeprefix("$ ")
         for block in blocks(document, "console")
@@ -68,17 +69,12 @@ def test_every_command_in_a_document_succeeds(document: Path, tmp_path: Path) ->
     ]
     assert commands, f"{document.name} has a console block without a command"
     small_llama(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         words = shlex.split(command)
         assert words[0] == "reshard", command
-        done = subprocess.run(
-            [sys.executable, "-m", "reshard", *words[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        done = run_here(*words[1:])
+        assert done.code == 0, f"{command}\n{done.output}\n{done.errors}"
 
 
 def test_the_picture_in_the_readme_is_what_reshard_draws() -> None:
