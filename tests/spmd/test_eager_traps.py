@@ -12,7 +12,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
 from reshard.collectives import ReduceScatter, find_program
 from reshard.errors import ShardError, SpecError, UsageError
-from reshard.spmd.shards.operation_call import Call
+from reshard.spmd.shards.operation_call import Call, call
 
 MESH = DeviceMesh.of(x=2, y=3)
 RANDOM = np.random.default_rng(3)
@@ -259,7 +259,7 @@ def test_arrays_without_elements_and_without_dimensions() -> None:
 def test_an_operator_without_a_rule_warns_once_and_is_replicated() -> None:
     x = sp.array(A, spec(MESH, "x, y"))
     with pytest.warns(UserWarning, match="operator fix has no sharding rule"):
-        found = sp.operation_call.call("fix", (x,))
+        found = call("fix", (x,))
     same(found, np.trunc(A), "-, -")
 
 

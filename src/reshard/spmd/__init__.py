@@ -16,7 +16,7 @@ from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operator_of, rule, rule_of
+from reshard.spmd.operators.table import SHIPPED, operator_of, operators, register, rule, rule_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.rules.templates import (
     Template,
@@ -44,15 +44,19 @@ __all__ = [
     "matmul_template",
     "operator_of",
     "reduce_template",
+    "register",
     "reshape_template",
     "rule",
     "rule_of",
     "transpose_template",
     *namespace.NAMES,
+    *(name for name in SHIPPED if operators[name].doc),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a part of the namespace when it is first used."""
-    found = globals()[name] = namespace.find(name)
+    found = namespace.find(name)
+    if name not in operators or name in SHIPPED:  # A user's row may be replaced by another.
+        globals()[name] = found
     return found

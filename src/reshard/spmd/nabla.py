@@ -12,9 +12,9 @@ from typing import Any
 from reshard.errors import MeshError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray
 from reshard.spmd.operators.table import operator_of
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import common_mesh, laid_out
 from reshard.spmd.shards.runner import replicated

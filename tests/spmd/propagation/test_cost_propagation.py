@@ -17,6 +17,7 @@ from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.cost import load_preset
 from reshard.dtypes import dtype
 from reshard.plans.plan import Plan
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.operators.table import rule_of
 from reshard.spmd.propagation import cost_propagation
 from reshard.spmd.propagation.axis_parts import AxisTable
@@ -25,7 +26,6 @@ from reshard.spmd.propagation.cost_propagation import OTHERS, _Problem, propagat
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.propagation.placement import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Link, Overhead, Topology
 

@@ -13,10 +13,11 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, spec
 from reshard.cost import load_preset
 from reshard.errors import LayoutError
-from reshard.spmd.operators.table import rule_of
-from reshard.spmd.propagation.operator_work import READ_IN_PART, least_s, moved_bytes, operations_of
-from reshard.spmd.shards.library import library
-from reshard.spmd.shards.local_functions import Function, LocalWork
+from reshard.spmd.local.library import library
+from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.table import operators, rule_of
+from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.shards.runner import InProcess
 from reshard.spmd.tracing.compute import local_sizes, shapes_of
 from reshard.spmd.tracing.trace import Trace
@@ -83,10 +84,10 @@ class Counting(InProcess):
         super().__init__(library("numpy"))
         self.bytes: list[list[int]] = []
 
-    def functions(self, work: LocalWork) -> list[Function]:
+    def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         here = [0] * len(work.ranks)
         self.bytes.append(here)
-        skipped = work.name in READ_IN_PART
+        skipped = operator.reads_part
 
         def counted(place: int, function: Function) -> Function:
             def run(*operands: Any) -> Any:
@@ -98,7 +99,7 @@ class Counting(InProcess):
 
             return run
 
-        return [counted(place, one) for place, one in enumerate(super().functions(work))]
+        return [counted(place, one) for place, one in enumerate(super().functions(operator, work))]
 
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
@@ -121,7 +122,8 @@ def test_bytes_are_those_of_the_arrays_that_ranks_have_in_a_run(
     for one, found in zip(distinct, runner.bytes, strict=True):
         for place in range(len(traced.ranks)):
             counted = found[place % len(found)]
-            if one.operation.operator in READ_IN_PART:
+            row = operators.get(one.operation.operator)
+            if row is not None and row.reads_part:
                 counted *= 2
             assert one.compute_s[place] == counted, one.operation
 

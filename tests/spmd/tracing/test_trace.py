@@ -24,9 +24,9 @@ from reshard.errors import MeshError, ShardError, SpecError, UsageError
 from reshard.layout import Box, Layout
 from reshard.plans.plan import Plan
 from reshard.sharding import ShardingSpec
+from reshard.spmd.local.library import library
 from reshard.spmd.propagation.graph import Graph
 from reshard.spmd.shards.chosen_program import chosen_program
-from reshard.spmd.shards.library import library
 from reshard.spmd.shards.runner import InProcess, replicated
 from reshard.spmd.shards.shard_copies import Movement, Shards
 from reshard.spmd.tracing.argument_tree import leaves

@@ -16,7 +16,7 @@ from reshard.spmd.arrays.sharded_array import array
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.data_types import check_device
 from reshard.spmd.functions.manipulation import roll
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.operation_call import call
 from reshard.spmd.shards.runner import runner_for
 

@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 from reshard.spmd import namespace
 from reshard.spmd.functions import elementwise, manipulation, statistics
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 
 _OTHER_NAMES = {

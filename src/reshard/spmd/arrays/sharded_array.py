@@ -21,11 +21,11 @@ from reshard.errors import ReshardError, ShardError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd import namespace
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.array_operators import ArrayOperators
 from reshard.spmd.functions import data_types
-from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.local.library import library_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.library import library_of
 from reshard.spmd.shards.operation_call import recorders
 from reshard.spmd.shards.pending_sums import without_pending
 from reshard.spmd.shards.runner import Runner, runner_for

@@ -15,6 +15,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.spmd.operators.result_types import BY_KIND, kind_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
@@ -24,31 +25,10 @@ uint8, uint16, uint32, uint64 = (as_dtype(f"uint{bits}") for bits in (8, 16, 32,
 float32, float64 = as_dtype("float32"), as_dtype("float64")
 complex64, complex128 = as_dtype("complex64"), as_dtype("complex128")
 
-BY_KIND: dict[str, tuple[DType, ...]] = {
-    "bool": (bool,),
-    "signed integer": (int8, int16, int32, int64),
-    "unsigned integer": (uint8, uint16, uint32, uint64),
-    "real floating": (float32, float64),
-    "complex floating": (complex64, complex128),
-}
-"""The standard's types, by the names that `isdtype` takes."""
-
 _JOINED = {
     "integral": ("signed integer", "unsigned integer"),
     "numeric": ("signed integer", "unsigned integer", "real floating", "complex floating"),
 }
-
-
-def kind_of(dtype: DType) -> str:
-    """The kind of a type, as `isdtype` takes it.
-
-    >>> kind_of(as_dtype("bfloat16"))
-    'real floating'
-    """
-    for kind, types in BY_KIND.items():
-        if dtype in types:
-            return kind
-    return "complex floating" if dtype.name.startswith("complex") else "real floating"
 
 
 def _type_of(value: Any) -> DType:

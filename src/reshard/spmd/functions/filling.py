@@ -12,8 +12,9 @@ from reshard.errors import SpecError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.functions import elementwise
 from reshard.spmd.functions.array_arguments import explain_errors, of_arrays
-from reshard.spmd.functions.data_types import BY_KIND, astype, check_device
+from reshard.spmd.functions.data_types import astype, check_device
 from reshard.spmd.functions.manipulation import broadcast_to
+from reshard.spmd.operators.result_types import BY_KIND
 
 
 @of_arrays

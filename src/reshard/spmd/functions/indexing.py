@@ -14,7 +14,6 @@ import numpy as np
 
 from reshard.errors import ArrayIndexError, ShardError, SpecError, UsageError
 from reshard.spmd.functions.array_arguments import of_arrays
-from reshard.spmd.functions.data_types import kind_of
 from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.manipulation import (
     Range,
@@ -26,10 +25,11 @@ from reshard.spmd.functions.manipulation import (
     squeeze,
     take_ranges,
 )
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.local.indexing import index_out_of_range
+from reshard.spmd.local.library import library_of
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.library import library_of
-from reshard.spmd.shards.local_functions import index_out_of_range
 from reshard.spmd.shards.operation_call import call
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.spmd.functions import data_types
-from reshard.spmd.functions.data_types import BY_KIND, check_device, isdtype
+from reshard.spmd.functions.data_types import check_device, isdtype
+from reshard.spmd.operators.result_types import BY_KIND
 
 
 class NamespaceInfo:

@@ -23,7 +23,8 @@ from reshard.spmd.functions.manipulation import (
     reshape,
     roll,
 )
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 
@@ -295,7 +296,7 @@ def vector_norm(
     size = elementwise.abs(x)
     if not isinstance(ord, int | float):
         raise UsageError(f"vector_norm of order {ord!r}; a number was expected")
-    if data_types.kind_of(size.dtype) != "real floating":
+    if kind_of(size.dtype) != "real floating":
         raise UsageError(f"vector_norm of {x.dtype}; floating numbers were expected")
     if ord == math.inf:
         return statistics.max(size, axis=axis, keepdims=keepdims)

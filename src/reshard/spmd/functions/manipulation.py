@@ -12,7 +12,7 @@ from reshard.errors import SpecError, UsageError
 from reshard.spmd.functions import data_types
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.elementwise import operands, whole
-from reshard.spmd.operators.shapes import axis_of, broadcast_shape
+from reshard.spmd.rules.shapes import axis_of, broadcast_shape
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

@@ -30,7 +30,8 @@ from reshard.spmd.functions.elementwise import (
 )
 from reshard.spmd.functions.indexing import take, take_along_axis
 from reshard.spmd.functions.manipulation import expand_dims, matrix_transpose, reshape, squeeze
-from reshard.spmd.operators.shapes import axes_of, axis_of
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.operation_call import call
 
 Axis = int | Sequence[int]
@@ -220,7 +221,7 @@ def one_hot(indices: Any, num_classes: int, /, *, axis: int = -1, dtype: object 
     An index that is no class has no ones.
     """
     num_classes = whole_number("classes:", num_classes)
-    if data_types.kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
+    if kind_of(indices.dtype) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"one_hot of {indices.dtype}; give an array of whole numbers")
     place = axis_of(indices.ndim + 1, axis)
     shape = [num_classes if dim == place else 1 for dim in range(indices.ndim + 1)]

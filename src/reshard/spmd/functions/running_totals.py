@@ -24,8 +24,8 @@ import numpy as np
 
 from reshard.sharding import ShardingSpec
 from reshard.spmd.functions.elementwise import add, multiply, whole
+from reshard.spmd.local.local_work import has_plain_parts, part_lengths
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.local_functions import is_plain, stretches
 from reshard.spmd.shards.operation_call import call
 
 _COMBINE = {"cumulative_sum": add, "cumulative_prod": multiply}
@@ -56,6 +56,6 @@ def running_totals(name: str, x: Any, axis: int) -> Any:
 def _parts(x: Any, axis: int) -> tuple[int, ...]:
     """How long the parts are that have elements; none where they are no stretches, in order."""
     spec = x.type.spec if isinstance(x, ArrayValue) else None
-    if spec is None or not is_plain(spec):
+    if spec is None or not has_plain_parts(spec):
         return ()
-    return stretches(spec, axis, x.shape[axis])
+    return part_lengths(spec, axis, x.shape[axis])

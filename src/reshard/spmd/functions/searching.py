@@ -17,7 +17,7 @@ from reshard.spmd.functions.elementwise import operands, whole
 from reshard.spmd.functions.indexing import take
 from reshard.spmd.functions.manipulation import broadcast_to, concat, reshape, take_ranges
 from reshard.spmd.functions.statistics import any as any_of
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

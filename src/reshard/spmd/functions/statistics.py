@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.dtypes import DType
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.spmd.functions import data_types, elementwise
 from reshard.spmd.functions.array_arguments import of_arrays
 from reshard.spmd.functions.running_totals import running_totals
-from reshard.spmd.operators.shapes import axes_of, axis_of
+from reshard.spmd.operators.result_types import kind_of, promoted
+from reshard.spmd.operators.table import operators
+from reshard.spmd.rules.shapes import axes_of, axis_of
 from reshard.spmd.shards.operation_call import call
 
 Axis = int | Sequence[int] | None
@@ -32,31 +33,23 @@ def _counted(shape: Sequence[int], axis: Axis) -> int:
     return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
-def _summed_type(x: Any, dtype: object) -> DType:
-    """The type of a sum: whole numbers at least as wide as the default one."""
-    if dtype is not None:
-        return as_dtype(dtype)
-    kind = data_types.kind_of(x.dtype)
-    if kind in ("bool", "signed integer"):
-        return data_types.int64
-    if kind == "unsigned integer":
-        # PyTorch has uint64, and does not add it.
-        return data_types.int64 if x.runner.library.name == "torch" else data_types.uint64
-    wanted: DType = x.dtype
-    return wanted
+def _total_type(name: str, x: Any, dtype: object) -> DType:
+    """The element type of a total, as the operator's row has it."""
+    types = operators[name].result_types or promoted
+    return types((x.dtype,), {"dtype": dtype}, x.runner.library.name)[0]
 
 
 @of_arrays
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The sum over axes, over all when None."""
-    wide = _summed_type(x, dtype)
+    wide = _total_type("sum", x, dtype)
     return call("sum", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
 @of_arrays
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The product over axes, over all when None."""
-    wide = _summed_type(x, dtype)
+    wide = _total_type("prod", x, dtype)
     return call("prod", (x,), _attributes(axis, keepdims), {"dtype": wide})
 
 
@@ -75,7 +68,7 @@ def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
 
 
 def _check_some(x: Any, axis: Axis, name: str) -> None:
-    if data_types.kind_of(x.dtype) == "complex floating":
+    if kind_of(x.dtype) == "complex floating":
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
     if not _counted(x.shape, axis):
         raise UsageError(
@@ -122,7 +115,7 @@ def _mean(x: Any, axis: Axis, keepdims: bool) -> Any:
 
 
 def _is_whole(x: Any) -> object:
-    return data_types.kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer")
+    return kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer")
 
 
 def _widened(x: Any) -> Any:
@@ -181,7 +174,7 @@ def _running(name: str, x: Any, axis: int | None, dtype: object, include_initial
         if x.ndim != 1:
             raise UsageError(f"{name} of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
-    wide = _summed_type(x, dtype)
+    wide = _total_type(name, x, dtype)
     x = data_types.astype(x, wide)
     place = axis_of(x.ndim, axis)
     if include_initial:

@@ -16,11 +16,11 @@ from reshard.spmd.functions.array_arguments import (
     whole_numbers,
     whole_pairs,
 )
-from reshard.spmd.functions.data_types import kind_of
 from reshard.spmd.functions.elementwise import operands
 from reshard.spmd.functions.indexing import places_in
 from reshard.spmd.functions.manipulation import take_ranges
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.operators.result_types import kind_of
+from reshard.spmd.rules.shapes import axis_of
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import call
 

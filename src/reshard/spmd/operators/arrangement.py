@@ -1,4 +1,4 @@
-"""The rules of operators that put arrays together, take them apart or turn them round."""
+"""Operators that put arrays together, take them apart or turn them round."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
+from reshard.spmd.local import movement as local
 from reshard.spmd.operators.movement import moving
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import Axes, axes_of, axis_of, counted, kept, one_operand
+from reshard.spmd.operators.result_types import promoted
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape, replicated_rule
+from reshard.spmd.rules.shapes import Axes, axes_of, axis_of, counted, kept, one_operand
 
 
 def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
@@ -298,30 +300,69 @@ def diff(shapes: Sequence[Shape], axis: int = -1, n: int = 1) -> Inferred:
     return builder.build()
 
 
+_ONE: Sequence[Shape] = [(4, 8)]
 _TRIANGLE = "the diagonal lies elsewhere in a part"
 
 OPERATORS: tuple[Operator, ...] = (
-    moving("concat", concat, "pieces do not meet the parts of the whole"),
-    moving("stack", stack),
-    moving("unstack", unstack),
-    moving("split", split, "as a slice for each piece"),
-    moving("flip", flip),
-    moving("roll", roll),
+    moving(
+        "concat",
+        concat,
+        ([(4, 8), (4, 3)], {"axis": 1}),
+        local=local.concat,
+        note="pieces do not meet the parts of the whole",
+    ),
+    moving("stack", stack, ([(4,), (4,)], {"axis": 1})),
+    moving("unstack", unstack, ([(4, 2)], {"axis": 1}), reads_part=True),
+    moving(
+        "split",
+        split,
+        (_ONE, {"indices_or_sections": 2, "axis": 1}),
+        reads_part=True,
+        note="as a slice for each piece",
+    ),
+    moving("flip", flip, (_ONE, {"axis": 1})),
+    moving("roll", roll, (_ONE, {"shift": 1, "axis": 1})),
     Operator(
         "pad",
         "movement",
         pad,
         "each",
         linear_if=_pads_with_zero,
+        local=local.pad,
+        result_types=promoted,
+        example=(_ONE, {"pad_width": [(0, 0), (1, 2)]}),
         note="linear where it pads with zero",
     ),
-    moving("slice", slice_, "a dimension taken whole passes through"),
-    moving("tile", tile, "repetitions are the major factor of a dimension"),
     moving(
-        "repeat", repeat, "repetitions are the minor factor of a dimension; whole if they differ"
+        "slice",
+        slice_,
+        (_ONE, {"starts": [0, 1], "limits": [4, 7]}),
+        local=local.slice_ranges,
+        reads_part=True,
+        note="a dimension taken whole passes through",
     ),
-    moving("meshgrid", meshgrid),
-    moving("tril", triangle, _TRIANGLE),
-    moving("triu", triangle, _TRIANGLE),
-    Operator("diff", "movement", diff, "each", note="neighbours lie in other parts"),
+    moving(
+        "tile",
+        tile,
+        (_ONE, {"repetitions": (3, 1)}),
+        note="repetitions are the major factor of a dimension",
+    ),
+    moving(
+        "repeat",
+        repeat,
+        (_ONE, {"repeats": 3, "axis": 0}),
+        note="repetitions are the minor factor of a dimension; whole if they differ",
+    ),
+    moving("meshgrid", meshgrid, ([(4,), (8,)], {"indexing": "ij"})),
+    moving("tril", triangle, (_ONE, {}), note=_TRIANGLE),
+    moving("triu", triangle, (_ONE, {}), note=_TRIANGLE),
+    Operator(
+        "diff",
+        "movement",
+        diff,
+        "each",
+        result_types=promoted,
+        example=(_ONE, {}),
+        note="neighbours lie in other parts",
+    ),
 )

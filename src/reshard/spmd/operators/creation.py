@@ -1,4 +1,4 @@
-"""The rules of operators that make arrays: constants, ranges, random bits."""
+"""Operators that make arrays: constants, ranges, random bits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.spmd.operators.elementwise import elementwise
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import counted
+from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import counted
 
 
-def made(
+def filled(
     shapes: Sequence[Shape], shape: int | Sequence[int] = (), *, adjusted: bool = False
 ) -> Inferred:
     """A result of a shape, of which each device makes its part. Operands are scalars.
 
-    >>> print(made([], (4, 8)).rule)
+    >>> print(filled([], (4, 8)).rule)
     () -> ([i, j]) {i=4, j=8}
     """
     result = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -29,7 +29,7 @@ def made(
 
 def constant(shapes: Sequence[Shape], shape: int | Sequence[int] = (), **_: Any) -> Inferred:
     """An array of one value."""
-    return made(shapes, shape)
+    return filled(shapes, shape)
 
 
 def arange(
@@ -41,31 +41,31 @@ def arange(
     ((3,),)
     """
     low, high = (0, start) if stop is None else (start, stop)
-    return made(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
+    return filled(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
 
 
 def linspace(
     shapes: Sequence[Shape], start: complex = 0, stop: complex = 1, num: int = 50, **_: Any
 ) -> Inferred:
     """So many numbers between two."""
-    return made(shapes, num, adjusted=True)
+    return filled(shapes, num, adjusted=True)
 
 
 def eye(shapes: Sequence[Shape], n_rows: int, n_cols: int | None = None, k: int = 0) -> Inferred:
     """Ones on a diagonal."""
-    return made(shapes, (n_rows, n_rows if n_cols is None else n_cols), adjusted=True)
+    return filled(shapes, (n_rows, n_rows if n_cols is None else n_cols), adjusted=True)
 
 
 def iota(shapes: Sequence[Shape], shape: Sequence[int], axis: int = 0) -> Inferred:
     """Each element's index along an axis."""
-    return made(shapes, shape, adjusted=True)
+    return filled(shapes, shape, adjusted=True)
 
 
 def frequencies(halves: bool) -> Any:
     """The frequencies of a Fourier transform of `n` elements."""
 
     def infer(shapes: Sequence[Shape], n: int, d: float = 1.0, **_: Any) -> Inferred:
-        return made(shapes, n // 2 + 1 if halves else n, adjusted=True)
+        return filled(shapes, n // 2 + 1 if halves else n, adjusted=True)
 
     return infer
 
@@ -87,17 +87,30 @@ def random_bits(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
 
 _PLACES = "a part has the numbers of its own places"
 
+
+def _row(name: str, infer: Infer, example: Example, note: str = _PLACES) -> Operator:
+    return Operator(name, "creation", infer, example=example, note=note)
+
+
+_FILLED: Example = ([], {"shape": (4, 8)})
+_BESIDE: Example = ([(4, 8)], {})
+
 OPERATORS: tuple[Operator, ...] = (
-    *(Operator(name, "creation", constant) for name in ("zeros", "ones", "empty", "full")),
+    *(_row(name, constant, _FILLED, "") for name in ("zeros", "ones", "empty", "full")),
     *(
-        Operator(name, "creation", elementwise)
+        _row(name, elementwise, _BESIDE, "")
         for name in ("zeros_like", "ones_like", "empty_like", "full_like")
     ),
-    Operator("arange", "creation", arange, note=_PLACES),
-    Operator("linspace", "creation", linspace, note=_PLACES),
-    Operator("eye", "creation", eye, note=_PLACES),
-    Operator("iota", "creation", iota, note=_PLACES),
-    Operator("fftfreq", "creation", frequencies(False), note=_PLACES),
-    Operator("rfftfreq", "creation", frequencies(True), note=_PLACES),
-    Operator("random_bits", "creation", random_bits, note="a part draws the bits of its places"),
+    _row("arange", arange, ([], {"start": 8})),
+    _row("linspace", linspace, ([], {"start": 0, "stop": 1, "num": 8})),
+    _row("eye", eye, ([], {"n_rows": 4})),
+    _row("iota", iota, _FILLED),
+    _row("fftfreq", frequencies(False), ([], {"n": 8})),
+    _row("rfftfreq", frequencies(True), ([], {"n": 8})),
+    _row(
+        "random_bits",
+        random_bits,
+        ([(2,)], {"shape": (4, 8)}),
+        "a part draws the bits of its places",
+    ),
 )

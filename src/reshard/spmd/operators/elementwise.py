@@ -1,4 +1,4 @@
-"""The rules of operators that work element by element, with NumPy's broadcasting."""
+"""Elementwise operators, with NumPy's broadcasting."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Infer, Linear, Operator
-from reshard.spmd.operators.shapes import broadcast_factors, broadcast_shape
+from reshard.spmd.local import elementwise as elementwise_functions
+from reshard.spmd.local.by_name import by_name
+from reshard.spmd.local.local_work import MakeLocal
+from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.operators.result_types import asked, boolean
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import broadcast_factors, broadcast_shape
 
 
 def elementwise(shapes: Sequence[Shape], **_: Any) -> Inferred:
@@ -40,68 +44,192 @@ _ONE, _TWO, _THREE, _UP_TO_THREE = (
     _of_count(1, 3),
 )
 
-# The names of each kind: those of the array API, then a few of networks.
-_UNARY = (
-    "abs acos acosh asin asinh atan atanh bitwise_invert cos cosh exp expm1 isfinite isinf isnan "
-    "log log1p log2 log10 logical_not reciprocal signbit sin sinh sqrt square tan tanh angle cbrt "
-    "degrees radians erf relu rsqrt sigmoid silu gelu softplus exp2 sinc i0 spacing"
+# What each computes, by kind: those of the array API, which are functions by these rows alone.
+_UNARY = {
+    "abs": "The absolute value.",
+    "acos": "The inverse cosine.",
+    "acosh": "The inverse hyperbolic cosine.",
+    "asin": "The inverse sine.",
+    "asinh": "The inverse hyperbolic sine.",
+    "atan": "The inverse tangent.",
+    "atanh": "The inverse hyperbolic tangent.",
+    "bitwise_invert": "Every bit flipped.",
+    "cos": "The cosine.",
+    "cosh": "The hyperbolic cosine.",
+    "exp": "The exponential.",
+    "expm1": "The exponential less 1.",
+    "isfinite": "Whether it is finite.",
+    "isinf": "Whether it is infinite.",
+    "isnan": "Whether it is no number.",
+    "log": "The natural logarithm.",
+    "log1p": "The natural logarithm of 1 more.",
+    "log2": "The logarithm to base 2.",
+    "log10": "The logarithm to base 10.",
+    "logical_not": "Whether it is false.",
+    "reciprocal": "One divided by it.",
+    "signbit": "Whether its sign bit is set.",
+    "sin": "The sine.",
+    "sinh": "The hyperbolic sine.",
+    "sqrt": "The square root.",
+    "square": "The square.",
+    "tan": "The tangent.",
+    "tanh": "The hyperbolic tangent.",
+}
+_LINEAR_UNARY = {
+    "negative": "The negative.",
+    "real": "The real part.",
+    "imag": "The imaginary part.",
+    "conj": "The complex conjugate.",
+    "positive": "The same number.",
+}
+_MONOTONE_UNARY = {
+    "ceil": "The least whole number that is not less.",
+    "floor": "The greatest whole number that is not greater.",
+    "round": "The nearest whole number, of two the even one.",
+    "sign": "Its sign.",
+    "trunc": "The whole number next to it towards 0.",
+}
+_BINARY = {
+    "atan2": "The angle of a point.",
+    "bitwise_left_shift": "Bits moved to the left.",
+    "bitwise_right_shift": "Bits moved to the right.",
+    "bitwise_xor": "Bits that are in exactly one of both.",
+    "copysign": "The first with the sign of the second.",
+    "equal": "Whether they are equal.",
+    "floor_divide": "The quotient rounded down.",
+    "greater": "Whether the first is greater.",
+    "greater_equal": "Whether the first is not less.",
+    "hypot": "The root of the sum of squares.",
+    "less": "Whether the first is less.",
+    "less_equal": "Whether the first is not greater.",
+    "logaddexp": "The logarithm of the sum of exponentials.",
+    "logical_xor": "Whether exactly one of both is true.",
+    "nextafter": "The next number from the first towards the second.",
+    "not_equal": "Whether they differ.",
+    "pow": "The first to the power of the second.",
+    "remainder": "What division leaves, of the second's sign.",
+}
+# Those of graphs: networks, and other libraries' functions.
+_OTHER_UNARY = (
+    "angle cbrt degrees radians erf relu rsqrt sigmoid silu gelu softplus exp2 sinc i0 spacing"
 )
-_LINEAR_UNARY = "negative real imag conj positive copy"
-_MONOTONE_UNARY = "ceil floor round sign trunc"
-_BINARY = (
-    "atan2 bitwise_left_shift bitwise_right_shift bitwise_xor copysign equal floor_divide greater "
-    "greater_equal hypot less less_equal logaddexp logical_xor nextafter not_equal pow remainder "
-    "heaviside gcd lcm ldexp fmod float_power logaddexp2"
+_OTHER_BINARY = "heaviside gcd lcm ldexp fmod float_power logaddexp2"
+_TRUTH = (
+    "equal greater greater_equal isfinite isinf isnan less less_equal logical_and logical_not "
+    "logical_or logical_xor not_equal signbit"
 )
+_OF_ONE: Example = ([(4, 8)], {})
+_OF_TWO: Example = ([(4, 8), (8,)], {})
+_OF_THREE: Example = ([(4, 8)] * 3, {})
 
 
-def _operator(
-    name: str,
-    infer: Infer,
-    linear: Linear = "none",
-    commutes: tuple[str, ...] = (),
-    note: str = "",
-) -> Operator:
-    return Operator(name, "elementwise", infer, linear, commutes, note=note)
+def _row(name: str, infer: Infer, example: Example, doc: str = "", **options: Any) -> Operator:
+    return Operator(
+        name,
+        "elementwise",
+        infer,
+        operator_class=OperatorClass.ELEMENTWISE,
+        result_types=boolean if name in _TRUTH.split() else None,
+        example=example,
+        doc=doc,
+        **options,
+    )
+
+
+def _unary(name: str, doc: str = "", **options: Any) -> Operator:
+    return _row(name, _ONE, _OF_ONE, doc, **options)
+
+
+def _binary(name: str, doc: str = "", **options: Any) -> Operator:
+    return _row(name, _TWO, _OF_TWO, doc, **options)
 
 
 def _same_type(**attributes: Any) -> bool:
     return "dtype" not in attributes or bool(attributes.get("widening", False))
 
 
+_LOCAL: dict[str, MakeLocal] = {"imag": elementwise_functions.imag}
+_INTEGERS_FAIL = ("floor_divide", "remainder")  # By 0.
+
 OPERATORS: tuple[Operator, ...] = (
-    *(_operator(name, _ONE) for name in _UNARY.split()),
-    *(_operator(name, _ONE, "each") for name in _LINEAR_UNARY.split()),
-    *(_operator(name, _ONE, commutes=("max", "min")) for name in _MONOTONE_UNARY.split()),
-    *(_operator(name, _TWO) for name in _BINARY.split()),
-    _operator("add", _TWO, "each"),
-    _operator("subtract", _TWO, "each"),
-    _operator("multiply", _TWO, "one", ("product",)),
-    _operator("divide", _TWO, note="parts over a divisor of 0 would be inf - inf: reduced first"),
-    _operator("maximum", _TWO, commutes=("max",)),
-    _operator("minimum", _TWO, commutes=("min",)),
-    _operator("fmax", _TWO),
-    _operator("fmin", _TWO),
-    _operator("logical_or", _TWO, commutes=("max",), note="of truth values, contributions by max"),
-    _operator("logical_and", _TWO, commutes=("min",), note="of truth values, contributions by min"),
-    _operator("bitwise_or", _TWO),
-    _operator("bitwise_and", _TWO),
-    _operator("clip", _UP_TO_THREE, note="bounds that are arrays broadcast as operands do"),
-    _operator("clamp", _THREE, note="operands are the lower bound, the array, the upper bound"),
-    _operator(
+    *(_unary(name, doc) for name, doc in _UNARY.items()),
+    *(_unary(name) for name in _OTHER_UNARY.split()),
+    *(
+        _unary(name, doc, linear="each", local=_LOCAL.get(name, by_name))
+        for name, doc in _LINEAR_UNARY.items()
+    ),
+    _unary("copy", linear="each"),
+    *(_unary(name, doc, commutes=("max", "min")) for name, doc in _MONOTONE_UNARY.items()),
+    *(
+        _binary(name, doc, fails="whole numbers" if name in _INTEGERS_FAIL else "never")
+        for name, doc in _BINARY.items()
+    ),
+    *(_binary(name) for name in _OTHER_BINARY.split()),
+    _binary("add", "The sum.", linear="each"),
+    _binary("subtract", "The difference.", linear="each"),
+    _binary("multiply", "The product.", linear="one", commutes=("product",)),
+    _binary(
+        "divide",
+        "The quotient.",
+        note="parts over a divisor of 0 would be inf - inf: reduced first",
+    ),
+    _binary("maximum", "The greater one.", commutes=("max",)),
+    _binary("minimum", "The lesser one.", commutes=("min",)),
+    _binary("fmax"),
+    _binary("fmin"),
+    _binary(
+        "logical_or",
+        "Whether one of both is true.",
+        commutes=("max",),
+        note="of truth values, contributions by max",
+    ),
+    _binary(
+        "logical_and",
+        "Whether both are true.",
+        commutes=("min",),
+        note="of truth values, contributions by min",
+    ),
+    _binary("bitwise_or", "Bits that are in one of both."),
+    _binary("bitwise_and", "Bits that are in both."),
+    _row(
+        "clip",
+        _UP_TO_THREE,
+        _OF_THREE,
+        local=elementwise_functions.clip,
+        note="bounds that are arrays broadcast as operands do",
+    ),
+    _row(
+        "clamp",
+        _THREE,
+        ([(), (4, 8), ()], {}),
+        note="operands are the lower bound, the array, the upper bound",
+    ),
+    _row(
         "where",
         _THREE,
-        (1, 2),
-        ("max", "min", "product"),
+        _OF_THREE,
+        linear=(1, 2),
+        commutes=("max", "min", "product"),
         note="both branches partial under a whole condition",
     ),
-    _operator("select", _THREE, (1, 2), ("max", "min", "product"), note="where, by another name"),
+    _row(
+        "select",
+        _THREE,
+        _OF_THREE,
+        linear=(1, 2),
+        commutes=("max", "min", "product"),
+        note="where, by another name",
+    ),
     Operator(
         "astype",
         "elementwise",
         _ONE,
         "each",
         linear_if=_same_type,
+        operator_class=OperatorClass.ELEMENTWISE,
+        local=elementwise_functions.cast,
+        result_types=asked,
+        example=_OF_ONE,
         note="partial sums stay partial only where the type is said to be widening",
     ),
 )

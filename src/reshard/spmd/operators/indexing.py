@@ -1,14 +1,18 @@
-"""The rules of operators that read or write at places given by indices."""
+"""Operators that read or write at places given by indices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import axis_of, counted, one_operand
+from reshard.sharding import ShardingSpec
+from reshard.spmd.local import indexing
+from reshard.spmd.local.local_work import has_plain_parts
+from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.operators.result_types import boolean, index, of_first
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import axis_of, counted, one_operand
 
 
 def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
@@ -205,37 +209,93 @@ def isin(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
     return builder.build()
 
 
-_ROWS = "a part gives the slices it has, zero for others; contributions are summed"
+def _finds_own_rows(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    """Each rank looks its own rows up where every part is one stretch of its dimension."""
+    return all(map(has_plain_parts, specs))
+
+
+def _row(
+    name: str, infer: Infer | None, example: Example | None = None, **options: Any
+) -> Operator:
+    return Operator(name, "indexing", infer, example=example, **options)
+
+
+def _looking_up(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return _row(
+        name,
+        infer,
+        example,
+        linear=(0,),
+        reads_part=True,
+        result_types=of_first,
+        note="a part gives the slices it has, zero for others; contributions are summed",
+        **options,
+    )
+
+
+_ALL = ("max", "min", "product")
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("take", "indexing", take, (0,), note=_ROWS),
-    Operator("embedding", "indexing", embedding, (0,), note=_ROWS),
-    Operator("take_along_axis", "indexing", take_along_axis, (0,), note=_ROWS),
-    Operator(
+    _looking_up(
+        "take",
+        take,
+        ([(100, 8), (4,)], {"axis": 0}),
+        local=indexing.take,
+        knows_place=_finds_own_rows,
+    ),
+    _looking_up("embedding", embedding, ([(100, 8), (2, 4)], {})),
+    _looking_up(
+        "take_along_axis",
+        take_along_axis,
+        ([(4, 8), (4, 3)], {"axis": 1}),
+        local=indexing.take_along_axis,
+        knows_place=_finds_own_rows,
+    ),
+    _row(
         "checked_index",
-        "indexing",
         checked_index,
+        ([(4,)], {"size": 10}),
+        local=indexing.checked_index,
+        fails="any",
+        result_types=index,
         note="indices counted from the start; one out of range is refused on every rank",
     ),
-    Operator(
+    _row(
         "scatter",
-        "indexing",
         scatter,
-        (0, 2),
+        ([(100, 8), (4,), (4, 8)], {"axis": 0}),
+        linear=(0, 2),
         linear_if=_adds,
+        local=indexing.scatter,
+        result_types=of_first,
         note="a part keeps the updates of its own slices; linear where it adds",
     ),
-    Operator("dynamic_slice", "indexing", dynamic_slice, (0,), ("max", "min", "product")),
-    Operator(
+    _row(
+        "dynamic_slice",
+        dynamic_slice,
+        ([(4, 8), (), ()], {"sizes": (4, 3)}),
+        linear=(0,),
+        commutes=_ALL,
+        operator_class=OperatorClass.SLICING,
+        local=indexing.dynamic_slice,
+        reads_part=True,
+        result_types=of_first,
+    ),
+    _row(
         "dynamic_update_slice",
-        "indexing",
         dynamic_update_slice,
-        (0, 1),
-        ("max", "min", "product"),
+        ([(4, 8), (4, 3), (), ()], {}),
+        linear=(0, 1),
+        commutes=_ALL,
+        operator_class=OperatorClass.SLICING,
+        local=indexing.dynamic_update_slice,
+        result_types=of_first,
         note="a part takes what of the update lies in it",
     ),
-    Operator("one_hot", "indexing", one_hot, note="a part has its own classes"),
-    Operator("searchsorted", "indexing", searchsorted),
-    Operator("isin", "indexing", isin),
-    Operator("nonzero", "indexing", None, note="how many there are depends on the values"),
+    _row("one_hot", one_hot, ([(4,)], {"num_classes": 10}), note="a part has its own classes"),
+    _row("searchsorted", searchsorted, ([(8,), (4,)], {}), result_types=index),
+    _row("isin", isin, ([(4, 8), (3,)], {}), result_types=boolean),
+    _row("nonzero", None, note="how many there are depends on the values"),
 )

@@ -1,4 +1,4 @@
-"""The rules of factorisations, solvers, norms of matrices, and Fourier transforms.
+"""Factorisations, solvers, norms of matrices, and Fourier transforms.
 
 What an operator works on, it needs whole; only dimensions that it repeats itself over pass through.
 """
@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Infer, Linear, Operator
+from reshard.spmd.local import by_name, movement
+from reshard.spmd.operators.operator import Example, Infer, Operator
 from reshard.spmd.operators.reductions import whole_axes
-from reshard.spmd.operators.shapes import (
+from reshard.spmd.operators.result_types import of_first
+from reshard.spmd.operators.work import of_matrices, of_systems
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import (
     Axes,
     axes_of,
     axis_of,
@@ -21,16 +25,15 @@ from reshard.spmd.operators.shapes import (
     kept,
     one_operand,
 )
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 
 Trailing = Callable[..., tuple[Shape, ...]]
 """From rows, columns and attributes to the trailing dimensions of each result."""
 
 
-def of_matrices(trailing: Trailing, *, square: bool = False) -> Infer:
+def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
     """An operator on the last two dimensions, repeated over the others.
 
-    >>> print(of_matrices(lambda m, n: ((min(m, n),),))([(2, 4, 8)]).rule)
+    >>> print(matrix_rule(lambda m, n: ((min(m, n),),))([(2, 4, 8)]).rule)
     ([i, j, k]) -> ([i, l]) {i=2, j=4, k=8, l=4} need_replication={j, k, l}
     """
 
@@ -146,12 +149,12 @@ def diagonal(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
     def trailing(rows: int, columns: int) -> tuple[Shape, ...]:
         return ((max(min(rows + min(offset, 0), columns - max(offset, 0)), 0),),)
 
-    return of_matrices(trailing)(shapes)
+    return matrix_rule(trailing)(shapes)
 
 
 def trace(shapes: Sequence[Shape], offset: int = 0) -> Inferred:
     """The sums of the diagonals of the last two dimensions."""
-    return of_matrices(lambda rows, columns: ((),))(shapes)
+    return matrix_rule(lambda rows, columns: ((),))(shapes)
 
 
 def vector_norm(
@@ -235,42 +238,178 @@ def _rank(rows: int, columns: int, rtol: float | None = None) -> tuple[Shape, ..
     return ((),)
 
 
-def _row(name: str, infer: Infer, linear: Linear = "none", note: str = "") -> Operator:
-    return Operator(name, "linear algebra", infer, linear, note=note)
+_MATRIX = "the matrices are whole on each device"
+_STACK: Example = ([(2, 4, 8)], {})
+_SQUARES: Example = ([(2, 4, 4)], {})
+_ALL = ("max", "min", "product")
+
+
+def _row(
+    name: str, infer: Infer, example: Example, note: str = _MATRIX, **options: Any
+) -> Operator:
+    return Operator(name, "linear algebra", infer, example=example, note=note, **options)
+
+
+def _factorisation(
+    name: str,
+    infer: Infer,
+    example: Example,
+    leading_term: Callable[[int, int], float],
+    **options: Any,
+) -> Operator:
+    """A row of one whose work has a leading term for matrices `[m, n]`."""
+    return _row(name, infer, example, work=of_matrices(leading_term), **options)
+
+
+_SINGULAR: dict[str, Any] = {"local": by_name.in_linalg, "fails": "any"}
+"""Of LAPACK's, which fail for singular matrices, or do not converge."""
 
 
 def _transform(name: str, kind: str) -> Operator:
-    return Operator(name, "Fourier transforms", fourier(kind), "each", note=_TRANSFORMED)
+    return Operator(
+        name,
+        "Fourier transforms",
+        fourier(kind),
+        "each",
+        local=by_name.in_fft,
+        example=([(4, 8)], {}),
+        note="the transformed axes are whole on each device",
+    )
 
 
-_MATRIX = "the matrices are whole on each device"
-_TRANSFORMED = "the transformed axes are whole on each device"
+def _shift(name: str) -> Operator:
+    return Operator(
+        name,
+        "Fourier transforms",
+        shifted,
+        "each",
+        _ALL,
+        result_types=of_first,
+        example=([(4, 8)], {"axes": 1}),
+    )
+
 
 OPERATORS: tuple[Operator, ...] = (
-    _row("cholesky", same_matrix, note=_MATRIX),
-    _row("inv", same_matrix, note=_MATRIX),
-    _row("matrix_power", lambda shapes, n=1: same_matrix(shapes), note=_MATRIX),
-    _row("qr", of_matrices(_qr), note=_MATRIX),
-    _row("svd", of_matrices(_svd), note=_MATRIX),
-    _row("svdvals", of_matrices(lambda m, n: ((min(m, n),),)), note=_MATRIX),
-    _row("eigh", of_matrices(lambda m, n: ((m,), (m, m)), square=True), note=_MATRIX),
-    _row("eigvalsh", of_matrices(lambda m, n: ((m,),), square=True), note=_MATRIX),
-    _row("eig", of_matrices(lambda m, n: ((m,), (m, m)), square=True), note=_MATRIX),
-    _row("eigvals", of_matrices(lambda m, n: ((m,),), square=True), note=_MATRIX),
-    _row("pinv", of_matrices(_pinv), note=_MATRIX),
-    _row("matrix_rank", of_matrices(_rank), note=_MATRIX),
-    _row("det", of_matrices(lambda m, n: ((),), square=True), note=_MATRIX),
-    _row("slogdet", of_matrices(lambda m, n: ((), ()), square=True), note=_MATRIX),
-    _row("matrix_norm", matrix_norm, note=_MATRIX),
-    _row("vector_norm", vector_norm, note="the axes are whole on each device"),
-    _row("solve", solve, (1,), note="columns of the right side pass through"),
-    _row("triangular_solve", triangular_solve, (1,), note="as solve"),
-    _row("cross", cross, "one", note="the axis of 3 is whole on each device"),
-    _row("diagonal", diagonal, "each", note=_MATRIX),
-    _row("trace", trace, "each", note=_MATRIX),
+    _factorisation("cholesky", same_matrix, _SQUARES, lambda m, n: n**3 / 3, **_SINGULAR),
+    _factorisation("inv", same_matrix, _SQUARES, lambda m, n: 2 * n**3, **_SINGULAR),
+    _factorisation(
+        "matrix_power",
+        lambda shapes, n=1: same_matrix(shapes),
+        ([(2, 4, 4)], {"n": 2}),
+        lambda m, n: 2 * n**3,
+    ),
+    _factorisation(
+        "qr",
+        matrix_rule(_qr),
+        _STACK,
+        lambda m, n: 4 * (m * n * min(m, n) - min(m, n) ** 3 / 3),
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "svd",
+        matrix_rule(_svd),
+        _STACK,
+        lambda m, n: 4 * m * n * max(m, n) + 8 * max(m, n) * min(m, n) ** 2 + 9 * min(m, n) ** 3,
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "svdvals",
+        matrix_rule(lambda m, n: ((min(m, n),),)),
+        _STACK,
+        lambda m, n: 4 * (max(m, n) - min(m, n) / 3) * min(m, n) ** 2,
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "eigh",
+        matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
+        _SQUARES,
+        lambda m, n: 9 * n**3,
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "eigvalsh",
+        matrix_rule(lambda m, n: ((m,),), square=True),
+        _SQUARES,
+        lambda m, n: 4 * n**3 / 3,
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "eig",
+        matrix_rule(lambda m, n: ((m,), (m, m)), square=True),
+        _SQUARES,
+        lambda m, n: 25 * n**3,
+    ),
+    _factorisation(
+        "eigvals",
+        matrix_rule(lambda m, n: ((m,),), square=True),
+        _SQUARES,
+        lambda m, n: 10 * n**3,
+    ),
+    _factorisation(
+        "pinv",
+        matrix_rule(_pinv),
+        _STACK,
+        lambda m, n: 14 * max(m, n) * min(m, n) ** 2 + 8 * min(m, n) ** 3,
+    ),
+    _factorisation(
+        "matrix_rank",
+        matrix_rule(_rank),
+        _STACK,
+        lambda m, n: 4 * (max(m, n) - min(m, n) / 3) * min(m, n) ** 2,
+    ),
+    _factorisation(
+        "det",
+        matrix_rule(lambda m, n: ((),), square=True),
+        _SQUARES,
+        lambda m, n: 2 * n**3 / 3,
+        **_SINGULAR,
+    ),
+    _factorisation(
+        "slogdet",
+        matrix_rule(lambda m, n: ((), ()), square=True),
+        _SQUARES,
+        lambda m, n: 2 * n**3 / 3,
+        **_SINGULAR,
+    ),
+    _row("matrix_norm", matrix_norm, _STACK),
+    _row("vector_norm", vector_norm, _STACK, "the axes are whole on each device"),
+    _row(
+        "solve",
+        solve,
+        ([(2, 4, 4), (2, 4, 3)], {}),
+        "columns of the right side pass through",
+        linear=(1,),
+        work=of_systems(lambda n, k: 2 * n**3 / 3 + 2 * n**2 * k),
+        **_SINGULAR,
+    ),
+    _row(
+        "triangular_solve",
+        triangular_solve,
+        ([(2, 4, 4), (2, 4, 3)], {}),
+        "as solve",
+        linear=(1,),
+        work=of_systems(lambda n, k: n**2 * k),
+    ),
+    _row(
+        "cross",
+        cross,
+        ([(4, 3), (4, 3)], {}),
+        "the axis of 3 is whole on each device",
+        linear="one",
+    ),
+    _row(
+        "diagonal",
+        diagonal,
+        _STACK,
+        linear="each",
+        local=movement.diagonal,
+        reads_part=True,
+        result_types=of_first,
+    ),
+    _row("trace", trace, _STACK, linear="each", reads_part=True),
     *(_transform(name, "same") for name in ("fft", "ifft", "fftn", "ifftn")),
     *(_transform(name, "half") for name in ("rfft", "rfftn", "ihfft")),
     *(_transform(name, "whole") for name in ("irfft", "irfftn", "hfft")),
-    Operator("fftshift", "Fourier transforms", shifted, "each", ("max", "min", "product")),
-    Operator("ifftshift", "Fourier transforms", shifted, "each", ("max", "min", "product")),
+    _shift("fftshift"),
+    _shift("ifftshift"),
 )

@@ -1,13 +1,17 @@
-"""The rules of operators that move elements and compute nothing."""
+"""Operators that move elements and compute nothing: transposes, reshapes, broadcasts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Infer, Operator
-from reshard.spmd.operators.shapes import (
+from reshard.spmd.local import movement as local
+from reshard.spmd.operators.operator import Example, Infer, Operator, OperatorClass
+from reshard.spmd.operators.result_types import promoted
+from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import (
     Axes,
     axes_of,
     axis_of,
@@ -15,7 +19,6 @@ from reshard.spmd.operators.shapes import (
     broadcast_shape,
     one_operand,
 )
-from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
 from reshard.spmd.rules.templates import (
     Template,
     broadcast_with_shapes_template,
@@ -142,23 +145,52 @@ def broadcast_arrays(shapes: Sequence[Shape]) -> Inferred:
 _ALL = ("max", "min", "product")
 
 
-def moving(name: str, infer: Infer, note: str = "") -> Operator:
+def moving(
+    name: str,
+    infer: Infer,
+    example: Example,
+    operator_class: OperatorClass = OperatorClass.OTHER,
+    **options: Any,
+) -> Operator:
     """A row of an operator that only moves elements: partial operands stay so, of any kind."""
-    return Operator(name, "movement", infer, "each", _ALL, note=note)
+    return Operator(
+        name,
+        "movement",
+        infer,
+        "each",
+        _ALL,
+        operator_class=operator_class,
+        result_types=promoted,
+        example=example,
+        **options,
+    )
 
+
+_REARRANGING = OperatorClass.REARRANGING
+_BROADCASTING = OperatorClass.BROADCASTING
 
 OPERATORS: tuple[Operator, ...] = (
-    moving("permute_dims", permute_dims),
-    moving("matrix_transpose", matrix_transpose),
-    moving("moveaxis", moveaxis),
+    moving("permute_dims", permute_dims, ([(2, 4, 8)], {"axes": (2, 0, 1)}), _REARRANGING),
+    moving("matrix_transpose", matrix_transpose, ([(2, 4, 8)], {}), _REARRANGING),
+    moving("moveaxis", moveaxis, ([(2, 4, 8)], {"source": 0, "destination": 2}), _REARRANGING),
     moving(
         "reshape",
         reshape,
-        "a dimension that splits or merges has several factors; parts agree where sizes divide",
+        ([(4, 6)], {"shape": (2, 12)}),
+        _REARRANGING,
+        local=local.to_shape,
+        note="a dimension that splits or merges has several factors; parts agree where sizes "
+        "divide",
     ),
-    moving("flatten", flatten, "a reshape"),
-    moving("expand_dims", expand_dims),
-    moving("squeeze", squeeze),
-    moving("broadcast_to", broadcast_to),
-    moving("broadcast_arrays", broadcast_arrays),
+    moving("flatten", flatten, ([(4, 8)], {}), _REARRANGING, note="a reshape"),
+    moving("expand_dims", expand_dims, ([(4, 8)], {"axis": 1}), _REARRANGING),
+    moving("squeeze", squeeze, ([(4, 1, 8)], {"axis": 1}), _REARRANGING),
+    moving(
+        "broadcast_to",
+        broadcast_to,
+        ([(1, 8)], {"shape": (2, 4, 8)}),
+        _BROADCASTING,
+        local=local.to_shape,
+    ),
+    moving("broadcast_arrays", broadcast_arrays, ([(4, 1), (8,)], {}), _BROADCASTING),
 )

@@ -1,13 +1,15 @@
-"""The rules of what networks are made of: softmax, norms, losses, attention."""
+"""What networks are made of: softmax, norms, losses, attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import axes_of, axis_of, counted, kept, one_operand
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.work import of_attention
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import axes_of, axis_of, counted, kept, one_operand
 
 
 def softmax(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inferred:
@@ -138,20 +140,35 @@ def attention(shapes: Sequence[Shape], is_causal: bool = False) -> Inferred:
     return builder.build()
 
 
+def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return Operator(name, "networks", infer, example=example, **options)
+
+
 _WHOLE = "the normalised axis is whole on each device"
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("softmax", "networks", softmax, note=_WHOLE),
-    Operator("log_softmax", "networks", softmax, note=_WHOLE),
-    Operator("layer_norm", "networks", norm, note=_WHOLE),
-    Operator("rms_norm", "networks", norm, note=_WHOLE),
-    Operator("batch_norm", "networks", batch_norm, note="mean and variance are known"),
-    Operator("cross_entropy", "networks", cross_entropy, note="classes are whole on each device"),
-    Operator(
+    _row("softmax", softmax, ([(4, 8)], {"axis": 1}), note=_WHOLE),
+    _row("log_softmax", softmax, ([(4, 8)], {"axis": 1}), note=_WHOLE),
+    _row("layer_norm", norm, ([(4, 8), (8,), (8,)], {}), note=_WHOLE),
+    _row("rms_norm", norm, ([(4, 8), (8,)], {}), note=_WHOLE),
+    _row(
+        "batch_norm",
+        batch_norm,
+        ([(4, 8), (8,), (8,), (8,), (8,)], {}),
+        note="mean and variance are known",
+    ),
+    _row(
+        "cross_entropy",
+        cross_entropy,
+        ([(4, 10), (4,)], {}),
+        note="classes are whole on each device",
+    ),
+    _row(
         "attention",
-        "networks",
         attention,
-        (2,),
+        ([(2, 8, 5, 16), (2, 4, 7, 16), (2, 4, 7, 32)], {}),
+        linear=(2,),
+        work=of_attention,
         note="heads are cut by groups of keys; keys are whole along their sequence",
     ),
 )

@@ -1,19 +1,25 @@
-"""What has to be known of an operator to run it on shards?
+"""Operators: the rows of the table, one for all that is known of an operator.
 
-An `Operator` is a row of the table of rules: from the shapes of its operands and its attributes
-it says how their dimensions hang together, how its results look, and what it does to operands
-that are partial sums.
+A row says how an operator's dimensions hang together (its rule), what each rank computes, how much
+that is, the element types of its results, which operands may be partial sums, and how it is shown
+on the page of rules. Runners, propagation, traces, the cost model and the page read rows alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
 
 from reshard.errors import SpecError
+from reshard.sharding import ShardingSpec
+from reshard.spmd.local.by_name import by_name
+from reshard.spmd.local.local_work import Function, LocalWork, MakeLocal
+from reshard.spmd.operators.result_types import ResultTypes
+from reshard.spmd.operators.work import Work, no_operations
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -29,6 +35,30 @@ Linear = Literal["each", "one", "none"] | tuple[int, ...]
 Infer = Callable[..., Inferred]
 """From the operands' shapes and an operator's attributes to its rule and its results' shapes."""
 
+Example = tuple[Sequence[Shape], Mapping[str, Any]]
+"""Operands' shapes and attributes to show an operator with."""
+
+KnowsPlace = Callable[[Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any]], bool]
+"""From operands' shardings and shapes and the attributes to whether ranks find their own places."""
+
+Fails = Literal["never", "any", "whole numbers"]
+"""Whose elements may make an operation fail: nobody's, those of any type, those of integers."""
+
+
+class OperatorClass(enum.Enum):
+    """How an operator treats what passes through it, which orders propagation."""
+
+    OTHER = 0
+    ELEMENTWISE = 1
+    REARRANGING = 2
+    SLICING = 3
+    BROADCASTING = 4
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element of the result comes from the same place of the operands."""
+        return self is OperatorClass.ELEMENTWISE
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
@@ -43,7 +73,19 @@ class Operator:
         commutes: the other reductions whose contributions the operator may be applied to one by
             one, those of `linear` or else all operands together: `maximum` commutes with "max".
         linear_if: whether the attributes let the operator be so; always, when not given.
-        note: one line for the table.
+        operator_class: by which it propagates; told by its rule when None.
+        local: makes what each rank computes; the library's function of that name when not given.
+        knows_place: whether the local function finds its own places along adjusted factors, so
+            that these may be cut; never when None.
+        fails: whose elements may make it fail on one rank, so that others must be told.
+        work: additions and multiplications, from the rule and the sizes of its factors on a rank.
+        reads_part: whether it reads no more of its first operand than it writes.
+        result_types: of the results' elements; as the library promotes when None.
+        example: small shapes and attributes, for the page of rules and for tests.
+        doc: what it computes, in a sentence. An operator with one is a function of
+            `reshard.spmd` by this row alone; the others are called by functions that read
+            arguments, or are for graphs only.
+        note: one line for the page of rules.
     """
 
     name: str
@@ -52,6 +94,15 @@ class Operator:
     linear: Linear = "none"
     commutes: tuple[str, ...] = ()
     linear_if: Callable[..., bool] | None = None
+    operator_class: OperatorClass | None = OperatorClass.OTHER
+    local: MakeLocal = by_name
+    knows_place: KnowsPlace | None = None
+    fails: Fails = "never"
+    work: Work = no_operations
+    reads_part: bool = False
+    result_types: ResultTypes | None = None
+    example: Example | None = None
+    doc: str = ""
     note: str = ""
 
     @property
@@ -111,9 +162,27 @@ class Operator:
 
     def inferred(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> Inferred:
         """The rule and the shapes of the results together; found once for equal questions."""
-        frozen = tuple(sorted((name, _frozen(value)) for name, value in attributes.items()))
+        frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
         key = tuple(tuple(int(size) for size in shape) for shape in shapes)
-        return _inferred(self, key, _Attributes(frozen))
+        return _infer(self, key, _Attributes(frozen))
+
+    def local_functions(self, work: LocalWork) -> list[Function]:
+        """The function that each rank here applies to its parts.
+
+        Raises UsageError for an operator that the library has not.
+        """
+        found = self.local(work)
+        return found if isinstance(found, list) else [found] * len(work.ranks)
+
+    def may_fail(self, work: LocalWork) -> bool:
+        """Whether one rank's elements alone may make it fail, so that others must be told.
+
+        An index is out of range, a matrix singular, a whole number divided by 0.
+        """
+        if self.fails == "never" or not any(x is not None and x.is_cut for x in work.operands):
+            # Without a cut every rank has the same elements, and fails alike.
+            return False
+        return self.fails == "any" or all(x is None or "int" in x.dtype.name for x in work.operands)
 
 
 class _Attributes:
@@ -130,12 +199,12 @@ class _Attributes:
         return hash(self.key)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=65536)
-def _inferred(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attributes) -> Inferred:
+def _infer(operator: Operator, shapes: tuple[Shape, ...], attributes: _Attributes) -> Inferred:
     if operator.infer is None:
         return Inferred(replicated_rule(shapes), ())
     given = dict(attributes.items)

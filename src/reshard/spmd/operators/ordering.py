@@ -1,13 +1,16 @@
-"""The rules of operators that order elements or tell them apart."""
+"""Operators that order elements or tell them apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import axis_of
+from reshard.spmd.local import ordering
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.result_types import index, of_first, value_and_index
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import axis_of
 
 
 def ordered(
@@ -59,14 +62,33 @@ def top_k(shapes: Sequence[Shape], k: int, axis: int = -1) -> Inferred:
     return builder.build()
 
 
+def _row(name: str, infer: Infer | None, **options: Any) -> Operator:
+    return Operator(name, "ordering", infer, **options)
+
+
+_EXAMPLE: Example = ([(4, 8)], {"axis": 1})
 _VALUES = "how many there are depends on the values"
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("sort", "ordering", ordered, note="further operands are put in the first's order"),
-    Operator("argsort", "ordering", ordered),
-    Operator("top_k", "ordering", top_k, note="results are the values and their indices"),
-    Operator("unique_all", "ordering", None, note=_VALUES),
-    Operator("unique_counts", "ordering", None, note=_VALUES),
-    Operator("unique_inverse", "ordering", None, note=_VALUES),
-    Operator("unique_values", "ordering", None, note=_VALUES),
+    _row(
+        "sort",
+        ordered,
+        local=ordering.sort,
+        result_types=of_first,
+        example=_EXAMPLE,
+        note="further operands are put in the first's order",
+    ),
+    _row("argsort", ordered, local=ordering.argsort, result_types=index, example=_EXAMPLE),
+    _row(
+        "top_k",
+        top_k,
+        local=ordering.top_k,
+        result_types=value_and_index,
+        example=([(4, 8)], {"k": 3}),
+        note="results are the values and their indices",
+    ),
+    _row("unique_all", None, note=_VALUES),
+    _row("unique_counts", None, note=_VALUES),
+    _row("unique_inverse", None, note=_VALUES),
+    _row("unique_values", None, note=_VALUES),
 )

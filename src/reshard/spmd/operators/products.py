@@ -1,14 +1,17 @@
-"""The rules of products that sum over factors: matrix products, dot products, einsum."""
+"""Products that sum over factors: matrix products, dot products, einsum."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.shapes import axis_of, broadcast_factors, broadcast_shape, counted
+from reshard.spmd.local import by_name
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.work import of_product
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import axis_of, broadcast_factors, broadcast_shape, counted
 from reshard.spmd.rules.templates import einsum_template
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -185,17 +188,26 @@ def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     return Inferred(rule, rule.result_shapes)
 
 
+def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return Operator(name, "products", infer, "one", work=of_product, example=example, **options)
+
+
 OPERATORS: tuple[Operator, ...] = (
-    Operator("matmul", "products", matmul, "one"),
-    Operator("vecdot", "products", vecdot, "one", note="the left operand is conjugated"),
-    Operator("tensordot", "products", tensordot, "one"),
-    Operator("dot_general", "products", dot_general, "one", note="XLA's dot, with batch axes"),
-    Operator(
+    _row("matmul", matmul, ([(2, 4, 8), (8, 16)], {}), doc="The matrix product."),
+    _row("vecdot", vecdot, ([(4, 8), (8,)], {}), note="the left operand is conjugated"),
+    _row("tensordot", tensordot, ([(4, 8, 2), (2, 8, 5)], {"axes": [[1, 2], [1, 0]]})),
+    _row(
+        "dot_general",
+        dot_general,
+        ([(2, 4, 8), (2, 8, 5)], {"batching": [[0], [0]], "contracting": [[2], [1]]}),
+        note="XLA's dot, with batch axes",
+    ),
+    _row(
         "einsum",
-        "products",
         einsum,
-        "one",
+        ([(2, 4, 8), (2, 5, 8)], {"subscripts": "bik,bjk->bij"}),
+        local=by_name.einsum,
         note="letters not in the result are summed; a letter twice in an operand is not read",
     ),
-    Operator("outer", "products", outer, "one"),
+    _row("outer", outer, ([(4,), (8,)], {})),
 )

@@ -1,12 +1,15 @@
-"""The rules of reductions."""
+"""Reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from reshard.spmd.local import reductions
 from reshard.spmd.operators.operator import Infer, Operator
-from reshard.spmd.operators.shapes import Axes, axes_of, one_operand
+from reshard.spmd.operators.result_types import boolean, index, of_first, total
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import Axes, axes_of, one_operand
 from reshard.spmd.rules.templates import reduce_template
 
 
@@ -57,33 +60,54 @@ def _spread(
     return whole_axes(shapes, axis, keepdims)
 
 
-_MEAN = "each part divides its sum by the whole count; contributions are summed"
+def _row(name: str, infer: Infer, **options: Any) -> Operator:
+    return Operator(name, "reductions", infer, example=([(4, 8)], {"axis": 1}), **options)
+
+
 _SPREAD = "needs the mean first: made of sums, or of whole axes"
-
-
-def _row(name: str, infer: Infer, linear: bool, commutes: tuple[str, ...], note: str) -> Operator:
-    return Operator(
-        name,
-        "reductions",
-        infer,
-        "each" if linear else "none",
-        commutes,
-        note=note,
-    )
-
+_PLACE = "an index says nothing without its value"
 
 OPERATORS: tuple[Operator, ...] = (
-    _row("sum", _reduced("sum"), True, (), ""),
-    _row("mean", _reduced("sum", adjusted=True), True, (), _MEAN),
-    _row("prod", _reduced("product"), False, ("product",), ""),
-    _row("max", _reduced("max"), False, ("max",), ""),
-    _row("min", _reduced("min"), False, ("min",), ""),
-    _row("any", _reduced("max"), False, ("max",), "truth values: contributions combine by max"),
-    _row("all", _reduced("min"), False, ("min",), "truth values: contributions combine by min"),
-    _row("count_nonzero", _reduced("sum"), False, (), "contributions are counts"),
-    _row("var", _spread, False, (), _SPREAD),
-    _row("std", _spread, False, (), _SPREAD),
-    _row("argmax", whole_axes, False, (), "an index says nothing without its value"),
-    _row("argmin", whole_axes, False, (), "an index says nothing without its value"),
-    _row("logsumexp", whole_axes, False, (), "needs the maximum first"),
+    _row("sum", _reduced("sum"), linear="each", result_types=total),
+    _row(
+        "mean",
+        _reduced("sum", adjusted=True),
+        linear="each",
+        note="each part divides its sum by the whole count; contributions are summed",
+    ),
+    _row("prod", _reduced("product"), commutes=("product",), result_types=total),
+    _row(
+        "max",
+        _reduced("max"),
+        commutes=("max",),
+        local=reductions.extremum,
+        result_types=of_first,
+    ),
+    _row(
+        "min",
+        _reduced("min"),
+        commutes=("min",),
+        local=reductions.extremum,
+        result_types=of_first,
+    ),
+    _row(
+        "any",
+        _reduced("max"),
+        commutes=("max",),
+        result_types=boolean,
+        note="truth values: contributions combine by max",
+    ),
+    _row(
+        "all",
+        _reduced("min"),
+        commutes=("min",),
+        result_types=boolean,
+        note="truth values: contributions combine by min",
+    ),
+    _row("count_nonzero", _reduced("sum"), note="contributions are counts"),
+    _row("var", _spread, note=_SPREAD),
+    _row("std", _spread, note=_SPREAD),
+    _row("argmax", whole_axes, result_types=index, note=_PLACE),
+    _row("argmin", whole_axes, result_types=index, note=_PLACE),
+    _row("logsumexp", whole_axes, note="needs the maximum first"),
 )

@@ -1,8 +1,8 @@
-"""Which operators are there, and what are their rules?
+"""The table of operators: one row for each, from the modules of their families.
 
-`operators` is the table: every operator the package knows, by name. `rule_of` asks it, and
-replicates the operands of an operator it does not know, with one warning that names it. `rule`
-adds a user's own.
+`operators` is the table: every operator that is known, by name. `rule_of` asks it, and replicates
+the operands of an operator it does not know, with one warning that names it. `register` adds a row,
+`rule` one of which the rule alone is known.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from reshard.spmd.operators import (
     windows,
 )
 from reshard.spmd.operators.operator import Linear, Operator
+from reshard.spmd.operators.work import of_own_rule
 from reshard.spmd.rules.rule_builder import Inferred, Shape, replicated_rule
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -58,6 +59,13 @@ operators: Mapping[str, Operator] = MappingProxyType(_table)
 _warned: set[str] = set()
 
 
+def row_of(name: str) -> Operator:
+    """The row of a name, which is one without a rule where the table has none."""
+    return _table.get(name) or Operator(
+        name, "without a rule", None, operator_class=None, work=of_own_rule
+    )
+
+
 def operator_of(name: str) -> Operator:
     """The operator of a name; one that is not in the table is one without a rule.
 
@@ -66,7 +74,7 @@ def operator_of(name: str) -> Operator:
     >>> operator_of("matmul").linear
     'one'
     """
-    operator = _table.get(name) or Operator(name, "without a rule", None)
+    operator = row_of(name)
     if not operator.has_rule and name not in _warned:
         _warned.add(name)
         warnings.warn(
@@ -116,6 +124,26 @@ def _shape(given: object) -> Shape:
     return sizes
 
 
+def register(operator: Operator) -> Operator:
+    """Adds a row to the table; one of the user's own of that name is replaced.
+
+    From then on the operator runs on shards, is traced, propagated and costed by that row; with a
+    `doc` it is a function of `reshard.spmd` by its name.
+
+    Raises SpecError for the name of a row of the package's that has a rule.
+
+    >>> from reshard.spmd.operators.elementwise import elementwise
+    >>> twice = register(Operator("twice", "users' own", elementwise, "each", doc="Two of it."))
+    >>> str(rule_of("twice", [(4,)]))
+    '([i]) -> ([i]) {i=4}'
+    """
+    name = operator.name
+    if name in SHIPPED and _table[name].has_rule:
+        raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
+    _table[name] = operator
+    return operator
+
+
 RuleFunction = Callable[..., OpShardingRule | str]
 
 
@@ -153,7 +181,7 @@ def rule(
     if name in SHIPPED and _table[name].has_rule:
         raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
 
-    def register(function: RuleFunction) -> RuleFunction:
+    def add(function: RuleFunction) -> RuleFunction:
         def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
             found = function(shapes, **attributes)
             if isinstance(found, str):
@@ -170,7 +198,17 @@ def rule(
                 )
             return Inferred(found, found.result_shapes)
 
-        _table[name] = Operator(name, "users' own", infer, linear, note=note)
+        register(
+            Operator(
+                name,
+                "users' own",
+                infer,
+                linear,
+                operator_class=None,
+                work=of_own_rule,
+                note=note,
+            )
+        )
         return function
 
-    return register
+    return add

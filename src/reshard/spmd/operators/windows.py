@@ -1,13 +1,19 @@
-"""The rules of convolution, pooling and cumulative operators: results that see neighbours."""
+"""Convolution, pooling and cumulative operators: results that see neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from reshard.errors import SpecError
-from reshard.spmd.operators.operator import Infer, Operator
-from reshard.spmd.operators.shapes import axis_of, counted, kept, one_operand
+from reshard.sharding import ShardingSpec
+from reshard.spmd.local import reductions, windows
+from reshard.spmd.local.local_work import has_plain_parts, part_lengths
+from reshard.spmd.operators.operator import Example, Infer, Operator
+from reshard.spmd.operators.result_types import of_first, total
+from reshard.spmd.operators.work import of_product
 from reshard.spmd.rules.rule_builder import Inferred, RuleBuilder, Shape
+from reshard.spmd.rules.shapes import axis_of, counted, kept, one_operand
 
 Pairs = Sequence[Sequence[int]]
 
@@ -169,22 +175,66 @@ def cumulative(
     return kept(shape, result, moved=[] if result[place] == 1 else [place])
 
 
-def _row(
-    name: str, infer: Infer, linear: bool = False, commutes: tuple[str, ...] = (), note: str = ""
-) -> Operator:
-    return Operator(name, "windows", infer, "each" if linear else "none", commutes, note=note)
+def _begins_at_parts(
+    specs: Sequence[ShardingSpec], shapes: Sequence[Shape], attributes: Mapping[str, Any]
+) -> bool:
+    """Totals that begin anew where the ranks' parts do need nothing of other parts."""
+    if attributes.get("parts") is None or not all(map(has_plain_parts, specs)):
+        return False
+    axis = attributes["axis"]
+    return part_lengths(specs[0], axis, shapes[0][axis]) == tuple(attributes["parts"])
 
 
+def _row(name: str, infer: Infer, example: Example, **options: Any) -> Operator:
+    return Operator(name, "windows", infer, example=example, **options)
+
+
+_POOLED: Example = ([(2, 3, 8)], {"window": (2,)})
+_TOTALLED: Example = ([(4, 8)], {"axis": 1})
 _SPACE = "space is whole on each device: windows reach into other parts"
 _TOTALS = "totals of other parts are needed"
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("convolution", "windows", convolution, "one", note=_SPACE),
-    _row("max_pool", pooling, commutes=("max",), note=_SPACE),
-    _row("avg_pool", pooling, linear=True, note=_SPACE),
-    _row("sum_pool", pooling, linear=True, note=_SPACE),
-    _row("cumulative_sum", cumulative, linear=True, note=_TOTALS),
-    _row("cumulative_prod", cumulative, commutes=("product",), note=_TOTALS),
-    _row("cumulative_max", cumulative, commutes=("max",), note=_TOTALS),
-    _row("cumulative_min", cumulative, commutes=("min",), note=_TOTALS),
+    _row(
+        "convolution",
+        convolution,
+        ([(2, 6, 8, 8), (10, 3, 3, 3)], {"groups": 2}),
+        linear="one",
+        local=windows.convolution,
+        work=of_product,
+        note=_SPACE,
+    ),
+    _row(
+        "max_pool",
+        pooling,
+        _POOLED,
+        commutes=("max",),
+        local=windows.max_pool,
+        result_types=of_first,
+        note=_SPACE,
+    ),
+    _row("avg_pool", pooling, _POOLED, linear="each", local=windows.avg_pool, note=_SPACE),
+    _row("sum_pool", pooling, _POOLED, linear="each", note=_SPACE),
+    _row(
+        "cumulative_sum",
+        cumulative,
+        _TOTALLED,
+        linear="each",
+        local=reductions.running_totals,
+        knows_place=_begins_at_parts,
+        result_types=total,
+        note=_TOTALS,
+    ),
+    _row(
+        "cumulative_prod",
+        cumulative,
+        _TOTALLED,
+        commutes=("product",),
+        local=reductions.running_totals,
+        knows_place=_begins_at_parts,
+        result_types=total,
+        note=_TOTALS,
+    ),
+    _row("cumulative_max", cumulative, _TOTALLED, commutes=("max",), note=_TOTALS),
+    _row("cumulative_min", cumulative, _TOTALLED, commutes=("min",), note=_TOTALS),
 )

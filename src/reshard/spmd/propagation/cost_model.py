@@ -34,10 +34,10 @@ from reshard.dtypes import DType
 from reshard.errors import LayoutError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.axis_parts import AxisTable, Part, Parts, Sharding, are_alike, size_of
 from reshard.spmd.propagation.operator_work import least_s, moved_bytes, operations_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Device, Topology
 

@@ -18,10 +18,10 @@ The stages are Shardy's (OpenXLA), op priority propagation.
 
 from __future__ import annotations
 
-import enum
 from functools import lru_cache
 
-from reshard.spmd.operators.table import operators
+from reshard.spmd.operators.operator import OperatorClass
+from reshard.spmd.operators.table import row_of
 from reshard.spmd.propagation.merging import Direction
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -29,58 +29,22 @@ STAGES = 5
 ANY_STAGE = STAGES - 1
 
 
-class OperatorClass(enum.Enum):
-    """How an operator treats what passes through it."""
-
-    OTHER = 0
-    ELEMENTWISE = 1
-    REARRANGING = 2
-    SLICING = 3
-    BROADCASTING = 4
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether each element of the result comes from the same place of the operands."""
-        return self is OperatorClass.ELEMENTWISE
-
-
-_BY_NAME = {
-    **dict.fromkeys(
-        (
-            "reshape",
-            "flatten",
-            "permute_dims",
-            "matrix_transpose",
-            "moveaxis",
-            "squeeze",
-            "expand_dims",
-        ),
-        OperatorClass.REARRANGING,
-    ),
-    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), OperatorClass.SLICING),
-    **dict.fromkeys(("broadcast_to", "broadcast_arrays"), OperatorClass.BROADCASTING),
-}
-
-
 @lru_cache(maxsize=4096)
 def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
-    """The class of an operator: that of its name, or its rule's where the table has no such name.
+    """The class of an operator: that of its row, or its rule's where the row says none.
 
     >>> class_of("add", OpShardingRule.parse("([i], [i]) -> ([i]) {i=4}")).name
     'ELEMENTWISE'
     >>> class_of("sort", OpShardingRule.parse("([i]) -> ([i]) {i=4}")).name
     'OTHER'
     """
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    known = operators.get(name)
-    if known is not None and known.family != "users' own":
-        is_elementwise = known.family == "elementwise"
-    else:
-        special = rule.reduction or rule.need_replication or rule.permutation or rule.blocked
-        mappings = {mapping for mapping in rule.tensors if mapping}
-        is_plain = all(len(dim) <= 1 for mapping in mappings for dim in mapping)
-        is_elementwise = not special and len(mappings) <= 1 and is_plain
+    known = row_of(name).operator_class
+    if known is not None:
+        return known
+    special = rule.reduction or rule.need_replication or rule.permutation or rule.blocked
+    mappings = {mapping for mapping in rule.tensors if mapping}
+    is_plain = all(len(dim) <= 1 for mapping in mappings for dim in mapping)
+    is_elementwise = not special and len(mappings) <= 1 and is_plain
     return OperatorClass.ELEMENTWISE if is_elementwise else OperatorClass.OTHER
 
 

@@ -28,17 +28,12 @@ from dataclasses import dataclass
 from reshard.errors import SpecError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.operators.operator import OperatorClass
 from reshard.spmd.propagation.axis_parts import AxisTable, Parts, Sharding
 from reshard.spmd.propagation.factor_shardings import collected, updated
 from reshard.spmd.propagation.graph import Graph, Operation
 from reshard.spmd.propagation.merging import STRATEGIES, Direction, Strategy, Tensors
-from reshard.spmd.propagation.operator_stages import (
-    ANY_STAGE,
-    STAGES,
-    OperatorClass,
-    class_of,
-    directions,
-)
+from reshard.spmd.propagation.operator_stages import ANY_STAGE, STAGES, class_of, directions
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Known = Sequence[ShardingSpec | None]

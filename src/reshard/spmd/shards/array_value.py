@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Shards
 

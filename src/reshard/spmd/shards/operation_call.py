@@ -7,7 +7,7 @@
 2. Otherwise the operation is compiled: the mesh is found; pending sums that the operator cannot
    work on are marked to be reduced (`pending_sums`); the operator's rule says on which shards it
    runs (`alignment`); each operand whose sharding differs gets its movement (`runner`); each rank
-   gets the function that it computes (`local_functions`).
+   gets the function that it computes (`reshard.spmd.local`).
 3. It is run: operands move, every rank that is here computes, the results are wrapped.
 
 A `Recorder` sees every operation that is carried out while it is listening.
@@ -23,12 +23,12 @@ from typing import Any, NoReturn, Protocol
 from reshard.errors import ArrayIndexError, MeshError, ReshardError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.local_work import LocalWork
 from reshard.spmd.operators.operator import Operator
-from reshard.spmd.operators.table import operator_of
+from reshard.spmd.operators.table import operator_of, row_of
 from reshard.spmd.rules.alignment import aligned
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.local_functions import LocalWork, fails_by_elements, knows_where_it_lies
 from reshard.spmd.shards.pending_sums import (
     are_finite,
     factors_of,
@@ -207,12 +207,14 @@ def laid_out(
         else without_pending(one.spec)
         for one, shape in zip(operands, shapes, strict=True)
     ]
+    knows_place = operator.knows_place
+    is_known = knows_place is not None and knows_place(specs, shapes, attributes)
     placed, results = aligned(
         inferred.rule,
         tuple(specs),
         tuple(shapes),
         tuple(inferred.result_shapes),
-        () if knows_where_it_lies(operator.name, specs, shapes, attributes) else inferred.adjusted,
+        () if is_known else inferred.adjusted,
     )
     if any(
         spec.partial_axes and spec.reduction != (reduction or spec.reduction) for spec in results
@@ -251,6 +253,7 @@ def _first(
     types = tuple(x.type if isinstance(x, ArrayValue) else None for x in operands)
     mesh = common_mesh(name, types)
     layout = None
+    operator = row_of(name)
     if mesh is not None:
         operator = operator_of(name)
         if operator.has_rule:
@@ -289,12 +292,12 @@ def _first(
         runner.library,
         tuple(options),
     )
-    functions = runner.functions(work)
+    functions = runner.functions(operator, work)
     columns = [
         _column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)
     ]
-    is_told = fails_by_elements(work)
+    is_told = operator.may_fail(work)
     rows = _computed(name, functions, columns, operands, runner, is_told)
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]

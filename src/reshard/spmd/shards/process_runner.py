@@ -20,9 +20,9 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import library
 from reshard.spmd.shards.chosen_program import chosen_program
-from reshard.spmd.shards.library import library
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 from reshard.torch.exchange.agreement import device_of, run_errors

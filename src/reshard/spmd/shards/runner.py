@@ -22,9 +22,10 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, ShardingSpec
-from reshard.spmd.shards.array_type import ArrayType
-from reshard.spmd.shards.library import Library, library, library_of
-from reshard.spmd.shards.local_functions import Function, LocalWork, local_functions
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import Library, library, library_of
+from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.operators.operator import Operator
 from reshard.spmd.shards.shard_copies import Movement, Shards, copies
 
 # Beyond any program's number of different operations; a bound all the same.
@@ -58,9 +59,9 @@ class Runner:
             found = self._ranks[mesh] = self._ranks_here(mesh)
         return found or ()
 
-    def functions(self, work: LocalWork) -> list[Function]:
+    def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """What each rank that is here computes of an operation."""
-        return local_functions(work)
+        return operator.local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         """A function that makes the shards of `spec` from those of an array of type `source`."""

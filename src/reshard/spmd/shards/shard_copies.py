@@ -28,7 +28,7 @@ from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box
 from reshard.plans.run import run_change
-from reshard.spmd.shards.library import Library
+from reshard.spmd.local.library import Library
 
 Shards = tuple[Any, ...]
 Movement = Callable[[Shards], Shards]
@@ -41,7 +41,7 @@ def copies(
     """A function from the shards of the ranks `sources` to new ones for the ranks `targets`.
 
     >>> import reshard
-    >>> from reshard.spmd.shards.library import library
+    >>> from reshard.spmd.local.library import library
     >>> mesh = reshard.DeviceMesh.of(x=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((2, 4)) for text in ("x, -", "-, x"))
     >>> move = copies(LayoutChange(rows, columns), (0, 1), (0, 1), library("numpy"))

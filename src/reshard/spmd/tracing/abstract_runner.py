@@ -1,9 +1,9 @@
-"""What would operations do, on arrays of which only shape, element type and sharding are known?
+"""Abstract runner: operations on arrays of which only shape, element type and sharding are known.
 
 An `AbstractRunner` stands where a runner with elements would: operations find their shardings,
 movements and results as they always do, and compute nothing. The shapes are those of the
-operators' rules. The element types are what the library itself makes of a few elements; types
-that NumPy lacks stand in as `float16`, which promotes as they do.
+operators' rules, the element types those that their rows name, or what the library makes of a few
+elements.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
-from reshard.spmd.operators.table import operator_of
-from reshard.spmd.shards.array_type import ArrayType
-from reshard.spmd.shards.library import Library, library
-from reshard.spmd.shards.local_functions import Function, LocalWork, local_functions
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import Library, library
+from reshard.spmd.local.local_work import Function, LocalWork
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.result_types import meant, stand_in
 from reshard.spmd.shards.runner import Runner
 from reshard.spmd.shards.shard_copies import Movement, Shards
 
@@ -69,12 +70,11 @@ class AbstractRunner(Runner):
         ranks = self.ranks(None if kind.spec is None else kind.spec.mesh)
         return wrap.of_shards(kind, self._shards(kind, ranks), self)
 
-    def functions(self, work: LocalWork) -> list[Function]:
+    def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
         """What makes the results' abstract shards on each rank.
 
         Raises UsageError for an operator whose results' shapes no rule tells.
         """
-        operator = operator_of(work.name)
         if not operator.has_rule:
             raise UsageError(
                 f"operator {work.name} has no sharding rule, so that the shape of its result is "
@@ -84,11 +84,10 @@ class AbstractRunner(Runner):
         shapes = [() if one is None else one.shape for one in work.operands]
         result_shapes = operator.result_shapes(shapes, **asked)
         specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
-        moves_only = operator.family == "movement"
 
         @lru_cache(typed=True)
-        def made(*numbers: Any) -> Any:
-            dtypes, is_single = _result_dtypes(work, numbers, len(result_shapes), moves_only)
+        def make(*numbers: Any) -> Any:
+            dtypes, is_single = _result_dtypes(operator, work, numbers, len(result_shapes))
             columns = [
                 self._shards(ArrayType(shape, dtype, spec), work.ranks)
                 for shape, dtype, spec in zip(result_shapes, dtypes, specs, strict=True)
@@ -97,7 +96,7 @@ class AbstractRunner(Runner):
 
         def function(place: int, *operands: Any) -> Any:
             pairs = zip(operands, work.operands, strict=True)
-            return made(*(number for number, kind in pairs if kind is None))[place]
+            return make(*(number for number, kind in pairs if kind is None))[place]
 
         return [partial(function, place) for place in range(len(work.ranks))]
 
@@ -133,32 +132,34 @@ _FEW = 2
 
 
 def _result_dtypes(
-    work: LocalWork, numbers: Sequence[Any], count: int, moves_only: bool
+    operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
 ) -> tuple[tuple[DType, ...], bool]:
     """The results' element types, and whether there is one result that stands by itself."""
     given = [one.dtype for one in work.operands if one is not None]
-    if moves_only:
-        dtype = _meant(np.result_type(*map(_stand_in, given)), given)
-        return (dtype,) * count, count == 1
+    if operator.result_types is not None:
+        named = operator.result_types(given, work.attributes, "numpy")
+        return (*named, *named[-1:] * (count - len(named))), count == 1
     few = tuple(
         None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
         for one in work.operands
     )
-    here = LocalWork(work.name, _standing_in(work.attributes), few, (), (), (0,), library("numpy"))
-    (function,) = local_functions(here)
+    here = LocalWork(
+        work.name, _with_stand_ins(work.attributes), few, (), (), (0,), library("numpy")
+    )
+    (function,) = operator.local_functions(here)
     waiting = list(numbers)
     arrays = [waiting.pop(0) if one is None else _elements(one) for one in few]
     with np.errstate(all="ignore"):
-        made = function(*arrays)
-    is_single = not isinstance(made, tuple | list)
-    results = (made,) if is_single else tuple(made)
+        found = function(*arrays)
+    is_single = not isinstance(found, tuple | list)
+    results = (found,) if is_single else tuple(found)
     asked = [value for value in work.attributes.values() if isinstance(value, DType)]
-    return tuple(_meant(one.dtype, [*asked, *given]) for one in results), is_single
+    return tuple(meant(one.dtype, [*asked, *given]) for one in results), is_single
 
 
 def _elements(kind: ArrayType) -> Any:
     """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
-    numpy = _stand_in(kind.dtype)
+    numpy = stand_in(kind.dtype)
     if numpy.kind in "iub":
         return np.zeros(kind.shape, dtype=numpy)
     if kind.ndim < 2:
@@ -167,29 +168,8 @@ def _elements(kind: ArrayType) -> Any:
     return np.broadcast_to(unit, kind.shape)
 
 
-def _is_numpys(dtype: DType) -> bool:
-    """Whether NumPy itself has the type: a package that adds some lets NumPy's own names be."""
-    try:
-        return np.dtype(dtype.name).isbuiltin == 1
-    except TypeError:
-        return False
-
-
-def _stand_in(dtype: DType) -> np.dtype[Any]:
-    return dtype.numpy if _is_numpys(dtype) else np.dtype(np.float16)
-
-
-def _standing_in(attributes: dict[str, Any]) -> dict[str, Any]:
+def _with_stand_ins(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: as_dtype(_stand_in(value)) if isinstance(value, DType) else value
+        name: as_dtype(stand_in(value)) if isinstance(value, DType) else value
         for name, value in attributes.items()
     }
-
-
-def _meant(found: np.dtype[Any], given: Sequence[DType]) -> DType:
-    """The type that NumPy's stands for: the first one given that NumPy lacks."""
-    if found == np.float16:
-        for dtype in given:
-            if not _is_numpys(dtype):
-                return dtype
-    return as_dtype(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import InsertedReshard, TracedOperation
 

@@ -25,13 +25,13 @@ from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, plain_spec
+from reshard.spmd.local.library import library_of
 from reshard.spmd.operators.table import operator_of
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.library import library_of
 from reshard.spmd.shards.operation_call import Attributes, Call, recording
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves, replaced

@@ -16,7 +16,7 @@ from reshard.show.pages.html_report import DrawnChange, Figure, change_html, fig
 from reshard.show.pages.memory_chart import Moment, memory_chart
 from reshard.show.pages.rank_legend import rank_legend
 from reshard.show.pictures.palette import rank_colours
-from reshard.spmd.shards.array_type import ArrayType
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.tracing.table import (
     call_text,
     collectives,

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from reshard.mesh import DeviceMesh
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import Operation
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.tracing.graph_recording import WITH_SHARDING
 from reshard.spmd.tracing.trace_record import TraceRecord
 from reshard.spmd.tracing.traced_operation import TracedOperation

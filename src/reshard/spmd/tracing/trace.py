@@ -21,13 +21,13 @@ from reshard.cost.formulas import check_library
 from reshard.errors import MeshError, ShardError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.arrays.sharded_array import ShardedArray, array, plain_spec
 from reshard.spmd.propagation.cost_model import Machine
 from reshard.spmd.propagation.cost_propagation import propagate_by_cost
 from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.placement import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import Call, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.mesh import DeviceMesh
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.tracing.memory import held_bytes
 from reshard.spmd.tracing.traced_operation import TracedOperation
 from reshard.topology import Topology

@@ -9,8 +9,8 @@ from functools import cached_property
 from reshard.collectives.program import Program
 from reshard.cost.estimate import Estimate
 from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
 from reshard.spmd.propagation.graph import Operation
-from reshard.spmd.shards.array_type import ArrayType
 from reshard.spmd.shards.chosen_program import chosen_program
 from reshard.topology import Topology
 

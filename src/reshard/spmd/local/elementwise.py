@@ -1,0 +1,32 @@
+"""Local functions of elementwise operators whose arguments libraries name otherwise."""
+
+from __future__ import annotations
+
+from reshard.spmd.local.local_work import Function, LocalWork
+
+
+def cast(work: LocalWork) -> Function:
+    """The same numbers in another element type."""
+    own = work.library.own_dtype(work.attributes["dtype"])
+    if work.library.name == "numpy":
+        return lambda x: x.astype(own)
+    return lambda x: x.to(own)
+
+
+def imag(work: LocalWork) -> Function:
+    """The imaginary part."""
+    space, (operand,) = work.library.namespace, work.operands
+    is_complex = operand is not None and operand.dtype.name.startswith("complex")
+    # PyTorch has none for real numbers, whose imaginary part is 0.
+    function: Function = space.imag if is_complex else space.zeros_like
+    return function
+
+
+def clip(work: LocalWork) -> Function:
+    """Numbers within one bound, or two."""
+    clip = work.library.namespace.clip
+    if work.attributes["bounds"] == ("max",):
+        return lambda x, most: clip(x, None, most)
+    if work.attributes["bounds"] == ("min",):
+        return lambda x, least: clip(x, least, None)
+    return lambda x, least, most: clip(x, least, most)

@@ -1,0 +1,93 @@
+"""Local work: one operation as the ranks of this process compute it, each on its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.layout import Layout
+from reshard.sharding import ShardingSpec
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.local.library import Library
+
+Function = Callable[..., Any]
+"""What a rank computes, from its parts of the operands."""
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """An operation of which every rank here computes its part.
+
+    Args:
+        name: of the operator.
+        attributes: of the operator, its options among them.
+        operands: types with the shardings that the operator runs with; None for a number.
+        result_specs, result_shapes: of the results; empty where only the outcome tells.
+        ranks: that are here.
+        library: that computes.
+        options: names of attributes that the operator's rule does not ask for.
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    operands: tuple[ArrayType | None, ...]
+    result_specs: tuple[ShardingSpec, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    library: Library
+    options: tuple[str, ...] = ()
+
+    @cached_property
+    def result_layouts(self) -> tuple[Layout, ...]:
+        """Where the results' elements are."""
+        return tuple(
+            spec.layout(shape)
+            for spec, shape in zip(self.result_specs, self.result_shapes, strict=True)
+        )
+
+    def result_shapes_here(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first result's shape on each rank; `shape` where it is not sharded."""
+        if not self.result_specs:
+            return [tuple(shape)] * len(self.ranks)
+        layout = self.result_layouts[0]
+        return [layout.local_shape(rank) or () for rank in self.ranks]
+
+    def starts_here(self, operand: int, axis: int) -> list[int]:
+        """Where each rank's part of an operand begins along an axis, 0 for an empty part."""
+        one = self.operands[operand]
+        if one is None or one.spec is None:
+            return [0] * len(self.ranks)
+        boxes = [one.layout.boxes(rank) for rank in self.ranks]
+        return [box[0].start[axis] if box else 0 for box in boxes]
+
+    def is_cut(self, operand: int, axis: int) -> bool:
+        """Whether ranks have different parts of an operand's axis."""
+        one = self.operands[operand]
+        return one is not None and one.spec is not None and bool(one.spec.dim_specs[axis].levels)
+
+    def operand_shapes_here(self, number: int = 0) -> list[tuple[int, ...]]:
+        """An operand's shape on each rank."""
+        one = self.operands[number]
+        if one is None:
+            return [()] * len(self.ranks)
+        if one.spec is None:
+            return [one.shape] * len(self.ranks)
+        return [one.layout.local_shape(rank) or () for rank in self.ranks]
+
+
+def has_plain_parts(spec: ShardingSpec) -> bool:
+    """Whether every part of a dimension is one stretch of it."""
+    return all(level.rule.is_default for dim in spec.dim_specs for level in dim.levels)
+
+
+def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
+    """The lengths of the parts of a dimension that have elements, in order."""
+    cut = spec.dim_specs[axis]
+    lengths = cut.table(spec.mesh, size).local_lengths if cut.levels else [size]
+    return tuple(int(length) for length in lengths if length)
+
+
+MakeLocal = Callable[[LocalWork], Function | list[Function]]
+"""Makes the function that the ranks here compute: one for all, or a list of one for each."""

@@ -1,0 +1,127 @@
+"""Element types of operators' results, which their rows name.
+
+A row without any has those that the library gives: NumPy's promotions, found by computing a few
+elements. Types that NumPy lacks stand in as `float16`, which promotes as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+
+ResultTypes = Callable[[Sequence[DType], Mapping[str, Any], str], tuple[DType, ...]]
+"""From arrays' element types, attributes and the library's name to the results' element types.
+
+The last one stands for all results that follow.
+"""
+
+BY_KIND: dict[str, tuple[DType, ...]] = {
+    "bool": (as_dtype("bool"),),
+    "signed integer": tuple(as_dtype(f"int{bits}") for bits in (8, 16, 32, 64)),
+    "unsigned integer": tuple(as_dtype(f"uint{bits}") for bits in (8, 16, 32, 64)),
+    "real floating": (as_dtype("float32"), as_dtype("float64")),
+    "complex floating": (as_dtype("complex64"), as_dtype("complex128")),
+}
+"""The array API's types, by the names that `isdtype` takes."""
+
+
+def kind_of(dtype: DType) -> str:
+    """The kind of a type, as `isdtype` takes it.
+
+    >>> kind_of(as_dtype("bfloat16"))
+    'real floating'
+    """
+    for kind, types in BY_KIND.items():
+        if dtype in types:
+            return kind
+    return "complex floating" if dtype.name.startswith("complex") else "real floating"
+
+
+def promoted(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """That which the operands' types have together.
+
+    >>> promoted([as_dtype("int8"), as_dtype("float32")], {}, "numpy")
+    (DType('float32'),)
+    """
+    return (meant(np.result_type(*map(stand_in, dtypes)), dtypes),)
+
+
+def of_first(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """That of the first operand."""
+    return (dtypes[0],)
+
+
+def boolean(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """Truth values."""
+    return (as_dtype("bool"),)
+
+
+def index(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """Indices."""
+    return (as_dtype("int64"),)
+
+
+def value_and_index(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """Elements of the first operand, and their indices."""
+    return dtypes[0], as_dtype("int64")
+
+
+def asked(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """That which the attribute `dtype` names."""
+    return (as_dtype(attributes["dtype"]),)
+
+
+def total(
+    dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
+) -> tuple[DType, ...]:
+    """Of a sum or a product: as asked, else whole numbers at least as wide as the default one.
+
+    >>> total([as_dtype("int8")], {}, "numpy"), total([as_dtype("float32")], {}, "numpy")
+    ((DType('int64'),), (DType('float32'),))
+    """
+    if attributes.get("dtype") is not None:
+        return asked(dtypes, attributes, library)
+    kind = kind_of(dtypes[0])
+    # PyTorch has uint64, and does not add it.
+    if kind in ("bool", "signed integer") or (kind == "unsigned integer" and library == "torch"):
+        return (as_dtype("int64"),)
+    return (as_dtype("uint64"),) if kind == "unsigned integer" else (dtypes[0],)
+
+
+def stand_in(dtype: DType) -> np.dtype[Any]:
+    """The type of NumPy that promotes as a type does."""
+    return dtype.numpy if _is_numpys(dtype) else np.dtype(np.float16)
+
+
+def meant(found: np.dtype[Any], given: Sequence[DType]) -> DType:
+    """The type that NumPy's stands for: the first one given that NumPy lacks."""
+    if found == np.float16:
+        for dtype in given:
+            if not _is_numpys(dtype):
+                return dtype
+    return as_dtype(found)
+
+
+def _is_numpys(dtype: DType) -> bool:
+    """Whether NumPy itself has the type: a package that adds some lets NumPy's own names be."""
+    try:
+        return np.dtype(dtype.name).isbuiltin == 1
+    except TypeError:
+        return False

@@ -1,0 +1,74 @@
+"""The page of rules: what the table of operators says of each, as Markdown.
+
+`rules_document()` writes docs/rules.md: each operator with its rule for small shapes, and what it
+does to partial operands. Operators whose rows are equal share one.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.operators.table import SHIPPED, operators
+
+
+def _partial_text(operator: Operator) -> str:
+    words = {"each": "all together", "one": "any one", "none": ""}
+    if isinstance(operator.linear, tuple):
+        said = "sum: " + " and ".join(f"operand {number}" for number in operator.linear)
+    else:
+        said = words[operator.linear] and f"sum: {words[operator.linear]}"
+    return "; ".join(filter(None, [said, *operator.commutes]))
+
+
+def _row_texts(operator: Operator) -> tuple[str, ...]:
+    if not operator.has_rule:
+        return "replicated", "", "", operator.note
+    shapes, attributes = operator.example or ([(4, 8)], {})
+    inferred = operator.inferred(shapes, **attributes)
+    said = ", ".join(f"{name}={value}" for name, value in attributes.items())
+    names = [inferred.rule.names[factor] for factor in inferred.adjusted]
+    place = f"a part knows its place along {', '.join(names)}" if names else ""
+    note = "; ".join(filter(None, [operator.note, place]))
+    return f"`{inferred.rule}`", f"`{said}`" if said else "", _partial_text(operator), note
+
+
+_HEAD = """# The table of rules
+
+What every operator of `reshard.spmd` does to cut operands. This page is written from the table
+(`reshard.spmd.rules_page`), and a test holds that it says what the table says.
+
+A rule names factors, as einsum does: a factor that is cut may be cut so in each dimension it is in.
+`reduction` factors are summed (or combined by the operator named) over the devices that have parts;
+`need_replication` factors must be whole on each device; the elements of `permutation` factors move
+between devices when they are cut; along `blocked` factors shardings do not propagate.
+
+*Partial* says which operands may be partial sums, so that the result is one and its reduction can
+wait: all together, any one of them, or those named; then other reductions that may wait too. A part
+that knows its place computes with it: the rows of a table it has, the diagonal as it lies there.
+An operator that is *replicated* has no rule: its operands are whole on every device, and a warning
+names it once. Give one to an operator of your own with `@reshard.spmd.rule`.
+"""
+
+
+def rules_document() -> str:
+    """The page, as Markdown.
+
+    >>> rules_document().startswith("# The table of rules")
+    True
+    """
+    lines = [_HEAD]
+    shipped = [operator for name, operator in operators.items() if name in SHIPPED]
+    families = list(dict.fromkeys(operator.family for operator in shipped))
+    for family in families:
+        lines += [f"## {family[0].upper()}{family[1:]}", ""]
+        lines += ["| operators | rule | attributes | partial | note |", "|---|---|---|---|---|"]
+        rows = sorted(
+            ((_row_texts(one), one.name) for one in shipped if one.family == family),
+            key=lambda row: (row[0][0] == "replicated", row),
+        )
+        for row, names in groupby(rows, key=lambda pair: pair[0]):
+            operators_text = ", ".join(f"`{name}`" for _, name in names)
+            lines.append(f"| {operators_text} | {' | '.join(row)} |")
+        lines.append("")
+    return "\n".join(lines)

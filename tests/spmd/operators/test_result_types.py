@@ -1,0 +1,68 @@
+"""The element types that rows name are those of what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reshard.spmd as sp
+from reshard.spmd.operators.table import SHIPPED, operators
+
+ZEROS = np.zeros((4, 3), int)
+# How the functions of rows are called whose arguments are not the examples'.
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "concat": lambda x: sp.concat([x, x]),
+    "stack": lambda x: sp.stack([x, x]),
+    "split": lambda x: sp.split(x, 2),
+    "roll": lambda x: sp.roll(x, 1),
+    "pad": lambda x: sp.pad(x, [(0, 0), (1, 2)]),
+    "slice": lambda x: x[:, 1:3],
+    "tile": lambda x: sp.tile(x, (3, 1)),
+    "repeat": lambda x: sp.repeat(x, 3, axis=0),
+    "moveaxis": lambda x: sp.moveaxis(x, 0, 1),
+    "squeeze": lambda x: sp.squeeze(x[:, :1], 1),
+    "matrix_transpose": sp.matrix_transpose,
+    "permute_dims": lambda x: sp.permute_dims(x, (1, 0)),
+    "reshape": lambda x: sp.reshape(x, (2, 16)),
+    "broadcast_to": lambda x: sp.broadcast_to(x, (2, 4, 8)),
+    "flatten": lambda x: sp.reshape(x, (-1,)),
+    "broadcast_arrays": lambda x: sp.broadcast_arrays(x, x[0]),
+    "meshgrid": lambda x: sp.meshgrid(x[0], x[1]),
+    "take": lambda x: sp.take(x, ZEROS[0], axis=0),
+    "take_along_axis": lambda x: sp.take_along_axis(x, ZEROS, axis=1),
+    "embedding": lambda x: sp.embedding(ZEROS, x),
+    "checked_index": lambda x: sp.argsort(x),
+    "scatter": lambda x: sp.scatter(x, ZEROS[0, :1], x[:1]),
+    "dynamic_slice": lambda x: sp.dynamic_slice(x, (0, 1), (2, 2)),
+    "dynamic_update_slice": lambda x: sp.dynamic_update_slice(x, x[:2, :2], (0, 1)),
+    "searchsorted": lambda x: sp.searchsorted(x[0], x[1]),
+    "isin": lambda x: sp.isin(x, x[0]),
+    "top_k": lambda x: sp.top_k(x, 3),
+    "max_pool": lambda x: sp.max_pool(x, (2,)),
+    "diagonal": sp.linalg.diagonal,
+    "fftshift": lambda x: sp.fft.fftshift(x, axes=1),
+    "ifftshift": lambda x: sp.fft.ifftshift(x, axes=1),
+}
+NAMED = sorted(
+    name for name in SHIPPED if operators[name].result_types is not None and name != "astype"
+)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "float32", "float64"])
+@pytest.mark.parametrize("name", NAMED)
+def test_types_that_rows_name(name: str, dtype: str) -> None:
+    row = operators[name]
+    shapes, attributes = row.example or ((), {})
+    x = sp.array((np.arange(32).reshape(4, 8) % 5).astype(dtype))
+    if name in CALLS:
+        found = CALLS[name](x)
+    else:
+        found = getattr(sp, name)(*[x] * len(shapes), **attributes)
+    results = found if isinstance(found, tuple | list) else [found]
+    assert row.result_types is not None
+    types = row.result_types([x.dtype] * len(shapes), {}, "numpy")
+    for place, one in enumerate(results):
+        assert one.dtype is types[min(place, len(types) - 1)]
