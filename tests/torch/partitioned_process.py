@@ -443,7 +443,7 @@ def killed(when: str) -> None:
     stop = contextlib.nullcontext()
     if rank() == 1:
         kill = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        name = {"splits": "exchange_splits", "pieces": "converted"}[when]
+        name = {"splits": "exchange_splits", "pieces": "convert_pieces"}[when]
         stop = mock.patch.object(partitioned_tensor, name, kill)
     words = {"splits": "nothing was moved: a rank does not answer", "pieces": ""}[when]
     with stop:

@@ -1,4 +1,4 @@
-"""Which layout does a live DTensor have, and which part of it has this process?
+"""DTensors of torch as layouts: how a live one is cut, and the part of this process.
 
 Placements are read by `reshard.notation.dtensor.text`, which says what they mean.
 """

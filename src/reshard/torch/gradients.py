@@ -1,4 +1,4 @@
-"""How do gradients flow back through a redistribution?
+"""Gradients of a redistribution.
 
 By one from the target's layout to the source's. A contribution's gradient is that of the whole, as
 DTensor has it: where a side is partial, its gradient is replicated there. Copies of an element
@@ -52,16 +52,16 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         return None, found if ctx.has_source else None, None, None
 
 
-def backward_sides(plan: LayoutChange, source: Side) -> tuple[Layout, Side]:
+def backward_sides(change: LayoutChange, source: Side) -> tuple[Layout, Side]:
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
         ShardError: a movement that has no gradient: contributions that are not added, or a target
             that leaves out elements.
     """
-    for reduction in {plan.source.reduction, plan.target.reduction} - {None, "sum", "mean"}:
+    for reduction in {change.source.reduction, change.target.reduction} - {None, "sum", "mean"}:
         raise ShardError(f"a {reduction} of contributions has no gradient here; detach the tensor")
-    before, after = (_replicate_contributions(layout) for layout in (plan.source, plan.target))
+    before, after = (_replicate_contributions(layout) for layout in (change.source, change.target))
     try:
         _ = LayoutChange(after, before).routes
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""How do a model's parameters get their values from a checkpoint, on every rank of a job?
+"""Loading: a model's parameters filled from a checkpoint, on every rank of a job.
 
 Each rank reads its own part of each tensor, straight from the files, whatever ranks wrote
 them; ranks do not talk to each other.
@@ -81,14 +81,14 @@ def load(
     for name, tensor in tensors.items():
         by_rank.setdefault(rank_of(tensor), {})[name] = layout_of(tensor)
     for rank, layouts in by_rank.items():
-        locals_ = {name: _local(tensors[name]) for name in layouts}
+        locals_ = {name: _find_local(tensors[name]) for name in layouts}
         beside = {
             name: local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
             for name, local in locals_.items()
         }
         out = {name: TorchTensors(local).storage(local, name) for name, local in beside.items()}
-        held = load_arrays(checkpoint, layouts, rank, out=out, threads=threads)
-        for name in held:
+        loaded = load_arrays(checkpoint, layouts, rank, out=out, threads=threads)
+        for name in loaded:
             local_bytes += out[name].nbytes
             if beside[name] is not locals_[name]:
                 locals_[name].copy_(beside[name])
@@ -99,12 +99,12 @@ def load(
     return LoadReport(len(tensors), local_bytes, unused)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _find_local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
-def _unwritable(name: str, local: torch.Tensor) -> Iterator[str]:
+def _find_write_problems(name: str, local: torch.Tensor) -> Iterator[str]:
     """Why elements of a tensor cannot be written."""
     if local.layout != torch.strided or local.device.type == "meta":
         yield f"{name}: a {local.layout} tensor on {local.device}; give one dense and in memory"
@@ -133,7 +133,7 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], stri
         elif layout_of(tensor).contributions > 1:
             problems.append(f"{name}: partial, while a checkpoint holds values")
         else:
-            problems += _unwritable(name, _local(tensor))
+            problems += _find_write_problems(name, _find_local(tensor))
     if problems:
         more = f"\n  ... {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ShardError(

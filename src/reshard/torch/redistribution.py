@@ -43,13 +43,18 @@ from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
-from reshard.torch.programs.methods import Method, method_digest, program_back, program_for
+from reshard.torch.programs.methods import (
+    Method,
+    choose_program,
+    find_gradient_program,
+    method_digest,
+)
 from reshard.torch.programs.run import ProgramRun
 from reshard.torch.sides import (
     Description,
     Side,
+    check_local,
     check_writable,
-    checked_local,
     shape_of,
 )
 from reshard.torch.usability import is_usable, mark_unusable, mark_usable
@@ -234,7 +239,7 @@ def _with_gradient(
         if prepared.program is not None:
             ranks = dist.get_world_size(group)
             ends = (spec, before.spec, before.layout.shape)
-            program = program_back(*ends, prepared.dtype, ranks, prepared.extra_bytes)
+            program = find_gradient_program(*ends, prepared.dtype, ranks, prepared.extra_bytes)
         into = target
         if program is not None:
             into = target if before.spec is None or before.mesh is not None else before.spec
@@ -283,8 +288,8 @@ class _Request:
         """What all ranks must know of any: see `_agree_on_request`."""
         has_none = self.tensor is not None and not self.wants_gradient
         cannot = self.async_op or self.out is not None
-        teller = _NOBODY if self.is_open else -dist.get_rank()
-        return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), teller
+        speaker = _NOBODY if self.is_open else -dist.get_rank()
+        return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), speaker
 
 
 _NOBODY = -(1 << 40)
@@ -336,11 +341,11 @@ def _agree_on_request(request: _Request, group: dist.ProcessGroup | None) -> _Pr
     """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
     prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
     notes = agree(_state_intent(prepared, problem, request), group)
-    has_gradient, lacks_gradient, cannot, someone_asks, teller = notes
+    has_gradient, lacks_gradient, cannot, someone_asks, speaker = notes
     if someone_asks:
-        if teller == _NOBODY:
+        if speaker == _NOBODY:
             raise UsageError("no rank says what the source is; give source=, shape= and dtype=")
-        request = _share_source(request, prepared, -teller, group)
+        request = _share_source(request, prepared, -speaker, group)
         if prepared is None:
             prepared, problem = _try_to_prepare(request, group)
         agree(_state_intent(prepared, problem, request), group)
@@ -383,18 +388,18 @@ def _state_intent(prepared: _Prepared | None, problem: str | None, request: _Req
 
 
 def _share_source(
-    request: _Request, prepared: _Prepared | None, teller: int, group: dist.ProcessGroup | None
+    request: _Request, prepared: _Prepared | None, speaker: int, group: dist.ProcessGroup | None
 ) -> _Request:
     """The request with the source that one rank tells all others."""
-    told: list[Any] = [None]
+    message: list[Any] = [None]
     if prepared is not None:
         before = prepared.source
-        told = [(before.spec or before.layout, before.layout.shape, prepared.dtype)]
+        message = [(before.spec or before.layout, before.layout.shape, prepared.dtype)]
     with run_errors("nothing was moved"):
-        dist.broadcast_object_list(told, teller, group)
+        dist.broadcast_object_list(message, speaker, group)
     if not request.is_open:
         return request
-    source, shape, dtype = told[0]
+    source, shape, dtype = message[0]
     return replace(request, source=source, shape=shape, dtype=dtype)
 
 
@@ -437,7 +442,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         backward_sides(change, before)
     _check_ranks(change, group)
     limit_message_bytes(request.extra_bytes)
-    own = checked_local(tensor, before, as_dtype(dtype), rank, "tensor")
+    own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
     local = _find_target_local(request.out, after, dtype, own, device)
     transfers = transfers_of(change, as_dtype(dtype), rank)
@@ -445,7 +450,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
     if request.async_op and method == "auto" and request.topology is None:
         # A program would run in `wait`, and not in the background.
         method = "exchange"
-    program = program_for(
+    program = choose_program(
         method, request.topology, before, after, dtype, group, request.extra_bytes
     )
     out, most_bytes = request.out, request.extra_bytes
@@ -482,7 +487,7 @@ def _find_target_local(
         return None
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    local = checked_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
+    local = check_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
     if local is None or local.device != device:
         raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")
     check_writable(local, own)

@@ -1,4 +1,4 @@
-"""What is one side of a redistribution: a layout, and what its local tensors must look like?
+"""Sides of a redistribution: a layout, and what its local tensors look like.
 
 A side is described by a `Layout`, by a `ShardingSpec` with a shape, or by a torch mesh with
 placements; only the last has DTensors for its tensors, unless a placement is none of torch's.
@@ -50,12 +50,12 @@ class Side:
         if isinstance(described, Layout):
             return cls(described)
         if isinstance(described, ShardingSpec):
-            return cls(described.layout(_shape(shape, what)), spec=described)
+            return cls(described.layout(_require_shape(shape, what)), spec=described)
         if isinstance(described, tuple) and len(described) == 2:
             mesh, placements = described
             if hasattr(mesh, "mesh_dim_names") and isinstance(placements, list | tuple):
-                spec = sharding_of_placements(mesh, placements, len(_shape(shape, what)))
-                layout = spec.layout(_shape(shape, what))
+                spec = sharding_of_placements(mesh, placements, len(_require_shape(shape, what)))
+                layout = spec.layout(_require_shape(shape, what))
                 if all(isinstance(one, TorchPlacement) for one in placements):
                     return cls(layout, mesh, tuple(placements), spec)
                 return cls(layout, spec=spec)
@@ -97,7 +97,7 @@ def shape_of(*described: Description | None) -> tuple[int, ...] | None:
     return next((one.shape for one in described if isinstance(one, Layout)), None)
 
 
-def _shape(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
+def _require_shape(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
     if shape is None:
         raise UsageError(
             f"the {what} has no shape of its own; give shape=, that of the whole tensor"
@@ -116,7 +116,7 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return local.detach().resolve_conj().resolve_neg()
 
 
-def checked_local(
+def check_local(
     tensor: torch.Tensor | None, side: Side, dtype: DType, rank: int, what: str
 ) -> torch.Tensor | None:
     """This rank's part of a side, or None where it holds nothing.
@@ -156,12 +156,12 @@ def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
         )
     if source is None or source.device != out.device:
         return
-    (begin, end), (low, high) = _span_bytes(out), _span_bytes(source)
+    (begin, end), (low, high) = _find_addresses(out), _find_addresses(source)
     if begin < high and low < end:
         raise ShardError("out shares memory with the tensor itself; give it memory of its own")
 
 
-def _span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

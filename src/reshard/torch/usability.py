@@ -1,4 +1,4 @@
-"""May what a tensor has be used, after something was written into it?
+"""Usability of tensors after a run that failed: marks on those that it wrote into.
 
 A run that fails leaves the tensors that it wrote into partly new and partly old. They are marked,
 so that nobody takes them for either, until a later run has filled them, or the user has written
@@ -37,13 +37,13 @@ def is_usable(tensor: torch.Tensor) -> bool:
     mark = _MARKED.get(local)
     if mark is None:
         return True
-    return bool(mark != _mark_of(local))
+    return bool(mark != _make_mark(local))
 
 
 def mark_unusable(tensor: torch.Tensor) -> None:
     """A run into `tensor` has failed."""
     local = _local(tensor)
-    _MARKED[local] = _mark_of(local)
+    _MARKED[local] = _make_mark(local)
 
 
 def mark_usable(tensor: torch.Tensor) -> None:
@@ -55,5 +55,5 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _mark_of(tensor: torch.Tensor) -> _Mark:
+def _make_mark(tensor: torch.Tensor) -> _Mark:
     return _Mark(tensor.data_ptr(), None if tensor.is_inference() else tensor._version)

@@ -19,7 +19,7 @@ from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
 from reshard.torch.models.parameters import member_layout, place_of  # noqa: E402
-from reshard.torch.models.rosters import Entry, ModelTensor, Roster, assemble, moved_by  # noqa: E402
+from reshard.torch.models.rosters import Entry, ModelTensor, Roster, assemble, shift_ranks  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.planning import DIRECT, RefitPlan, staging_bytes  # noqa: E402
 
@@ -248,7 +248,7 @@ def test_members_of_a_stack() -> None:
 
 
 def test_layouts_on_later_ranks() -> None:
-    later = moved_by(ROWS, 3)
+    later = shift_ranks(ROWS, 3)
     assert later.holders == (3, 4)
     assert [later.boxes(rank + 3) == ROWS.boxes(rank) for rank in range(2)] == [True, True]
 

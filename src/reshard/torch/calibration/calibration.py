@@ -1,4 +1,4 @@
-"""How fast are the links of a running job, and what else takes time in it?
+"""Calibration: how fast the links of a running job are, and what else takes time in it.
 
 1. The ranks tell each other their hosts; they must be numbered host by host.
 2. All list the same cases (`calibration_cases`), and run them in turn, round by round, each

@@ -1,4 +1,4 @@
-"""Which movements tell how fast the links and copies of a job are?
+"""Movements to measure, which tell how fast the links and copies of a job are.
 
 Every case is a redistribution, and runs as any other does. What it tells about is its subject::
 

@@ -85,7 +85,7 @@ def check_member(group: dist.ProcessGroup | None) -> None:
     try:
         is_member = dist.get_rank(group) >= 0
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"group={group!r} cannot be used: {_first_line(error)}") from error
+        raise UsageError(f"group={group!r} cannot be used: {_take_first_line(error)}") from error
     if not is_member:
         raise UsageError(
             f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
@@ -135,8 +135,8 @@ def confirm(group: dist.ProcessGroup | None = None, error: Exception | None = No
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         # A collective on a device is only waited for by its stream.
         if any(failed.tolist()):
-            told = None if error is None else f"{type(error).__name__}: {error}"
-            _raise_problems(told, group, _UNFINISHED, error)
+            problem = None if error is None else f"{type(error).__name__}: {error}"
+            _raise_problems(problem, group, _UNFINISHED, error)
 
 
 @contextmanager
@@ -145,10 +145,12 @@ def run_errors(otherwise: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RunError(f"{otherwise}: a rank does not answer ({_first_line(error)})") from error
+        raise RunError(
+            f"{otherwise}: a rank does not answer ({_take_first_line(error)})"
+        ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _take_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -161,11 +163,14 @@ def _raise_problems(
     every: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, own_problem, group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    told: dict[str, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}
     for rank, problem in zip(ranks, every, strict=True):
         if problem is not None:
-            told.setdefault(problem, []).append(rank)
-    lines = [f"{_ranks(of)}: {problem}" for problem, of in list(told.items())[:_SHOWN_PROBLEMS]]
+            ranks_with.setdefault(problem, []).append(rank)
+    lines = [
+        f"{_name_ranks(of)}: {problem}"
+        for problem, of in list(ranks_with.items())[:_SHOWN_PROBLEMS]
+    ]
     raise RunError(f"{otherwise}: " + "; ".join(lines)) from cause
 
 
@@ -181,9 +186,9 @@ def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
             by_digest.setdefault(parts.get(name), []).append(rank)
         if len(by_digest) > 1:
             sides = [
-                f"{_ranks(of)} {'have none of it' if digest is None else 'mean one thing'}"
+                f"{_name_ranks(of)} {'have none of it' if digest is None else 'mean one thing'}"
                 if digest is None or position == 0
-                else f"{_ranks(of)} another"
+                else f"{_name_ranks(of)} another"
                 for position, (digest, of) in enumerate(by_digest.items())
             ]
             raise PlanError(
@@ -196,7 +201,7 @@ def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
     more = len(ranks) - _SHOWN_RANKS
     return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")
@@ -226,13 +231,13 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
     found: dict[tuple[int, ...], Any] = {}
     received_bytes = 0
     with run_errors(_UNANSWERED):
-        digests = _digests(own, group)
+        digests = _gather_digests(own, group)
         for rank, digest in zip(ranks, digests, strict=True):
             first_with.setdefault(digest, rank)
         for digest, rank in first_with.items():
             if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
                 continue
-            data = _as_tensor(own, group) if me == rank else _empty(digest[0], group)
+            data = _as_tensor(own, group) if me == rank else _allocate(digest[0], group)
             if not to_first:
                 dist.broadcast(data, rank, group)
             elif me == rank:
@@ -263,7 +268,7 @@ def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tup
             length = torch.zeros(1, dtype=torch.int64, device=device_of(group))
             dist.recv(length, ranks[0], group)
             moved_bytes = int(length.item())
-            data = _empty(moved_bytes, group)
+            data = _allocate(moved_bytes, group)
             dist.recv(data, ranks[0], group)
             return pickle.loads(_as_bytes(data)), moved_bytes
         for rank, part in zip(ranks, parts, strict=True):
@@ -278,7 +283,7 @@ def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tup
     return own, moved_bytes
 
 
-def _digests(data: bytes, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+def _gather_digests(data: bytes, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
     """Length and digest of what every rank has."""
     digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_DIGEST_WORDS)]
@@ -291,7 +296,7 @@ def _digests(data: bytes, group: dist.ProcessGroup | None) -> list[tuple[int, ..
     return [tuple(row) for row in table.tolist()]
 
 
-def _empty(size_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _allocate(size_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device=device_of(group))
 
 

@@ -1,4 +1,4 @@
-"""How does an exchange go on while its rank does something else?
+"""Exchanges in a thread of their own, while their rank does something else.
 
 A thread of its own packs, posts messages as their slots become free, and unpacks, all in the order
 of every exchange and within its memory. `finish` waits for the thread, and raises what it raised::

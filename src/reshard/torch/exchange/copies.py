@@ -45,7 +45,7 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
             storage = kind.storage(into)
             storage[...] = kind.combine(reduction, storage, kind.storage(part))
         else:
-            wide = _computed_in(target.dtype)
+            wide = _choose_compute_dtype(target.dtype)
             into.copy_(_OPERATIONS[reduction](into.to(wide), part.to(wide)))
 
 
@@ -81,11 +81,11 @@ def _scale(tensor: torch.Tensor, numerator: int, denominator: int) -> None:
         storage = kind.storage(tensor)
         storage[...] = kind.scale(storage, numerator, denominator)
         return
-    wide = _computed_in(tensor.dtype)
+    wide = _choose_compute_dtype(tensor.dtype)
     tensor.copy_(tensor.to(wide) * numerator / denominator)
 
 
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
+def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.complex32:
         return torch.complex64
     return torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype

@@ -284,7 +284,7 @@ class Exchange:
                 for unpack in one.copies:
                     unpack()
         for copy in step.copies:
-            put(copy.target, copy.source, copy.reduction)
+            copy_or_combine(copy.target, copy.source, copy.reduction)
         step.is_done = True
 
 
@@ -368,7 +368,7 @@ def _make_copy(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[
     return functools.partial(combine, piece.reduction, piece.view, part)
 
 
-def put(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
+def copy_or_combine(target: torch.Tensor, source: torch.Tensor, reduction: str | None) -> None:
     """Copy what has arrived into its place, or combine it with what is there."""
     if reduction is None:
         target.copy_(source)

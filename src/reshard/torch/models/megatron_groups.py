@@ -1,4 +1,4 @@
-"""Where are Megatron's ranks, when a model comes with its live process groups?
+"""Megatron's ranks, found from the live process groups that a model comes with.
 
 1. Each rank reads which ranks its groups have, and counts the layers of its model chunks;
 2. all ranks tell each other, in one small gather of all of them;
@@ -44,7 +44,7 @@ class ModelPair:
     def of(cls, source: Model, target: Model, num_experts: int | None) -> ModelPair:
         """Both, with the number of experts where names do not say it."""
         try:
-            both = [_with_number(model, num_experts) for model in (source, target)]
+            both = [_set_num_experts(model, num_experts) for model in (source, target)]
         except ReshardError as error:
             return cls(source, target, num_experts, str(error))
         return cls(both[0], both[1], num_experts)
@@ -75,10 +75,10 @@ class ModelPair:
             )
         if not lacks_names:
             return self.source, self.target
-        return _with_names(self.source, self.target, self.num_experts, group)
+        return _gather_names(self.source, self.target, self.num_experts, group)
 
 
-def _with_number(model: Model, num_experts: int | None) -> Model:
+def _set_num_experts(model: Model, num_experts: int | None) -> Model:
     names = model.names if isinstance(model, MegatronModel) else None
     if names is not None and not isinstance(names, MegatronNames):
         raise UsageError(f"a MegatronModel with names={names!r}; give MegatronNames, or groups")
@@ -101,7 +101,7 @@ def _with_number(model: Model, num_experts: int | None) -> Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _RankGroups:
     """What one rank says of a model: its groups, and the layers of each chunk; or what is wrong."""
 
     groups: Mapping[str, tuple[int, ...]]
@@ -110,16 +110,18 @@ class _Told:
     problem: str = ""
 
 
-def _with_names(
+def _gather_names(
     source: Model, target: Model, num_experts: int | None, group: dist.ProcessGroup | None
 ) -> tuple[Model, Model]:
-    told = [
-        _told(model) if isinstance(model, MegatronModel) and model.names is None else None
+    described = [
+        _describe_groups(model)
+        if isinstance(model, MegatronModel) and model.names is None
+        else None
         for model in (source, target)
     ]
     every: list[Any] = [None] * dist.get_world_size(group)
     with run_errors("nothing was moved"):
-        dist.all_gather_object(every, told, group)
+        dist.all_gather_object(every, described, group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     found, problems = [], []
     for number, (side, model) in enumerate((("source", source), ("target", target))):
@@ -131,7 +133,7 @@ def _with_names(
         wrong = [f"rank {rank}: {one.problem}" for rank, one in of.items() if one.problem]
         names = None
         try:
-            names = _names(of, num_experts) if of and not wrong else None
+            names = _find_names(of, num_experts) if of and not wrong else None
         except ReshardError as error:
             wrong.append(f"the {side}: {error}")
         problems += wrong
@@ -145,18 +147,18 @@ def _with_names(
     return found[0], found[1]
 
 
-def _told(model: MegatronModel) -> _Told:
+def _describe_groups(model: MegatronModel) -> _RankGroups:
     try:
-        return _Told(_ranks_of(model), tuple(_layers(model)), model.stack)
+        return _RankGroups(_find_ranks(model), tuple(_count_layers(model)), model.stack)
     except ReshardError as error:
         problem = str(error)
     except Exception as error:
         # Groups that cannot be read, or a chunk that is no module: the other ranks wait for this.
         problem = f"{type(error).__name__}: {error}"
-    return _Told({}, (), model.stack, problem)
+    return _RankGroups({}, (), model.stack, problem)
 
 
-def _ranks_of(model: MegatronModel) -> dict[str, tuple[int, ...]]:
+def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     """The global ranks of each group of this rank, by axis."""
     groups = model.groups
     if groups is None:
@@ -178,7 +180,7 @@ def _ranks_of(model: MegatronModel) -> dict[str, tuple[int, ...]]:
             group = groups.get(called) if isinstance(groups, Mapping) else None
             group = group or getattr(groups, called, None)
             if group is not None:
-                found[axis] = _members(axis, group)
+                found[axis] = _list_members(axis, group)
     if not found:
         raise UsageError(
             f"groups={groups!r} has none along {', '.join(GROUP_AXES)}; give torch's process "
@@ -187,7 +189,7 @@ def _ranks_of(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _members(axis: str, group: Any) -> tuple[int, ...]:
+def _list_members(axis: str, group: Any) -> tuple[int, ...]:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
             f"the group along {axis} is {group!r}; give the torch process group that this rank is "
@@ -196,7 +198,7 @@ def _members(axis: str, group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _layers(model: MegatronModel) -> list[int]:
+def _count_layers(model: MegatronModel) -> list[int]:
     """How many layers of the stack each chunk has, which it counts from 0."""
     pattern = re.compile(rf"(?:^|\.){re.escape(model.stack)}\.(\d+)(?=\.|$)")
     found = []
@@ -205,7 +207,7 @@ def _layers(model: MegatronModel) -> list[int]:
         layers = {int(match[1]) for match in map(pattern.search, names) if match}
         if layers != set(range(len(layers))):
             raise UsageError(
-                f"chunk {number} has the layers {_shown(sorted(layers))} of {model.stack!r}; "
+                f"chunk {number} has the layers {_abbreviate(sorted(layers))} of {model.stack!r}; "
                 "Megatron counts them from 0 in each, and a model that does not has names of its "
                 "own: give names=MegatronNames(...)"
             )
@@ -213,23 +215,23 @@ def _layers(model: MegatronModel) -> list[int]:
     return found
 
 
-def _shown(numbers: Sequence[int]) -> str:
+def _abbreviate(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
 
 
-def _names(told: Mapping[int, _Told], num_experts: int | None) -> MegatronNames:
+def _find_names(described: Mapping[int, _RankGroups], num_experts: int | None) -> MegatronNames:
     """What all ranks together say of a model."""
-    first_rank, first = next(iter(told.items()))
-    for rank, one in told.items():
+    first_rank, first = next(iter(described.items()))
+    for rank, one in described.items():
         if (len(one.layers), one.stack) != (len(first.layers), first.stack):
             raise UsageError(
                 f"rank {first_rank} has {len(first.layers)} chunks of {first.stack!r}, rank {rank} "
                 f"{len(one.layers)} of {one.stack!r}; all ranks have equally many of one stack"
             )
-    grids = MegatronGrids.from_groups({rank: one.groups for rank, one in told.items()})
+    grids = MegatronGrids.from_groups({rank: one.groups for rank, one in described.items()})
     stages = places_along(grids.dense, "pp")
     by_stage: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for rank, one in told.items():
+    for rank, one in described.items():
         other, layers = by_stage.setdefault(stages[rank], (rank, one.layers))
         if layers != one.layers:
             raise UsageError(

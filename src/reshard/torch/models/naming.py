@@ -1,4 +1,4 @@
-"""Which tensor of one model is which of another?
+"""Names of tensors in two models: which tensor of one is which of the other.
 
 Two models are matched in names that both have in common:
 

@@ -1,4 +1,4 @@
-"""Which tensors has a rank of a model, and how does the rank know how they are cut?
+"""Tensors of a model on one rank, and how each is known to be cut.
 
 =============================  ==================================================================
 a model on one rank            how its tensors are cut
@@ -33,7 +33,7 @@ from reshard.megatron.rosters import LocalParameter
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern, tied_root
-from reshard.torch.models.rosters import Entry, Roster, Shape, moved_by
+from reshard.torch.models.rosters import Entry, Roster, Shape, shift_ranks
 from reshard.torch.sides import check_writable, local_of
 
 
@@ -155,11 +155,11 @@ class _Lister:
         self.problems: list[str] = []
 
     def add(self, given_name: str, value: Any, model_name: str) -> None:
-        name, fusion = self._named(given_name)
+        name, fusion = self._find_name(given_name)
         own_name = given_name if model_name == given_name else f"{given_name}, as {model_name}"
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
-            value, layout = value[0], moved_by(value[1], self.first_rank)
+            value, layout = value[0], shift_ranks(value[1], self.first_rank)
         if value is None and layout is not None:
             self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
             return
@@ -178,15 +178,15 @@ class _Lister:
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
-        held = layout is None or _holds(layout)
-        self._keep(name, value, local if held else None)
-        shape = tuple(local.shape) if held else None
+        has_part = layout is None or _holds(layout)
+        self._register(name, value, local if has_part else None)
+        shape = tuple(local.shape) if has_part else None
         dtype = as_dtype(value.dtype).name
         self.entries.append(
             Entry(name, dtype, shape, layout, fusion=fusion, own_name=own_name, spec=spec)
         )
 
-    def _named(self, own_name: str) -> tuple[str, Fusion | None]:
+    def _find_name(self, own_name: str) -> tuple[str, Fusion | None]:
         """A tensor's common name, and how its members lie in it where it is fused."""
         found = meaning(own_name, self._naming)
         return (own_name, found) if isinstance(found, Fusion) else (found, None)
@@ -211,14 +211,16 @@ class _Lister:
                 if names.expert(whole) is not None:
                     # Megatron marks them only where ranks share the experts between them.
                     parameter = replace(parameter, is_expert=True)
-                parameter = _said(own_name, parameter, fitting(own_name, model.parameters) or {})
-                name, fusion = self._named(whole)
+                parameter = _add_attributes(
+                    own_name, parameter, fitting(own_name, model.parameters) or {}
+                )
+                name, fusion = self._find_name(whole)
                 local = self._local(name, value)
                 if local is None:
                     continue
                 if fusion is not None:
                     parameter = _fused(parameter, fusion)
-                self._keep(name, value, local)
+                self._register(name, value, local)
                 shape = tuple(local.shape)
                 at = (own_name, number)
                 self.entries.append(
@@ -237,7 +239,7 @@ class _Lister:
             return None
         return local_of(value)
 
-    def _keep(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
+    def _register(self, name: str, value: torch.Tensor, local: torch.Tensor | None) -> None:
         self.tensors[name] = value
         whole = local_of(value)
         self.addresses[name] = 0 if whole is None else whole.data_ptr()
@@ -262,7 +264,7 @@ class _Lister:
         if layout is None:
             for number, view in enumerate(local):
                 member = pattern.replace("{}", str(number))
-                self._keep(member, value, view)
+                self._register(member, value, view)
                 self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
         expected = layout.local_shape(rank) if _holds(layout) else None
@@ -274,7 +276,7 @@ class _Lister:
             its_layout = member_layout(layout, number)
             at = place_of(layout, rank, number)
             view = None if at is None or expected != tuple(local.shape) else local[at]
-            self._keep(member, value, view)
+            self._register(member, value, view)
             shape = None if view is None else tuple(view.shape)
             self._list_member(member, dtype, shape, its_layout, own_name)
 
@@ -326,7 +328,9 @@ def _fused(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
     return replace(parameter, partition_stride=1, partition_sizes=sizes)
 
 
-def _said(name: str, parameter: LocalParameter, says: Mapping[str, Any]) -> LocalParameter:
+def _add_attributes(
+    name: str, parameter: LocalParameter, says: Mapping[str, Any]
+) -> LocalParameter:
     """A parameter with what its attributes leave out."""
     known = {field.name for field in fields(LocalParameter)}
     if not set(says) <= known:

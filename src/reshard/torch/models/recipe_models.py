@@ -1,4 +1,4 @@
-"""How are the tensors of a module cut that says nothing of it, but is one of a known kind?
+"""Models without layouts of their own, cut by the recipe of a known kind of model.
 
 A module of an inference engine, or of a trainer's pipeline stage, has plain tensors. A recipe says
 how the whole tensors are cut (`reshard.recipes.assignment`), and where each is here:

@@ -1,4 +1,4 @@
-"""What are the tensors of a model whose every rank knows its own part?
+"""Rosters: what every rank has of a model, put together to the tensors of the whole.
 
 A rank lists what it has: names, types, local shapes, and how each tensor is cut as far as it
 knows. Put together, the lists of all ranks say what each tensor of the model is:
@@ -88,10 +88,10 @@ class ModelTensor:
     spec: ShardingSpec | None = None
 
 
-def moved_by(layout: Layout, ranks: int) -> Layout:
+def shift_ranks(layout: Layout, ranks: int) -> Layout:
     """The same layout on ranks of numbers that are greater by `ranks`.
 
-    >>> moved_by(Layout.replicated((4,), 2), 2).holders
+    >>> shift_ranks(Layout.replicated((4,), 2), 2).holders
     (2, 3)
     """
     if not ranks:
@@ -125,11 +125,11 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
             first = by_rank.setdefault(rank, entry)
             if first is not entry:
                 names = {first.own_name: None, entry.own_name: None}
-                told = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
-                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{told}")
-    held: dict[str, ModelTensor] = {}
+                text = f", as {' and '.join(map(repr, names))}" if len(names) > 1 else ""
+                problems.append(f"{entry.name}: twice in the {side}, on rank {rank}{text}")
+    tensors: dict[str, ModelTensor] = {}
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
-    parameters = _parameters(of_megatron, side, problems)
+    parameters = _gather_parameters(of_megatron, side, problems)
     if of_megatron:
         # Another rank may have what one has not.
         nowhere = set.intersection(*(set(r.unmatched) for r in of_megatron.values()))
@@ -138,18 +138,18 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
             for name in sorted(nowhere)
         ]
     for name, by_rank in listed.items():
-        problems += _several(name, by_rank, side)
+        problems += _find_shared_names(name, by_rank, side)
         first_of = rosters[next(iter(by_rank))]
-        found = _held(name, by_rank, parameters, first_of, side, problems)
+        found = _assemble_tensor(name, by_rank, parameters, first_of, side, problems)
         fusions = {entry.fusion for entry in by_rank.values()}
         if len(fusions) > 1:
             problems.append(f"{name}: ranks of the {side} name different members of it")
         elif found is not None:
-            held[name] = replace(found, fusion=fusions.pop())
-    return held, problems
+            tensors[name] = replace(found, fusion=fusions.pop())
+    return tensors, problems
 
 
-def _several(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
+def _find_shared_names(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str]:
     """What is wrong where ranks give one name to tensors that their model has by two.
 
     They would pass for copies, or for parts, of one tensor.
@@ -166,7 +166,7 @@ def _several(name: str, by_rank: Mapping[int, Entry], side: str) -> Iterator[str
         )
 
 
-def _parameters(
+def _gather_parameters(
     rosters: Mapping[int, Roster], side: str, problems: list[str]
 ) -> dict[str, MegatronParameter]:
     """What Megatron's ranks say together, by common name."""
@@ -178,25 +178,25 @@ def _parameters(
         problems.append(f"the {side}'s ranks have different MegatronNames or rank offsets")
         return {}
     common: dict[str, str] = {}
-    told: dict[int, list[list[tuple[str, LocalParameter]]]] = {}
+    by_rank: dict[int, list[list[tuple[str, LocalParameter]]]] = {}
     try:
         for rank, roster in rosters.items():
             own = rank - ahead
             chunks = max((entry.chunk for entry in roster.entries), default=0) + 1
-            told[own] = [[] for _ in range(chunks)]
+            by_rank[own] = [[] for _ in range(chunks)]
             for entry in roster.entries:
                 if entry.parameter is not None:
-                    told[own][entry.chunk].append((entry.local_name, entry.parameter))
+                    by_rank[own][entry.chunk].append((entry.local_name, entry.parameter))
                     whole = names.global_name(entry.local_name, own, entry.chunk)
                     common[whole] = entry.name
-        found = gather_parameters(names, told)
+        found = gather_parameters(names, by_rank)
     except ReshardError as error:
         problems.append(f"the {side}'s ranks do not fit: {error}")
         return {}
     return {common[name]: parameter for name, parameter in found.items()}
 
 
-def _held(
+def _assemble_tensor(
     name: str,
     by_rank: Mapping[int, Entry],
     parameters: Mapping[str, MegatronParameter],
@@ -207,8 +207,8 @@ def _held(
     first = next(iter(by_rank.values()))
     dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
     if len(dtypes) != 1:
-        told = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in dtypes.items())
-        problems.append(f"{name}: the {side} is {told}" if told else f"{name}: no rank has it")
+        text = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in dtypes.items())
+        problems.append(f"{name}: the {side} is {text}" if text else f"{name}: no rank has it")
         return None
     (dtype,) = dtypes
     if any((e.parameter is None) != (first.parameter is None) for e in by_rank.values()):
@@ -224,20 +224,22 @@ def _held(
             problems.append(f"{name}: the {side}: {error}")
             return None
         ahead = first_of.first_rank
-        return ModelTensor(dtype, moved_by(layout, ahead), replace(parameter, dtype=dtype), ahead)
+        return ModelTensor(
+            dtype, shift_ranks(layout, ahead), replace(parameter, dtype=dtype), ahead
+        )
     layouts = {entry.layout: rank for rank, entry in by_rank.items()}
     if len(layouts) > 1:
         ranks = " and ".join(map(str, list(layouts.values())[:2]))
         problems.append(f"{name}: ranks {ranks} have different layouts of the {side}")
         return None
     if first.layout is not None:
-        problems += _misfits(name, first.layout, by_rank, side)
+        problems += _find_misfits(name, first.layout, by_rank, side)
         return ModelTensor(dtype, first.layout, spec=first.spec)
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
-        told = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())
+        text = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())
         problems.append(
-            f"{name}: a plain tensor of the {side} is whole on every rank, but it has shape {told}"
+            f"{name}: a plain tensor of the {side} is whole on every rank, but it has shape {text}"
         )
         return None
     if not shapes:
@@ -248,7 +250,7 @@ def _held(
     return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1))
 
 
-def _misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:
+def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:
     """Ranks whose local shapes are not those of the layout, together where they say the same."""
     found: dict[str, list[int]] = {}
     for rank in layout.holders:

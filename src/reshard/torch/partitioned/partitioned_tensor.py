@@ -1,4 +1,4 @@
-"""How does a tensor of partitions move, whose sizes each rank knows only for itself?
+"""Tensors of partitions, such as the tokens of experts, whose sizes each rank knows for itself.
 
 The tokens of a mixture of experts are sorted by expert on every rank (*unaligned*), and go to
 the ranks that have the experts (*aligned*), and back. How many go where, only the sender knows::
@@ -40,7 +40,7 @@ from reshard.torch.partitioned.partitions import (
     AxisRanks,
     PartitionOwners,
     Splits,
-    converted,
+    convert_pieces,
     exchange_splits,
     gather_splits,
 )
@@ -51,7 +51,7 @@ Matrix = tuple[tuple[int, ...], ...]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _called(method: Method) -> Method:
+def _disable_compilation(method: Method) -> Method:
     """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
 
     @wraps(method)
@@ -98,7 +98,7 @@ class PartitionedTensor:
     # What a rank knows of both ends of a conversion, once the splits were exchanged.
     _known: Splits | None = field(default=None, repr=False)
 
-    @_called
+    @_disable_compilation
     def __post_init__(self) -> None:
         local = self.local
         if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
@@ -130,7 +130,7 @@ class PartitionedTensor:
             )
 
     @classmethod
-    @_called
+    @_disable_compilation
     def of_splits(
         cls,
         local: torch.Tensor,
@@ -157,7 +157,7 @@ class PartitionedTensor:
         return cls(local, mesh, dim, num_partitions, sizes, aligned)
 
     @classmethod
-    @_called
+    @_disable_compilation
     def of_placement(
         cls, local: torch.Tensor, placement: PartitionedShard, mesh: DeviceMesh
     ) -> PartitionedTensor:
@@ -182,7 +182,7 @@ class PartitionedTensor:
         return cls(local, mesh, placement.dim, count, splits, placement.aligned, matrix, 0, known)
 
     @classmethod
-    @_called
+    @_disable_compilation
     def distribute(cls, tensor: DTensor, placement: PartitionedShard) -> PartitionedTensor:
         """A DTensor over a mesh of one axis, in partitions. Gradients flow.
 
@@ -211,7 +211,7 @@ class PartitionedTensor:
         splits = sizes if self.aligned else self.matrix
         return PartitionedShard(self.dim, self.num_partitions, splits, self.aligned)
 
-    @_called
+    @_disable_compilation
     def with_local(self, local: torch.Tensor) -> PartitionedTensor:
         """The same pieces of another tensor, such as what experts made of their tokens.
 
@@ -219,7 +219,7 @@ class PartitionedTensor:
         """
         return replace(self, local=local, received_bytes=0)
 
-    @_called
+    @_disable_compilation
     def to_aligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
         """Whole partitions, dealt to the ranks by ceil of their number. Gradients flow.
 
@@ -227,12 +227,12 @@ class PartitionedTensor:
             RunError: on every rank, a rank that fails or does not answer.
             PlanError: on every rank, ranks that mean different things.
         """
-        return self._converted(True, extra_bytes)
+        return self._convert(True, extra_bytes)
 
-    @_called
+    @_disable_compilation
     def to_unaligned(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> PartitionedTensor:
         """Every piece at its rank again, sorted by partition. As `to_aligned`."""
-        return self._converted(False, extra_bytes)
+        return self._convert(False, extra_bytes)
 
     def to_replicated(self, *, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> DTensor:
         """The whole tensor on every rank, partition behind partition. As `to_aligned`."""
@@ -245,7 +245,7 @@ class PartitionedTensor:
         found: DTensor = self.redistribute(target, extra_bytes=extra_bytes)
         return found
 
-    @_called
+    @_disable_compilation
     def redistribute(self, target: Description, **options: Unpack[RedistributionOptions]) -> Any:
         """The whole tensor in another layout, by `reshard.torch.redistribute`.
 
@@ -258,7 +258,7 @@ class PartitionedTensor:
         source = (known.mesh, [known.placement])
         return redistribute(known.local, target, source=source, shape=shape, **options)
 
-    @_called
+    @_disable_compilation
     def gather_splits(self) -> PartitionedTensor:
         """The same tensor, with all splits known to all ranks. Raises as `to_aligned` does."""
         # Ranks that know all splits agree as well: those that do not would wait for them.
@@ -275,7 +275,7 @@ class PartitionedTensor:
         known = Splits.of_matrix(owners, self._axis.position, matrix)
         return replace(self, matrix=matrix, _known=known)
 
-    def _converted(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
+    def _convert(self, is_aligning: bool, extra_bytes: int) -> PartitionedTensor:
         axis, orders = self._axis, ("unaligned", "aligned")
         what = f"{orders[self.aligned]} to {orders[is_aligning]}"
         agree(self._intent(what, extra_bytes), axis.group)
@@ -285,7 +285,7 @@ class PartitionedTensor:
         if known is None:
             sizes = np.array(self.splits, dtype=np.int64)
             known = exchange_splits(axis, self._owners, sizes, is_aligning)
-        local, received_bytes = converted(
+        local, received_bytes = convert_pieces(
             axis, known, self.local, self.dim, is_aligning, extra_bytes
         )
         return replace(

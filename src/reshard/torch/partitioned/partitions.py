@@ -133,10 +133,12 @@ class Splits:
         source_begin[stays] = kept_before
         place = np.array(slots, dtype=np.int64)
         here = np.full(len(after.peer), place[self.rank])
-        received = _rows(after, dim, shape, place[after.peer], here, source_begin, after.begin)
+        received = _make_transfers(
+            after, dim, shape, place[after.peer], here, source_begin, after.begin
+        )
         here = np.full(len(before.peer), place[self.rank])
         nowhere = np.zeros_like(before.begin)
-        sent = _rows(before, dim, shape, here, place[before.peer], before.begin, nowhere)
+        sent = _make_transfers(before, dim, shape, here, place[before.peer], before.begin, nowhere)
         return received, sent.moving
 
 
@@ -150,7 +152,7 @@ class _Pieces:
         self.begin: IntArray = np.cumsum(size) - size
 
 
-def _rows(
+def _make_transfers(
     pieces: _Pieces,
     dim: int,
     shape: Sequence[int],
@@ -239,19 +241,19 @@ def exchange_splits(
     own = owned[axis.position]
     if is_aligning:
         begins = [owners.owned(rank).start for rank in range(len(axis))]
-        told = [sizes[begins[rank] : begins[rank] + owned[rank]] for rank in order]
+        outgoing = [sizes[begins[rank] : begins[rank] + owned[rank]] for rank in order]
         expected = [own] * len(axis)
     else:
         columns = sizes.reshape(own, len(axis))
-        told = [columns[:, rank] for rank in order]
+        outgoing = [columns[:, rank] for rank in order]
         expected = [owned[rank] for rank in order]
     where = device_of(axis.group)
-    sent = torch.from_numpy(np.concatenate(told)).to(where)
+    sent = torch.from_numpy(np.concatenate(outgoing)).to(where)
     received = torch.empty(sum(expected), dtype=torch.int64, device=where)
     with run_errors("nothing was moved"):
-        dist.all_to_all_single(received, sent, expected, [len(one) for one in told], axis.group)
-        heard = dict(zip(order, received.cpu().split(expected), strict=True))
-    parts = [heard[rank].numpy() for rank in range(len(axis))]
+        dist.all_to_all_single(received, sent, expected, [len(one) for one in outgoing], axis.group)
+        by_rank = dict(zip(order, received.cpu().split(expected), strict=True))
+    parts = [by_rank[rank].numpy() for rank in range(len(axis))]
     if is_aligning:
         return Splits(owners, axis.position, sizes, np.stack(parts, axis=1))
     return Splits(owners, axis.position, np.concatenate(parts), columns)
@@ -301,7 +303,7 @@ def exchange_pieces(
     # Nobody knows the whole tensor. All that an exchange asks of layouts is how this rank's own
     # tensors lie, so each has one box of their size.
     change = LayoutChange(
-        _of_this_rank(bounds, source.shape, rank), _of_this_rank(bounds, shape, rank)
+        _describe_local(bounds, source.shape, rank), _describe_local(bounds, shape, rank)
     )
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
     exchange = Exchange(
@@ -316,12 +318,12 @@ def exchange_pieces(
     return target, exchange.received_bytes
 
 
-def _of_this_rank(bounds: Sequence[int], shape: Sequence[int], rank: int) -> Layout:
+def _describe_local(bounds: Sequence[int], shape: Sequence[int], rank: int) -> Layout:
     box = Box((0,) * len(bounds), tuple(shape))
     return Layout.from_boxes(bounds, [(rank, box)])
 
 
-def converted(
+def convert_pieces(
     axis: AxisRanks,
     splits: Splits,
     tensor: torch.Tensor,

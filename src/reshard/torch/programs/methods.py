@@ -1,4 +1,4 @@
-"""By which method is a tensor moved: the direct exchange, or a program of collectives?
+"""Methods of moving a tensor: the direct exchange, or a program of collectives.
 
 1. `"exchange"`: each rank gets what it lacks from ranks that have it. Any layouts.
 2. `"program"`: `find_program`'s, between shardings over the same devices. One that cannot be is an
@@ -40,7 +40,7 @@ METHODS = ("auto", "exchange", "program")
 MESSAGE_COUNTS_BYTES = 1 << 20
 
 
-def program_for(
+def choose_program(
     method: Method,
     topology: Topology | None,
     source: Side,
@@ -77,7 +77,7 @@ def program_for(
                 f"a program from `{method.source}` to `{method.target}` for shape "
                 f"{list(method.shape)}, which are not the source and target; find one for these"
             )
-        return _fitting(method, dtype, ranks, extra_bytes)
+        return _check_memory(method, dtype, ranks, extra_bytes)
     is_combined = source.layout.contributions > target.layout.contributions
     if method == "auto" and topology is None and not is_combined:
         return None
@@ -91,12 +91,14 @@ def program_for(
         )
     shape = source.layout.shape
     if method == "program":
-        return _fitting(_found(source.spec, target.spec, shape), dtype, ranks, extra_bytes)
+        return _check_memory(
+            _require_program(source.spec, target.spec, shape), dtype, ranks, extra_bytes
+        )
     library = library_of(group)
     is_known = topology is not None
     slots = max(source.layout.slots, target.layout.slots)
     topology = topology or assumed_topology(slots)
-    program = _quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
+    program = _choose_quicker(source.spec, target.spec, shape, dtype, topology, library, is_known)
     if program is None or least_extra_bytes(program, dtype.itemsize, ranks) > extra_bytes:
         return None
     return program
@@ -112,7 +114,7 @@ def topology_problem(topology: object) -> str | None:
     )
 
 
-def _found(source: ShardingSpec, target: ShardingSpec, shape: tuple[int, ...]) -> Program:
+def _require_program(source: ShardingSpec, target: ShardingSpec, shape: tuple[int, ...]) -> Program:
     program = find_program(source, target, shape)
     if any(isinstance(step, Exchange) for step in program.steps):
         raise PlanError(
@@ -122,7 +124,9 @@ def _found(source: ShardingSpec, target: ShardingSpec, shape: tuple[int, ...]) -
     return program
 
 
-def _fitting(program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int) -> Program | None:
+def _check_memory(
+    program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int
+) -> Program | None:
     """The program, if memory suffices; None where nothing is to do, which the exchange does."""
     if not program.steps:
         return None
@@ -136,7 +140,7 @@ def _fitting(program: Program, dtype: torch.dtype, ranks: int, extra_bytes: int)
 
 
 @lru_cache(maxsize=1024)
-def _quicker(
+def _choose_quicker(
     source: ShardingSpec,
     target: ShardingSpec,
     shape: tuple[int, ...],
@@ -171,7 +175,7 @@ def assumed_topology(ranks: int) -> Topology:
     return Topology.of(hosts=1, ranks_per_host=ranks, within_host=link)
 
 
-def program_back(
+def find_gradient_program(
     source: ShardingSpec | None,
     target: ShardingSpec | None,
     shape: tuple[int, ...],

@@ -79,7 +79,7 @@ class ShardBuffer:
     """Where the shards before, between or after phases lie.
 
     Args:
-        layout: what each rank has there. Contributions are not told apart.
+        layout: what each rank has there. Contributions are not distinguished.
         inside: the number of the buffer that this one is a view of; its own where of none.
     """
 

@@ -1,0 +1,6 @@
+"""Refits: a model fills another one, between the ranks of a running job.
+
+`refit` is where to start. It compares both models (`matching`, with the `members` of fused
+tensors), chooses how each tensor moves (`methods`), plans each rank's part (`planning`) and runs
+it (`batches`). `transforms` make targets of other elements, such as quantised ones.
+"""

@@ -1,4 +1,4 @@
-"""What does one rank do in a run of a refit, with memory that is prepared once?
+"""Batches of a refit on one rank: exchanges and transforms, with memory prepared once.
 
 Batches run one after the other, in the same memory::
 
@@ -95,7 +95,7 @@ class RefitBatches:
         if part.batches > 1:
             self._arena = _Arena(part.staging_bytes, device)
             extra_bytes -= staging_limit_bytes(extra_bytes)
-        listed = [_Listed() for _ in range(part.batches)]
+        listed = [_BatchContents() for _ in range(part.batches)]
         for number, found in enumerate(listed):
             self._arena.clear()
             for item in part.items:
@@ -119,7 +119,7 @@ class RefitBatches:
             own_bytes if shared is None else shared.numel()
         )
 
-    def _list(self, item: PartItem, found: _Listed) -> None:
+    def _list(self, item: PartItem, found: _BatchContents) -> None:
         """What is done for one tensor or piece, and where."""
         match, rank = item.match, dist.get_rank()
         dtype = getattr(torch, as_dtype(match.dtype).name)
@@ -129,7 +129,7 @@ class RefitBatches:
             self._list_program(item.chosen.program, source, target, dtype, found)
             return
         if match.made_at:
-            source, target = self._staged(match, source, target, dtype, found)
+            source, target = self._stage_transform(match, source, target, dtype, found)
         elif match.source_range is not None:
             source = match.source_range.of(source, rank)
         if match.target_range is not None:
@@ -144,7 +144,7 @@ class RefitBatches:
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype,
-        found: _Listed,
+        found: _BatchContents,
     ) -> None:
         """The steps of a program that move anything, each in a stage of its own."""
         rank = dist.get_rank()
@@ -155,13 +155,13 @@ class RefitBatches:
                 found.stages.append([])
             found.stages[stage].append(transfers)
 
-    def _staged(
+    def _stage_transform(
         self,
         match: Match,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype,
-        found: _Listed,
+        found: _BatchContents,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where a transform has what travels of a piece, and where its whole tensor arrives."""
         name, rank = match.made_of, dist.get_rank()
@@ -197,15 +197,15 @@ class RefitBatches:
         error: Exception | None = None
         for number, batch in enumerate(self.batches):
             if number != DIRECT:
-                error = error or _error_of(batch.before)
+                error = error or _run_calls(batch.before)
                 confirm(self._group, error)
             for exchange in batch.exchanges:
                 exchange.run()
-            error = _error_of(batch.after)
+            error = _run_calls(batch.after)
         confirm(self._group, error)
 
 
-def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
+def _run_calls(calls: Sequence[Callable[[], None]]) -> Exception | None:
     """What the first of the calls that fails raises; None where all are done."""
     try:
         for call in calls:
@@ -216,7 +216,7 @@ def _error_of(calls: Sequence[Callable[[], None]]) -> Exception | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Listed:
+class _BatchContents:
     """A batch while it is listed: transfers by stage, what transforms do, their memory by name."""
 
     stages: list[list[RankTransfers]] = field(default_factory=lambda: [[]])

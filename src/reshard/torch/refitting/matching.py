@@ -1,4 +1,4 @@
-"""Which tensor of the source fills which of the target, and what does not fit?
+"""Matching of two models: which tensor of the source fills which of the target, what misfits.
 
 1. names: every target needs a source, by its own name or one it is tied to; every source serves
    a target, unless those that serve none may be left. A fused tensor stands for its members,
@@ -25,7 +25,7 @@ from reshard.layout import Layout
 from reshard.megatron.tensor_pairs import reconcile
 from reshard.sharding import DimSpec, ShardingSpec
 from reshard.torch.models.naming import serving_name, tied_root
-from reshard.torch.models.rosters import ModelTensor, moved_by
+from reshard.torch.models.rosters import ModelTensor, shift_ranks
 from reshard.torch.refitting.members import (
     CommonRange,
     IndexRange,
@@ -118,9 +118,9 @@ class _Matcher:
     def run(self) -> None:
         transforms = self.transforms.items()
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
-        for side, held in (("source", self.source), ("target", self.target)):
-            doubled = [f"{told} (in the {side})" for told in repeated_members(held, self.ties)]
-            self.problems += doubled
+        for side, model in (("source", self.source), ("target", self.target)):
+            found = repeated_members(model, self.ties)
+            self.problems += [f"{problem} (in the {side})" for problem in found]
         self.problems += map("{} (in the source)".format, repeated_tensors(self.source, self.ties))
         if self.problems:
             return
@@ -135,9 +135,9 @@ class _Matcher:
             served_by = serving_name(name, self.source, self.ties)
             try:
                 if served_by is not None and _are_alike(self.source[served_by], wanted):
-                    self.matches += self._whole(name, served_by, wanted)
+                    self.matches += self._match_whole(name, served_by, wanted)
                 else:
-                    self.matches += self._pieces(name, wanted, members)
+                    self.matches += self._match_members(name, wanted, members)
             except _Misfit as misfit:
                 self.problems += misfit.problems
             except ReshardError as error:
@@ -145,30 +145,38 @@ class _Matcher:
 
     def unused(self) -> Iterator[str]:
         """What of the source serves nothing."""
-        wanted = {one for name, held in self.target.items() for one in _stands_for(name, held)}
+        wanted = {
+            one for name, tensor in self.target.items() for one in _list_members(name, tensor)
+        }
         used = {tied_root(name, self.ties) for name in wanted | self.target.keys()}
-        for name, held in self.source.items():
+        for name, tensor in self.source.items():
             if tied_root(name, self.ties) in used:
                 continue
-            for member in _stands_for(name, held):
+            for member in _list_members(name, tensor):
                 if tied_root(member, self.ties) not in used:
                     yield member if member == name else f"{member}, which {name} has"
 
-    def _whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
+    def _match_whole(self, name: str, served_by: str, wanted: ModelTensor) -> list[Match]:
         """The move of a whole tensor."""
-        held, transform = self.source[served_by], self.transforms.get(name)
-        source, target = held.layout, wanted.layout
-        both_say = held.parameter is not None and wanted.parameter is not None
+        tensor, transform = self.source[served_by], self.transforms.get(name)
+        source, target = tensor.layout, wanted.layout
+        both_say = tensor.parameter is not None and wanted.parameter is not None
         if transform is None and both_say:
-            source, target = _reconciled(held, wanted)
+            source, target = _reconcile(tensor, wanted)
         elif source.shape != target.shape:
-            raise _Misfit(f"{name}: {_other_shapes(source.shape, target.shape)}")
+            raise _Misfit(f"{name}: {_compare_shapes(source.shape, target.shape)}")
         if transform is not None:
-            return self._transformed(name, Member(served_by, held), Member(name, wanted), transform)
-        travels = self._travels(name, held, wanted)
-        return [Match(name, served_by, name, source, target, travels, specs=_specs(held, wanted))]
+            return self._match_transformed(
+                name, Member(served_by, tensor), Member(name, wanted), transform
+            )
+        travels = self._choose_dtype(name, tensor, wanted)
+        return [
+            Match(name, served_by, name, source, target, travels, specs=_find_specs(tensor, wanted))
+        ]
 
-    def _pieces(self, name: str, wanted: ModelTensor, members: Mapping[str, Member]) -> list[Match]:
+    def _match_members(
+        self, name: str, wanted: ModelTensor, members: Mapping[str, Member]
+    ) -> list[Match]:
         """The moves of all pieces of a tensor that one side fuses."""
         matches: list[Match] = []
         problems: list[str] = []
@@ -181,29 +189,29 @@ class _Matcher:
                 continue
             member = members[served_by]
             if member.shape != part.shape:
-                told = _other_shapes(member.shape, part.shape)
-                problems.append(f"{member_name}: {told}{of}")
+                text = _compare_shapes(member.shape, part.shape)
+                problems.append(f"{member_name}: {text}{of}")
                 continue
-            matches += self._pieces_of(member_name, name, wanted, member, part)
+            matches += self._match_ranges(member_name, name, wanted, member, part)
         if problems:
             raise _Misfit(*problems)
         return matches
 
-    def _pieces_of(
+    def _match_ranges(
         self, member_name: str, name: str, wanted: ModelTensor, member: Member, part: Member
     ) -> list[Match]:
         """The moves of all pieces of one member."""
         transform = self.transforms.get(name)
         if transform is not None:
-            return self._transformed(name, member, part, transform)
-        travels = self._travels(name, member.held, wanted)
+            return self._match_transformed(name, member, part, transform)
+        travels = self._choose_dtype(name, member.tensor, wanted)
         return [
             Match(
                 f"{member_name}[{piece.start}:{piece.stop}]",
                 member.name,
                 name,
-                _layout_of(member.held, piece.source),
-                _layout_of(wanted, piece.target),
+                _select_layout(member.tensor, piece.source),
+                _select_layout(wanted, piece.target),
                 travels,
                 piece.source,
                 piece.target,
@@ -211,19 +219,19 @@ class _Matcher:
             for piece in common_ranges(member, part)
         ]
 
-    def _transformed(
+    def _match_transformed(
         self, name: str, member: Member, part: Member, transform: Transform
     ) -> list[Match]:
         """The moves of what a transform makes at the source, or makes a target of."""
         pieces = list(common_ranges(member, part))
-        travels = transform.sent_dtype(member.held.dtype)
+        travels = transform.sent_dtype(member.tensor.dtype)
         wide = [
             Match(
                 name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]",
                 member.name,
                 name,
-                _layout_of(member.held, piece.source),
-                _layout_of(part.held, piece.target),
+                _select_layout(member.tensor, piece.source),
+                _select_layout(part.tensor, piece.target),
                 travels,
                 piece.source,
                 piece.target,
@@ -232,15 +240,15 @@ class _Matcher:
             )
             for piece in pieces
         ]
-        made = self._made_at_source(name, member, part, transform, pieces)
+        made = self._match_made_at_source(name, member, part, transform, pieces)
         if not isinstance(made, str):
-            bytes_made, bytes_wide = (sum(map(_moved_bytes, of)) for of in (made, wide))
+            bytes_made, bytes_wide = (sum(map(_count_moved_bytes, of)) for of in (made, wide))
             if bytes_made < bytes_wide:
                 return made
             made = f"{bytes_made} bytes would travel, {bytes_wide} otherwise"
         return [replace(one, why=made) for one in wide]
 
-    def _made_at_source(
+    def _match_made_at_source(
         self,
         name: str,
         member: Member,
@@ -263,8 +271,8 @@ class _Matcher:
                 if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
                     return f"a rank of {member.name} has a part of what is made together"
                 spans[made] = IndexRange(layout, dimension, *ends)
-            layouts = {made: _layout_of(self.target[made], spans[made]) for made in outputs}
-            source = _layout_of(member.held, piece.source)
+            layouts = {made: _select_layout(self.target[made], spans[made]) for made in outputs}
+            source = _select_layout(member.tensor, piece.source)
             at_source = transform.at_source(
                 name, source, {made: (self.target[made].dtype, of) for made, of in layouts.items()}
             )
@@ -288,24 +296,25 @@ class _Matcher:
             ]
         return found
 
-    def _travels(self, name: str, held: ModelTensor, wanted: ModelTensor) -> str:
+    def _choose_dtype(self, name: str, tensor: ModelTensor, wanted: ModelTensor) -> str:
         """The type of the elements that travel. Raises where the types may not differ."""
-        if held.dtype == wanted.dtype:
-            return held.dtype
+        if tensor.dtype == wanted.dtype:
+            return tensor.dtype
         cast = self.cast
         allowed = cast.get(name, False) if isinstance(cast, Mapping) else cast
         if allowed is False:
             raise _Misfit(
-                f"{name}: the source is {held.dtype}, the target {wanted.dtype}; to convert, say "
+                f"{name}: the source is {tensor.dtype}, the target {wanted.dtype}; to convert, say "
                 "cast=True"
             )
         if allowed is not True and as_dtype(allowed).name != wanted.dtype:
             raise _Misfit(f"{name}: cast to {allowed}, but the target is {wanted.dtype}")
-        if held.layout.contributions > 1 or wanted.layout.contributions > 1:
+        if tensor.layout.contributions > 1 or wanted.layout.contributions > 1:
             raise _Misfit(
-                f"{name}: partial, and {held.dtype} to {wanted.dtype}; combine it before it is cast"
+                f"{name}: partial, and {tensor.dtype} to {wanted.dtype}; combine it "
+                "before it is cast"
             )
-        return _narrower(held.dtype, wanted.dtype)
+        return _choose_narrower(tensor.dtype, wanted.dtype)
 
 
 class _Misfit(Exception):
@@ -316,56 +325,58 @@ class _Misfit(Exception):
         self.problems = problems
 
 
-def _are_alike(held: ModelTensor, wanted: ModelTensor) -> bool:
+def _are_alike(tensor: ModelTensor, wanted: ModelTensor) -> bool:
     """Whether tensors of one name are one tensor: not where they have their members elsewhere."""
-    return held.fusion is None or wanted.fusion is None or held.fusion == wanted.fusion
+    return tensor.fusion is None or wanted.fusion is None or tensor.fusion == wanted.fusion
 
 
-def _stands_for(name: str, held: ModelTensor) -> tuple[str, ...]:
-    return (name,) if held.fusion is None else held.fusion.members
+def _list_members(name: str, tensor: ModelTensor) -> tuple[str, ...]:
+    return (name,) if tensor.fusion is None else tensor.fusion.members
 
 
-def _specs(held: ModelTensor, wanted: ModelTensor) -> tuple[ShardingSpec, ShardingSpec] | None:
+def _find_specs(
+    tensor: ModelTensor, wanted: ModelTensor
+) -> tuple[ShardingSpec, ShardingSpec] | None:
     """The shardings of both sides. A plain tensor on all ranks of a mesh is replicated there."""
-    if held.spec is not None and wanted.spec is not None:
-        return held.spec, wanted.spec
-    known = held.spec or wanted.spec
+    if tensor.spec is not None and wanted.spec is not None:
+        return tensor.spec, wanted.spec
+    known = tensor.spec or wanted.spec
     if known is None:
         return None
-    everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in held.layout.shape])
-    plain = wanted if held.spec is not None else held
-    if everywhere.layout(held.layout.shape) is not plain.layout:
+    everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in tensor.layout.shape])
+    plain = wanted if tensor.spec is not None else tensor
+    if everywhere.layout(tensor.layout.shape) is not plain.layout:
         return None
-    return (held.spec or everywhere), (wanted.spec or everywhere)
+    return (tensor.spec or everywhere), (wanted.spec or everywhere)
 
 
-def _reconciled(held: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout]:
+def _reconcile(tensor: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout]:
     """The layouts of a parameter that Megatron describes on both sides."""
-    if held.parameter is None or wanted.parameter is None:
-        return held.layout, wanted.layout
+    if tensor.parameter is None or wanted.parameter is None:
+        return tensor.layout, wanted.layout
     # Whether types may differ is asked elsewhere, of all kinds of models alike.
-    differs = held.dtype != wanted.dtype
-    pair = reconcile(held.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
+    differs = tensor.dtype != wanted.dtype
+    pair = reconcile(tensor.parameter, wanted.parameter, cast=wanted.dtype if differs else None)
     return (
-        moved_by(pair.source.layout(pair.shape), held.first_rank),
-        moved_by(pair.target.layout(pair.shape), wanted.first_rank),
+        shift_ranks(pair.source.layout(pair.shape), tensor.first_rank),
+        shift_ranks(pair.target.layout(pair.shape), wanted.first_rank),
     )
 
 
-def _layout_of(held: ModelTensor, span: IndexRange | None) -> Layout:
-    return held.layout if span is None else span.layout
+def _select_layout(tensor: ModelTensor, span: IndexRange | None) -> Layout:
+    return tensor.layout if span is None else span.layout
 
 
-def _moved_bytes(match: Match) -> int:
+def _count_moved_bytes(match: Match) -> int:
     elements = LayoutChange(match.source, match.target).moved_elements
     return elements * as_dtype(match.dtype).itemsize_bytes
 
 
-def _other_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
+def _compare_shapes(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     return f"shape {list(target)}, the source's {list(source)}"
 
 
-def _narrower(source: str, target: str) -> str:
+def _choose_narrower(source: str, target: str) -> str:
     """The type of the elements that travel; of two equally wide ones the target's."""
     widths = [as_dtype(dtype).itemsize_bytes for dtype in (source, target)]
     return source if widths[0] < widths[1] else target

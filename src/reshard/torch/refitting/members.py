@@ -51,14 +51,14 @@ class Member:
     """
 
     name: str
-    held: ModelTensor
+    tensor: ModelTensor
     dimension: int | None = None
     places: tuple[MemberRange, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the member."""
-        shape = list(self.held.layout.shape)
+        shape = list(self.tensor.layout.shape)
         if self.dimension is not None:
             shape[self.dimension] = sum(place.stop - place.start for place in self.places)
         return tuple(shape)
@@ -73,10 +73,10 @@ class Member:
         if self.dimension is None:
             if (start, stop) == (0, self.shape[dimension]):
                 return None
-            return IndexRange(self.held.layout, dimension, start, stop)
+            return IndexRange(self.tensor.layout, dimension, start, stop)
         place = max(place for place in self.places if place.member_start <= start)
         ahead = place.start - place.member_start
-        return IndexRange(self.held.layout, dimension, ahead + start, ahead + stop)
+        return IndexRange(self.tensor.layout, dimension, ahead + start, ahead + stop)
 
 
 def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
@@ -84,10 +84,10 @@ def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
 
     Raises RecipeError for a fused tensor whose length its members do not share.
     """
-    found = {name: Member(name, held) for name, held in side.items()}
-    for name, held in side.items():
-        for member in fused_members(name, held):
-            found.setdefault(member, fused_members(name, held)[member])
+    found = {name: Member(name, tensor) for name, tensor in side.items()}
+    for name, tensor in side.items():
+        for member in fused_members(name, tensor):
+            found.setdefault(member, fused_members(name, tensor)[member])
     return found
 
 
@@ -97,8 +97,8 @@ def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
     A table whose members have no `*` says so of the tensors of all layers.
     """
     has: dict[str, str] = {}
-    for name, held in side.items():
-        for member in held.fusion.members if held.fusion is not None else ():
+    for name, tensor in side.items():
+        for member in tensor.fusion.members if tensor.fusion is not None else ():
             other = has.setdefault(member, name)
             if tied_root(other, ties) != tied_root(name, ties):
                 yield (
@@ -109,23 +109,23 @@ def repeated_members(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -
 
 def repeated_tensors(side: Mapping[str, ModelTensor], ties: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with tensors whose elements a fused one has too: which of both counts?"""
-    for name, held in side.items():
-        for member in held.fusion.members if held.fusion is not None else ():
+    for name, tensor in side.items():
+        for member in tensor.fusion.members if tensor.fusion is not None else ():
             if member in side and member != name and tied_root(member, ties) != name:
                 yield f"{member}: a tensor, and a member of {name}; leave one of them out"
 
 
-def fused_members(name: str, held: ModelTensor) -> dict[str, Member]:
+def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
     """The members of a fused tensor, none of another.
 
     Raises:
         RecipeError: a length that its members cannot share.
         ShardError: a tensor without the dimension that they share.
     """
-    fusion = held.fusion
+    fusion = tensor.fusion
     if fusion is None:
         return {}
-    shape, dimension = held.layout.shape, fusion.dimension
+    shape, dimension = tensor.layout.shape, fusion.dimension
     if dimension >= len(shape):
         raise ShardError(f"{name}: shape {list(shape)}, but its dimension {dimension} is fused")
     places: dict[str, list[MemberRange]] = {member: [] for member in fusion.members}
@@ -133,7 +133,7 @@ def fused_members(name: str, held: ModelTensor) -> dict[str, Member]:
         places[stretch.member].append(
             MemberRange(stretch.member_start, stretch.start, stretch.stop)
         )
-    return {member: Member(name, held, dimension, tuple(of)) for member, of in places.items()}
+    return {member: Member(name, tensor, dimension, tuple(of)) for member, of in places.items()}
 
 
 class CommonRange(NamedTuple):

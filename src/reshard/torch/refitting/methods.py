@@ -2,7 +2,7 @@
 
 1. `"exchange"`: all in one exchange.
 2. `"program"`: every tensor by the collectives that `find_program` finds. Those that have none are
-   one error, told before anything is written.
+   one error, raised before anything is written.
 3. `"auto"`: what `reshard.collectives.divide` finds to be quicker on a topology. Without one,
    programs are looked for only where contributions are combined, since only there they move less
    than the exchange does; every message counts then as `assumed_topology` says.
@@ -158,6 +158,6 @@ class RefitMethods:
             by_exchange, by_program = (
                 f"{seconds_s:.3g} s" for seconds_s in (ways.exchange_s, ways.program_s)
             )
-        told = f"{by_program} by its program, {by_exchange} in the exchange"
+        text = f"{by_program} by its program, {by_exchange} in the exchange"
         saves = not is_chosen and ways.program_s < ways.exchange_s
-        return told + (", which is less than what waits between steps take" if saves else "")
+        return text + (", which is less than what waits between steps take" if saves else "")

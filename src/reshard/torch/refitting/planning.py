@@ -255,10 +255,10 @@ class RefitPlanner:
         source, problems = assemble(before, "source")
         target, more = assemble(after, "target")
         problems += more
-        # What a side has, but ranks describe differently, is told once, and not as missing too.
+        # What a side has, but ranks describe differently, is reported once, and not as missing too.
         unclear = _names(before) - source.keys(), _names(after) - target.keys()
-        source = {name: held for name, held in source.items() if name not in unclear[1]}
-        target = {name: held for name, held in target.items() if name not in unclear[0]}
+        source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
+        target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
         problems += [
             f"{name}: not in the target, but a transform is given for it"
             for name in self.transforms
@@ -345,7 +345,7 @@ def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
 def plan_or_error(
     matching: RefitPlanner, rosters: Mapping[int, tuple[Roster, Roster]]
 ) -> RefitPlan | ReshardError:
-    """The plan of both models, or why there is none; every rank that waits for it is told."""
+    """The plan of both models, or why there is none; every rank that waits for it learns that."""
     try:
         plan = matching.plan(
             {rank: before for rank, (before, _) in rosters.items()},

@@ -325,8 +325,8 @@ class _Prepared:
         return batches, None
 
     def _check_transform(self, match: Match) -> None:
-        name, held = match.made_of, self.after.locals
+        name, tensors = match.made_of, self.after.locals
         transform = self.transforms[name]
-        made = {one: held[one] for one in transform.outputs(name) if one in held}
+        made = {one: tensors[one] for one in transform.outputs(name) if one in tensors}
         whole = match.target if match.target_range is None else match.target_range.whole
         transform.check(name, whole, dist.get_rank(), made)

@@ -1,4 +1,4 @@
-"""What happens to a tensor between its source and its target, besides moving?
+"""Transforms: what happens to a tensor between source and target, besides moving.
 
 A transform makes a target from other elements than its own::
 
