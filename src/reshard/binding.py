@@ -1,4 +1,4 @@
-"""Where is each shard of a layout, and how does it lie there?
+"""Addresses of the shards of a layout, and how each shard lies in memory there.
 
 A `Binding` gives the slots of a layout their addresses: the memory of a rank, a range of a
 file, or another tensor's name. A shard that is not dense and row major has a `View` as well.

@@ -1,4 +1,4 @@
-"""How is one dimension cut, where it is made of blocks?
+"""Cut rules of a dimension that is made of blocks.
 
 The blocks lie one behind another. A part gets a piece of each of them, or whole ones::
 

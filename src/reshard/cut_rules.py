@@ -1,4 +1,4 @@
-"""How is one dimension cut into parts?
+"""Cut rules: how one dimension of a tensor is cut into parts.
 
 A cut rule is a small frozen value. `rule.table(length, parts)` answers with the run table
 of a dimension of that length, whatever the two numbers are: no rule needs one to divide the

@@ -1,4 +1,4 @@
-"""What is one element of a tensor: how wide, and what is it called elsewhere?
+"""Element types: their width, and their names in NumPy, torch and safetensors.
 
 Planning moves elements without looking inside them, so a type is here mainly a width and
 a set of names. Every spelling of a type leads to the same `DType` object:

@@ -1,24 +1,24 @@
-"""Where does every element of a tensor live?
+"""Layouts: where every element of a tensor lives.
 
-A `Layout` is concrete: a shape, and for each of the slots 0..n-1 the elements it holds.
-Slots are places; a layout that comes from a sharding has the ranks as its slots.
+A `Layout` is concrete: a shape, and for each of the ranks 0..n-1 the elements it holds. In tables
+a rank is a *slot*: a place, with or without a process, a host or a file behind it.
 
-What a slot holds is a list of *cells*. A cell takes one part of each dimension's run table
+What a rank holds is a list of *cells*. A cell takes one part of each dimension's run table
 and holds the product of them, so a layout whose dimensions are cut one by one has one cell a
-slot, and a flat buffer cut anywhere has a few::
+rank, and a flat buffer cut anywhere has a few::
 
-    6 x 6, rows over 2 and columns over 3        4 x 4, elements 0:6 on slot 0, 6:16 on slot 1
+    6 x 6, rows over 2 and columns over 3        4 x 4, elements 0:6 on rank 0, 6:16 on rank 1
 
     +----+----+----+                             +-----------+
-    | 0  | 1  | 2  |   slot 4 holds              | 0  0  0  0|   slot 0: 2 cells (1x4, 1x2)
-    +----+----+----+   part 1 of dim 0           | 0  0 +----+   slot 1: 2 cells (1x2, 2x4)
+    | 0  | 1  | 2  |   rank 4 holds              | 0  0  0  0|   rank 0: 2 cells (1x4, 1x2)
+    +----+----+----+   part 1 of dim 0           | 0  0 +----+   rank 1: 2 cells (1x2, 2x4)
     | 3  | 4  | 5  |   part 1 of dim 1           +------+ 1  1
     +----+----+----+                             | 1  1  1  1
 
-In the slot's own memory a cell is a dense array, row major, of shape `local_shape`; the
-cells of one slot lie one behind the other.
+In the rank's own memory a cell is a dense array, row major, of shape `local_shape`; the
+cells of one rank lie one behind the other.
 
-A slot of a partial layout carries a *contribution*: the tensor is the reduction over the
+A rank of a partial layout carries a *contribution*: the tensor is the reduction over the
 contributions 0..c-1.
 """
 
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard.cuts_text import cuts_text
 from reshard.errors import LayoutError
 from reshard.integers import LARGEST, LARGEST_RANKS, as_integer, as_integer_array, as_integers
 from reshard.interning import Interned
@@ -66,13 +67,13 @@ class Box(NamedTuple):
 
 
 class Placement(Interned):
-    """On which slot each cell is, and what it takes there: a layout without its lengths.
+    """On which rank each cell is, and what it takes there: a layout without its lengths.
 
     Tensors that are cut alike share it, whatever their shapes, and what follows from it alone
-    is found once for all of them. Cells are sorted by slot.
+    is found once for all of them. Cells are sorted by rank.
 
     Args:
-        slot: of each cell, shape `(cells,)`.
+        slot: the rank of each cell, shape `(cells,)`.
         part: of each dimension that a cell takes, shape `(cells, dims)`.
         contribution: that each cell carries, shape `(cells,)`.
     """
@@ -94,20 +95,20 @@ class Placement(Interned):
 
 
 class Layout(Interned):
-    """Which slot holds which elements of a tensor of `shape`, interned.
+    """Which rank holds which elements of a tensor of `shape`, interned.
 
     Args:
         shape: of the tensor.
         tables: one run table a dimension.
-        slots: how many places there are; a slot without a cell holds nothing.
-        cell_slot: the slot of each cell, shape `(cells,)`.
+        slots: how many ranks there are; a rank without a cell holds nothing.
+        cell_slot: the rank of each cell, shape `(cells,)`.
         cell_part: the part of each dimension that a cell takes, shape `(cells, dims)`.
         contribution: which contribution each cell carries, shape `(cells,)`; zeros when None.
         contributions: how many there are; 1 for a layout that is not partial.
         reduction: how they combine; one of `REDUCTIONS`, or None when there is one.
 
     Raises:
-        LayoutError: tables, parts or slots that do not fit the shape or one another.
+        LayoutError: tables, parts or ranks that do not fit the shape or one another.
     """
 
     def __init__(
@@ -202,33 +203,17 @@ class Layout(Interned):
             )
 
     def interning_key(self) -> object:
-        return (
-            self.shape,
-            self.tables,
-            self.slots,
-            self.placement,
-            self.contributions,
-            self.reduction,
-        )
+        counts = (self.slots, self.contributions, self.reduction)
+        return (self.shape, self.tables, self.placement, *counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            Layout,
-            (
-                self.shape,
-                self.tables,
-                self.slots,
-                self.cell_slot,
-                self.cell_part,
-                self.cell_contribution,
-                self.contributions,
-                self.reduction,
-            ),
-        )
+        cells = (self.cell_slot, self.cell_part, self.cell_contribution)
+        sizes = (self.shape, self.tables, self.slots)
+        return (Layout, (*sizes, *cells, self.contributions, self.reduction))
 
     @classmethod
     def replicated(cls, shape: Sequence[int], slots: int = 1) -> Layout:
-        """The whole tensor on every slot.
+        """The whole tensor on every one of `slots` ranks.
 
         >>> Layout.replicated((2, 3), 4).local_shape(3)
         (2, 3)
@@ -238,7 +223,7 @@ class Layout(Interned):
 
     @classmethod
     def whole(cls, shape: Sequence[int], holders: Iterable[int], slots: int) -> Layout:
-        """The whole tensor on the slots `holders` of `slots`, nothing on the others."""
+        """The whole tensor on the ranks `holders` of `slots` ranks, nothing on the others."""
         shape = as_integers(shape, "shape", LayoutError)
         tables = [RunTable(size, 1, [(0, 0, size, 0)]) for size in shape]
         holders = as_integers(holders, "ranks", LayoutError)
@@ -248,7 +233,7 @@ class Layout(Interned):
     def from_boxes(
         cls, shape: Sequence[int], boxes: Iterable[tuple[int, Box]], slots: int | None = None
     ) -> Layout:
-        """Boxes on slots: `(slot, box)` pairs; a slot's boxes lie in its memory in this order.
+        """Boxes on ranks: `(rank, box)` pairs; a rank's boxes lie in its memory in this order.
 
         >>> halves = [(0, Box((0, 0), (1, 4))), (1, Box((1, 0), (2, 4)))]
         >>> Layout.from_boxes((2, 4), halves) is Layout.from_boxes((2, 4), halves, slots=2)
@@ -275,7 +260,7 @@ class Layout(Interned):
         dims: int | None = None,
         slots: int | None = None,
     ) -> Layout:
-        """Ranges of the flattened leading `dims` dimensions (all when None), by slot.
+        """Ranges of the flattened leading `dims` dimensions (all when None), by rank.
 
         A range becomes at most `2 * dims - 1` boxes. Sources: ragged shards of veScale and
         FSDP, the flat buffers of ZeRO.
@@ -304,7 +289,7 @@ class Layout(Interned):
             for box in flat_range_boxes(shape[:dims], start, stop):
                 boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
             if start == stop and shape:
-                # A slot with nothing still has an (empty) array; only a scalar has no such box.
+                # A rank with nothing still has an (empty) array; only a scalar has no such box.
                 cut = max(dims, 1)
                 boxes.append((slot, Box((0,) * len(shape), (0,) * cut + shape[cut:])))
         if slots is None:
@@ -356,7 +341,7 @@ class Layout(Interned):
 
     @cached_property
     def cell_offset(self) -> IntArray:
-        """How many elements of its slot's memory lie before each cell: shape `(cells,)`."""
+        """How many elements of its rank's memory lie before each cell: shape `(cells,)`."""
         sizes = self.cell_shape.prod(axis=1)
         before = np.cumsum(sizes) - sizes
         offset: IntArray = before - before[np.searchsorted(self.cell_slot, self.cell_slot)]
@@ -367,9 +352,9 @@ class Layout(Interned):
         return np.array(columns, dtype=np.int64).reshape(self.ndim, self.cells).T
 
     def local_shape(self, slot: int) -> tuple[int, ...] | None:
-        """The shape of a slot's memory: its cell's, or `(elements,)` when it has several.
+        """The shape of a rank's memory: its cell's, or `(elements,)` when it has several.
 
-        None when the slot holds nothing.
+        None when the rank holds nothing.
         """
         cells = self.cells_of(slot)
         if not cells:
@@ -394,11 +379,11 @@ class Layout(Interned):
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """The slots that hold a cell, in order."""
+        """The ranks that hold a cell, in order."""
         return tuple(distinct(self.cell_slot).tolist())
 
     def boxes(self, slot: int) -> tuple[Box, ...]:
-        """The boxes a slot owns, in the order of its memory (halos and pads left out)."""
+        """The boxes a rank owns, in the order of its memory (halos and pads left out)."""
         boxes: list[Box] = []
         for cell in self.cells_of(slot):
             runs = []
@@ -429,13 +414,17 @@ class Layout(Interned):
 
     @cached_property
     def is_padded(self) -> bool:
-        """Whether some slot has positions that are no element of the tensor."""
+        """Whether some rank has positions that are no element of the tensor."""
         return any((table.single_runs().role == PAD).any() for table in self.tables)
+
+    def __str__(self) -> str:
+        carried = (self.reduction, self.cell_contribution) if self.reduction is not None else None
+        return cuts_text(self.tables, self.cell_slot, self.cell_part, self.boxes, carried)
 
     def __repr__(self) -> str:
         partial = f", {self.contributions} contributions by {self.reduction}"
         return (
-            f"<Layout of {list(self.shape)} on {len(self.holders)} of {self.slots} slots"
+            f"<Layout of {list(self.shape)} on {len(self.holders)} of {self.slots} ranks"
             f"{partial if self.reduction else ''}>"
         )
 

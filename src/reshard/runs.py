@@ -1,4 +1,4 @@
-"""Which part of one dimension holds which indices, and where?
+"""Run tables: which part of one dimension holds which indices, and where in the part they lie.
 
 A dimension of length `n` is cut into parts. A part holds *runs*: stretches of
 consecutive global indices that lie consecutively in the part's own (local) order. The

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and how fast are the links between them?
+"""Topologies: which ranks share a host or a rack, and how fast the links between them are.
 
 Ranks live on hosts, and hosts, where it matters, in racks. Between two ranks runs the link of
 the smallest box that holds both::

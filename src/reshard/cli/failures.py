@@ -1,4 +1,4 @@
-"""What does a failure say, and with which code does the command exit?
+"""Messages of failures, and the exit codes of the command.
 
 ::
 

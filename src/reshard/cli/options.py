@@ -1,4 +1,4 @@
-"""What do several commands take alike? The names of parameters are those of the library."""
+"""Options that several commands share. Parameters have the names they have in the library."""
 
 from __future__ import annotations
 

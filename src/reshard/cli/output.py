@@ -1,4 +1,4 @@
-"""What the command prints: text for people, or one JSON object for programs.
+"""Output of the command: text for people, or one JSON object for programs.
 
 Everything is written at once, when it is known. A reader that leaves early (`| head`) is no
 error: the work was done. Control characters in names, which come from files of others, are

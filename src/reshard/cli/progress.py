@@ -1,4 +1,4 @@
-"""How does long work show how far it is?
+"""Progress of long work.
 
 On a terminal with a bar; elsewhere with plain lines a few seconds apart, as a log wants them.
 Both on stderr, so that stdout has the result and nothing else.

@@ -10,6 +10,7 @@ lowering    programs in the words of other systems
 
 from reshard.collectives.choice import Choice, choose
 from reshard.collectives.division import Division, divide
+from reshard.collectives.lowering import LOWERINGS, jax_module, mlir_module, shardy_module
 from reshard.collectives.program import Program
 from reshard.collectives.search.find_program import SEARCHES, STEPS, find_program
 from reshard.collectives.steps import (
@@ -25,6 +26,7 @@ from reshard.collectives.steps import (
 )
 
 __all__ = [
+    "LOWERINGS",
     "SEARCHES",
     "STEPS",
     "AllGather",
@@ -42,4 +44,7 @@ __all__ = [
     "choose",
     "divide",
     "find_program",
+    "jax_module",
+    "mlir_module",
+    "shardy_module",
 ]

@@ -207,5 +207,5 @@ class LayoutChange(Interned):
     def __repr__(self) -> str:
         return (
             f"<LayoutChange of {list(self.source.shape)} from {len(self.source.holders)} to "
-            f"{len(self.target.holders)} slots>"
+            f"{len(self.target.holders)} ranks>"
         )

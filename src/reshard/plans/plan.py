@@ -207,7 +207,7 @@ class Plan(Interned):
         of = "" if self.dtype is None else f" {self.dtype.name}"
         return (
             f"<Plan of{of} {list(self.source.shape)} from {len(self.source.holders)} to "
-            f"{len(self.target.holders)} slots>"
+            f"{len(self.target.holders)} ranks>"
         )
 
 

@@ -1,15 +1,15 @@
-"""The slow answer, to compare the quick one with: what does each device hold, element by element?
+"""The oracle of tests: what each device holds, element by element.
 
-Nothing here knows of runs, intervals or overlaps. A cut rule is read from the definition of
-the system it comes from, index by index; a sharding by the coordinates of each device; a
-movement by sets of elements. It is meant for tests, on tensors of at most some thousand
-elements.
+It is the slow answer to compare the quick one with. Nothing here knows of runs, intervals or
+overlaps. A cut rule is read from the definition of the system it comes from, index by index; a
+sharding by the coordinates of each device; a movement by sets of elements. It is meant for
+tensors of at most some thousand elements.
 
 1. `rule_definitions` deals the indices of one dimension to parts.
 2. `contents_of_spec` and its sisters number the elements of a tensor in row-major order and
-   write down, for every slot, the number at each position of its local array: `Contents`.
+   write down, for every rank, the number at each position of its local array: `Contents`.
 3. `shards_of` cuts dense arrays accordingly, `dense_of` puts them together again.
-4. `least_moved` counts what a slot needs and has not, as sets.
+4. `least_moved` counts what a rank needs and has not, as sets.
 
 >>> from reshard import DeviceMesh, spec
 >>> mesh = DeviceMesh.of(x=2, y=3)

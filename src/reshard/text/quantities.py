@@ -1,4 +1,4 @@
-"""How are sizes, rates, counts and times written for people, and lists of them as a table?
+"""Sizes, rates, counts and times as people write them, and lists of them as a table.
 
 Bytes are decimal: 1 kB is 1000 bytes, 1 MB is 1000 kB, as disks, networks and transfer rates
 count. Sizes and rates have three significant digits. Counts are exact.

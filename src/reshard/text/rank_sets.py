@@ -1,4 +1,4 @@
-"""How is a set of ranks written in few characters?
+"""Sets of ranks in few characters.
 
 Three or more in a row become a range, four or more at equal distances their first two and
 their last: `0-3,8`, `0,4..28`.

@@ -1,4 +1,4 @@
-"""How many columns does a text take on a terminal, and how is it padded to a number of them?"""
+"""Columns that a text takes on a terminal, and padding to a number of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard calibrate`: how fast are the links between the ranks of a job?"""
+"""`reshard calibrate`: measure the links between the ranks of a job, and write them as a preset."""
 
 from __future__ import annotations
 

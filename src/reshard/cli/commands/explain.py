@@ -1,4 +1,4 @@
-"""`reshard explain`: what does it take to get from one sharding to another?"""
+"""`reshard explain`: two shardings, and what it takes to get from one to the other."""
 
 from __future__ import annotations
 

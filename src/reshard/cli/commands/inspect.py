@@ -1,4 +1,4 @@
-"""`reshard inspect`: what is in a checkpoint, and are its bytes those that were written?"""
+"""`reshard inspect`: the tensors of a checkpoint, and whether its bytes are those written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard plan`: what would a conversion read, write and move?"""
+"""`reshard plan`: what a conversion would read, write and move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard recipe`: what is in a recipe, and what does it make of a checkpoint?"""
+"""`reshard recipe`: the contents of a recipe, and what it makes of a checkpoint."""
 
 from __future__ import annotations
 

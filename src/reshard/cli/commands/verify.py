@@ -1,4 +1,4 @@
-"""`reshard verify`: do two checkpoints hold the same tensors?"""
+"""`reshard verify`: whether two checkpoints hold the same tensors."""
 
 from __future__ import annotations
 

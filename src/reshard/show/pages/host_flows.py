@@ -1,4 +1,4 @@
-"""How much passes from host to host?
+"""A chart of what passes from host to host.
 
 Hosts stand twice, as senders on the left and receivers on the right, with bands between them as
 wide as what passes; what stays inside a host is a paler band. Too many hosts for that become a

@@ -1,4 +1,4 @@
-"""How much memory is held at each of many moments, as bars side by side.
+"""A chart of the memory held at each of many moments, as bars side by side.
 
 Each bar has two parts: what is held before, and above it what comes for that moment only.
 """

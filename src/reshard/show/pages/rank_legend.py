@@ -1,4 +1,4 @@
-"""Which colour is which rank, for the reader of a page."""
+"""The legend of a page: which colour is which rank."""
 
 from __future__ import annotations
 

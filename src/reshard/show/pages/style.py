@@ -1,4 +1,4 @@
-"""How a page looks: colours for light and dark, sizes, and what stands beside what."""
+"""The style sheet of pages: colours for light and dark, sizes, and what stands beside what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large is every row and column of a picture, and what does it look like?
+"""The drawing of a picture in text: sizes of rows and columns, and what is written into boxes.
 
 1. Neighbouring rectangles with the same holders are one region, whatever its form; its label
    is written into the largest block of rectangles inside it.

@@ -1,15 +1,15 @@
-"""What is written into a box of a picture: who holds it.
+"""Labels of boxes: who holds what is in them.
 
 ::
 
-    0,4      slots 0 and 4 hold the same elements
-    0 (1)    slot 0 owns them, slot 1 has a halo copy
-    0+4      slots 0 and 4 hold contributions to them
-    0/1      slots 0 and 1 hold different parts of the dimensions that are not drawn
+    0,4      ranks 0 and 4 hold the same elements
+    0 (1)    rank 0 owns them, rank 1 has a halo copy
+    0+4      ranks 0 and 4 hold contributions to them
+    0/1      ranks 0 and 1 hold different parts of the dimensions that are not drawn
     -        nobody holds them
     8 ranks  too many to write down
 
-With the slots the elements come from: `0 ← 2,3`.
+With the ranks the elements come from: `0 ← 2,3`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can a picture of a layout not say, and is said in words below it?
+"""Notes below a picture: what of a layout no drawing can say.
 
 The dimensions that are not drawn, contributions, padding, halos, ranks that hold nothing.
 """

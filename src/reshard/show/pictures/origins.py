@@ -1,4 +1,4 @@
-"""Which ranks do the elements of a box of a picture come from?"""
+"""Origins of the elements of a box: the ranks that send them."""
 
 from __future__ import annotations
 

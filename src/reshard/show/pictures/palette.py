@@ -1,4 +1,4 @@
-"""Which colour stands for which rank?
+"""Colours of ranks.
 
 Up to eight ranks have the colours of Okabe and Ito ("Color universal design", 2008), a dark grey
 in place of black; people who see fewer colours tell them apart too. More ranks share a scale from

@@ -1,4 +1,4 @@
-"""Which slots hold which rectangle of two dimensions of a tensor?
+"""Regions of a picture: which ranks hold which rectangle of two dimensions of a tensor.
 
 1. Along each drawn dimension, the starts and stops of all runs cut it into intervals no run
    begins or ends inside of. Where there are very many, those in the middle are left out.
@@ -8,7 +8,7 @@
 
 ::
 
-    4 x 4, elements 0:6 on slot 0, 6:16 on slot 1
+    4 x 4, elements 0:6 on rank 0, 6:16 on rank 1
 
         0    2    4
       0   0    0        intervals of rows: 0:1, 1:2, 2:4 (both flat pieces end in row 1)

@@ -1,4 +1,4 @@
-"""Where do the intervals of a dimension lie on a page, and which indices stand at their edges?"""
+"""Positions of the intervals of a dimension on a page, and the indices at their edges."""
 
 from __future__ import annotations
 
