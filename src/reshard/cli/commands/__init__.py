@@ -1,6 +1,9 @@
 """The commands of `reshard`, a module each.
 
-`inspect`, `plan`, `convert` and `verify` are about checkpoints, `explain` about two shardings,
-`recipe` and its subcommands about recipes, `calibrate` about the links of a machine. A module has the `click` command of its name. To add one, write such a module and list its command
-in `reshard.cli.program`.
+inspect, plan, convert, verify  checkpoints
+explain                         two shardings, and what it takes to get from one to the other
+recipe                          recipes: what is in them, and what they make of a checkpoint
+calibrate                       the links of a machine
+
+To add one, write a module with the `click` command and list it in `reshard.cli.program`.
 """

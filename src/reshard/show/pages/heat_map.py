@@ -1,8 +1,9 @@
 """A heat map of who sends how much to whom.
 
-Senders are rows, receivers columns, and a square is the darker the more there is. Where there are too many ranks, neighbouring ones are taken
-together, as many as make the least power of two that is enough. Each square says in its `title`
-what it stands for; with few ranks the amounts are written in the squares.
+Senders are rows, receivers columns, and a square is the darker the more there is. Where there are
+too many ranks, neighbouring ones are taken together, as many as make the least power of two that
+is enough. Each square says in its `title` what it stands for; with few ranks the amounts are
+written in the squares.
 """
 
 from __future__ import annotations
