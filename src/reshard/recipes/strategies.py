@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reshard.dtypes import DType
-from reshard.errors import RecipeError, UsageError
+from reshard.errors import RecipeError
+from reshard.integers import as_integer
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
@@ -42,7 +43,7 @@ class Strategy:
     A third argument is the model's config.json, for those that look into it.
 
     Raises, when called:
-        UsageError: fewer than one rank.
+        UsageError: no whole number of ranks from 1 on.
         RecipeError: the function leaves a tensor out, adds one, or gives a layout of another
             shape or number of slots; `recipe` without a config, or with one no recipe fits.
 
@@ -62,8 +63,7 @@ class Strategy:
     def __call__(
         self, tensors: Tensors, world_size: int, config: Config | None = None
     ) -> dict[str, Layout]:
-        if world_size < 1:
-            raise UsageError(f"world size {world_size} must be at least 1, the number of ranks")
+        world_size = as_integer(world_size, "world size", least=1)
         layouts = self.function(tensors, world_size, config)
         for name in [*tensors, *layouts]:
             if name not in layouts or name not in tensors:

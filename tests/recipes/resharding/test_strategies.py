@@ -286,10 +286,34 @@ def test_strategies_by_name() -> None:
         assert name in str(told.value)
     with pytest.raises(UsageError, match="'PARALLEL' needs a coordinator"):
         create_strategy("PARALLEL")
-    with pytest.raises(UsageError, match="threads=0"):
+    with pytest.raises(UsageError, match="threads 0 must be at least 1"):
         ParallelReshardingStrategy(process, threads=0)
     with pytest.raises(UsageError, match="world size 0"):
         one_process("simple").create_plan({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "ranks", "said"),
+    [
+        ({"a": rows(4, 2)}, 2.5, "target world size 2.5 must be a whole number"),
+        ({"a": rows(4, 2)}, "2", "target world size '2' must be a whole number"),
+        ({"a": rows(4, 2)}, True, "target world size True must be a whole number"),
+        ({"a": rows(4, 2)}, -1, "target world size -1 must be at least 1"),
+        ({"a": np.zeros(3)}, 2, "of tensor 'a'; give TensorMetadata"),
+        ({"a": TensorMetadata("float32", (4, 2))}, 2, "of tensor 'a'; give TensorMetadata"),
+        ([rows(4, 2)], 2, "metadata of type list; give a mapping"),
+    ],
+    ids=str,
+)
+def test_what_no_plan_is_made_of(metadata: Any, ranks: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        one_process("simple").create_plan(metadata, ranks)
+    layouts = {"a": (dtype("float32"), (4, 2))}
+    assert strategies.strategy("simple")(layouts, np.int64(2))["a"].slots == 2
+    with pytest.raises(UsageError, match=r"world size 2\.5 must be a whole number"):
+        strategies.strategy("simple")(layouts, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"threads 1\.5 must be a whole number"):
+        ParallelReshardingStrategy(OneProcess(), threads=1.5)  # type: ignore[arg-type]
 
 
 BOTH = pytest.mark.parametrize("name", ["simple", "parallel"])
@@ -569,3 +593,60 @@ def test_a_process_that_is_cancelled_is_named_to_the_others() -> None:
         1: ["a", "b", "c"],
     }
     assert "cancelled with 0 of 6 arrays complete" in second.warnings[-1]
+
+
+def test_runs_that_are_begun_at_once_take_turns() -> None:
+    """The second run is cancelled in one process while it waits, and the third comes after it."""
+    metadata, held, dense = small()
+
+    def run(strategy: ReshardingStrategy) -> ReshardingResult:
+        plans = [strategy.create_plan(metadata, ranks) for ranks in (4, 3, 2)]
+
+        async def begin_all() -> list[ReshardingResult | BaseException]:
+            tasks = [asyncio.create_task(strategy.execute_async(plan, held)) for plan in plans]
+            await asyncio.sleep(0)
+            if strategy.coordinator.rank == 0:
+                tasks[1].cancel()
+            await asyncio.wait(tasks)
+            outcomes: list[ReshardingResult | BaseException] = []
+            for task in tasks:
+                try:
+                    outcomes.append(await task)
+                except asyncio.CancelledError as error:
+                    outcomes.append(error)
+            return outcomes
+
+        first, second, third = asyncio.run(begin_all())
+        assert isinstance(first, ReshardingResult) and first.success
+        if strategy.coordinator.rank == 0:
+            assert isinstance(second, asyncio.CancelledError)
+            assert str(second).startswith("cancelled with 0 of 6 arrays complete")
+        else:
+            assert isinstance(second, ReshardingResult)
+            assert second.warnings[-1].startswith("process 0 was cancelled; its target ranks")
+        assert isinstance(third, ReshardingResult)
+        return third
+
+    found = results(together(2, run))
+    merged = {rank: named for one in found for rank, named in one.target_shards.items()}
+    expect_equal(merged, cut(dense, laid_out(dense, "parallel", 2), 2))
+
+
+def test_runs_in_another_order_copy_nothing() -> None:
+    metadata, held, _ = small()
+
+    def run(strategy: ReshardingStrategy) -> ReshardingResult:
+        ranks = (3, 4) if strategy.coordinator.rank else (4, 3)
+        plans = [strategy.create_plan(metadata, number) for number in ranks]
+
+        async def begin_both() -> list[ReshardingResult | BaseException]:
+            runs = [strategy.execute_async(plan, held) for plan in plans]
+            return await asyncio.gather(*runs, return_exceptions=True)
+
+        for outcome in asyncio.run(begin_both()):
+            assert isinstance(outcome, PlanError) and "begin their runs in one order" in str(
+                outcome
+            )
+        return strategy.execute(strategy.create_plan(metadata, 2), held)
+
+    assert all(result.success for result in results(together(2, run)))

@@ -1,6 +1,6 @@
-"""What does a job look like to somebody who reshards rank by rank?
+"""A job as somebody sees it who reshards rank by rank, and what a run of it gives.
 
-As a list: of each tensor, which slices of which source rank's array go to which target ranks.
+Of each tensor, which slices of which source rank's array go to which target ranks.
 These are views of a `Job`, which is what is carried out::
 
     tensor a, 5 x 1 over 2 ranks, to 4        TensorRedistribution("a", source_rank=0, ...)
@@ -78,7 +78,7 @@ class ReshardingPlan:
     @classmethod
     def of_job(cls, job: Job, source_world_size: int, target_world_size: int) -> ReshardingPlan:
         """The view of a job between two numbers of ranks."""
-        found = [one for item in job.items for one in _redistributions(job, item)]
+        found = [one for item in job.items for one in _list_redistributions(job, item)]
         return cls(source_world_size, target_world_size, tuple(found), job)
 
     @cached_property
@@ -128,12 +128,12 @@ class ReshardingResult:
     copied_bytes: int = 0
 
 
-def _redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
+def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
     """One for each source cell that gives something."""
     source = item.change.source
     rows = job.transfers.get(item.name, Transfers.none(source.ndim))
     if not len(rows):
-        yield from _empty(item)
+        yield from _list_without_elements(item)
         return
     rows = rows.take(np.lexsort((*rows.start.T[::-1], rows.target_slot, rows.source_cell)))
     starts, stops = rows.source_start.tolist(), (rows.source_start + rows.shape).tolist()
@@ -143,19 +143,21 @@ def _redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribution]:
     for low, high in itertools.pairwise(bounds):
         cell = int(rows.source_cell[low])
         shape = tuple(source.cell_shape[cell].tolist())
-        yield _of(item.name, int(source.cell_slot[cell]), shape, slices[low:high])
+        yield _make_redistribution(item.name, int(source.cell_slot[cell]), shape, slices[low:high])
 
 
-def _empty(item: JobItem) -> Iterator[TensorRedistribution]:
+def _list_without_elements(item: JobItem) -> Iterator[TensorRedistribution]:
     """A tensor without elements goes from its first holder to all who will hold it."""
     source, target = item.change.source, item.change.target
     if source.holders and target.holders:
-        giver, zeros = source.holders[0], (0,) * source.ndim
-        shape = source.local_shape(giver) or ()
+        sender, zeros = source.holders[0], (0,) * source.ndim
+        shape = source.local_shape(sender) or ()
         slices = [TensorSlice(rank, zeros, shape, shape) for rank in target.holders]
-        yield _of(item.name, giver, shape, slices)
+        yield _make_redistribution(item.name, sender, shape, slices)
 
 
-def _of(name: str, giver: int, shape: Shape, slices: list[TensorSlice]) -> TensorRedistribution:
+def _make_redistribution(
+    name: str, sender: int, shape: Shape, slices: list[TensorSlice]
+) -> TensorRedistribution:
     receivers = tuple(dict.fromkeys(one.target_rank for one in slices))
-    return TensorRedistribution(name, giver, shape, receivers, tuple(slices))
+    return TensorRedistribution(name, sender, shape, receivers, tuple(slices))

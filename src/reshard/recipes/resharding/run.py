@@ -1,14 +1,15 @@
-"""What has an execution of a resharding plan done so far?
+"""One run of a resharding plan in one process, and what it has done so far.
 
 1. Every array of the source is checked before any is copied.
 2. Target ranks are filled, tensor by tensor; several threads may fill several ranks.
-3. Before each copy, cancellation is looked at. What is complete then is kept, and told.
+3. Before each copy, cancellation is looked at. What is complete then is kept, and reported.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from reshard.errors import PlanError, ShardError
@@ -36,6 +37,7 @@ class ReshardingRun:
     """One execution of a plan in one process.
 
     Attributes:
+        job: what is carried out.
         was_cancelled: whether something was left undone.
 
     Raises:
@@ -52,7 +54,7 @@ class ReshardingRun:
             )
         self._begun_s = time.perf_counter()
         self._plan = plan
-        self._job = plan.job
+        self.job = plan.job
         self._shards = shards
         self._cancellation = cancellation
         self._arrays: dict[str, dict[int, Any]] = {}
@@ -66,7 +68,7 @@ class ReshardingRun:
         Raises:
             ShardError: an array that is missing, or has another shape or dtype.
         """
-        for item in self._job.items:
+        for item in self.job.items:
             arrays = {rank: self._array(rank, item.name) for rank in item.change.source.holders}
             try:
                 check_shards(
@@ -88,11 +90,21 @@ class ReshardingRun:
                 "that it has a part of it"
             ) from None
 
-    def fill(self, rank: int) -> None:
+    def fill_all(self, ranks: Sequence[int], threads: int) -> None:
+        """Make the arrays of target ranks, by so many threads at most."""
+        threads = min(threads, len(ranks))
+        if threads < 2:
+            for rank in ranks:
+                self._fill(rank)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._fill, ranks))
+
+    def _fill(self, rank: int) -> None:
         """Make a target rank's arrays. Each is there only once it is complete."""
         found = self._found.setdefault(rank, {})
         try:
-            for item in self._held(rank):
+            for item in self._find_items(rank):
                 self._stop_where_cancelled()
                 array, copied = run_rank(
                     item.change, rank, self._arrays[item.name], self._stop_where_cancelled
@@ -103,10 +115,8 @@ class ReshardingRun:
         except _Cancelled:
             self.was_cancelled = True
 
-    def _held(self, rank: int) -> list[JobItem]:
-        return [
-            item for item in self._job.items if item.change.target.local_shape(rank) is not None
-        ]
+    def _find_items(self, rank: int) -> list[JobItem]:
+        return [item for item in self.job.items if item.change.target.local_shape(rank) is not None]
 
     def _stop_where_cancelled(self) -> None:
         if self._cancellation is not None and self._cancellation.is_set():
@@ -115,9 +125,9 @@ class ReshardingRun:
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
         """What there is of the target `ranks`. `notes` say why other processes stopped early."""
         own = list(ranks)
-        warnings = [*self._left_out(), *self._empty(own), *notes]
+        warnings = [*self._list_unplanned(), *self._list_empty(own), *notes]
         if self.was_cancelled:
-            warnings.append(self._told(own))
+            warnings.append(self._describe_progress(own))
         return ReshardingResult(
             {rank: self._found.get(rank, {}) for rank in own},
             not self.was_cancelled and not notes,
@@ -126,34 +136,34 @@ class ReshardingRun:
             sum(self._copied_bytes.values()),
         )
 
-    def _left_out(self) -> list[str]:
+    def _list_unplanned(self) -> list[str]:
         """Arrays that nobody planned for."""
         named = self._shards.values() if isinstance(self._shards, Mapping) else self._shards
-        known = {item.name for item in self._job.items}
+        known = {item.name for item in self.job.items}
         extra = dict.fromkeys(name for shard in named for name in shard if name not in known)
         if not extra:
             return []
-        return [f"left out, since the plan's metadata does not name them: {_listed(extra)}"]
+        return [f"left out, since the plan's metadata does not name them: {_join(extra)}"]
 
-    def _empty(self, ranks: Sequence[int]) -> list[str]:
+    def _list_empty(self, ranks: Sequence[int]) -> list[str]:
         """Ranks that the policy gives nothing."""
-        empty = [rank for rank in ranks if not self._held(rank)]
-        return [f"target ranks that hold nothing: {_listed(empty)}"] if empty else []
+        empty = [rank for rank in ranks if not self._find_items(rank)]
+        return [f"target ranks that hold nothing: {_join(empty)}"] if empty else []
 
-    def _told(self, ranks: Sequence[int]) -> str:
-        wanted = {rank: [item.name for item in self._held(rank)] for rank in ranks}
+    def _describe_progress(self, ranks: Sequence[int]) -> str:
+        wanted = {rank: [item.name for item in self._find_items(rank)] for rank in ranks}
         count = sum(len(self._found.get(rank, {})) for rank in ranks)
         parts = [f"cancelled with {count} of {sum(map(len, wanted.values()))} arrays complete"]
         whole = [rank for rank in ranks if len(self._found.get(rank, {})) == len(wanted[rank])]
         if whole:
-            parts.append(f"all of target ranks {_listed(whole)}")
+            parts.append(f"all of target ranks {_join(whole)}")
         for rank in ranks:
             if rank not in whole and self._found.get(rank):
-                parts.append(f"of target rank {rank} {_listed(self._found[rank])}")
+                parts.append(f"of target rank {rank} {_join(self._found[rank])}")
         return "; ".join([*parts, "the rest was left undone, and the source is as it was"])
 
 
-def _listed(things: Iterable[object]) -> str:
+def _join(things: Iterable[object]) -> str:
     every = [str(thing) for thing in things]
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more

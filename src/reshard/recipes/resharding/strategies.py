@@ -1,4 +1,4 @@
-"""How do tensors of N ranks become tensors of M ranks, where a policy says what goes where?
+"""Strategies: tensors of N ranks become tensors of M ranks, where a policy says what goes where.
 
 A `ReshardingStrategy` makes a plan and carries it out, in memory::
 
@@ -8,11 +8,12 @@ A `ReshardingStrategy` makes a plan and carries it out, in memory::
 
 1. The policy (`reshard.recipes.strategies`) gives every tensor a layout over the target ranks.
 2. A `Job` says which boxes go from which rank to which; the plan is a view of it.
-3. Arrays are checked, then each target rank's are put together (`resharding_run`).
+3. The processes agree on the job, and each takes a share of the target ranks.
+4. Arrays are checked, then each target rank's are put together (`run`).
 
-`simple` treats one target rank after the other. `parallel` treats them at the same time: the
-processes of a coordinator share them out, and threads do in each process, which reads of the
-source what its own ranks get and nothing else.
+`simple` treats one target rank after the other, in this process. `parallel` treats them at the
+same time: the processes of a coordinator share them out, and threads do in each process, which
+reads of the source what its own ranks get and nothing else.
 
 Source: `IReshardingStrategy` of the checkpoint resharding specification.
 """
@@ -21,20 +22,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
+from reshard.integers import as_integer
 from reshard.layout import Layout
 from reshard.plans.job import Job, JobItem
 from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
 from reshard.recipes.resharding.run import Cancellation, ReshardingRun, SourceShards
+from reshard.recipes.resharding.turns import Turn
 from reshard.recipes.strategies import Config, Strategy, strategy
 
 
@@ -60,8 +62,7 @@ class HasLayout(Protocol):
 class Coordinator(Protocol):
     """Processes that share the work, seen from one of them.
 
-    Those of `reshard.checkpoint` are some: of one process, or of a torchrun
-    job.
+    `reshard.checkpoint.running_processes` gives one for a job of torchrun, or for one process.
     """
 
     rank: int
@@ -71,13 +72,28 @@ class Coordinator(Protocol):
         """The values of all processes, on every process."""
 
 
-class ReshardingStrategy(ABC):
+class _ThisProcess:
+    """The coordinator of a strategy that shares its work with nobody."""
+
+    rank = 0
+    size = 1
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ReshardingStrategy:
     """Makes plans from N ranks to M ranks, and carries them out on arrays.
 
-    `policy` says which layout each tensor gets.
+    Attributes:
+        policy: says which layout each tensor gets.
+        coordinator: the processes that share the target ranks; this one alone, for most.
+        threads: how many target ranks a process treats at the same time.
     """
 
     policy: Strategy
+    coordinator: Coordinator
+    threads: int
 
     def create_plan(
         self,
@@ -93,21 +109,22 @@ class ReshardingStrategy(ABC):
             config: the model's config.json, for policies that look into it.
 
         Raises:
-            UsageError: fewer than one rank.
+            UsageError: no whole number of ranks from 1 on; metadata that has no dtype and layout.
             RecipeError: a policy that cannot lay out these tensors.
             PlanError: a source that leaves out an element.
         """
+        _check_metadata(metadata)
+        ranks = as_integer(target_world_size, "target world size", least=1)
         dtypes = {name: as_dtype(one.dtype) for name, one in metadata.items()}
         tensors = {name: (dtypes[name], one.layout.shape) for name, one in metadata.items()}
-        layouts = self.policy(tensors, target_world_size, config)
+        layouts = self.policy(tensors, ranks, config)
         job = Job(
             JobItem.between_ranks(name, dtypes[name], one.layout, layouts[name])
             for name, one in metadata.items()
         )
-        ranks = max((one.layout.slots for one in metadata.values()), default=0)
-        return ReshardingPlan.of_job(job, ranks, target_world_size)
+        sources = max((one.layout.slots for one in metadata.values()), default=0)
+        return ReshardingPlan.of_job(job, sources, ranks)
 
-    @abstractmethod
     def execute(
         self,
         plan: ReshardingPlan,
@@ -115,6 +132,8 @@ class ReshardingStrategy(ABC):
         cancellation: Cancellation | None = None,
     ) -> ReshardingResult:
         """The target's shards, from the source's.
+
+        Runs of one coordinator take turns, in the order in which they were begun.
 
         Args:
             plan: that `create_plan` made.
@@ -124,9 +143,10 @@ class ReshardingStrategy(ABC):
         Raises:
             ShardError: an array that is missing, or has another shape or dtype; nothing was
                 copied.
-            PlanError: a plan that was written by hand.
+            PlanError: a plan that was written by hand, or is not that of the other processes.
             RunError: another process that failed.
         """
+        return self._execute_in_turn(self._begin(), plan, source_shards, cancellation)
 
     async def execute_async(
         self,
@@ -140,18 +160,87 @@ class ReshardingStrategy(ABC):
         says what was done. The source is as it was.
         """
         stop = _Stop(cancellation)
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(None, self.execute, plan, source_shards, stop)
+        turn = self._begin()
+        # A thread of its own: runs that wait for their turn must not use up the loop's threads.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-strategy")
+        running = asyncio.get_running_loop().run_in_executor(
+            pool, self._execute_in_turn, turn, plan, source_shards, stop
+        )
+        pool.shutdown(wait=False)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
+            # The other processes wait for this one in this run, so it comes to its end as theirs.
             stop.set()
             try:
                 result = await running
             except ReshardError as error:
                 raise asyncio.CancelledError(str(error)) from error
-            told = "cancelled when all was done" if result.success else result.warnings[-1]
-            raise asyncio.CancelledError(told) from None
+            message = "cancelled when all was done" if result.success else result.warnings[-1]
+            raise asyncio.CancelledError(message) from None
+
+    def _begin(self) -> Turn | None:
+        """The place of a run that begins now; runs of a single process need none."""
+        return Turn(self.coordinator) if self.coordinator.size > 1 else None
+
+    def _execute_in_turn(
+        self,
+        turn: Turn | None,
+        plan: ReshardingPlan,
+        shards: SourceShards,
+        cancellation: Cancellation | None,
+    ) -> ReshardingResult:
+        if turn is None:
+            return self._execute(plan, shards, cancellation)
+        try:
+            turn.wait()
+            return self._execute(plan, shards, cancellation)
+        finally:
+            turn.leave()
+
+    def _execute(
+        self, plan: ReshardingPlan, shards: SourceShards, cancellation: Cancellation | None
+    ) -> ReshardingResult:
+        run, problem, digest = None, None, None
+        # Whatever goes wrong here, the other processes must not wait for this one.
+        try:
+            run = ReshardingRun(plan, shards, cancellation)
+            run.check()
+            digest = run.job.digest
+        except Exception as error:
+            problem = error
+        # Nobody copies before everybody can, and means the same.
+        digests = self._exchange(problem, "nothing was copied", digest)
+        if run is None or len(set(digests)) > 1:
+            raise PlanError(
+                "the processes have different plans; nothing was copied. Give every process the "
+                "same metadata, number of ranks and policy, and begin their runs in one order"
+            )
+        place = self.coordinator.rank
+        shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
+        ranks = shares[place].tolist()
+        try:
+            run.fill_all(ranks, self.threads)
+        except Exception as error:
+            problem = error
+        otherwise = "the target ranks of other processes are not complete"
+        cancelled = self._exchange(problem, otherwise, run.was_cancelled)
+        notes = [
+            f"process {process} was cancelled; its target ranks are not complete"
+            for process, is_so in enumerate(cancelled)
+            if is_so and process != place
+        ]
+        return run.result(ranks, notes)
+
+    def _exchange(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
+        """The values of all processes. Raises this one's problem, or RunError for another's."""
+        received = self.coordinator.collect((None if problem is None else repr(problem), value))
+        if problem is not None:
+            raise problem
+        for process, (other, _) in enumerate(received):
+            if other is not None:
+                raise RunError(f"{otherwise}: process {process} failed: {other}")
+        return [value for _, value in received]
 
 
 @dataclass(frozen=True)
@@ -159,19 +248,8 @@ class SimpleReshardingStrategy(ReshardingStrategy):
     """One target rank after the other, in this process."""
 
     policy: Strategy = field(default_factory=lambda: strategy("simple"))
-
-    def execute(
-        self,
-        plan: ReshardingPlan,
-        source_shards: SourceShards,
-        cancellation: Cancellation | None = None,
-    ) -> ReshardingResult:
-        run = ReshardingRun(plan, source_shards, cancellation)
-        run.check()
-        ranks = range(plan.target_world_size)
-        for rank in ranks:
-            run.fill(rank)
-        return run.result(ranks)
+    coordinator: ClassVar[Coordinator] = _ThisProcess()
+    threads: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -181,6 +259,9 @@ class ParallelReshardingStrategy(ReshardingStrategy):
     Every process calls `create_plan` and `execute` with the same arguments, and gets the shards
     of its own target ranks: a run of them, as many as others have, or one more. Give source
     shards that are mapped from files; then a process needs memory for its own ranks only.
+
+    Raises:
+        UsageError: no whole number of threads from 1 on.
     """
 
     coordinator: Coordinator
@@ -188,58 +269,22 @@ class ParallelReshardingStrategy(ReshardingStrategy):
     threads: int = 4
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise UsageError(f"threads={self.threads}; give at least 1")
+        object.__setattr__(self, "threads", as_integer(self.threads, "threads", least=1))
 
-    def execute(
-        self,
-        plan: ReshardingPlan,
-        source_shards: SourceShards,
-        cancellation: Cancellation | None = None,
-    ) -> ReshardingResult:
-        run, problem = None, None
-        # Whatever goes wrong here, the other processes must not wait for this one.
-        try:
-            run = ReshardingRun(plan, source_shards, cancellation)
-            run.check()
-        except Exception as error:
-            problem = error
-        # Nobody copies before everybody can, and means the same.
-        digests = self._meet(problem, "nothing was copied", plan.job and plan.job.digest)
-        if run is None or len(set(digests)) > 1:
-            raise PlanError(
-                "the processes have different plans; nothing was copied. Give every process the "
-                "same metadata, number of ranks and policy"
+
+def _check_metadata(metadata: Mapping[str, HasLayout]) -> None:
+    """Raise UsageError for what does not give every tensor a dtype and a layout."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(
+            f"metadata of type {type(metadata).__name__}; give a mapping of names to "
+            "TensorMetadata, or the tensors of an opened checkpoint"
+        )
+    for name, one in metadata.items():
+        if not isinstance(getattr(one, "layout", None), Layout) or not hasattr(one, "dtype"):
+            raise UsageError(
+                f"the metadata {one!r} of tensor {name!r}; give TensorMetadata(dtype, layout), "
+                "such as TensorMetadata('float32', spec.layout(shape))"
             )
-        place = self.coordinator.rank
-        shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
-        ranks = shares[place].tolist()
-        try:
-            self._fill(run.fill, ranks)
-        except Exception as error:
-            problem = error
-        otherwise = "the target ranks of other processes are not complete"
-        cancelled = self._meet(problem, otherwise, run.was_cancelled)
-        notes = [
-            f"process {process} was cancelled; its target ranks are not complete"
-            for process, is_so in enumerate(cancelled)
-            if is_so and process != place
-        ]
-        return run.result(ranks, notes)
-
-    def _fill(self, fill: Callable[[int], None], ranks: Sequence[int]) -> None:
-        with ThreadPoolExecutor(max(1, min(self.threads, len(ranks)))) as pool:
-            list(pool.map(fill, ranks))
-
-    def _meet(self, problem: Exception | None, otherwise: str, value: Any) -> list[Any]:
-        """The values of all processes. Raises this one's problem, or RunError for another's."""
-        told = self.coordinator.collect((None if problem is None else repr(problem), value))
-        if problem is not None:
-            raise problem
-        for process, (other, _) in enumerate(told):
-            if other is not None:
-                raise RunError(f"{otherwise}: process {process} failed: {other}")
-        return [value for _, value in told]
 
 
 def create_strategy(name: str, coordinator: Coordinator | None = None) -> ReshardingStrategy:
@@ -258,8 +303,8 @@ def create_strategy(name: str, coordinator: Coordinator | None = None) -> Reshar
     Traceback (most recent call last):
         ...
     reshard.errors.UsageError: the strategy 'parallel' needs a coordinator, whose processes share
-    the work: create_strategy('parallel', coordinator);
-    reshard.checkpoint.OneProcess() is one of a single process
+    the work: create_strategy('parallel', coordinator); reshard.checkpoint.OneProcess() is one of a
+    single process
     """
     policy = strategy(name)
     if policy.name != "parallel":

@@ -1,4 +1,4 @@
-"""Several real processes that reshard together: each has its share of bytes and of memory."""
+"""Several real processes that reshard together: shares of bytes and memory, and runs in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_bytes_and_memory_fall_with_the_processes(tmp_path: Path, processes: int
         (tmp_path / str(rank)).mkdir()
         for name, shape in (("a", (80, 2048)), ("b", (160, 512))):
             np.save(tmp_path / str(rank) / f"{name}.npy", random.standard_normal(shape))
-    script = Path(__file__).with_name("resharding_process.py")
+    script = Path(__file__).with_name("sharing_process.py")
     ended = run_ranks(str(script), processes, tmp_path, SOURCES, TARGETS)
     expect_all_end_well(ended)
     told = [json.loads(one.output.splitlines()[-1]) for one in ended]
@@ -33,3 +33,11 @@ def test_bytes_and_memory_fall_with_the_processes(tmp_path: Path, processes: int
     for one in told:
         # The rest is Python's: views, names, and what the processes say to each other.
         assert share <= one["allocated_bytes"] < share + 200_000
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_runs_that_are_begun_at_once_take_turns(processes: int) -> None:
+    script = Path(__file__).with_name("queue_process.py")
+    ended = run_ranks(str(script), processes, 8, timeout_s=60)
+    expect_all_end_well(ended)
+    assert all(one.output.endswith("done\n") for one in ended)
