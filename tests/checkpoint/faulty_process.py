@@ -190,7 +190,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     options = order["options"]
     running = {
         name: options.pop(name)
-        for name in ("overwrite", "restart", "sync_bytes", "memory_bytes", "threads")
+        for name in ("overwrite", "restart", "sync_bytes", "extra_bytes", "threads")
         if name in options
     }
     countdown = _Countdown(order["kill_at"], Path(order["synced"]) if order["synced"] else None)

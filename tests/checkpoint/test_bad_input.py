@@ -256,7 +256,7 @@ def test_an_index_that_lists_a_tensor_twice(indexed: Path) -> None:
         '{"weight_map": {"weight": "model-00001-of-00002.safetensors",'
         ' "weight": "model-00002-of-00002.safetensors"}}'
     )
-    refused(indexed, "index.json", "'weight' twice", kind=FormatError)
+    refused(indexed, "index.json", "'weight' appears twice", kind=FormatError)
 
 
 def test_an_index_and_a_file_that_both_have_a_tensor(indexed: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_file_replaced_by_one_of_another_shape_beside_a_manifest(whole: Path) 
         ({"to": "tp=2", "most_file_bytes": 100}, "cannot go together"),
         ({"to": "2", "rules": ["*=tp, -"]}, "cannot go together"),
         ({"to": "tp=2", "replicas": "twice"}, "replicas 'twice'"),
-        ({"to": "full", "memory_bytes": 1000}, "memory limit of 1000 bytes"),
+        ({"to": "full", "extra_bytes": 1000}, "memory limit of 1000 bytes"),
         ({"to": "tp=2", "rules": ["*=-, -, - | sum(tp)"]}, "3"),
         ({"to": "tp=2", "rules": ["weight=-, - | sum(tp)"]}, "partial"),
         ({"to": "tp=2", "rules": ["weight=xx, -"]}, "xx"),
@@ -466,7 +466,7 @@ def test_a_file_replaced_by_one_of_another_shape_beside_a_manifest(whole: Path) 
         ({"to": "2", "strategy": 3}, "a strategy named 3"),
         ({"to": "full", "most_file_bytes": -1}, "whole number from 1"),
         ({"to": "full", "most_file_bytes": "5GB"}, "whole number from 1"),
-        ({"to": "full", "memory_bytes": "64MiB"}, "whole number from 0"),
+        ({"to": "full", "extra_bytes": "64MiB"}, "whole number from 0"),
         ({"to": "full", "threads": 0}, "whole number from 1"),
         ({"to": "full", "threads": -2}, "whole number from 1"),
     ],

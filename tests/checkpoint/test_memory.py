@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from reshard.checkpoint import plan_conversion
-from reshard.checkpoint.formats.safetensors_header import build_header
+from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.dtypes import dtype
 
 MIB = 1 << 20
@@ -84,7 +84,7 @@ def measure(source: Path, target: Path, how: Mapping[str, object], **options: in
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["written_bytes"] >= sum(file.stat().st_size for file in source.iterdir()) * 0.99
-    assert answer["promised_bytes"] <= options.get("memory_bytes", 256 * MIB)
+    assert answer["promised_bytes"] <= options.get("extra_bytes", 256 * MIB)
     return int(answer["peak_bytes"])
 
 
@@ -95,7 +95,7 @@ COLUMNS = {"to": "tp=2", "rules": ["*=-, tp"]}
 def test_rows_to_columns(tmp_path: Path, limit_mib: int | None) -> None:
     whole = write_holes(tmp_path / "whole", {f"w{i}": (8192, 2048) for i in range(16)})
     source = cut_holes(whole, tmp_path / "rows", "tp=4", "*=tp, -")
-    options = {} if limit_mib is None else {"memory_bytes": limit_mib * MIB}
+    options = {} if limit_mib is None else {"extra_bytes": limit_mib * MIB}
     peak_bytes = measure(source, tmp_path / "target", COLUMNS, **options)
     assert peak_bytes < (limit_mib or 256) * MIB + SLACK_BYTES
 
@@ -105,7 +105,7 @@ def test_rows_larger_than_the_limit(tmp_path: Path, how: dict[str, object]) -> N
     whole = write_holes(tmp_path / "whole", {"large": (3, 40 * MIB), "flat": (50 * MIB,)})
     source = cut_holes(whole, tmp_path / "rows", "tp=3", "large=tp, -")
     how = {**how, "rules": ["large=-, tp", "flat=tp"]} if how is COLUMNS else how
-    peak_bytes = measure(source, tmp_path / "target", how, memory_bytes=64 * MIB)
+    peak_bytes = measure(source, tmp_path / "target", how, extra_bytes=64 * MIB)
     assert peak_bytes < 64 * MIB + SLACK_BYTES
 
 
@@ -113,5 +113,5 @@ def test_columns_dealt_out_one_by_one(tmp_path: Path) -> None:
     """Index lists are made for such a copy, and what they select is put together in between."""
     whole = write_holes(tmp_path / "whole", {f"w{i}": (8192, 2048) for i in range(4)})
     how = {"to": "tp=2", "rules": ["*=-, tp@cyclic1"]}
-    peak_bytes = measure(whole, tmp_path / "target", how, memory_bytes=64 * MIB)
+    peak_bytes = measure(whole, tmp_path / "target", how, extra_bytes=64 * MIB)
     assert peak_bytes < 64 * MIB + SLACK_BYTES

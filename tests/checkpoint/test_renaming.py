@@ -26,7 +26,7 @@ from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from reshard import DeviceMesh, checkpoint, spec
 from reshard.checkpoint import renaming
 from reshard.checkpoint.conversion.conversion import plan_conversion
-from reshard.checkpoint.formats.sharded_safetensors import shard_file_name
+from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
 from reshard.recipes.fusion import Fusion
@@ -317,7 +317,7 @@ def test_other_names_are_another_conversion(model: Path) -> None:
             recipe="auto" if names else None,
             target_names=names,
         )
-        texts.add(conversion.request.target_names)
+        texts.add(conversion.resolved["target_names"])
     assert len(texts) == 5
 
 
@@ -330,7 +330,7 @@ def test_memory_is_bounded(tmp_path: Path, names: str) -> None:
     source = write_holes(tmp_path / "source", shapes)
     (source / "config.json").write_text(json.dumps(CONFIG))
     how = {"to": "full", "recipe": "auto", names: "megatron"}
-    peak_bytes = measure(source, tmp_path / "target", how, memory_bytes=32 << 20)
+    peak_bytes = measure(source, tmp_path / "target", how, extra_bytes=32 << 20)
     assert peak_bytes < (32 << 20) + SLACK_BYTES
 
 

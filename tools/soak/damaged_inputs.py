@@ -21,7 +21,7 @@ from checkpoint.checkpoint_files import Tensor, read_file
 from reshard.binding import FileRange
 from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.safetensors_header import read_header
+from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
 from reshard.checkpoint.formats.torch_dcp.packed_archives import UnpackedFile, look_into
 from reshard.checkpoint.formats.torch_files.archive import read_archive

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from typing import Unpack
 
 from reshard.checkpoint.comparison import (
     Comparison,
@@ -21,32 +21,44 @@ from reshard.checkpoint.comparison import (
 )
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.conversion.conversion import (
-    DEFAULT_MEMORY_BYTES,
+    DEFAULT_EXTRA_BYTES,
     Conversion,
     plan_conversion,
 )
 from reshard.checkpoint.conversion.processes import OneProcess, running_processes
+from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.run import (
     ConversionReport,
     Progress,
     ProgressFunction,
     run_conversion,
 )
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+)
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.registry import register_format
 from reshard.checkpoint.loading import load, read_tensor
-from reshard.checkpoint.renaming import Names
-from reshard.mesh import DeviceMesh
-from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
 
 __all__ = [
+    "Arrangement",
     "Checkpoint",
+    "CheckpointFormat",
     "Comparison",
     "Conversion",
     "ConversionReport",
+    "ConversionRequest",
     "Difference",
     "DigestReport",
+    "Holding",
+    "NewCheckpoint",
+    "NewFile",
     "OneProcess",
+    "PlannedTensor",
     "Progress",
     "StoredFile",
     "StoredTensor",
@@ -57,6 +69,7 @@ __all__ = [
     "open",
     "plan_conversion",
     "read_tensor",
+    "register_format",
     "run_conversion",
     "running_processes",
 ]
@@ -67,27 +80,21 @@ open = open_checkpoint
 def convert(
     source: str | os.PathLike[str] | Checkpoint,
     target: str | os.PathLike[str],
+    request: ConversionRequest | None = None,
     *,
-    to: str | int | DeviceMesh,
-    rules: Iterable[str | Rule] = (),
-    recipe: str | os.PathLike[str] | Recipe | None = None,
-    options: Mapping[str, str] | Iterable[str] = (),
-    strategy: str | None = None,
-    format: str | None = None,
-    replicas: str = "once",
-    most_file_bytes: int | None = None,
-    source_names: Names | None = None,
-    target_names: Names | None = None,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    extra_bytes: int = DEFAULT_EXTRA_BYTES,
     threads: int | None = None,
     overwrite: bool = False,
     restart: bool = False,
     progress: ProgressFunction | None = None,
+    **arguments: Unpack[RequestArguments],
 ) -> ConversionReport:
     """Convert a checkpoint into one that is cut for other ranks.
 
-    The new checkpoint appears at `target` whole, or not at all. See `plan_conversion` for what
-    can be asked for and `run_conversion` for how it is run.
+    The new checkpoint appears at `target` whole, or not at all. What to cut for, and how, is a
+    `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
+    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`. The other
+    arguments say how it is run (see `run_conversion`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -95,23 +102,10 @@ def convert(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
-    conversion = plan_conversion(
-        source,
-        target,
-        to=to,
-        rules=rules,
-        recipe=recipe,
-        options=options,
-        strategy=strategy,
-        format=format,
-        replicas=replicas,
-        most_file_bytes=most_file_bytes,
-        source_names=source_names,
-        target_names=target_names,
-    )
+    conversion = plan_conversion(source, target, request, **arguments)
     return run_conversion(
         conversion,
-        memory_bytes=memory_bytes,
+        extra_bytes=extra_bytes,
         threads=threads,
         overwrite=overwrite,
         restart=restart,

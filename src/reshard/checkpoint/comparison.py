@@ -1,4 +1,4 @@
-"""Do two checkpoints hold the same tensors, bit for bit, however they are cut?
+"""Comparison of checkpoints: whether two hold the same tensors, bit for bit, however they are cut.
 
 Both are read block by block in the tensors' own order, so cuts, formats and files do not
 matter. Nothing is taken from manifests: the bytes are read, compared and digested.
@@ -20,16 +20,17 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_diges
 from reshard.checkpoint.blocks.tiles import target_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
-from reshard.checkpoint.conversion.run import Progress, ProgressFunction
-from reshard.checkpoint.files.pipeline import run_in_threads
-from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
-from reshard.checkpoint.formats.torch_dcp.archive_checksums import (
+from reshard.checkpoint.conversion.file_checksums import (
     damaged_ranges,
     item_digest,
     source_checksums,
 )
+from reshard.checkpoint.conversion.run import Progress, ProgressFunction
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.formats.format import Holding
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.registry import find_format
 from reshard.errors import FormatError
 
 
@@ -334,7 +335,7 @@ def _different_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
 ) -> list[Difference]:
     """What differs in items that are no tensors, where both formats have such."""
-    if a.format != torch_dcp.FORMAT or b.format != torch_dcp.FORMAT:
+    if not all(_can_hold_items(checkpoint.format) for checkpoint in (a, b)):
         return []
     differences = []
     for name in [*a.items, *(name for name in b.items if name not in a.items)]:
@@ -344,6 +345,11 @@ def _different_items(
         elif item_digest(a.items[name], files_a) != item_digest(b.items[name], files_b):
             differences.append(Difference(name, "is no tensor, and has other bytes"))
     return differences
+
+
+def _can_hold_items(name: str) -> bool:
+    format = find_format(name)
+    return format is not None and Holding.ITEMS in format.can_hold
 
 
 def _damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:

@@ -1,8 +1,8 @@
-"""How do tensors of a checkpoint come into memory: whole, or as one rank holds them?
+"""Loading tensors into memory: whole, or as one rank holds them.
 
 A rank's arrays of any layout are put together from any checkpoint:
 
-1. LayoutChange from the stored layout to what the rank holds, on a slot that holds nothing yet.
+1. Plan the change from the stored layout to what the rank holds, on a slot that holds nothing yet.
 2. Each route of the plan is a product of stretches of one shard: read each of its boxes, and
    little else, straight into its place.
 """
@@ -109,7 +109,7 @@ def load(
         RunError: a file that cannot be read.
 
     >>> import tempfile, numpy as np, reshard
-    >>> from reshard.checkpoint.formats.safetensors_header import build_header
+    >>> from reshard.checkpoint.formats.safetensors.header import build_header
     >>> from reshard.dtypes import dtype
     >>> header, _ = build_header([("w", dtype("int32"), (4, 4))])
     >>> with tempfile.TemporaryDirectory() as folder:

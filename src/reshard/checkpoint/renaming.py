@@ -1,4 +1,4 @@
-"""What is a checkpoint by other names, with parameters fused or apart?
+"""Names of other programs: a checkpoint by other names, with parameters fused or apart.
 
 Programs call the tensors of one model differently, and keep some of them in one parameter. Nothing
 is copied for that: a tensor by another name is bound to the same bytes of the same files::

@@ -31,7 +31,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
     arrangement = conversion.arrangement
     return Report(
-        title=f"{source} to {conversion.request.to}",
+        title=f"{source} to {conversion.request.to_text}",
         figures=[
             Figure("tensors", count_text(len(arrangement.tensors))),
             Figure("size", bytes_text(conversion.source.size_bytes)),

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.checkpoint.conversion.conversion import DEFAULT_MEMORY_BYTES, FORMATS
+from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.arrangement import REPLICAS
+from reshard.checkpoint.formats.registry import written_names
 from reshard.errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -81,9 +82,9 @@ threads_option = click.option(
 )
 memory_option = click.option(
     "--memory",
-    "memory_bytes",
+    "extra_bytes",
     callback=as_size,
-    default=f"{DEFAULT_MEMORY_BYTES // 1024**2}MiB",
+    default=f"{DEFAULT_EXTRA_BYTES // 1024**2}MiB",
     show_default=True,
     metavar="SIZE",
     help="What the work may allocate.",
@@ -144,7 +145,7 @@ _CONVERSION_OPTIONS = (
     ),
     click.option(
         "--format",
-        type=click.Choice(FORMATS),
+        type=click.Choice(written_names()),
         help="Of the target. [default: safetensors for `full`, else sharded-safetensors]",
     ),
     click.option(

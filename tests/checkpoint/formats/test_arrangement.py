@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 
 import reshard
-from reshard.checkpoint.formats.arrangement import (
-    Arrangement,
-    PlannedTensor,
-    arrange_shards,
-    arrange_whole,
-)
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
+from reshard.checkpoint.formats.safetensors import huggingface, sharded
+from reshard.checkpoint.formats.safetensors.header import parse_header
+from reshard.checkpoint.formats.safetensors.values import LENGTH_BYTES
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
@@ -24,6 +23,12 @@ def planned(mesh: reshard.DeviceMesh, text: str, shape: tuple[int, ...]) -> Plan
     return PlannedTensor(F32, reshard.spec(mesh, text).layout(shape), text)
 
 
+def arrange_shards(
+    tensors: Mapping[str, PlannedTensor], mesh: reshard.DeviceMesh | None, replicas: str = "once"
+) -> Arrangement:
+    return sharded.FORMAT.arrange(NewCheckpoint(tensors, mesh, replicas=replicas))
+
+
 def storing(arrangement: Arrangement, name: str) -> tuple[int, ...]:
     return arrangement.tensors[name].stored_slots
 
@@ -31,7 +36,7 @@ def storing(arrangement: Arrangement, name: str) -> tuple[int, ...]:
 def arranged(
     mesh: reshard.DeviceMesh, text: str, shape: tuple[int, ...], replicas: str = "once"
 ) -> tuple[int, ...]:
-    return storing(arrange_shards({"w": planned(mesh, text, shape)}, mesh, {}, replicas), "w")
+    return storing(arrange_shards({"w": planned(mesh, text, shape)}, mesh, replicas), "w")
 
 
 def test_copies_are_stored_once_or_every_time() -> None:
@@ -59,7 +64,7 @@ def test_empty_shards_are_not_stored_unless_all_are_empty() -> None:
 def test_copies_are_spread_over_the_ranks() -> None:
     mesh = reshard.DeviceMesh.of(dp=4)
     tensors = {f"t{n}": planned(mesh, "-", (100,)) for n in range(8)}
-    arrangement = arrange_shards(tensors, mesh, {})
+    arrangement = arrange_shards(tensors, mesh)
     counts = Counter(storing(arrangement, name) for name in tensors)
     assert set(counts.values()) == {2}
     assert len(counts) == 4
@@ -67,25 +72,25 @@ def test_copies_are_spread_over_the_ranks() -> None:
 
 def test_a_file_for_each_rank_that_stores_something() -> None:
     mesh = reshard.DeviceMesh("mesh", (2,), ("tp",), (5, 2))
-    arrangement = arrange_shards({"w": planned(mesh, "tp", (5,))}, mesh, {})
+    arrangement = arrange_shards({"w": planned(mesh, "tp", (5,))}, mesh)
     assert [(file.stored.rank, file.stored.name) for file in arrangement.files] == [
         (2, "shard-00003-model-00001-of-00001.safetensors"),
         (5, "shard-00006-model-00001-of-00001.safetensors"),
     ]
     for file in arrangement.files:
-        assert file.stored.size_bytes == file.header.file_size_bytes
+        parse_header(file.content[LENGTH_BYTES:], file.stored.size_bytes, file.stored.name)
         assert len(file.content) % 4096 == 0
 
 
 def test_one_shard_that_is_no_box_takes_the_whole_checkpoint_out_of_the_convention() -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     tensors = {"w": planned(mesh, "tp", (8,)), "glu": planned(mesh, "tp@stride2", (8,))}
-    arrangement = arrange_shards(tensors, mesh, {})
+    arrangement = arrange_shards(tensors, mesh)
     assert len(arrangement.notes) == 1
     assert "glu" in arrangement.notes[0]
     assert not any(b"DCP_SHARDING_INFO" in file.content for file in arrangement.files)
     del tensors["glu"]
-    arrangement = arrange_shards(tensors, mesh, {})
+    arrangement = arrange_shards(tensors, mesh)
     assert arrangement.notes == ()
     assert all(b"DCP_SHARDING_INFO" in file.content for file in arrangement.files)
 
@@ -95,9 +100,9 @@ def test_layouts_of_strategies_that_a_manifest_can_describe() -> None:
     several = [(0, Box((3, 0), (4, 4))), (1, Box((1, 0), (3, 4))), (0, Box((0, 0), (1, 4)))]
     for boxes in (halves, several):
         layout = Layout.from_boxes((4, 4), boxes, 3)
-        arrange_shards({"w": PlannedTensor(F32, layout)}, None, {})
+        arrange_shards({"w": PlannedTensor(F32, layout)}, None)
     flat = Layout.flat_ranges((4, 4), {0: (0, 6), 1: (6, 16)})
-    arrange_shards({"w": PlannedTensor(F32, flat)}, None, {})
+    arrange_shards({"w": PlannedTensor(F32, flat)}, None)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +112,20 @@ def test_layouts_of_strategies_that_it_cannot(text: str) -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     layout = reshard.spec(mesh, text).layout((4, 4))
     with pytest.raises(RecipeError, match="'w' is laid out by a strategy"):
-        arrange_shards({"w": PlannedTensor(F32, layout)}, None, {})
+        arrange_shards({"w": PlannedTensor(F32, layout)}, None)
 
 
 def test_contributions_are_no_values() -> None:
     mesh = reshard.DeviceMesh.of(tp=2)
     with pytest.raises(RecipeError, match="'w' would be partial"):
-        arrange_shards({"w": planned(mesh, "-, - | sum(tp)", (4, 4))}, mesh, {})
+        arrange_shards({"w": planned(mesh, "-, - | sum(tp)", (4, 4))}, mesh)
 
 
 def test_another_word_for_replicas() -> None:
     with pytest.raises(UsageError, match="replicas 'twice'"):
-        arrange_shards({}, None, {}, "twice")
+        arrange_shards({}, None, "twice")
 
 
 def test_nothing_at_all_is_still_a_file() -> None:
-    assert len(arrange_shards({}, None, {}).files) == 1
-    assert len(arrange_whole({}, {}, None).files) == 1
+    assert len(arrange_shards({}, None).files) == 1
+    assert len(huggingface.FORMAT.arrange(NewCheckpoint({})).files) == 1

@@ -1,0 +1,5 @@
+"""Blocks of tensors, read from the shards that hold them and written to those that take them.
+
+`grid` cuts a tensor into blocks; `tiles` and `strided_spans` find their bytes in shards; `block_io`
+reads and writes them. `shard_reads` reads boxes of any size for loading. Start with `grid`.
+"""

@@ -1,4 +1,4 @@
-"""Into which pieces is a tensor cut for work on files?
+"""Blocks: the pieces into which a tensor is cut for work on files, and their digests.
 
 A block is a fixed range of a tensor's elements in row-major order, about 4 MiB, found from
 shape and element size alone. So the blocks of a tensor are the same however it is cut over

@@ -1,4 +1,4 @@
-"""How is a part of a shard read, and little else?
+"""Reads of a part of a shard, and of little else.
 
 What a rank needs of a shard is a box of it. In the file, which is row major, a box is a number
 of equally long ranges::

@@ -1,4 +1,4 @@
-"""Which bytes of a shard belong to a block, when the shard is not row major?
+"""Spans of a block in a shard that is not row major.
 
 PyTorch saves a tensor with its strides: a transposed weight lies column by column, a slice of
 a larger tensor with gaps. What a block takes of it is read in ranges, each as an array with

@@ -1,4 +1,4 @@
-"""Which bytes of a shard belong to a block, and where in the block do they go?
+"""Tiles and spans: which bytes of a shard belong to a block, and where in the block they go.
 
 A *tile* is one shard, or the part of it that is used, as pieces in each dimension: stretches
 that are consecutive in the tensor and in the shard. A block takes single indices of the

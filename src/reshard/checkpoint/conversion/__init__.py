@@ -1,0 +1,5 @@
+"""Conversions: asked for, planned, and run so that the target appears whole or not at all.
+
+`request` is what a user asks for, `conversion` the plan made of it, `run` carries it out in a
+staging folder (`staging`, `journal`), alone or shared by `processes`. Start with `conversion`.
+"""

@@ -1,4 +1,4 @@
-"""Which blocks of a conversion are already on disk?
+"""The journal of a conversion: which blocks are already on disk.
 
 A file that only grows. A kill or a crash at any moment leaves a prefix of what was appended
 and perhaps one torn frame behind it, which is recognised and cut off.

@@ -1,4 +1,4 @@
-"""How do several processes work on one conversion?
+"""Several processes that work on one conversion, and what they say to each other.
 
 They are started by `torchrun`, or by anything that sets its variables (RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT), and talk through `torch.distributed` (gloo). Little is said: what

@@ -1,4 +1,4 @@
-"""How does a planned conversion become a checkpoint on disk?
+"""Runs of conversions: a planned one becomes a checkpoint on disk.
 
 1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
 2. Make every target file, at its full size, with its header.
@@ -38,20 +38,17 @@ from reshard.checkpoint.blocks.block_io import (
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion.conversion import (
-    DEFAULT_MEMORY_BYTES,
+    DEFAULT_EXTRA_BYTES,
     DEFAULT_THREADS,
     Conversion,
 )
+from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats import huggingface
-from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
-from reshard.checkpoint.formats.torch_dcp.archive_checksums import Archives
-from reshard.checkpoint.formats.torch_dcp.arrangement import metadata_bytes
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import InterruptedRunError, RunError
 
@@ -129,7 +126,7 @@ class _Run:
         self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
         self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
-        self.archives = Archives(conversion.source, arrangement, staging.content)
+        self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
         # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
         self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
         self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
@@ -147,8 +144,8 @@ class _Run:
     def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter]:
         tensor = self.tensors[number]
         stored = self.conversion.source.tensors[tensor.name]
-        reader = BlockReader(stored, self.sources, self.archives.watch_source)
-        return reader, BlockWriter(tensor, self.targets, self.archives.watch_target)
+        reader = BlockReader(stored, self.sources, self.checksums.watch_source)
+        return reader, BlockWriter(tensor, self.targets, self.checksums.watch_target)
 
     def _note(self, tensor: int, block: int, digest: bytes) -> None:
         self.finished[tensor][block] = True
@@ -178,8 +175,10 @@ class _Run:
                     f"{path} is not what an earlier run left, though its journal lists finished "
                     "blocks; --restart starts over"
                 )
+            # Opening it makes the file, also one that nothing is known of.
+            target = self.targets[file.stored.name]
             for offset, known in file.known_bytes():
-                self.targets[file.stored.name].write(memoryview(bytearray(known)), offset)
+                target.write(memoryview(bytearray(known)), offset)
         if not self.resumed_bytes:
             # Before the journal speaks of blocks in them, their sizes and names must be safe.
             for target in self.targets:
@@ -253,14 +252,14 @@ class _Run:
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.conversion.workspace_bytes
-        others = self.processes.collect((read, written, buffers, self.archives.state()))
+        others = self.processes.collect((read, written, buffers, self.checksums.state()))
         self.by_process = tuple((read, written) for read, written, _, _ in others)
         self.buffers_by_process = tuple(buffers for _, _, buffers, _ in others)
         if self.staging.owner is None:
             return
         for rank, (*_, state) in enumerate(others):
             if rank != self.processes.rank:
-                self.archives.merge(state)
+                self.checksums.merge(state)
         for record in self.staging.other_records():
             for (tensor, block), digest in record.finished.items():
                 self._note(tensor, block, digest)
@@ -292,8 +291,8 @@ class _Run:
         self.processes.share(True)
 
     def _finish(self) -> None:
-        self.archives.check_sources(self.sources)
-        items = self.archives.complete_targets(self.sources, self.targets)
+        self.checksums.check_sources(self.sources)
+        items = self.checksums.complete_targets(self.sources, self.targets)
         for target in self.targets:
             target.sync()
         for source in self.sources:
@@ -304,17 +303,8 @@ class _Run:
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.conversion.source.path(name), content / name)
                 _sync_file(content / name)
-            if arrangement.format == huggingface.FORMAT and len(arrangement.files) > 1:
-                index = huggingface.index_text(
-                    (file.stored.name, file.header)
-                    for file in arrangement.files
-                    if file.header is not None
-                )
-                _write_synced(content / huggingface.INDEX_NAME, index)
-            if arrangement.format == torch_dcp.FORMAT:
-                metadata = content / torch_dcp.METADATA_NAME
-                metadata.write_bytes(metadata_bytes(arrangement))
-                _sync_file(metadata)
+            for name, final in self.conversion.format.final_files(arrangement):
+                _write_synced(content / name, final)
             manifest = manifest_of(
                 arrangement.format,
                 self.conversion_id,
@@ -325,13 +315,13 @@ class _Run:
                 self.conversion.source.carried,
                 items,
             )
-            _write_synced(content / MANIFEST_NAME, manifest.to_json())
+            _write_synced(content / MANIFEST_NAME, manifest.to_json().encode())
 
 
 def run_conversion(
     conversion: Conversion,
     *,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    extra_bytes: int = DEFAULT_EXTRA_BYTES,
     threads: int | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -343,7 +333,7 @@ def run_conversion(
 
     Args:
         conversion: from `plan_conversion`.
-        memory_bytes: what the run may allocate for its work.
+        extra_bytes: what the run may allocate for its work.
         threads: at most so many at a time; when None as many as fit, up to 4, which processes of
             one machine share among them.
         overwrite: replace a target that exists; until the end it stays as it is.
@@ -362,10 +352,10 @@ def run_conversion(
     began_s = time.monotonic()
     processes = processes or OneProcess()
     # Too small a limit must be known before anything is written.
-    conversion.threads(memory_bytes, threads)
+    conversion.threads(extra_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
-    Archives.expect_library(conversion.source, conversion.arrangement)
+    FileChecksums.expect_library(conversion.source, conversion.arrangement)
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     sources = open_sources(conversion.source, conversion.target.parent)
     run: _Run | None = None
@@ -375,7 +365,7 @@ def run_conversion(
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         machine = socket.gethostname()
         neighbours = processes.collect(machine).count(machine)
-        workers = conversion.threads(memory_bytes, threads or -(-DEFAULT_THREADS // neighbours))
+        workers = conversion.threads(extra_bytes, threads or -(-DEFAULT_THREADS // neighbours))
         with open_shared(
             processes,
             conversion.target,
@@ -429,8 +419,8 @@ def _report(
     )
 
 
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write_synced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
     _sync_file(path)
 
 

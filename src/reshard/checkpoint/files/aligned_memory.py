@@ -1,4 +1,4 @@
-"""Where does a block lie in memory so that a disk can fill it, or be filled from it, directly?
+"""Memory in pages, where a block lies as in its file, for direct I/O.
 
 Direct I/O moves bytes between a disk and a program's own memory without the page cache's copy.
 It wants three things to be multiples of a page: the address in memory, the offset in the file

@@ -1,4 +1,4 @@
-"""What is the CRC-32 of a range of a file, when its bytes pass by in pieces and in any order?
+"""The CRC-32 of ranges of files, put together from pieces in any order.
 
 The checksum of `A + B` follows from those of `A` and `B` and the length of `B`: what stands in
 front is multiplied by a power of x, in polynomials over bits modulo the CRC's own. So each

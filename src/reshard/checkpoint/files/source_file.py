@@ -1,4 +1,4 @@
-"""How do a file's bytes get into memory, fast and in bounded memory?
+"""Files that are read, fast and in bounded memory, by many threads at once.
 
 Reading a region:
 

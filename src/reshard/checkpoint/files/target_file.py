@@ -1,4 +1,4 @@
-"""How do bytes get from memory into a file, from several threads at once, fast and for certain?
+"""Files that are written by many threads at once, fast and for certain.
 
 Writing a region::
 

@@ -1,29 +1,25 @@
-"""Which files will a new checkpoint have, and where in them does each shard go?
+"""New checkpoints: what one shall hold, and how a format arranges that in files.
 
-1. Every tensor has its layout. Where ranks hold copies of the same shard, one copy is stored,
-   by the rank that has the fewest bytes so far (`replicas="once"`), or every rank stores its
-   own (`replicas="every"`).
-2. A rank's shards go into one file, page-sized ones first, so that they begin on pages.
-3. PyTorch's convention says where a shard begins in its tensor by one offset a dimension. It
-   is used for the whole checkpoint if that is true of every shard; interleaved or padded
-   shards need our manifest to be understood, and then the files do not pretend otherwise.
+1. A conversion says what the new checkpoint holds (`NewCheckpoint`): tensors in their layouts,
+   and what else the source has.
+2. Its format answers with an `Arrangement`: files of known sizes, and where in them each rank's
+   shards lie. Elements are written there by anyone, in any order.
+3. A file may have bytes that are known beforehand, such as a header, and bytes that follow from
+   the checksums of its elements, which are written last (`NewFile`).
+
+Where ranks hold copies of one shard, a format stores one of them, or each (`find_storing_ranks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
-from reshard.checkpoint.formats import huggingface, sharded_safetensors
-from reshard.checkpoint.formats.safetensors_header import FileHeader, NamedTensor
-from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
-from reshard.checkpoint.manifest import can_describe
 from reshard.dtypes import DType
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
@@ -43,22 +39,59 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
+class NewCheckpoint:
+    """What a new checkpoint shall hold.
+
+    Attributes:
+        tensors: in their layouts, by name; `mesh` is what they are cut for, where known.
+        metadata: the text metadata of the source's files.
+        items, paths, attributes: those of the source, as in a `Checkpoint`.
+        replicas: `once` stores one copy of equal shards, `every` one for each rank.
+        most_file_bytes: begin a new file beyond so many bytes.
+
+    Raises:
+        UsageError: another word for `replicas`.
+    """
+
+    tensors: Mapping[str, PlannedTensor]
+    mesh: DeviceMesh | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    items: Mapping[str, StoredItem] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    replicas: str = REPLICAS[0]
+    most_file_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas not in REPLICAS:
+            raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
+
+
+@dataclass(frozen=True)
 class NewFile:
     """A file of the new checkpoint, with the bytes it begins with.
 
-    `header` is that of a safetensors file; `archives` are what a file of PyTorch's has.
+    A format whose files have more than that makes a class of its own of it.
     """
 
     stored: StoredFile
-    content: bytes
-    header: FileHeader | None
-    archives: tuple[NewArchive, ...] = ()
+    content: bytes = b""
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """The bytes that are known before the tensors are: where they begin, and they."""
+        """The bytes that are known before the elements are: where they begin, and they."""
         yield 0, self.content
-        for archive in self.archives:
-            yield archive.start_bytes, archive.head()
+
+    @property
+    def checked_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of elements, `(start, size)` in bytes, whose CRC-32 the file itself has."""
+        return ()
+
+    def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
+        """The bytes that are known when all elements are written: where they begin, and they.
+
+        `checksum(start, size)` answers the CRC-32 of one of the `checked_ranges`.
+        """
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -79,82 +112,6 @@ class Arrangement:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def arrange_whole(
-    tensors: Mapping[str, PlannedTensor], metadata: Mapping[str, str], most_file_bytes: int | None
-) -> Arrangement:
-    """Whole tensors in the files of Hugging Face."""
-    named = [(name, tensor.dtype, tensor.layout.shape) for name, tensor in tensors.items()]
-    files = []
-    addresses: dict[str, FileRange] = {}
-    for name, content, header in huggingface.arrange_files(named, metadata, most_file_bytes):
-        files.append(NewFile(StoredFile(name, header.file_size_bytes, 0), content, header))
-        for entry in header.tensors:
-            addresses[entry.name] = FileRange(name, entry.start_bytes)
-    stored = {
-        name: StoredTensor(name, tensor.dtype, Binding(tensor.layout, {0: addresses[name]}, {}))
-        for name, tensor in tensors.items()
-    }
-    return Arrangement(huggingface.FORMAT, None, stored, tuple(files))
-
-
-def arrange_shards(
-    tensors: Mapping[str, PlannedTensor],
-    mesh: DeviceMesh | None,
-    metadata: Mapping[str, str],
-    replicas: str = "once",
-) -> Arrangement:
-    """Shards in one file a rank.
-
-    Raises:
-        UsageError: another word than `once` or `every` for replicas.
-        RecipeError: a partial layout; a checkpoint holds values, not contributions.
-    """
-    if replicas not in REPLICAS:
-        raise UsageError(f"replicas {replicas!r}; expected one of {', '.join(REPLICAS)}")
-    check_values(tensors)
-    for name, tensor in tensors.items():
-        if tensor.spec is None and not can_describe(tensor.layout):
-            raise RecipeError(
-                f"tensor {name!r} is laid out by a strategy with interleaved, padded or halo "
-                "elements, which a manifest can only describe by a sharding; give rules instead"
-            )
-    storing = storing_slots(tensors, replicas)
-    ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
-    interleaved = [
-        name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
-    ]
-    files = []
-    addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
-    for rank in ranks:
-        named: list[NamedTensor] = []
-        offsets: dict[str, tuple[int, ...]] = {}
-        for name, tensor in tensors.items():
-            if rank in storing[name]:
-                named.append((name, tensor.dtype, tensor.layout.local_shape(rank) or ()))
-                if not interleaved:
-                    offsets[name] = _offset(tensor.layout, rank)
-        file = sharded_safetensors.shard_file_name(rank)
-        content, header = sharded_safetensors.arrange_file(
-            named, metadata, None if interleaved else offsets, len(ranks), file
-        )
-        files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content, header))
-        for entry in header.tensors:
-            addresses[entry.name][rank] = FileRange(file, entry.start_bytes)
-    stored = {
-        name: StoredTensor(
-            name, tensor.dtype, Binding(tensor.layout, addresses[name], {}), tensor.spec
-        )
-        for name, tensor in tensors.items()
-    }
-    notes: tuple[str, ...] = ()
-    if interleaved:
-        notes = (
-            f"{len(interleaved)} tensors have shards that are no single box (first: "
-            f"{interleaved[0]}), so PyTorch's reader cannot read this checkpoint; reshard can",
-        )
-    return Arrangement(sharded_safetensors.FORMAT, mesh, stored, tuple(files), notes)
-
-
 def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
     """Raise RecipeError for a layout that is partial."""
     for name, tensor in tensors.items():
@@ -165,13 +122,19 @@ def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
             )
 
 
-def storing_slots(tensors: Mapping[str, PlannedTensor], replicas: str) -> dict[str, frozenset[int]]:
-    """Which ranks store their shard of each tensor."""
+def find_storing_ranks(
+    tensors: Mapping[str, PlannedTensor], replicas: str
+) -> dict[str, frozenset[int]]:
+    """Which ranks store their shard of each tensor.
+
+    Of the ranks that hold the same shard, it is that with the fewest bytes so far, or all of them
+    where `replicas` is `every`.
+    """
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
     for name, tensor in tensors.items():
         layout = tensor.layout
-        same = [_first_equal_parts(table) for table in layout.tables]
+        same = [_find_first_equal_parts(table) for table in layout.tables]
         groups: dict[bytes, list[int]] = {}
         for slot in layout.holders:
             cells = layout.cells_of(slot)
@@ -185,9 +148,11 @@ def storing_slots(tensors: Mapping[str, PlannedTensor], replicas: str) -> dict[s
             groups.pop(b"", None)
         chosen: set[int] = set()
         for slots in groups.values():
-            kept = slots if replicas == "every" else [_least(slots, stored_bytes)]
-            chosen.update(kept)
-            for slot in kept:
+            storing_slots = slots
+            if replicas == "once":
+                storing_slots = [min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))]
+            chosen.update(storing_slots)
+            for slot in storing_slots:
                 size = int(np.prod(layout.local_shape(slot) or (), dtype=np.int64))
                 stored_bytes[slot] = stored_bytes.get(slot, 0) + size * tensor.dtype.itemsize_bytes
         storing[name] = frozenset(chosen)
@@ -195,16 +160,12 @@ def storing_slots(tensors: Mapping[str, PlannedTensor], replicas: str) -> dict[s
 
 
 @lru_cache(maxsize=1024)
-def _first_equal_parts(table: RunTable) -> IntArray:
+def _find_first_equal_parts(table: RunTable) -> IntArray:
     """For each part the first part with the same runs: key/value heads are held by several."""
     first: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     parts = range(table.parts)
     equal = [first.setdefault(tuple(table.runs_of(part)), part) for part in parts]
     return np.array(equal, dtype=np.int64)
-
-
-def _least(slots: list[int], stored_bytes: Mapping[int, int]) -> int:
-    return min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))
 
 
 # Many tensors of a model are cut alike.
@@ -222,12 +183,13 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
             return False
         if not boxes and np.prod(shape, dtype=np.int64) != 0:
             return False
-        if shapes.setdefault(_offset(layout, slot), shape) != shape:
+        if shapes.setdefault(first_index(layout, slot), shape) != shape:
             return False
     return True
 
 
 @lru_cache(maxsize=4096)
-def _offset(layout: Layout, slot: int) -> tuple[int, ...]:
+def first_index(layout: Layout, slot: int) -> tuple[int, ...]:
+    """Where in the tensor the shard of a slot begins; at its start where the shard is empty."""
     boxes = layout.boxes(slot)
     return boxes[0].start if boxes else (0,) * layout.ndim

@@ -1,12 +1,8 @@
-"""Which kind of checkpoint is at a path?
+"""Opening a checkpoint: which format it has, and what else is in its folder.
 
 1. A folder with our manifest is what the manifest says.
-2. A folder with `.metadata`, or with `__0.metadata` and so on, was written by PyTorch's
-   distributed checkpoint.
-3. A folder with an index, or with `model.safetensors`, or with one safetensors file, holds
-   whole tensors.
-4. A folder whose safetensors files carry sharding offsets holds shards.
-5. A safetensors file or an index file is taken by itself, with nothing beside it.
+2. Anything else is of the first format that says so (`registry`).
+3. A file is taken by itself, with nothing beside it.
 
 Other files in a folder are carried along when they are small; reshard never reads them, but
 for `config.json`, in which recipes look up numbers.
@@ -23,14 +19,11 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.source_file import FileIdentity
-from reshard.checkpoint.formats import huggingface, sharded_safetensors
-from reshard.checkpoint.formats.safetensors_header import read_header
-from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
-from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
+from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.registry import all_formats, find_format
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 
-SUFFIX = ".safetensors"
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
 # Weights in other formats: they say the same as the tensors, and would contradict them.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -62,47 +55,21 @@ def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: there is nothing of that name")
     if not path.is_dir():
-        return _identified(_open_file(path))
+        return _identify(_detect(path).open(path))
     manifest = read_manifest(path)
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(SUFFIX))
     if manifest is not None:
         checkpoint = _open_with_manifest(path, manifest)
-    elif (path / torch_dcp.METADATA_NAME).exists() or rank_metadata_names(path):
-        checkpoint = torch_dcp.read(path)
-    elif (path / huggingface.INDEX_NAME).exists():
-        checkpoint = huggingface.read_indexed(path / huggingface.INDEX_NAME)
-    elif not names:
-        raise CheckpointError(
-            f"no checkpoint in {path}: expected `{huggingface.SINGLE_FILE}`, "
-            f"`{huggingface.INDEX_NAME}`, `{torch_dcp.METADATA_NAME}` of PyTorch, or shard files "
-            f"ending in `{SUFFIX}`"
-        )
-    elif any(_is_sharded(path / name) for name in names):
-        checkpoint = sharded_safetensors.read_without_manifest(path, names)
-    elif huggingface.SINGLE_FILE in names or len(names) == 1:
-        single = huggingface.SINGLE_FILE if huggingface.SINGLE_FILE in names else names[0]
-        checkpoint = huggingface.read_single(path / single)
     else:
-        raise CheckpointError(
-            f"{len(names)} safetensors files in {path} ({', '.join(names[:3])}...) and no "
-            f"`{huggingface.INDEX_NAME}` that says which belong to it; name one of them, or add "
-            "the index"
-        )
-    return _with_companions(_identified(checkpoint))
+        checkpoint = _detect(path).open(path)
+    return _add_companions(_identify(checkpoint))
 
 
-def _open_file(path: Path) -> Checkpoint:
-    if path.name == torch_dcp.METADATA_NAME or is_rank_metadata(path.name):
-        return torch_dcp.read(path.parent)
-    if path.name.endswith(".index.json"):
-        return huggingface.read_indexed(path)
-    if _is_sharded(path):
-        return sharded_safetensors.read_without_manifest(path.parent, [path.name])
-    return huggingface.read_single(path)
-
-
-def _is_sharded(path: Path) -> bool:
-    return sharded_safetensors.SHARDING_INFO_KEY in read_header(path).metadata
+def _detect(path: Path) -> CheckpointFormat:
+    for format in all_formats():
+        if format.detect(path):
+            return format
+    evidence = "; ".join(format.evidence for format in reversed(all_formats()))
+    raise CheckpointError(f"no checkpoint in {path}: expected {evidence}")
 
 
 def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
@@ -112,50 +79,16 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
                 f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
                 "that belong to this checkpoint"
             )
-    if manifest.format == sharded_safetensors.FORMAT:
-        return sharded_safetensors.read_with_manifest(folder, manifest)
-    if manifest.format == torch_dcp.FORMAT:
-        return torch_dcp.read_with_manifest(folder, manifest)
-    if manifest.format != huggingface.FORMAT:
+    format = find_format(manifest.format)
+    if format is None:
         raise FormatError(
             f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "
             "not know; update it"
         )
-    index = folder / huggingface.INDEX_NAME
-    if len(manifest.files) > 1:
-        checkpoint = huggingface.read_indexed(index)
-    else:
-        checkpoint = huggingface.read_single(folder / manifest.files[0].name)
-    written = {file.name: file.size_bytes for file in manifest.files}
-    found = {file.name: file.size_bytes for file in checkpoint.files}
-    for name in sorted({*written, *found}):
-        if written.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{folder / name} has {found.get(name, 'no')} bytes, the manifest says "
-                f"{written.get(name, 'none')}; the files were replaced after the checkpoint was "
-                f"written. If that was meant, delete {folder / MANIFEST_NAME}"
-            )
-    if {*checkpoint.tensors} != {*manifest.tensors}:
-        name = min({*checkpoint.tensors} ^ {*manifest.tensors})
-        raise FormatError(
-            f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
-            f"{folder}, other than the manifest says"
-        )
-    for name, tensor in checkpoint.tensors.items():
-        described = manifest.tensors[name]
-        if (tensor.dtype, tensor.shape) != (described.dtype, described.layout.shape):
-            raise FormatError(
-                f"tensor {name!r} in {folder} is {tensor.dtype.name} {list(tensor.shape)}, the "
-                f"manifest says {described.dtype.name} {list(described.layout.shape)}"
-            )
-    tensors = {
-        name: dataclasses.replace(tensor, digest=manifest.tensors[name].digest)
-        for name, tensor in checkpoint.tensors.items()
-    }
-    return dataclasses.replace(checkpoint, tensors=tensors)
+    return format.open_with_manifest(folder, manifest)
 
 
-def _identified(checkpoint: Checkpoint) -> Checkpoint:
+def _identify(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with what its files are now, so that nobody takes others for them."""
     identities = {}
     for file in checkpoint.files:
@@ -175,12 +108,16 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
+def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its folder, and those that are left out."""
-    folder = checkpoint.folder
-    own = {file.name for file in checkpoint.files} | {MANIFEST_NAME, huggingface.INDEX_NAME}
+    folder, formats = checkpoint.folder, all_formats()
+    own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
+    carries_weights = False
+    for format in formats:
+        if format.name == checkpoint.format:
+            own.update(format.own_files(checkpoint))
+            carries_weights = format.carries_weights
     carried, left_out = [], list(checkpoint.left_out)
-    has_metadata = (folder / torch_dcp.METADATA_NAME).exists()
     for parent, folders, files in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
@@ -188,12 +125,9 @@ def _with_companions(checkpoint: Checkpoint) -> Checkpoint:
             relative = path.relative_to(folder).as_posix()
             if relative in own or name.startswith("."):
                 continue
-            if is_rank_metadata(name):
-                if checkpoint.format != torch_dcp.FORMAT or has_metadata or parent != str(folder):
-                    left_out.append((relative, "not a file of this checkpoint"))
-            elif name.endswith((SUFFIX, torch_dcp.SUFFIX)):
+            if any(format.has_file(name) for format in formats):
                 left_out.append((relative, "not a file of this checkpoint"))
-            elif name.endswith(_OTHER_WEIGHTS) and checkpoint.format != torch_dcp.FORMAT:
+            elif name.endswith(_OTHER_WEIGHTS) and not carries_weights:
                 left_out.append((relative, "weights in another format"))
             elif not path.is_file():
                 left_out.append((relative, "not a regular file"))

@@ -38,7 +38,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 def convert(
     source: str,
     target: str,
-    memory_bytes: int,
+    extra_bytes: int,
     threads: int | None,
     overwrite: bool,
     restart: bool,
@@ -82,7 +82,7 @@ def convert(
         ):
             report = run_conversion(
                 conversion,
-                memory_bytes=memory_bytes,
+                extra_bytes=extra_bytes,
                 threads=threads,
                 overwrite=overwrite,
                 restart=restart,
@@ -104,7 +104,7 @@ def _as_text(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
-        f"{printable(source)} to {printable(target)}, cut for {conversion.request.to}: "
+        f"{printable(source)} to {printable(target)}, cut for {conversion.request.to_text}: "
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
         f"{count_text(report.files, 'file')}"
     ]
@@ -148,7 +148,7 @@ def _as_json(
     return {
         "source": source,
         "target": target,
-        "to": conversion.request.to,
+        "to": conversion.request.to_text,
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "tensors": report.tensors,

@@ -47,7 +47,7 @@ from reshard.text.quantities import bytes_text, count_text, table
 @report_options
 def plan(
     source: str,
-    memory_bytes: int,
+    extra_bytes: int,
     threads: int | None,
     drawn: str | None,
     as_json: bool,
@@ -87,16 +87,16 @@ def plan(
     conversion = plan_conversion(
         source, place.with_name(f"{place.name}.planned"), **conversion_arguments
     )
-    workers = conversion.threads(memory_bytes, threads)
-    extra_bytes = conversion.extra_bytes(memory_bytes, threads)
+    workers = conversion.threads(extra_bytes, threads)
+    needed_bytes = conversion.extra_bytes(extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None
     if report_path is not None:
         report = conversion_report(source, conversion, ranks_per_host)
         write_report(report_path, report.html(), overwrite)
     if as_json:
-        write_json(_as_json(source, conversion, workers, extra_bytes))
+        write_json(_as_json(source, conversion, workers, needed_bytes))
     else:
-        write("\n".join(_as_text(source, conversion, workers, extra_bytes, drawing)))
+        write("\n".join(_as_text(source, conversion, workers, needed_bytes, drawing)))
     return DONE
 
 
@@ -190,7 +190,7 @@ def _as_text(
     body = [(row["rank"], *(bytes_text(row[column]) for column in columns)) for row in rows]
     total = ("all", *(bytes_text(sum(row[column] for row in rows)) for column in columns))
     lines = [
-        f"{printable(source)} to {conversion.request.to}: "
+        f"{printable(source)} to {conversion.request.to_text}: "
         f"{count_text(len(arrangement.tensors), 'tensor')}, "
         f"{bytes_text(conversion.source.size_bytes)}, as {arrangement.format}",
         "",
@@ -219,7 +219,7 @@ def _as_json(source: str, conversion: Conversion, workers: int, extra_bytes: int
     arrangement, job = conversion.arrangement, conversion.job
     return {
         "source": source,
-        "to": conversion.request.to,
+        "to": conversion.request.to_text,
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "size_bytes": conversion.source.size_bytes,

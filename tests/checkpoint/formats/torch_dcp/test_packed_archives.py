@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_a_compressed_shard(tmp_path: Path) -> None:
         tmp_path / "dcp", 1, lambda rank: {"w": whole}, _extensions=[ZStandard(), ZStandard()]
     )
     how = {"to": "tp=2", "rules": ["w=tp, -, -"]}
-    peak_bytes = measure(tmp_path / "dcp", tmp_path / "target", how, memory_bytes=32 << 20)
+    peak_bytes = measure(tmp_path / "dcp", tmp_path / "target", how, extra_bytes=32 << 20)
     assert peak_bytes < (32 << 20) + SLACK_BYTES < whole.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Which files will a new PyTorch distributed checkpoint have, and where in them goes each chunk?
+"""The files of a new PyTorch distributed checkpoint, and where in them each chunk goes.
 
 1. Every tensor is stored as boxes, each once. A shard that is one box is one chunk; one that is
    interleaved or padded is as many chunks as it has boxes, and its padding is not stored.
@@ -10,59 +10,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
+    NewCheckpoint,
     NewFile,
     PlannedTensor,
     are_boxes,
     check_values,
-    storing_slots,
+    find_storing_ranks,
 )
-from reshard.checkpoint.formats.torch_dcp import reader as torch_dcp
 from reshard.checkpoint.formats.torch_dcp.metadata import (
     DcpChunk,
     DcpMetadata,
     DcpTensor,
-    StatePath,
     StoredBytes,
     metadata_pickle,
 )
+from reshard.checkpoint.formats.torch_dcp.reader import FORMAT_NAME, data_file_name
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
-from reshard.mesh import DeviceMesh
 
 # Each chunk is an archive of its own and a line in every reader's plan.
 MOST_CHUNKS = 100_000
 
 
-def arrange_torch_dcp(
-    tensors: Mapping[str, PlannedTensor],
-    mesh: DeviceMesh | None,
-    items: Mapping[str, StoredItem],
-    paths: Mapping[str, StatePath],
-    attributes: Mapping[str, Any],
-) -> Arrangement:
+@dataclass(frozen=True)
+class ArchiveFile(NewFile):
+    """A new file of archives, one behind the other."""
+
+    archives: tuple[NewArchive, ...] = ()
+
+    def known_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """The heads of the archives."""
+        for archive in self.archives:
+            yield archive.start_bytes, archive.head()
+
+    @property
+    def checked_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The storages."""
+        return tuple((one.storage_start_bytes, one.storage_bytes) for one in self.archives)
+
+    def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
+        """The tails of the archives, which have the checksums of their storages."""
+        for archive in self.archives:
+            start, size = archive.storage_start_bytes, archive.storage_bytes
+            yield start + size, archive.tail(checksum(start, size))
+
+
+def arrange_chunks(new: NewCheckpoint) -> Arrangement:
     """Chunks in one file a rank, and what is no tensor in the first.
 
     Raises:
         RecipeError: a partial layout; a tensor in more than `MOST_CHUNKS` boxes.
         UsageError: a type that PyTorch has not.
     """
+    tensors, items = new.tensors, new.items
     check_values(tensors)
-    storing = storing_slots(tensors, "once")
-    cuts = {name: _cut(name, tensor, storing[name]) for name, tensor in tensors.items()}
+    storing = find_storing_ranks(tensors, "once")
+    cuts = {name: _cut_into_boxes(name, tensor, storing[name]) for name, tensor in tensors.items()}
     ranks = sorted({slot for _, boxes in cuts.values() for slot in boxes}) or [0]
     files = []
     placed: dict[str, StoredItem] = {}
     addresses: dict[str, dict[int, tuple[FileRange, ...]]] = {name: {} for name in tensors}
     for rank in ranks:
-        file = torch_dcp.data_file_name(rank)
+        file = data_file_name(rank)
         end = 0
         for item in items.values() if rank == ranks[0] else ():
             place = FileRange(file, end)
@@ -78,14 +95,20 @@ def arrange_torch_dcp(
                 end = archive.stop_bytes
             if ranges:
                 addresses[name][rank] = tuple(ranges)
-        files.append(NewFile(StoredFile(file, end, rank), b"", None, tuple(archives)))
+        files.append(ArchiveFile(StoredFile(file, end, rank), archives=tuple(archives)))
     stored = {}
     for name, (layout, _) in cuts.items():
         binding = Binding(layout, addresses[name], {})
         spec = tensors[name].spec if layout is tensors[name].layout else None
         stored[name] = StoredTensor(name, tensors[name].dtype, binding, spec)
     return Arrangement(
-        torch_dcp.FORMAT, mesh, stored, tuple(files), (), placed, dict(paths), attributes
+        FORMAT_NAME,
+        new.mesh,
+        stored,
+        tuple(files),
+        items=placed,
+        paths=dict(new.paths),
+        attributes=new.attributes,
     )
 
 
@@ -94,10 +117,11 @@ def metadata_bytes(arrangement: Arrangement) -> bytes:
     archives = {
         (file.stored.name, archive.storage_start_bytes): archive
         for file in arrangement.files
+        if isinstance(file, ArchiveFile)
         for archive in file.archives
     }
     tensors = {
-        name: DcpTensor(tensor.dtype, tensor.shape, tuple(_chunks(tensor, archives)))
+        name: DcpTensor(tensor.dtype, tensor.shape, tuple(_list_chunks(tensor, archives)))
         for name, tensor in arrangement.tensors.items()
     }
     items = {
@@ -109,24 +133,24 @@ def metadata_bytes(arrangement: Arrangement) -> bytes:
     return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=arrangement.attributes))
 
 
-def _chunks(
+def _list_chunks(
     tensor: StoredTensor, archives: Mapping[tuple[str, int], NewArchive]
 ) -> Iterator[DcpChunk]:
     for slot in tensor.stored_slots:
-        for number, box in enumerate(stored_boxes(tensor.layout, slot)):
+        for number, box in enumerate(_list_stored_boxes(tensor.layout, slot)):
             place = tensor.file_range(slot, number)
             archive = archives[place.path, place.start_bytes]
             size = archive.stop_bytes - archive.start_bytes
             yield DcpChunk(box, StoredBytes(place.path, archive.start_bytes, size))
 
 
-def stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
+def _list_stored_boxes(layout: Layout, slot: int) -> tuple[Box, ...]:
     """The boxes of a slot that holds boxes; an empty one where it holds no element."""
     boxes = layout.boxes(slot)
     return boxes or (Box((0,) * layout.ndim, layout.local_shape(slot) or ()),)
 
 
-def _cut(
+def _cut_into_boxes(
     name: str, tensor: PlannedTensor, storing: frozenset[int]
 ) -> tuple[Layout, dict[int, tuple[Box, ...]]]:
     """The layout a tensor is stored in, and the boxes of every rank that stores some."""
@@ -148,7 +172,7 @@ def _cut(
             "coarser, or choose the format sharded-safetensors"
         )
     if not are_disjoint:
-        pairs = _disjoint(pairs)
+        pairs = _take_apart(pairs)
     boxes: dict[int, list[Box]] = {}
     for slot, box in pairs:
         boxes.setdefault(slot, []).append(box)
@@ -156,7 +180,7 @@ def _cut(
     return stored, {slot: tuple(found) for slot, found in boxes.items()}
 
 
-def _disjoint(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+def _take_apart(pairs: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
     """The same boxes without what an earlier one has."""
     found: list[tuple[int, Box]] = []
     for slot, box in pairs:

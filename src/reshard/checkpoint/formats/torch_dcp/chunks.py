@@ -1,9 +1,9 @@
-"""Where are the elements of the chunks of a PyTorch distributed checkpoint?
+"""The chunks of a PyTorch distributed checkpoint, and where in files their elements are.
 
 For each chunk that `.metadata` speaks of:
 
 1. Its bytes must lie inside its file.
-2. The archive in them says which of them the elements are (`torch_archive`); a compressed one
+2. The archive in them says which of them the elements are (`torch_files.archive`); a compressed one
    says where they will be when it is unpacked (`packed_archives`).
 3. Its type and shape must be those of `.metadata`.
 
@@ -22,7 +22,7 @@ from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.files.descriptors import Closing
-from reshard.checkpoint.formats.sharded_safetensors import check_disjoint
+from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
 from reshard.checkpoint.formats.torch_dcp.metadata import DcpChunk, DcpTensor, StoredBytes
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     PackedArchive,

@@ -1,4 +1,4 @@
-"""What does the `.metadata` of a PyTorch distributed checkpoint say?
+"""The `.metadata` of a PyTorch distributed checkpoint, read and written.
 
 `torch.distributed.checkpoint` (DCP) writes one file or several for each rank, and beside them
 `.metadata`, a pickle of dataclasses::
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.formats.safetensors_values import check_shape
+from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.checkpoint.formats.torch_files.archive import TORCH_DTYPES
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
 from reshard.checkpoint.formats.torch_files.restricted_pickle import (

@@ -1,4 +1,4 @@
-"""What do the ranks of a save without collectives hold together?
+"""The metadata of single ranks, of a save without collectives, as those of one checkpoint.
 
 `torch.distributed.checkpoint.save(..., use_collectives=False)` lets every rank write metadata of
 its own, `__R.metadata`, which knows that rank's part only. Here they are one checkpoint::

@@ -6,12 +6,12 @@ items, one behind the other: the archive of a chunk of a tensor, or bytes that a
     __0_0.distcp   [lr][zip: w[0:4]][zip: b[0:2]]      .metadata   w = w[0:4] + w[4:8], ...
     __1_0.distcp   [zip: w[4:8]][zip: b[2:4]]                      w[0:4] in __0_0, 57:1762, ...
 
-1. `.metadata` says which chunks there are and where (`torch_dcp_metadata`).
-2. Each archive says where in it the elements lie (`torch_archive`); type and shape must be
+1. `.metadata` says which chunks there are and where (`metadata`).
+2. Each archive says where in it the elements lie (`torch_files.archive`); type and shape must be
    those that `.metadata` says, which PyTorch does not look at.
 3. The chunks are proven to cover each tensor once.
 
-A save without collectives has `__R.metadata` of each rank instead (`torch_dcp_rank_metadata`).
+A save without collectives has `__R.metadata` of each rank instead (`rank_metadata`).
 A compressed archive is looked into; what it holds is unpacked when it is read
 (`packed_archives`). Nothing here imports PyTorch, and nothing in the files is run.
 """
@@ -45,7 +45,7 @@ from reshard.checkpoint.formats.torch_dcp.rank_metadata import (
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensor, is_plain_name
 from reshard.errors import CheckpointError, FormatError
 
-FORMAT = "torch-dcp"
+FORMAT_NAME = "torch-dcp"
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
 LARGEST_METADATA_BYTES = 1 << 30
@@ -121,7 +121,7 @@ def read(folder: Path) -> Checkpoint:
         notes.append(_packed_note(packed))
     return Checkpoint(
         folder,
-        FORMAT,
+        FORMAT_NAME,
         tensors,
         files,
         items=items,

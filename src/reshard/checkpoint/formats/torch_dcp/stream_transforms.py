@@ -1,4 +1,4 @@
-"""What were the bytes of an item before a storage writer transformed them?
+"""Transforms of a storage writer, such as a compression, and how they are undone.
 
 PyTorch's distributed checkpoint can send an item through extensions on its way to the file.
 Each has a descriptor in `.metadata`, in the order in which a reader undoes them::

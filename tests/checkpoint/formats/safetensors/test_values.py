@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.safetensors_header import build_header, parse_header, read_header
-from reshard.checkpoint.formats.safetensors_values import FileHeader, TensorHeader
+from reshard.checkpoint.formats.safetensors.header import build_header, parse_header, read_header
+from reshard.checkpoint.formats.safetensors.values import FileHeader, TensorHeader
 from reshard.dtypes import dtype
 from reshard.errors import FormatError
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     LARGEST_HEADER_BYTES,
     FileHeader,
     NamedTensor,

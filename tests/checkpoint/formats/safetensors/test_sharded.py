@@ -20,7 +20,7 @@ from checkpoint.checkpoint_files import (
     write_file,
 )
 from reshard import checkpoint
-from reshard.checkpoint.formats.sharded_safetensors import rank_of_file, shard_file_name
+from reshard.checkpoint.formats.safetensors.sharded import rank_of_file, shard_file_name
 from reshard.errors import CoverageError
 from reshard.layout import Box
 from reshard.testing.strategies import partitions_into_boxes, shapes

@@ -1,11 +1,12 @@
-"""What has a run to do for files that are made of archives, beside moving blocks?
+"""The checksums and items of files that a run reads and writes, beside moving blocks.
 
-PyTorch's archives have a checksum of each storage. It is put together from the blocks as they
+The files of some formats have checksums of their own, such as that of each storage in PyTorch's
+archives. A checksum is put together from the blocks as they
 pass by (`range_checksums`), so that no byte is read twice:
 
-1. Of what is read: at the end it must be what the source's archive says. PyTorch itself does
+1. Of what is read: at the end it must be what the source's file says. PyTorch itself does
    not look. Tensors with digests in a manifest are not checked a second time.
-2. Of what is written: at the end it goes into the archive's directory.
+2. Of what is written: at the end it goes into the bytes that close the file (`NewFile`).
 3. A range that was not seen whole, because an earlier run did some of its blocks or because
    the shard has strides, is read once more at the end.
 4. Items that are no tensors are copied byte for byte.
@@ -14,6 +15,7 @@ pass by (`range_checksums`), so that no byte is read twice:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from reshard.checkpoint.blocks.block_io import OpenFiles, Watch
@@ -22,17 +24,17 @@ from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredItem
 from reshard.checkpoint.files.range_checksums import RangeChecksums, crc32
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.checkpoint.formats.arrangement import Arrangement
+from reshard.checkpoint.formats.arrangement import Arrangement, NewFile
 from reshard.errors import DigestError
 
 _PIECE_BYTES = 1024 * 1024
 
 _Seen = dict[str, list[tuple[int, int]]]
-ArchivesState = tuple[_Seen, _Seen]
+ChecksumState = tuple[_Seen, _Seen]
 
 
-class Archives:
-    """The archives that one run reads and writes; without any, there is nothing to do."""
+class FileChecksums:
+    """Checksums and items of the files of one run; without any, there is nothing to do."""
 
     def __init__(self, source: Checkpoint, arrangement: Arrangement, content: Path) -> None:
         self._source = source
@@ -40,17 +42,13 @@ class Archives:
         self._content = content
         self._read = source_checksums(source.checksums)
         self._written = RangeChecksums(
-            {
-                file.stored.name: [(a.storage_start_bytes, a.storage_bytes) for a in file.archives]
-                for file in arrangement.files
-                if file.archives
-            }
+            {file.stored.name: file.checked_ranges for file in _list_checked(arrangement)}
         )
 
     @staticmethod
     def expect_library(source: Checkpoint, arrangement: Arrangement) -> None:
         """Raise MissingExtraError where there are checksums, and nothing to find them with."""
-        if source.checksums or any(file.archives for file in arrangement.files):
+        if source.checksums or _list_checked(arrangement):
             crc32(b"")
 
     @property
@@ -63,11 +61,11 @@ class Archives:
         """What is to be told of every range that is written."""
         return self._written.add if self._written.ranges else None
 
-    def state(self) -> ArchivesState:
-        """What this process saw of archives, for `merge` in process 0."""
+    def state(self) -> ChecksumState:
+        """What this process saw, for `merge` in process 0."""
         return self._read.state(), self._written.state()
 
-    def merge(self, state: ArchivesState) -> None:
+    def merge(self, state: ChecksumState) -> None:
         """Take in what another process saw."""
         self._read.merge(state[0])
         self._written.merge(state[1])
@@ -89,7 +87,7 @@ class Archives:
     def complete_targets(
         self, sources: OpenFiles[SourceFile], targets: OpenFiles[TargetFile]
     ) -> dict[str, bytes]:
-        """Write the items and the ends of all archives; answers the items' digests.
+        """Write the items and the ends of files; answers the items' digests.
 
         Raises:
             DigestError: an item that is not what was written.
@@ -109,23 +107,29 @@ class Archives:
                     f"written: its digest is {digests[name].hex()}, the manifest says "
                     f"{(stored.digest or b'').hex()}. The file is damaged, fetch it again"
                 )
-        self._end_archives(targets)
+        self._close_targets(targets)
         return digests
 
-    def _end_archives(self, targets: OpenFiles[TargetFile]) -> None:
+    def _close_targets(self, targets: OpenFiles[TargetFile]) -> None:
         staged = OpenFiles(lambda name: SourceFile(self._content / name))
+
+        def find_checksum(name: str, start_bytes: int, size_bytes: int) -> int:
+            checksum = self._written.of(name, start_bytes)
+            if checksum is None:
+                checksum = _compute_checksum(staged[name], start_bytes, size_bytes)
+            return checksum
+
         try:
             for file in self._arrangement.files:
                 name = file.stored.name
-                for archive in file.archives:
-                    start, size = archive.storage_start_bytes, archive.storage_bytes
-                    checksum = self._written.of(name, start)
-                    if checksum is None:
-                        checksum = _checksum(staged[name], start, size)
-                    tail = memoryview(bytearray(archive.tail(checksum)))
-                    targets[name].write(tail, start + size)
+                for start, content in file.closing_bytes(partial(find_checksum, name)):
+                    targets[name].write(memoryview(bytearray(content)), start)
         finally:
             staged.close()
+
+
+def _list_checked(arrangement: Arrangement) -> list[NewFile]:
+    return [file for file in arrangement.files if file.checked_ranges]
 
 
 def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
@@ -148,7 +152,7 @@ def damaged_ranges(
         name, start = one.place.path, one.place.start_bytes
         checksum = found.of(name, start) if one.is_read_once else None
         if checksum is None:
-            checksum = _checksum(sources[name], start, one.size_bytes)
+            checksum = _compute_checksum(sources[name], start, one.size_bytes)
         if checksum != one.crc32:
             yield one, checksum
 
@@ -166,7 +170,7 @@ def item_digest(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
     return tensor_digest(block_digest(piece) for piece in item_pieces(item, files)).tensor
 
 
-def _checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:
+def _compute_checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:
     """The CRC-32 of a range of a file."""
     checksum = 0
     piece = memoryview(bytearray(min(size_bytes, _PIECE_BYTES)))

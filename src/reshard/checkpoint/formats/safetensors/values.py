@@ -1,4 +1,4 @@
-"""What does one safetensors file hold, and does every byte of it have one owner?
+"""What one safetensors file holds: values that cannot be built unless each byte has one owner.
 
 The values are the same whether a header was read or is about to be written, and cannot be
 built unless they are right:

@@ -13,28 +13,101 @@ file where one would outgrow the limit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.files.json_text import parse_json
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, NewFile
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
+from reshard.checkpoint.formats.safetensors.header import (
+    OWN_METADATA,
+    SUFFIX,
     FileHeader,
     NamedTensor,
     aligned_order,
     build_header,
+    drop_convention,
+    list_files,
     read_header,
     tensor_size_bytes,
 )
-from reshard.checkpoint.manifest import is_plain_name
+from reshard.checkpoint.manifest import Manifest, is_plain_name
 from reshard.errors import CheckpointError, FormatError
 from reshard.layout import Layout
 
-FORMAT = "safetensors"
 SINGLE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _LARGEST_INDEX_BYTES = 100_000_000
+
+
+class HuggingFaceFormat(CheckpointFormat):
+    """Whole tensors in one safetensors file, or in many with an index."""
+
+    name = "safetensors"
+    evidence = f"`{SINGLE_FILE}`, or `{INDEX_NAME}`"
+    suffixes = (SUFFIX, INDEX_NAME)
+    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.REPLICAS, Holding.FILE_LIMIT})
+    own_metadata = OWN_METADATA
+
+    def detect(self, path: Path) -> bool:
+        """Whether it is a file, or a folder with an index or a safetensors file."""
+        return not path.is_dir() or (path / INDEX_NAME).exists() or bool(list_files(path))
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of an index, or of a single file.
+
+        Raises:
+            CheckpointError: several files, and nothing that says which belong to it.
+        """
+        if not path.is_dir():
+            return read_indexed(path) if path.name.endswith(".index.json") else read_single(path)
+        if (path / INDEX_NAME).exists():
+            return read_indexed(path / INDEX_NAME)
+        names = list_files(path)
+        if SINGLE_FILE not in names and len(names) > 1:
+            raise CheckpointError(
+                f"{len(names)} safetensors files in {path} ({', '.join(names[:3])}...) and no "
+                f"`{INDEX_NAME}` that says which belong to it; name one of them, or add the index"
+            )
+        return read_single(path / (SINGLE_FILE if SINGLE_FILE in names else names[0]))
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint in the files of the manifest; others may lie beside them."""
+        if len(manifest.files) > 1:
+            found = read_indexed(folder / INDEX_NAME)
+        else:
+            found = read_single(folder / manifest.files[0].name)
+        return check_against_manifest(found, manifest)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The index."""
+        return (INDEX_NAME,)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Whole tensors in one file, or in files up to a limit."""
+        named = [(name, tensor.dtype, tensor.layout.shape) for name, tensor in new.tensors.items()]
+        metadata = {"format": "pt", **drop_convention(new.metadata)}
+        files = []
+        addresses: dict[str, FileRange] = {}
+        for name, content, header in arrange_files(named, metadata, new.most_file_bytes):
+            files.append(NewFile(StoredFile(name, header.file_size_bytes, 0), content))
+            for entry in header.tensors:
+                addresses[entry.name] = FileRange(name, entry.start_bytes)
+        stored = {
+            name: StoredTensor(name, tensor.dtype, Binding(tensor.layout, {0: addresses[name]}, {}))
+            for name, tensor in new.tensors.items()
+        }
+        return Arrangement(self.name, None, stored, tuple(files))
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The index, where there are several files."""
+        if len(arrangement.files) > 1:
+            yield INDEX_NAME, index_text(arrangement.tensors.values()).encode()
+
+
+FORMAT = HuggingFaceFormat()
 
 
 def read_single(path: Path) -> Checkpoint:
@@ -129,7 +202,7 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
         StoredFile(name, header.file_size_bytes, 0)
         for name, header in zip(names, headers, strict=True)
     )
-    return Checkpoint(folder, FORMAT, tensors, files, metadata=metadata)
+    return Checkpoint(folder, FORMAT.name, tensors, files, metadata=metadata)
 
 
 def arrange_files(
@@ -158,13 +231,12 @@ def arrange_files(
     return tuple(files)
 
 
-def index_text(files: Iterable[tuple[str, FileHeader]]) -> str:
-    """The index of several files, as Hugging Face writes it."""
+def index_text(tensors: Iterable[StoredTensor]) -> str:
+    """The index of tensors in several files, as Hugging Face writes it."""
     weight_map = {}
     total = 0
-    for name, header in files:
-        for tensor in header.tensors:
-            weight_map[tensor.name] = name
-            total += tensor.size_bytes
+    for tensor in tensors:
+        weight_map[tensor.name] = tensor.file_range(0).path
+        total += tensor.size_bytes
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Where in one safetensors file does each tensor lie, and can the file be believed?
+"""The header of one safetensors file, read and written: where in the file each tensor lies.
 
 ::
 
@@ -30,10 +30,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.files.json_text import first_repeated
-from reshard.checkpoint.formats.safetensors_values import (
+from reshard.checkpoint.formats.safetensors.values import (
     LARGEST_OFFSET,
     LENGTH_BYTES,
     FileHeader,
@@ -48,12 +49,20 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import CheckpointError, FormatError, UsageError
 
 __all__ = [
+    "CONVENTION_KEYS",
+    "FILES_KEY",
     "LARGEST_HEADER_BYTES",
+    "OWN_METADATA",
+    "SHARDING_INFO_KEY",
+    "SUFFIX",
+    "VERSION_KEY",
     "FileHeader",
     "NamedTensor",
     "TensorHeader",
     "aligned_order",
     "build_header",
+    "drop_convention",
+    "list_files",
     "parse_header",
     "read_header",
     "tensor_size_bytes",
@@ -61,6 +70,16 @@ __all__ = [
 
 #: What the safetensors package refuses to exceed, the 8 bytes of the length not counted.
 LARGEST_HEADER_BYTES = 100_000_000
+
+SUFFIX = ".safetensors"
+
+#: Keys of text metadata in PyTorch's convention for a rank's shards, and one of ours.
+SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
+VERSION_KEY = "DCP_VERSION"
+FILES_KEY = "RESHARD_FILES"
+CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY, FILES_KEY)
+#: All keys of text metadata that belong to the formats, not to the user.
+OWN_METADATA = frozenset(["format", *CONVENTION_KEYS])
 
 #: (name, dtype, shape): what a header says of a tensor before it has a place in a file.
 NamedTensor = tuple[str, DType, tuple[int, ...]]
@@ -102,6 +121,16 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
             f"became shorter while it was read"
         )
     return parse_header(header_json, file_size_bytes, label)
+
+
+def list_files(folder: Path) -> list[str]:
+    """The names of the safetensors files in a folder, sorted."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SUFFIX))
+
+
+def drop_convention(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Text metadata without the keys of the convention for shards."""
+    return {key: value for key, value in metadata.items() if key not in CONVENTION_KEYS}
 
 
 def _header_length(first_bytes: bytes, file_size_bytes: int, label: str) -> int:

@@ -22,25 +22,137 @@ from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+    are_boxes,
+    check_values,
+    find_storing_ranks,
+    first_index,
+)
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.safetensors.header import (
+    FILES_KEY,
+    OWN_METADATA,
+    SHARDING_INFO_KEY,
+    SUFFIX,
+    VERSION_KEY,
     FileHeader,
     NamedTensor,
     TensorHeader,
     aligned_order,
     build_header,
+    drop_convention,
+    list_files,
     read_header,
 )
-from reshard.checkpoint.formats.safetensors_values import LARGEST_OFFSET
-from reshard.checkpoint.manifest import Manifest, ManifestTensor
-from reshard.errors import CheckpointError, CoverageError, FormatError
+from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
+from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET
+from reshard.checkpoint.manifest import Manifest, ManifestTensor, can_describe
+from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
 from reshard.layout import Box, Layout
 
-FORMAT = "sharded-safetensors"
-SHARDING_INFO_KEY = "DCP_SHARDING_INFO"
-VERSION_KEY = "DCP_VERSION"
-FILES_KEY = "RESHARD_FILES"
-CONVENTION_KEYS = (SHARDING_INFO_KEY, VERSION_KEY, FILES_KEY)
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
+
+
+class ShardedFormat(CheckpointFormat):
+    """A rank's shards in one safetensors file."""
+
+    name = "sharded-safetensors"
+    evidence = f"shard files ending in `{SUFFIX}`"
+    suffixes = (SUFFIX,)
+    can_hold = frozenset({Holding.SHARDS, Holding.METADATA, Holding.REPLICAS})
+    own_metadata = OWN_METADATA
+
+    def detect(self, path: Path) -> bool:
+        """Whether a file says where in their tensors its shards begin.
+
+        A folder with an index is one of whole tensors.
+
+        Raises:
+            FormatError: a file in the folder that is no safetensors file.
+        """
+        if path.is_dir():
+            has_index = (path / INDEX_NAME).exists()
+            return not has_index and any(_is_sharded(path / name) for name in list_files(path))
+        try:
+            return _is_sharded(path)
+        except CheckpointError:
+            # Another format may know the file.
+            return False
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint by what the files themselves say."""
+        if path.is_dir():
+            return read_without_manifest(path, list_files(path))
+        return read_without_manifest(path.parent, [path.name])
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint in the layouts of the manifest."""
+        return read_with_manifest(folder, manifest)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Shards in one file a rank.
+
+        A rank's shards go into its file page-sized ones first, so that they begin on pages.
+        PyTorch's convention says where a shard begins in its tensor by one offset a dimension. It
+        is used for the whole checkpoint if that is true of every shard; interleaved or padded
+        shards need our manifest to be understood, and then the files do not pretend otherwise.
+
+        Raises:
+            RecipeError: a partial layout; a checkpoint holds values, not contributions.
+        """
+        tensors, metadata = new.tensors, drop_convention(new.metadata)
+        check_values(tensors)
+        for name, tensor in tensors.items():
+            if tensor.spec is None and not can_describe(tensor.layout):
+                raise RecipeError(
+                    f"tensor {name!r} is laid out by a strategy with interleaved, padded or halo "
+                    "elements, which a manifest can only describe by a sharding; give rules instead"
+                )
+        storing = find_storing_ranks(tensors, new.replicas)
+        ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
+        interleaved = [
+            name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
+        ]
+        files = []
+        addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
+        for rank in ranks:
+            named: list[NamedTensor] = []
+            offsets: dict[str, tuple[int, ...]] = {}
+            for name, tensor in tensors.items():
+                if rank in storing[name]:
+                    named.append((name, tensor.dtype, tensor.layout.local_shape(rank) or ()))
+                    if not interleaved:
+                        offsets[name] = first_index(tensor.layout, rank)
+            file = shard_file_name(rank)
+            content, header = arrange_file(
+                named, metadata, None if interleaved else offsets, len(ranks), file
+            )
+            files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content))
+            for entry in header.tensors:
+                addresses[entry.name][rank] = FileRange(file, entry.start_bytes)
+        stored = {
+            name: StoredTensor(
+                name, tensor.dtype, Binding(tensor.layout, addresses[name], {}), tensor.spec
+            )
+            for name, tensor in tensors.items()
+        }
+        notes: tuple[str, ...] = ()
+        if interleaved:
+            notes = (
+                f"{len(interleaved)} tensors have shards that are no single box (first: "
+                f"{interleaved[0]}), so PyTorch's reader cannot read this checkpoint; reshard can",
+            )
+        return Arrangement(self.name, new.mesh, stored, tuple(files), notes)
+
+
+FORMAT = ShardedFormat()
+
+
+def _is_sharded(path: Path) -> bool:
+    return SHARDING_INFO_KEY in read_header(path).metadata
 
 
 def shard_file_name(rank: int) -> str:
@@ -126,7 +238,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     for tensor in tensors.values():
         _prove_covered(folder, tensor)
     return Checkpoint(
-        folder, FORMAT, tensors, manifest.files, manifest.mesh, _own_metadata(metadata)
+        folder, FORMAT.name, tensors, manifest.files, manifest.mesh, drop_convention(metadata)
     )
 
 
@@ -181,7 +293,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     tensors = {name: _joined(folder, name, pieces) for name, pieces in shards.items()}
     notes = _check_file_counts(folder, counts)
     return Checkpoint(
-        folder, FORMAT, tensors, tuple(files), None, _own_metadata(metadata), notes=notes
+        folder, FORMAT.name, tensors, tuple(files), None, drop_convention(metadata), notes=notes
     )
 
 
@@ -220,10 +332,6 @@ def _check_file_numbers(folder: Path, names: list[str]) -> None:
                 f"shard-00001-model-{number:05d}-of-{totals[0]:05d}.safetensors. The checkpoint "
                 "is incomplete"
             )
-
-
-def _own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in metadata.items() if key not in CONVENTION_KEYS}
 
 
 def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:

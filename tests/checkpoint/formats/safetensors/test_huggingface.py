@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from reshard import checkpoint
 from reshard.binding import FileRange
-from reshard.checkpoint.formats.huggingface import (
+from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
+from reshard.checkpoint.formats.safetensors.huggingface import (
+    FORMAT,
     arrange_files,
-    index_text,
     read_indexed,
     read_single,
 )
 from reshard.dtypes import dtype
+from reshard.layout import Layout
 
 WHOLE = {
     "model.b": tensor("float32", (5,), 1),
@@ -110,9 +112,14 @@ def test_files_hold_tensors_in_order_up_to_a_limit(sizes: list[int], limit: int 
 
 
 def test_the_text_of_an_index() -> None:
-    named = [("b", dtype("float32"), (2,)), ("a", dtype("uint8"), (3,))]
-    files = arrange_files(named, {}, 8)
-    content = json.loads(index_text((name, header) for name, _, header in files))
+    tensors = {
+        "b": PlannedTensor(dtype("float32"), Layout.whole((2,), [0], 1)),
+        "a": PlannedTensor(dtype("uint8"), Layout.whole((3,), [0], 1)),
+    }
+    arrangement = FORMAT.arrange(NewCheckpoint(tensors, most_file_bytes=8))
+    ((name, text),) = FORMAT.final_files(arrangement)
+    assert name == "model.safetensors.index.json"
+    content = json.loads(text)
     assert content == {
         "metadata": {"total_size": 11},
         "weight_map": {

@@ -1,0 +1,206 @@
+"""Requests of conversions: what to cut for, by which rules, and into which files.
+
+`convert`, `plan_conversion` and the command take the same keywords; they make a
+`ConversionRequest`, which is refused where they contradict each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypedDict
+
+from reshard.checkpoint.formats.arrangement import REPLICAS
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.registry import written_format
+from reshard.checkpoint.renaming import Names
+from reshard.errors import UsageError
+from reshard.integers import LARGEST_RANKS
+from reshard.mesh import DeviceMesh
+from reshard.recipes.recipe import Recipe, parse_options
+from reshard.recipes.rules import Rule
+from reshard.recipes.strategies import by_recipe, strategy
+
+Target = str | int | DeviceMesh
+RecipeName = str | os.PathLike[str] | Recipe
+
+
+class RequestArguments(TypedDict, total=False):
+    """The keywords of a `ConversionRequest`, as `convert` takes them."""
+
+    to: Target
+    rules: Iterable[str | Rule]
+    recipe: RecipeName | None
+    options: Mapping[str, str] | Iterable[str]
+    strategy: str | None
+    format: str | None
+    replicas: str
+    most_file_bytes: int | None
+    source_names: Names | None
+    target_names: Names | None
+
+
+@dataclass(frozen=True)
+class ConversionRequest:
+    """What a user asks of a conversion.
+
+    Attributes:
+        to: the target mesh (`"tp=2,dp=2"`), a number of ranks, or `"full"` for whole tensors.
+        rules: `pattern=spec`, a glob on names and the native notation; the first match wins.
+        recipe: the name of a shipped recipe, or a TOML file; its rules come behind `rules`.
+            `"auto"` chooses by the source's config.json.
+        options: of the recipe, by name, or as `"name=value"` (see `Recipe.with_options`).
+        strategy: where the tensors go, instead of rules; `simple` for a number of ranks.
+        format: `safetensors`, `sharded-safetensors`, `torch-dcp`, or one that was registered;
+            one of the first two, by `to`, when None.
+        replicas: `once` stores one copy of equal shards, `every` one for each rank.
+        most_file_bytes: begin a new file beyond so many bytes; for whole tensors.
+        source_names, target_names: what the tensors are called there, and which are fused, where
+            that is not as in the recipe: a convention of it, such as `megatron`, or a table as
+            `Recipe.naming` gives it. Rules are for the recipe's names.
+
+    Raises:
+        UsageError: arguments that cannot be, or that contradict each other.
+        RecipeError: rules that cannot be read; no such strategy.
+
+    >>> ConversionRequest(to="tp=2", rules=["*.weight=tp, -"]).target_format.name
+    'sharded-safetensors'
+    """
+
+    to: Target
+    rules: Iterable[str | Rule] = ()
+    recipe: RecipeName | None = None
+    options: Mapping[str, str] | Iterable[str] = ()
+    strategy: str | None = None
+    format: str | None = None
+    replicas: str = REPLICAS[0]
+    most_file_bytes: int | None = None
+    source_names: Names | None = None
+    target_names: Names | None = None
+
+    def __post_init__(self) -> None:
+        # Iterators can be read once.
+        object.__setattr__(self, "rules", _parse_rules(self.rules))
+        object.__setattr__(self, "options", parse_options(self.options))
+        most = self.most_file_bytes
+        if most is not None and (type(most) is not int or most < 1):
+            raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
+        if self.replicas not in REPLICAS:
+            raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
+        self._check_format()
+        self._check_placement()
+
+    def _check_format(self) -> None:
+        holds = self.target_format.can_hold
+        to = f"to {self.to_text!r}"
+        form = Holding.WHOLE if self.is_whole else Holding.SHARDS
+        _refuse(form not in holds, to, f"the format {self.format}")
+        by = to if self.format is None else f"the format {self.format}"
+        every = self.replicas != REPLICAS[0]
+        _refuse(every and Holding.REPLICAS not in holds, f"replicas {self.replicas!r}", by)
+        is_limited = self.most_file_bytes is not None
+        _refuse(is_limited and Holding.FILE_LIMIT not in holds, "a limit for files", by)
+
+    def _check_placement(self) -> None:
+        _refuse(
+            self.is_by_recipe and self.recipe is not None,
+            "a recipe",
+            f"the strategy {self.strategy!r}",
+        )
+        if not self.is_whole and self.is_by_rules:
+            return
+        placed_by = f"the strategy {self.strategy or 'simple'!r}"
+        if self.is_whole:
+            placed_by = "to 'full'"
+            _refuse(self.strategy is not None, placed_by, "a strategy")
+        _refuse(bool(self.rules), placed_by, "rules")
+        # A recipe may be there for its names alone.
+        is_for_names = self.source_names is not None or self.target_names is not None
+        _refuse(self.recipe is not None and not is_for_names, placed_by, "a recipe")
+
+    @cached_property
+    def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
+        return _parse_target(self.to)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The target mesh; None for whole tensors, and for a number of ranks."""
+        mesh, ranks = self._parsed_target
+        if mesh is None and ranks is not None and self.is_by_recipe:
+            return DeviceMesh.of(tp=ranks)
+        return mesh
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are cut for; 1 for whole tensors."""
+        mesh, ranks = self._parsed_target
+        return mesh.size if mesh is not None else ranks or 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensors of the target are whole."""
+        return self._parsed_target == (None, None)
+
+    @property
+    def is_by_recipe(self) -> bool:
+        """Whether the strategy is the recipe of the source's config.json."""
+        return self.strategy is not None and strategy(self.strategy).function is by_recipe
+
+    @property
+    def is_by_rules(self) -> bool:
+        """Whether rules and a recipe say how tensors are cut, and no other strategy."""
+        return self.mesh is not None and (self.strategy is None or self.is_by_recipe)
+
+    @property
+    def to_text(self) -> str:
+        """What is cut for, as text."""
+        mesh, _ = self._parsed_target
+        return mesh.text if mesh is not None else str(self.to)
+
+    @cached_property
+    def target_format(self) -> CheckpointFormat:
+        """The format of the new checkpoint."""
+        return written_format(self.format, to_whole=self.is_whole)
+
+    @property
+    def parsed_rules(self) -> tuple[Rule, ...]:
+        """The rules."""
+        return _parse_rules(self.rules)
+
+
+def _parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise UsageError(f"rules {rules!r}; give a list of them, such as ['*.weight=tp, -']")
+    parsed = []
+    for rule in rules:
+        if not isinstance(rule, str | Rule):
+            raise UsageError(f"the rule {rule!r}; expected a text pattern=spec, or a Rule")
+        parsed.append(rule if isinstance(rule, Rule) else Rule.parse(rule))
+    return tuple(parsed)
+
+
+def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:
+    if isinstance(to, DeviceMesh):
+        return to, None
+    text = str(to).strip()
+    if text == "full":
+        return None, None
+    if text.isdigit():
+        if int(text) < 1:
+            raise UsageError(f"{to} ranks: a checkpoint is cut for at least 1")
+        if int(text) > LARGEST_RANKS:
+            raise UsageError(f"{to} ranks: at most {LARGEST_RANKS} are supported")
+        return None, int(text)
+    if "=" not in text:
+        raise UsageError(
+            f"cannot read the target {text!r}; give a mesh such as tp=2,dp=2, a number of ranks, "
+            "or `full`"
+        )
+    return DeviceMesh.parse(text), None
+
+
+def _refuse(condition: bool, what: str, other: str) -> None:
+    if condition:
+        raise UsageError(f"{other} cannot go together with {what}; leave one of them out")

@@ -1,0 +1,158 @@
+"""The protocol of formats: what the rest of the package asks of a kind of checkpoint on disk.
+
+A format says which paths are its own, opens them, and arranges new checkpoints in files; reading,
+writing, digests, journals and names are the same for all. To add one, make a class of
+`CheckpointFormat`, and name it in `registry`::
+
+    class ArrayFolder(CheckpointFormat):
+        name = "arrays"
+        evidence = "files ending in `.npy`"
+        suffixes = (".npy",)
+
+        def detect(self, path): ...             # reading: which paths are such
+        def open(self, path): ...               #          where in which file each shard lies
+
+        can_hold = frozenset({Holding.WHOLE})   # writing, for those that can be written:
+        def arrange(self, new): ...             #          the files, and where each shard goes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from reshard.errors import CheckpointError, FormatError, UsageError
+
+
+class Holding(Enum):
+    """What a new checkpoint of a format can hold, or can be asked for."""
+
+    WHOLE = "whole tensors"
+    SHARDS = "tensors cut over ranks"
+    ITEMS = "items that are no tensors"
+    METADATA = "text metadata"
+    ATTRIBUTES = "attributes"
+    REPLICAS = "a copy of equal shards for every rank"
+    FILE_LIMIT = "a limit for the size of files"
+
+
+class CheckpointFormat(ABC):
+    """One kind of checkpoint on disk.
+
+    Attributes:
+        name: on the command line, in manifests and in reports.
+        evidence: what a folder of it has, for the error where no format is found.
+        suffixes: what the names of its files end in.
+        can_hold: what a new checkpoint of it holds; a format with neither `WHOLE` nor `SHARDS`
+            is read only.
+        own_metadata: keys of text metadata that belong to the format, not to the user.
+        carries_weights: whether files of weights in other formats, such as Megatron's
+            `common.pt`, are part of its checkpoints and carried along.
+    """
+
+    name: ClassVar[str]
+    evidence: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    can_hold: ClassVar[frozenset[Holding]] = frozenset()
+    own_metadata: ClassVar[frozenset[str]] = frozenset()
+    carries_weights: ClassVar[bool] = False
+
+    @abstractmethod
+    def detect(self, path: Path) -> bool:
+        """Whether a checkpoint of this format is at `path`, an existing file or folder.
+
+        It looks at names and, where these do not tell, at the beginnings of files.
+        """
+
+    @abstractmethod
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the checkpoint at `path`, which was detected. Reads headers, no elements.
+
+        Raises:
+            CheckpointError: a file that is missing.
+            FormatError: a file that is damaged, or not of its format.
+            CoverageError: shards that do not make whole tensors.
+        """
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """Describe a checkpoint that reshard wrote, with the digests of its manifest.
+
+        Raises:
+            CheckpointError: files that are not those that were written.
+            FormatError: files that are not what the manifest says.
+        """
+        return check_against_manifest(self.open(folder), manifest)
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file of that name would be one of such a checkpoint."""
+        return name.endswith(self.suffixes)
+
+    def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
+        """The files, beside those of tensors, that belong to a checkpoint and are not copied.
+
+        A new checkpoint has new ones (see `final_files`).
+        """
+        return ()
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Which files a new checkpoint has, and where in them each shard goes.
+
+        Raises:
+            UsageError: what the format cannot say, such as an element type.
+            RecipeError: layouts that it cannot store.
+        """
+        raise UsageError(
+            f"checkpoints of format {self.name} are read only; choose another --format"
+        )
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """Files that are written when all tensors are, such as an index: name and content."""
+        return iter(())
+
+
+def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkpoint:
+    """A checkpoint of whole tensors with the digests of its manifest.
+
+    Raises:
+        CheckpointError: files that are not those that were written.
+        FormatError: tensors that are not those of the manifest.
+    """
+    folder = checkpoint.folder
+    written = {file.name: file.size_bytes for file in manifest.files}
+    found = {file.name: file.size_bytes for file in checkpoint.files}
+    for name in sorted({*written, *found}):
+        if written.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{folder / name} has {found.get(name, 'no')} bytes, the manifest says "
+                f"{written.get(name, 'none')}; the files were replaced after the checkpoint was "
+                f"written. If that was meant, delete {folder / MANIFEST_NAME}"
+            )
+    if {*checkpoint.tensors} != {*manifest.tensors}:
+        name = min({*checkpoint.tensors} ^ {*manifest.tensors})
+        raise FormatError(
+            f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
+            f"{folder}, other than the manifest says"
+        )
+    for name, tensor in checkpoint.tensors.items():
+        described = manifest.tensors[name]
+        if (tensor.dtype, tensor.shape) != (described.dtype, described.layout.shape):
+            raise FormatError(
+                f"tensor {name!r} in {folder} is {tensor.dtype.name} {list(tensor.shape)}, the "
+                f"manifest says {described.dtype.name} {list(described.layout.shape)}"
+            )
+    tensors = {
+        name: dataclasses.replace(tensor, digest=manifest.tensors[name].digest)
+        for name, tensor in checkpoint.tensors.items()
+    }
+    items = {
+        name: dataclasses.replace(item, digest=manifest.items.get(name))
+        for name, item in checkpoint.items.items()
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors, items=items)

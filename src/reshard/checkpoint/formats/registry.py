@@ -1,0 +1,81 @@
+"""The formats that checkpoints are read from and written in, by name.
+
+The formats of this package are rows of a table, imported when formats are first asked for; a
+program adds its own with `register_format`. No other module has a list of formats.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.errors import UsageError
+
+# Modules with a `FORMAT`, in the order in which they are asked whether a path is theirs.
+# `huggingface` is last: it takes any single file for one of safetensors.
+_MODULES = (
+    "reshard.checkpoint.formats.torch_dcp.format",
+    "reshard.checkpoint.formats.safetensors.sharded",
+    "reshard.checkpoint.formats.safetensors.huggingface",
+)
+_DEFAULT_OF_SHARDS, _DEFAULT_OF_WHOLE = "sharded-safetensors", "safetensors"
+_registered: list[CheckpointFormat] = []
+
+
+def all_formats() -> tuple[CheckpointFormat, ...]:
+    """Every format, in the order in which they are asked whether a path is theirs.
+
+    Registered ones come first: they may know more of files that others can also read.
+    """
+    return (*_registered, *_load_formats())
+
+
+@cache
+def _load_formats() -> tuple[CheckpointFormat, ...]:
+    return tuple(import_module(module).FORMAT for module in _MODULES)
+
+
+def register_format(format: CheckpointFormat) -> None:
+    """Add a format, for opening checkpoints and as the `format` of a conversion.
+
+    Raises:
+        UsageError: what is no format, or a name that is taken.
+    """
+    if not isinstance(format, CheckpointFormat):
+        raise UsageError(f"the format {format!r}; give an object of a class of CheckpointFormat")
+    if any(format.name == known.name for known in all_formats()):
+        raise UsageError(f"there is a format {format.name!r} already; choose another name")
+    _registered.append(format)
+
+
+def find_format(name: str) -> CheckpointFormat | None:
+    """The format of a name, or None."""
+    return next((format for format in all_formats() if format.name == name), None)
+
+
+def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
+    """The format of that name, for a new checkpoint; by default for whole tensors or shards.
+
+    Raises:
+        UsageError: no format of that name, or one that is read only.
+    """
+    if name is None:
+        name = _DEFAULT_OF_WHOLE if to_whole else _DEFAULT_OF_SHARDS
+    format = find_format(name)
+    if format is None or name not in written_names():
+        what = "unknown format" if format is None else "read-only format"
+        raise UsageError(f"{what} {name!r}; expected one of {', '.join(written_names())}")
+    return format
+
+
+def written_names(*holding: Holding) -> tuple[str, ...]:
+    """The names of the formats that can be written, of those that can hold all that is given."""
+    forms = {Holding.WHOLE, Holding.SHARDS}
+    return tuple(
+        sorted(
+            format.name
+            for format in all_formats()
+            if format.can_hold & forms and format.can_hold.issuperset(holding)
+        )
+    )

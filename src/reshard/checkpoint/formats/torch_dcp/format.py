@@ -1,0 +1,64 @@
+"""The format `torch-dcp`: PyTorch's distributed checkpoint, also as Megatron's `torch_dist`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_chunks, metadata_bytes
+from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
+from reshard.checkpoint.formats.torch_dcp.reader import (
+    FORMAT_NAME,
+    METADATA_NAME,
+    SUFFIX,
+    read,
+    read_with_manifest,
+)
+from reshard.checkpoint.manifest import Manifest
+
+
+class TorchDcpFormat(CheckpointFormat):
+    """A folder with `.metadata`, or with that of each rank, and files of archives."""
+
+    name = FORMAT_NAME
+    evidence = f"`{METADATA_NAME}` of PyTorch"
+    suffixes = (SUFFIX,)
+    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.ATTRIBUTES})
+    carries_weights = True
+
+    def detect(self, path: Path) -> bool:
+        """Whether the metadata are there, or `path` is one of them."""
+        if path.is_dir():
+            return (path / METADATA_NAME).exists() or bool(rank_metadata_names(path))
+        return path.name == METADATA_NAME or is_rank_metadata(path.name)
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint that the metadata describe."""
+        return read(path if path.is_dir() else path.parent)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint in the layouts of the manifest."""
+        return read_with_manifest(folder, manifest)
+
+    def has_file(self, name: str) -> bool:
+        """Whether it is a file of archives, or the metadata of a rank."""
+        return super().has_file(name) or is_rank_metadata(name)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The metadata of ranks, where there are no others."""
+        has_metadata = (checkpoint.folder / METADATA_NAME).exists()
+        return () if has_metadata else rank_metadata_names(checkpoint.folder)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Chunks in one file a rank, and what is no tensor in the first."""
+        return arrange_chunks(new)
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """`.metadata`, which says where everything is."""
+        yield METADATA_NAME, metadata_bytes(arrangement)
+
+
+FORMAT = TorchDcpFormat()
