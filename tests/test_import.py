@@ -37,12 +37,14 @@ PUBLIC = [
     "checkpoint",
     "dtype",
     "find_program",
+    "from_json",
     "picture",
     "plan",
     "read_sharding",
     "relabel",
     "sharding_of",
     "spec",
+    "to_json",
     "write_sharding",
 ]
 

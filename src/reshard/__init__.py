@@ -17,8 +17,6 @@ from reshard.dtypes import dtype
 from reshard.errors import ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis, DeviceMesh
-from reshard.plans.job import Job, JobItem
-from reshard.plans.plan import Plan, plan
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.sharding_text import spec
 
@@ -28,7 +26,11 @@ if TYPE_CHECKING:
     from reshard.collectives.search.find_program import find_program
     from reshard.notation.objects import sharding_of
     from reshard.notation.registry import read_sharding, write_sharding
+    from reshard.plans.documents.serialization import from_json, to_json
     from reshard.plans.hosts.staged_job import StagedJob
+    from reshard.plans.job import Job
+    from reshard.plans.job_item import JobItem
+    from reshard.plans.plan import Plan, plan
     from reshard.plans.relabelling import relabel
     from reshard.show.pictures.text_picture import change_picture, picture
     from reshard.topology import Link, Topology
@@ -59,12 +61,14 @@ __all__ = [
     "checkpoint",
     "dtype",
     "find_program",
+    "from_json",
     "picture",
     "plan",
     "read_sharding",
     "relabel",
     "sharding_of",
     "spec",
+    "to_json",
     "write_sharding",
 ]
 
@@ -72,7 +76,10 @@ __all__ = [
 _LOADED_LATER = {
     "Binding": "reshard.binding",
     "FileRange": "reshard.binding",
+    "Job": "reshard.plans.job",
+    "JobItem": "reshard.plans.job_item",
     "Link": "reshard.topology",
+    "Plan": "reshard.plans.plan",
     "RankMemory": "reshard.binding",
     "StagedJob": "reshard.plans.hosts.staged_job",
     "TensorName": "reshard.binding",
@@ -80,10 +87,13 @@ _LOADED_LATER = {
     "View": "reshard.binding",
     "change_picture": "reshard.show.pictures.text_picture",
     "find_program": "reshard.collectives.search.find_program",
+    "from_json": "reshard.plans.documents.serialization",
     "picture": "reshard.show.pictures.text_picture",
+    "plan": "reshard.plans.plan",
     "read_sharding": "reshard.notation.registry",
     "relabel": "reshard.plans.relabelling",
     "sharding_of": "reshard.notation.objects",
+    "to_json": "reshard.plans.documents.serialization",
     "write_sharding": "reshard.notation.registry",
 }
 
@@ -93,7 +103,8 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return import_module("reshard.checkpoint")
     if name in _LOADED_LATER:
-        return getattr(import_module(_LOADED_LATER[name]), name)
+        found = globals()[name] = getattr(import_module(_LOADED_LATER[name]), name)
+        return found
     raise AttributeError(f"module 'reshard' has no attribute {name!r}")
 
 

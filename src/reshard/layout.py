@@ -396,22 +396,6 @@ class Layout(Interned):
             ]
         return tuple(boxes)
 
-    def to_json(self) -> str:
-        """This layout as a short JSON document, see `reshard.plans.documents.plan_document`."""
-        from reshard.plans.documents.plan_document import layout_to_json
-
-        return layout_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Layout:
-        """The layout that `to_json` wrote: the same object, where it still exists.
-
-        Raises ReshardError for a text that is no layout's document.
-        """
-        from reshard.plans.documents.plan_document import layout_from_json
-
-        return layout_from_json(text)
-
     @cached_property
     def is_padded(self) -> bool:
         """Whether some rank has positions that are no element of the tensor."""

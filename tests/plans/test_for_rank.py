@@ -121,7 +121,7 @@ def test_a_hole_between_boxes_is_found() -> None:
 
 
 def test_layouts_of_different_tensors_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"source of shape \[4\] cannot become .* shape \[5\]"):
+    with pytest.raises(PlanError, match="both layouts must be of one tensor"):
         reshard.plan(Layout.replicated((4,)), Layout.replicated((5,)))
 
 

@@ -9,8 +9,8 @@ import reshard
 from collectives.sharding_pairs import Pair, pairs
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
-from reshard.plans import local_copies as copying
 from reshard.plans.local_copies import copies_of
+from reshard.plans.schedule.messages import LARGE_PIECE_BYTES
 
 
 def offsets(
@@ -41,7 +41,7 @@ def counted(rows: Transfers, source: Layout, target: Layout, width: int) -> dict
     )
     sizes = (rows.elements * width).tolist()
     for key, size in zip(keys, sizes, strict=True):
-        if key[1] != key[2] and size < copying.SMALL_PIECE_BYTES:
+        if key[1] != key[2] and size < LARGE_PIECE_BYTES:
             between[key] = between.get(key, 0) + 1
     for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
         shape = rows.shape[row].tolist()
@@ -54,7 +54,7 @@ def counted(rows: Transfers, source: Layout, target: Layout, width: int) -> dict
             for place, more in enumerate((size, runs, combined)):
                 totals[receiver][place] += more
             continue
-        together = size < copying.SMALL_PIECE_BYTES and between[key] > 1
+        together = size < LARGE_PIECE_BYTES and between[key] > 1
         for rank, side, is_end in ((sender, here, False), (receiver, there, True)):
             if together or breaks(side) > 1 or (is_end and order):
                 extra = combined if is_end else 0
@@ -89,7 +89,7 @@ def test_what_is_in_its_place_is_not_copied() -> None:
 def test_small_pieces_travel_together_and_large_ones_alone() -> None:
     # Rank 1 gets two stretches of rank 0's: packed at both ends where they are small, though each
     # lies in one run.
-    for length, packed in ((8, True), (copying.SMALL_PIECE_BYTES, False)):
+    for length, packed in ((8, True), (LARGE_PIECE_BYTES, False)):
         shape = (4 * length,)
         source = Layout.from_boxes(shape, [(0, Box((0,), shape))])
         target = Layout.from_boxes(

@@ -16,7 +16,8 @@ from reshard.dtypes import dtype
 from reshard.errors import LayoutError, MissingExtraError, PlanError, UsageError
 from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.plans.relabelling import Relabelling, relabel
 from reshard.sharding import ShardingSpec
 from reshard.testing.strategies import meshes, shapes, specs

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.dtypes import dtype
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.plans.tables.movement_table import movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.testing.strategies import movements
@@ -88,9 +89,9 @@ def test_a_jobs_traffic_is_in_bytes() -> None:
             JobItem.between_ranks("c", dtype("float32"), columns, rows),
         ]
     )
-    assert pairs_of(Traffic.of_job(job)) == {(0, 1): 4 * (1 + 4 + 4), (1, 0): 4 * (1 + 4 + 4)}
-    assert Traffic.of_job(job).total == job.moved_bytes
-    assert Traffic.of_job(Job([])).total == 0
+    assert pairs_of(job.traffic) == {(0, 1): 4 * (1 + 4 + 4), (1, 0): 4 * (1 + 4 + 4)}
+    assert job.traffic.total == job.moved_bytes
+    assert Job([]).traffic.total == 0
 
 
 def test_times_and_the_busiest() -> None:

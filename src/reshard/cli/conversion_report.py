@@ -6,9 +6,8 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.cli.output import cut_text
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
-from reshard.plans.job import JobItem
+from reshard.plans.job_item import JobItem
 from reshard.plans.plan import Plan
-from reshard.plans.traffic import Traffic
 from reshard.show.pages.html_report import DrawnChange, Figure, Report, movement_figures
 from reshard.text.quantities import bytes_text, count_text
 
@@ -21,7 +20,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     Tensors that change alike are drawn once, those with most bytes first.
     """
     job = conversion.job
-    traffic = Traffic.of_job(job)
+    traffic = job.traffic
     alike: dict[LayoutChange, list[JobItem]] = {}
     for item in job.items:
         alike.setdefault(item.change, []).append(item)

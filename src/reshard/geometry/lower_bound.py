@@ -17,6 +17,7 @@ of them, for each is memory of its own; the count says so too.
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
@@ -48,6 +49,21 @@ def lower_bound_elements(
                 needed -= held_elements(source, slot, target, cell, contribution, known)
             bound[slot] += needed
     return bound
+
+
+def gather_elements(source: Layout, target: Layout) -> int:
+    """The elements that move when each rank of the target collects the whole tensor first.
+
+    It is what an all-gather, and then a slice of it, moves: on every rank all contributions,
+    but for what the rank holds of them.
+
+    >>> gather_elements(Layout.flat_ranges((6,), {0: (0, 3), 1: (3, 6)}), Layout.replicated((6,)))
+    3
+    """
+    whole = math.prod(source.shape) * source.contributions
+    held = np.zeros(max(source.slots, target.slots), dtype=np.int64)
+    np.add.at(held, source.cell_slot, source.cell_elements)
+    return sum(whole - min(whole, int(held[slot])) for slot in target.holders)
 
 
 _Intervals = list[tuple[int, int]]

@@ -8,8 +8,7 @@ stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,15 +17,13 @@ from reshard.cost.copies import LocalCopies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.messages import message_cost
 from reshard.errors import PlanError
+from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.plans.job_item import JobItem
+from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.local_copies import copies_of
 from reshard.topology import Topology
-
-if TYPE_CHECKING:
-    from reshard.geometry.layout_change import LayoutChange
-    from reshard.geometry.transfers import Transfers
-    from reshard.layout import Layout
-    from reshard.plans.hosts.staged_job import StagedJob
-    from reshard.plans.job import Job, JobItem
 
 
 def exchange_part(
@@ -85,7 +82,6 @@ def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topolog
     >>> mesh = reshard.DeviceMesh.of(x=4)
     >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("x, -", "-, x"))
     >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e6, 1e-3))
-    >>> from reshard.geometry.layout_change import LayoutChange
     >>> change_estimate(LayoutChange(rows, columns), 4, topology).seconds_s
     0.003048
     """
@@ -94,12 +90,14 @@ def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topolog
     return Estimate((part,), topology.overhead.call_s)
 
 
-def job_estimate(job: Job, topology: Topology) -> Estimate:
-    """The seconds of a job between ranks, see `Job.estimate`."""
+def exchange_estimate(
+    items: Iterable[JobItem], transfers: JobTransfers, topology: Topology
+) -> Estimate:
+    """The seconds of the exchange of all tensors of a job, see `Job.estimate`."""
     _check_topology(topology)
-    for item in job.items:
+    for item in items:
         _check_between_ranks(item)
-    found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in job.transfers.bundles]
+    found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in transfers.bundles]
     copies = None
     if topology.overhead.counts_copies:
         copies = LocalCopies.joined(
@@ -109,26 +107,27 @@ def job_estimate(job: Job, topology: Topology) -> Estimate:
                 one.bundle.change.target,
                 one.bundle.dtype.itemsize_bytes,
             )
-            for one in job.transfers.bundles
+            for one in transfers.bundles
         )
     part = _transfers_part(found, topology, "exchange", copies)
     return Estimate((part,), topology.overhead.call_s)
 
 
-def staged_estimate(staged: StagedJob) -> Estimate:
-    """The seconds of both stages on the job's own topology, see `StagedJob.estimate`."""
-    sizes = [item.dtype.itemsize_bytes for item in staged.job.items]
-    found = [staged.transfers(number) for number in range(len(sizes))]
+def stages_estimate(
+    items: Sequence[JobItem], stages: Sequence[Sequence[Transfers]], topology: Topology
+) -> Estimate:
+    """The seconds of an exchange and a fan-out; `stages` are both of each item."""
+    sizes = [item.dtype.itemsize_bytes for item in items]
     return Estimate(
         tuple(
             _transfers_part(
-                [(stages[stage], size) for stages, size in zip(found, sizes, strict=True)],
-                staged.topology,
+                [(both[stage], size) for both, size in zip(stages, sizes, strict=True)],
+                topology,
                 name,
             )
             for stage, name in enumerate(("exchange", "fan-out"))
         ),
-        staged.topology.overhead.call_s,
+        topology.overhead.call_s,
     )
 
 

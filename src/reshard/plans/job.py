@@ -17,20 +17,21 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from reshard.binding import Binding
+from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
-from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError
 from reshard.geometry.demand import find_needs
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.geometry.verification import verify_transfers
-from reshard.layout import Layout
+from reshard.plans.estimates import exchange_estimate
+from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
+from reshard.plans.run import run_changes
 from reshard.plans.senders.byte_line import Bundle, Line, find_line
 from reshard.plans.senders.sender_transfers import (
     BundleTransfers,
@@ -38,58 +39,12 @@ from reshard.plans.senders.sender_transfers import (
     transfers_of_all,
     transfers_of_rank,
 )
+from reshard.plans.tables.job_table import job_table
+from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
-
-if TYPE_CHECKING:
-    from reshard.cost.estimate import Estimate
-    from reshard.topology import Topology
+from reshard.topology import Topology
 
 Sources = Literal["balanced", "stable"]
-
-
-@dataclass(frozen=True, slots=True)
-class JobItem:
-    """One tensor of a job; `dtype` may be given as a name, or as NumPy's or torch's.
-
-    Raises:
-        PlanError: a name that is no text, a binding that is not of the plan's layout.
-        UsageError: a dtype that is none.
-    """
-
-    name: str
-    dtype: DType
-    change: LayoutChange
-    source: Binding
-    target: Binding
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise PlanError(f"a tensor named {self.name!r}; expected a text")
-        object.__setattr__(self, "dtype", as_dtype(self.dtype))
-        for side, binding, layout in (
-            ("source", self.source, self.change.source),
-            ("target", self.target, self.change.target),
-        ):
-            if binding.layout is not layout:
-                raise PlanError(
-                    f"the {side} binding of {self.name!r} is of {binding.layout!r}, its plan of "
-                    f"{layout!r}"
-                )
-
-    @classmethod
-    def between_ranks(cls, name: str, dtype: object, source: Layout, target: Layout) -> JobItem:
-        """A tensor whose slots are the memories of the ranks of the same numbers.
-
-        Raises PlanError for layouts of different shapes, or what is no layout.
-        """
-        kind = as_dtype(dtype)
-        return cls(
-            name,
-            kind,
-            LayoutChange(source, target),
-            Binding.to_ranks(source),
-            Binding.to_ranks(target),
-        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +153,12 @@ class Job:
         return received
 
     @cached_property
+    def traffic(self) -> Traffic:
+        """The bytes that each rank sends to each other."""
+        ranks = max(len(self.sent_bytes), len(self.received_bytes), 1)
+        return Traffic.of_groups(self.transfers.bundles, ranks)
+
+    @cached_property
     def digest(self) -> str:
         """A digest that two ranks share exactly when they mean the same job."""
         hasher = hashlib.blake2b(f"{self.sources}\0".encode(), digest_size=16)
@@ -240,9 +201,7 @@ class Job:
             PlanError: a shard that is not in the memory of the rank of its number.
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
-        from reshard.plans.estimates import job_estimate
-
-        return job_estimate(self, topology)
+        return exchange_estimate(self.items, self.transfers, topology)
 
     def run(
         self,
@@ -255,28 +214,11 @@ class Job:
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
         each processor when None. See `reshard.plans.run.run_changes`.
         """
-        from reshard.plans.run import run_changes
-
         changes = [(item.name, item.dtype, item.change) for item in self.items]
         return run_changes(changes, arrays, out, threads)
 
-    def to_json(self) -> str:
-        """This job as a short JSON document, see `reshard.plans.documents.job_document`."""
-        from reshard.plans.documents.job_document import job_to_json
-
-        return job_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Job:
-        """The job that `to_json` wrote. Raises ReshardError for any other text."""
-        from reshard.plans.documents.job_document import job_from_json
-
-        return job_from_json(text)
-
     def __str__(self) -> str:
-        from reshard.plans.tables.job_table import job_table
-
-        return job_table(self)
+        return job_table(self.items, self.transfers, self.sent_bytes, self.received_bytes)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -21,21 +21,14 @@ This is how `reshard.torch` carries out messages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.cost.copies import LocalCopies
+from reshard.geometry.transfers import Transfers
+from reshard.layout import Layout
+from reshard.plans.schedule.messages import LARGE_PIECE_BYTES
 from reshard.runs import IntArray
-
-if TYPE_CHECKING:
-    from reshard.geometry.transfers import Transfers
-    from reshard.layout import Layout
-
-# Pieces of fewer bytes between the same ranks are packed into one message; others are sent by
-# themselves, and may be received in place.
-SMALL_PIECE_BYTES = 1 << 18
 
 
 def copies_of(
@@ -112,7 +105,7 @@ def run_elements(shape: IntArray, around: IntArray) -> IntArray:
 
 def _travels_with_others(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_]:
     """Which pieces are small, and not the only small one between their ranks."""
-    small = ~transfers.stays & (size_bytes < SMALL_PIECE_BYTES)
+    small = ~transfers.stays & (size_bytes < LARGE_PIECE_BYTES)
     ranks = int(max(transfers.target_slot.max(initial=0), transfers.source_slot.max(initial=0)))
     key = (transfers.order * (ranks + 1) + transfers.source_slot) * (ranks + 1)
     key = key + transfers.target_slot

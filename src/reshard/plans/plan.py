@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import LayoutError, PlanError
@@ -21,13 +22,14 @@ from reshard.geometry.transfers import Transfers
 from reshard.integers import as_integers
 from reshard.interning import Interned
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem
+from reshard.plans.estimates import change_estimate
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
+from reshard.plans.run import run_change
+from reshard.plans.tables.plan_table import plan_table
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
-
-if TYPE_CHECKING:
-    from reshard.cost.estimate import Estimate
-    from reshard.topology import Topology
+from reshard.topology import Topology
 
 Array = TypeVar("Array")
 
@@ -147,7 +149,6 @@ class Plan(Interned):
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
         # Loaded when asked for, as below: planning needs neither costs nor a runner.
-        from reshard.plans.estimates import change_estimate
 
         if self.dtype is None:
             raise PlanError(
@@ -178,30 +179,10 @@ class Plan(Interned):
         Writes to the arrays in `out` where they are given, by at most so many threads; one for
         each processor when None. See `reshard.plans.run.run_change`.
         """
-        from reshard.plans.run import run_change
-
         return run_change(self.change, shards, out, threads, self.dtype)
 
-    def to_json(self) -> str:
-        """This plan as a short JSON document, see `reshard.plans.documents.plan_document`."""
-        from reshard.plans.documents.plan_document import plan_to_json
-
-        return plan_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote: the same object, where it still exists.
-
-        Raises ReshardError for a text that is no plan's document.
-        """
-        from reshard.plans.documents.plan_document import plan_from_json
-
-        return plan_from_json(text)
-
     def __str__(self) -> str:
-        from reshard.plans.tables.plan_table import plan_table
-
-        return plan_table(self)
+        return plan_table(self.change, self.transfers, self.dtype)
 
     def __repr__(self) -> str:
         of = "" if self.dtype is None else f" {self.dtype.name}"

@@ -34,7 +34,8 @@ from reshard.geometry.overlap_matrix import kept_elements, needed_elements
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.hosts.flows import crossing_elements
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.plans.plan import Plan
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec

@@ -6,6 +6,7 @@ can be taken together, by hosts or so that few enough remain to be drawn.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.job import Job
+from reshard.plans.senders.sender_transfers import BundleTransfers
 from reshard.runs import IntArray
 
 
@@ -60,12 +61,11 @@ class Traffic:
         return cls.gathered(ranks, moving.source_slot, moving.target_slot, moving.elements)
 
     @classmethod
-    def of_job(cls, job: Job) -> Traffic:
-        """The bytes that a job moves."""
-        ranks = max(len(job.sent_bytes), len(job.received_bytes), 1)
+    def of_groups(cls, groups: Iterable[BundleTransfers], ranks: int) -> Traffic:
+        """The bytes that transfers of tensors between `ranks` ranks move."""
         nothing = np.zeros(0, dtype=np.int64)
         columns = [(nothing, nothing, nothing)]
-        for found in job.transfers.bundles:
+        for found in groups:
             moving = found.transfers.moving
             size_bytes = moving.elements * found.bundle.dtype.itemsize_bytes
             columns.append((moving.source_slot, moving.target_slot, size_bytes))

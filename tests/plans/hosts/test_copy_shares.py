@@ -21,7 +21,8 @@ from plans.staged_jobs import (
 )
 from reshard.dtypes import dtype
 from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.testing.oracle import contents_of_spec
 from reshard.topology import Topology
 

@@ -9,7 +9,8 @@ from plans.staged_jobs import ON_HOSTS
 from reshard.dtypes import dtype
 from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.topology import Topology
 
 

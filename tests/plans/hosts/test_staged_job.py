@@ -27,7 +27,8 @@ from reshard.errors import LayoutError, PlanError, ShardError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
 from reshard.plans.hosts.staged_job import StagedJob
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.testing.oracle import Contents, dense_of, reduced, shards_of
 from reshard.topology import Link, Topology
 

@@ -12,7 +12,8 @@ import reshard
 from plans.senders.test_sender_transfers import EVERY_KIND, jobs
 from reshard.dtypes import dtype
 from reshard.layout import Box, Layout
-from reshard.plans.job import Job, JobItem, Sources
+from reshard.plans.job import Job, Sources
+from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 
 # What moves: name, identity, sender, receiver, box.

@@ -17,7 +17,8 @@ from reshard.dtypes import dtype
 from reshard.errors import PlanError, UsageError
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem, Sources
+from reshard.plans.job import Job, Sources
+from reshard.plans.job_item import JobItem
 from reshard.plans.run import run_stages
 from reshard.testing.oracle import Contents, shards_of
 from reshard.testing.strategies import layouts_with_contents, shapes

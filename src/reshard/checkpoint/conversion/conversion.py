@@ -30,7 +30,8 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.fused_sharding import fused_spec
 from reshard.recipes.fusion import Fusion

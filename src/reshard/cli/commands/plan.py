@@ -31,6 +31,7 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.geometry.transfers import Transfers
 from reshard.mesh import DeviceMesh
 from reshard.plans.plan import Plan
 from reshard.show.pictures.text_picture import LEAST_WIDTH, change_picture
@@ -155,6 +156,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
             _title(after, conversion.arrangement.mesh),
         ),
         plan=Plan(item.change.source, item.change.target, item.dtype),
+        transfers=conversion.job.transfers.get(name, Transfers.none(len(before.shape))),
         ascii=not can_draw_boxes(),
     )
     return f"{printable(name)}  {'x'.join(map(str, before.shape)) or 'scalar'}\n{drawn}"

@@ -1,6 +1,6 @@
-"""How is a job written as JSON, and read back?
+"""The JSON document of a job.
 
-A job's document has the tables and layouts of `serialization`, each once, and::
+Beside the tables and layouts of every document (`document`) it has::
 
     "plans": [plans, their layouts by number]
     "paths": [paths of files]
@@ -29,25 +29,18 @@ from reshard.dtypes import DType
 from reshard.errors import NotationError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
+from reshard.plans.documents.document import DocumentReader, DocumentWriter, read_dtype
 from reshard.plans.documents.number_columns import packed, unpacked, whole_number
-from reshard.plans.documents.plan_document import Reader, Writer, read_dtype
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 
 _RANK, _FILE, _NAME = 0, 1, 2
 Value = TypeVar("Value")
 
 
-def job_to_json(job: Job) -> str:
-    """A job as a JSON document, the same for equal jobs.
-
-    >>> import reshard
-    >>> from reshard.dtypes import dtype
-    >>> layouts = Layout.replicated((4,), 1), Layout.replicated((4,), 2)
-    >>> job = Job([JobItem.between_ranks("w", dtype("int8"), *layouts)])
-    >>> job_from_json(job_to_json(job)) == job
-    True
-    """
-    writer = Writer()
+def write_job(job: Job) -> str:
+    """A job as a JSON document, the same for equal jobs."""
+    writer = DocumentWriter()
     plans: dict[tuple[LayoutChange, DType], int] = {}
     paths: dict[str, int] = {}
     items: list[list[Any]] = []
@@ -55,11 +48,11 @@ def job_to_json(job: Job) -> str:
         special: dict[str, Any] = {}
         for side, binding in (("source", item.source), ("target", item.target)):
             if binding != Binding.to_ranks(binding.layout):
-                special[side] = _written_binding(binding, paths)
+                special[side] = _write_binding(binding, paths)
         number = plans.setdefault((item.change, item.dtype), len(plans))
         items.append([item.name, number, special] if special else [item.name, number])
     content: dict[str, Any] = {
-        "plans": [writer.plan(*plan) for plan in plans],
+        "plans": [writer.change(*plan) for plan in plans],
         "paths": list(paths),
         "items": items,
     }
@@ -68,20 +61,19 @@ def job_to_json(job: Job) -> str:
     return writer.document("job", content)
 
 
-def job_from_json(text: str) -> Job:
+def read_job(reader: DocumentReader) -> Job:
     """The job of a document.
 
     Raises:
-        ReshardError: another text: NotationError, or what building such a job raises.
+        ReshardError: another document: NotationError, or what building such a job raises.
     """
-    reader = Reader(text, "job")
-    plans = reader.all_of("plans", reader.plan)
-    paths = reader.all_of("paths", _text)
+    plans = reader.all_of("plans", reader.change)
+    paths = reader.all_of("paths", _check_text)
 
     def read(value: Any, where: str) -> JobItem:
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a name, a plan and maybe an object")
-        name, (plan, dtype) = _text(value[0], where), reader.chosen(plans, value[1], where)
+        name, (plan, dtype) = _check_text(value[0], where), reader.chosen(plans, value[1], where)
         special = value[2] if len(value) == 3 else {}
         if not isinstance(special, dict):
             raise NotationError(f"{where}: {special!r} is not a JSON object")
@@ -101,16 +93,16 @@ def job_from_json(text: str) -> Job:
     return Job(items, sources)
 
 
-def _text(value: Any, where: str) -> str:
+def _check_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise NotationError(f"{where}: {value!r} is not a text")
     return value
 
 
-def _written_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
+def _write_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
     slots = sorted(binding.addresses)
     addresses: list[Address]
-    written, addresses = _written_slots(slots, [binding.addresses[slot] for slot in slots])
+    written, addresses = _write_slots(slots, [binding.addresses[slot] for slot in slots])
     kinds = [_kind(address) for address in addresses]
     if len(set(kinds)) > 1:
         written["kinds"] = packed(kinds)
@@ -124,7 +116,7 @@ def _written_binding(binding: Binding, paths: dict[str, int]) -> dict[str, Any]:
     written |= {name: column for name, column in columns.items() if column}
     if binding.views:
         slots = sorted(binding.views)
-        of_views, views = _written_slots(slots, [binding.views[slot] for slot in slots])
+        of_views, views = _write_slots(slots, [binding.views[slot] for slot in slots])
         of_views["offsets"] = packed(view.offset for view in views)
         of_views["strides"] = packed(stride for view in views for stride in view.strides)
         written["views"] = of_views
@@ -137,7 +129,7 @@ def _kind(address: Address) -> int:
     return _FILE if isinstance(address, FileRange) else _NAME
 
 
-def _written_slots(
+def _write_slots(
     slots: list[int], values: Sequence[Value | tuple[Value, ...]]
 ) -> tuple[dict[str, Any], list[Value]]:
     """Which slots have how many values, and all values end to end."""
@@ -155,7 +147,7 @@ class _BindingReader:
     """Reads one binding."""
 
     def __init__(
-        self, reader: Reader, value: Any, where: str, layout: Layout, paths: list[str]
+        self, reader: DocumentReader, value: Any, where: str, layout: Layout, paths: list[str]
     ) -> None:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
@@ -192,7 +184,7 @@ class _BindingReader:
             for path, start in zip(paths, starts, strict=True)
         ]
         names = self._reader.field("names", list, [], self._value)
-        named = [TensorName(_text(name, f"{self._where}.names")) for name in names]
+        named = [TensorName(_check_text(name, f"{self._where}.names")) for name in names]
         of_kind: dict[int, Iterator[Address]] = {
             _RANK: iter(ranks),
             _FILE: iter(files),

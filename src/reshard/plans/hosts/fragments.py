@@ -19,6 +19,7 @@ handed on, also on one of other copies::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ from reshard.plans.hosts.copy_shares import (
 )
 from reshard.plans.hosts.element_classes import find_lots
 from reshard.plans.hosts.flows import find_flows
-from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
 
@@ -59,16 +60,16 @@ class Fragments:
     is_direct: BoolArray
 
 
-def divide(job: Job, topology: Topology) -> Fragments:
-    """The fragments of a job's flows.
+def divide(items: Sequence[JobItem], topology: Topology) -> Fragments:
+    """The fragments of the flows of a job's tensors.
 
     Raises:
         PlanError: an element that no source slot holds.
         LayoutError: a slot that is no rank of the topology.
     """
-    plans = list(dict.fromkeys(item.change for item in job.items))
+    plans = list(dict.fromkeys(item.change for item in items))
     number = {plan: i for i, plan in enumerate(plans)}
-    plan_of_item = np.array([number[item.change] for item in job.items], dtype=np.int64)
+    plan_of_item = np.array([number[item.change] for item in items], dtype=np.int64)
     flows = [find_flows(plan, topology) for plan in plans]
     elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
     classes = find_classes(plans, flows)
@@ -77,7 +78,7 @@ def divide(job: Job, topology: Topology) -> Fragments:
     counts = np.array([len(flow) for flow in flows], dtype=np.int64)[plan_of_item]
     item = np.repeat(np.arange(len(counts)), counts)
     flow = ragged_arange(counts)
-    widths = np.array([one.dtype.itemsize_bytes for one in job.items], dtype=np.int64)
+    widths = np.array([one.dtype.itemsize_bytes for one in items], dtype=np.int64)
     itemsize = widths[item]
     row_first, row_others, row_elements = (
         np.concatenate([columns[i] for i in plan_of_item.tolist()] + [counts[:0]])

@@ -25,14 +25,16 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard.binding import Binding, RankMemory
+from reshard.cost.estimate import Estimate
 from reshard.errors import PlanError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
+from reshard.plans.estimates import stages_estimate
 from reshard.plans.hosts.element_classes import Lots, find_lots
 from reshard.plans.hosts.flows import Flows, across_hosts_bound_elements, find_flows
 from reshard.plans.hosts.fragment_boxes import (
@@ -44,12 +46,11 @@ from reshard.plans.hosts.fragment_boxes import (
 )
 from reshard.plans.hosts.fragments import Fragments, divide
 from reshard.plans.hosts.verification import verify_stages
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
+from reshard.plans.run import run_stages
 from reshard.runs import IntArray, ragged_arange
 from reshard.topology import Topology
-
-if TYPE_CHECKING:
-    from reshard.cost.estimate import Estimate
 
 Array = TypeVar("Array")
 
@@ -97,7 +98,7 @@ class StagedJob:
     @cached_property
     def fragments(self) -> Fragments:
         """The parts that flows are divided into, with a sender and a relay each."""
-        return divide(self.job, self.topology)
+        return divide(self.job.items, self.topology)
 
     @cached_property
     def _item_begin(self) -> IntArray:
@@ -268,17 +269,14 @@ class StagedJob:
 
         Raises LayoutError for a link in use that the topology does not know.
         """
-        from reshard.plans.estimates import staged_estimate
-
-        return staged_estimate(self)
+        stages = [self.transfers(number) for number in range(len(self.job.items))]
+        return stages_estimate(self.job.items, stages, self.topology)
 
     def run(self, shards: Mapping[str, Mapping[int, Array]]) -> dict[str, dict[int, Array]]:
         """Carry both stages out on arrays in this process: `{name: {rank: array}}` of each.
 
         Raises ShardError for arrays that do not fit the source layouts.
         """
-        from reshard.plans.run import run_stages
-
         changes = [(item.name, item.dtype, item.change) for item in self.job.items]
         return run_stages(changes, self.transfers, shards)
 

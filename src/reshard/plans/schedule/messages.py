@@ -38,7 +38,7 @@ ALIGNMENT_BYTES = 16
 # unpacked, but gloo takes about 0.1 ms of processor time for each.
 MESSAGE_BYTES = 1 << 22
 # Pieces as large as this are not worth packing with others.
-_LARGE_PIECE_BYTES = 1 << 18
+LARGE_PIECE_BYTES = 1 << 18
 # The fewest messages that have to fit in a limit: two in each direction.
 _LEAST_MESSAGES = 4
 
@@ -86,7 +86,7 @@ def group_pieces(
     >>> group_pieces([40, 1 << 20, 40, 40], 112)
     ([[0, 2], [3]], [1])
     """
-    large_bytes = min(_LARGE_PIECE_BYTES, message_bytes)
+    large_bytes = min(LARGE_PIECE_BYTES, message_bytes)
     together: list[list[int]] = []
     alone = []
     filled_bytes = 0

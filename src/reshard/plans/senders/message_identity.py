@@ -9,12 +9,9 @@ are: ranks that are added to the target leave the names of the others as they ar
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
+from reshard.plans.senders.sender_transfers import BundleTransfers
 from reshard.runs import IntArray
-
-if TYPE_CHECKING:
-    from reshard.plans.senders.sender_transfers import BundleTransfers
 
 
 def piece_identities(name: str, found: BundleTransfers, rows: IntArray) -> list[str]:

@@ -1,17 +1,20 @@
-"""What does a job move, how little could that be, who is busiest, and which tensors are large?"""
+"""What `print(job)` shows: what moves, the least that could, who is busiest, which tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from reshard.dtypes import DType
 from reshard.geometry.layout_change import LayoutChange
+from reshard.geometry.lower_bound import gather_elements
 from reshard.geometry.transfers import Transfers
-from reshard.plans.job import Job, JobItem
-from reshard.plans.tables.busiest import busiest_text
-from reshard.plans.tables.plan_table import messages_text
+from reshard.plans.job_item import JobItem
+from reshard.plans.job_transfers import JobTransfers
+from reshard.plans.tables.plan_table import busiest_row, gather_row, messages_text
+from reshard.runs import IntArray
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.width import shortened
 
@@ -28,6 +31,10 @@ class _Kind:
     transfers: Transfers
 
     @property
+    def change(self) -> LayoutChange:
+        return self.items[0].change
+
+    @property
     def name(self) -> str:
         first = shortened(self.items[0].name, _NAME_WIDTH)
         return first if len(self.items) == 1 else f"{first} and {len(self.items) - 1:,} more"
@@ -42,38 +49,55 @@ class _Kind:
         return int(kept.elements.sum()) * self.items[0].dtype.itemsize_bytes
 
 
-def job_table(job: Job) -> str:
+def job_table(
+    items: Sequence[JobItem],
+    transfers: JobTransfers,
+    sent_bytes: IntArray,
+    received_bytes: IntArray,
+) -> str:
     """The text that `print(job)` shows. Tensors that share a plan are one line.
 
+    Args:
+        items: of the job.
+        transfers: of all its tensors.
+        sent_bytes, received_bytes: of each rank, shape `(ranks,)`.
+
     >>> import reshard
-    >>> from reshard.dtypes import dtype
     >>> mesh = reshard.DeviceMesh.of(tp=2)
     >>> rows, columns = (reshard.spec(mesh, text).layout((8, 8)) for text in ("tp, -", "-, tp"))
-    >>> job = Job([JobItem.between_ranks(n, dtype("int8"), rows, columns) for n in "ab"])
-    >>> print(job_table(job).splitlines()[-1])
+    >>> job = reshard.Job([JobItem.between_ranks(n, "int8", rows, columns) for n in "ab"])
+    >>> table = job_table(job.items, job.transfers, job.sent_bytes, job.received_bytes)
+    >>> print(table.splitlines()[-1])
     a and 1 more  int8   8x8     64 B          4
     """
-    kinds = _kinds(job)
-    senders = {slot for kind in kinds for slot in kind.items[0].change.source.holders}
-    receivers = {slot for kind in kinds for slot in kind.items[0].change.target.holders}
-    sent, received = job.sent_bytes, job.received_bytes
+    kinds = _find_kinds(items, transfers)
+    senders = {slot for kind in kinds for slot in kind.change.source.holders}
+    receivers = {slot for kind in kinds for slot in kind.change.target.holders}
+    moved = int(received_bytes.sum())
+    least, gathered = (
+        sum(
+            len(kind.items) * kind.items[0].dtype.itemsize_bytes * elements(kind.change)
+            for kind in kinds
+        )
+        for elements in (
+            lambda change: change.lower_bound_elements,
+            lambda change: gather_elements(change.source, change.target),
+        )
+    )
     rows = [
-        ("moved", job.moved_bytes, ""),
-        ("least possible", job.lower_bound_bytes, ""),
+        ("moved", moved, ""),
+        ("least possible", least, ""),
+        gather_row(gathered, moved),
         ("stays in place", sum(kind.kept_bytes for kind in kinds), ""),
-        ("busiest sender", int(sent.max(initial=0)), busiest_text(sent, sorted(senders))),
-        (
-            "busiest receiver",
-            int(received.max(initial=0)),
-            busiest_text(received, sorted(receivers)),
-        ),
+        busiest_row("sender", sent_bytes, tuple(sorted(senders))),
+        busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
     ]
-    sizes = [(name, bytes_text(size_bytes), who) for name, size_bytes, who in rows]
+    sizes = [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows]
     moving = [kind.transfers.moving for kind in kinds]
     nothing = np.zeros(0, dtype=np.int64)
     lines = [
-        f"Job of {count_text(len(job), 'tensor')} in {count_text(len(kinds), 'plan')} from "
-        f"{len(senders)} to {count_text(len(receivers), 'rank')}",
+        f"Job of {count_text(len(items), 'tensor')} in {count_text(len(kinds), 'plan')} from "
+        f"{len(senders):,} to {count_text(len(receivers), 'rank')}",
         "",
         table(sizes, ("", "bytes", ""), "lrl"),
         "",
@@ -84,31 +108,31 @@ def job_table(job: Job) -> str:
         ),
     ]
     if kinds:
-        lines += ["", _largest(kinds)]
+        lines += ["", _table_of_largest(kinds)]
     return "\n".join(lines)
 
 
-def _kinds(job: Job) -> list[_Kind]:
+def _find_kinds(items: Sequence[JobItem], transfers: JobTransfers) -> list[_Kind]:
     found = {
         (of_kind.bundle.change, of_kind.bundle.dtype): of_kind.transfers
-        for of_kind in job.transfers.bundles
+        for of_kind in transfers.bundles
     }
-    items: dict[tuple[LayoutChange, DType], list[JobItem]] = {}
-    for item in job.items:
-        items.setdefault((item.change, item.dtype), []).append(item)
+    alike: dict[tuple[LayoutChange, DType], list[JobItem]] = {}
+    for item in items:
+        alike.setdefault((item.change, item.dtype), []).append(item)
     return [
-        _Kind(alike, found.get(key, Transfers.none(alike[0].change.source.ndim)))
-        for key, alike in items.items()
+        _Kind(some, found.get(key, Transfers.none(some[0].change.source.ndim)))
+        for key, some in alike.items()
     ]
 
 
-def _largest(kinds: list[_Kind]) -> str:
+def _table_of_largest(kinds: list[_Kind]) -> str:
     order = sorted(kinds, key=lambda kind: -kind.moved_bytes)
     rows = [
         (
             kind.name,
             kind.items[0].dtype.name,
-            "x".join(map(str, kind.items[0].change.source.shape)) or "scalar",
+            "x".join(map(str, kind.change.source.shape)) or "scalar",
             bytes_text(kind.moved_bytes),
             f"{len(kind.transfers.moving):,}",
         )

@@ -1,4 +1,4 @@
-"""Who sends what to whom, as a table that stays short however many ranks there are.
+"""Who sends what to whom, as tables that stay short however many ranks there are.
 
 1. A few transfers are listed box by box.
 2. More of them are added up by sender and receiver.
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from reshard.dtypes import DType
 from reshard.geometry.transfers import Transfers
 from reshard.plans.traffic import Traffic
-from reshard.text.quantities import count_text, table
+from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.rank_sets import short_rank_text
 
 MOST_ROWS = 24
@@ -54,7 +55,7 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
             ("from", "to", "elements", "boxes"),
             "rrrr",
         )
-    return _by_kind(traffic, most_rows)
+    return rank_table(traffic, most_rows)
 
 
 def _counted(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
@@ -63,13 +64,39 @@ def _counted(rows: Sequence[Sequence[object]], headers: Sequence[str], align: st
     return table(texts, headers, align)
 
 
-def _by_kind(traffic: Traffic, most_rows: int) -> str:
+def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None = None) -> str:
+    """What each rank sends and receives, ranks that do the same in one row.
+
+    Where there are more than `most_rows` kinds of ranks, those that move most are listed. With a
+    dtype, amounts are in bytes.
+
+    >>> ring = Traffic.gathered(3, np.arange(3), (np.arange(3) + 1) % 3, np.full(3, 7))
+    >>> print(rank_table(ring))
+    each of ranks  sends  to ranks  receives  from ranks
+    -------------  -----  --------  --------  ----------
+    0-2                7         1         7           1
+    """
     kinds = traffic.kinds()
     if len(kinds) > most_rows:
         kinds.sort(key=lambda kind: (-kind.load, kind.ranks))
-    rows = [(short_rank_text(kind.ranks, 28), *kind[1:]) for kind in kinds[:most_rows]]
+
+    def amount(elements: int) -> str:
+        if dtype is None:
+            return count_text(elements)
+        return bytes_text(elements * dtype.itemsize_bytes)
+
+    rows = [
+        (
+            short_rank_text(kind.ranks, 28),
+            amount(kind.sends),
+            count_text(kind.receivers),
+            amount(kind.receives),
+            count_text(kind.senders),
+        )
+        for kind in kinds[:most_rows]
+    ]
     headers = ("each of ranks", "sends", "to ranks", "receives", "from ranks")
-    text = _counted(rows, headers, "lrrrr")
+    text = table(rows, headers, "lrrrr")
     left_out = sum(len(kind.ranks) for kind in kinds[most_rows:])
     if left_out:
         text += f"\n... and {count_text(left_out, 'rank')} that move less"

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 
 Shape = tuple[int, ...]
 

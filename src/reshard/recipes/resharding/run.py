@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from reshard.errors import PlanError, ShardError
 from reshard.execution.inputs import check_shards
-from reshard.plans.job import JobItem
+from reshard.plans.job_item import JobItem
 from reshard.plans.run import run_rank
 from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
 

@@ -33,7 +33,8 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.integers import as_integer
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.recipes.resharding.redistributions import ReshardingPlan, ReshardingResult
 from reshard.recipes.resharding.run import Cancellation, ReshardingRun, SourceShards
 from reshard.recipes.resharding.turns import Turn

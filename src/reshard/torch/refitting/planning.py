@@ -30,7 +30,8 @@ from reshard.errors import ReshardError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.layout import Layout
-from reshard.plans.job import Job, JobItem
+from reshard.plans.job import Job
+from reshard.plans.job_item import JobItem
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
 from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.models.naming import fitting

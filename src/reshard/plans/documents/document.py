@@ -1,4 +1,4 @@
-"""How are layouts and plans written as JSON, and read back?
+"""JSON documents: what those of layouts, plans and jobs have in common.
 
 A document names what it is and the version of its form. What several layouts share is written
 once and meant by its number::
@@ -16,7 +16,7 @@ once and meant by its number::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +32,6 @@ from reshard.plans.documents.number_columns import (
     unpacked,
     whole_number,
 )
-from reshard.plans.plan import Plan
 from reshard.runs import PAD, RunTable
 
 VERSION = 1
@@ -44,42 +43,7 @@ Value = TypeVar("Value")
 _ROW_DEFAULTS = (None, None, None, 0, 1, 0, 0, 0)
 
 
-def layout_to_json(layout: Layout) -> str:
-    """A layout as a JSON document, the same for the same layout.
-
-    >>> text = layout_to_json(Layout.replicated((4,), 2))
-    >>> text[:72]
-    '{"reshard":"layout","version":1,"tables":[[4,1,[0],[0],[4]]],"layouts":['
-    >>> layout_from_json(text) is Layout.replicated((4,), 2)
-    True
-    """
-    writer = Writer()
-    writer.layout(layout)
-    return writer.document("layout", {})
-
-
-def layout_from_json(text: str) -> Layout:
-    """The layout of a document. Raises NotationError or LayoutError for any other text."""
-    reader = Reader(text, "layout")
-    if len(reader.layouts) != 1:
-        raise NotationError(f"a layout's document has {len(reader.layouts)} layouts; expected one")
-    return reader.layouts[0]
-
-
-def plan_to_json(plan: Plan) -> str:
-    """A plan as a JSON document, the same for the same plan."""
-    writer = Writer()
-    return writer.document("plan", {"plan": writer.plan(plan.change, plan.dtype)})
-
-
-def plan_from_json(text: str) -> Plan:
-    """The plan of a document. Raises NotationError, LayoutError or PlanError for other text."""
-    reader = Reader(text, "plan")
-    change, dtype = reader.plan(reader.field("plan", list), "plan")
-    return Plan(change.source, change.target, dtype)
-
-
-class Writer:
+class DocumentWriter:
     """Collects the tables and layouts of a document, each once."""
 
     def __init__(self) -> None:
@@ -92,7 +56,7 @@ class Writer:
             self._tables.setdefault(table, len(self._tables))
         return self._layouts.setdefault(layout, len(self._layouts))
 
-    def plan(self, change: LayoutChange, dtype: DType | None) -> list[Any]:
+    def change(self, change: LayoutChange, dtype: DType | None) -> list[Any]:
         """A change and the dtype of its elements, its layouts by number."""
         sides: list[Any] = [self.layout(change.source), self.layout(change.target)]
         return sides if dtype is None else [*sides, dtype.name]
@@ -102,13 +66,13 @@ class Writer:
         document = {
             "reshard": kind,
             "version": VERSION,
-            "tables": [_written_table(table) for table in self._tables],
-            "layouts": [self._written_layout(layout) for layout in self._layouts],
+            "tables": [_write_table(table) for table in self._tables],
+            "layouts": [self._write_layout(layout) for layout in self._layouts],
             **content,
         }
         return json.dumps(document, separators=(",", ":"))
 
-    def _written_layout(self, layout: Layout) -> dict[str, Any]:
+    def _write_layout(self, layout: Layout) -> dict[str, Any]:
         written: dict[str, Any] = {
             "shape": list(layout.shape),
             "tables": [self._tables[table] for table in layout.tables],
@@ -123,35 +87,39 @@ class Writer:
         return written
 
 
-def _written_table(table: RunTable) -> list[Any]:
+def _write_table(table: RunTable) -> list[Any]:
     columns = table.rows.T.tolist()
     while len(columns) > 3 and set(columns[-1]) <= {_ROW_DEFAULTS[len(columns) - 1]}:
         columns.pop()
     return [table.dimension_length, table.parts, *(packed(column) for column in columns)]
 
 
-class Reader:
-    """A document's tables and layouts, checked. Raises NotationError for one of another kind."""
+class DocumentReader:
+    """A document's tables and layouts, checked. Raises NotationError for what is no document."""
 
-    def __init__(self, text: str, kind: str) -> None:
+    def __init__(self, text: str, kinds: Collection[str]) -> None:
         if not isinstance(text, str):
             raise NotationError(f"{type(text).__name__} {text!r}: expected a JSON document as text")
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise NotationError(f"{_begin(text)!r} is not JSON: {error}") from error
-        if not isinstance(document, dict) or document.get("reshard") != kind:
+            raise NotationError(f"{_shorten(text)!r} is not JSON: {error}") from error
+        kind = document.get("reshard") if isinstance(document, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            *others, last = kinds
             raise NotationError(
-                f'{_begin(text)!r} is no {kind}; its document begins with {{"reshard":"{kind}"'
+                f"{_shorten(text)!r} is no {', '.join(others)} or {last}; such a document begins "
+                f'with {{"reshard":"{last}"'
             )
         if document.get("version") != VERSION:
             raise NotationError(
                 f"version {document.get('version')!r} of a {kind}'s document; this release reads "
                 f"version {VERSION}"
             )
+        self.kind = kind
         self._document: dict[str, Any] = document
-        self.tables = self.all_of("tables", _table)
-        self.layouts = self.all_of("layouts", self._layout)
+        self.tables = self.all_of("tables", _read_table)
+        self.layouts = self.all_of("layouts", self._read_layout)
 
     def field(
         self, name: str, kind: type, default: object = None, of: dict[str, Any] | None = None
@@ -174,7 +142,7 @@ class Reader:
             raise NotationError(f"{where}: number {at} of {len(values)}")
         return values[at]
 
-    def plan(self, value: Any, where: str) -> tuple[LayoutChange, DType | None]:
+    def change(self, value: Any, where: str) -> tuple[LayoutChange, DType | None]:
         """A change and the dtype of its elements, its layouts by number."""
         if not isinstance(value, list) or len(value) not in (2, 3):
             raise NotationError(f"{where}: {value!r} is not a source, a target and maybe a dtype")
@@ -182,7 +150,7 @@ class Reader:
         dtype = read_dtype(value[2], where) if len(value) == 3 else None
         return LayoutChange(source, target), dtype
 
-    def _layout(self, value: Any, where: str) -> Layout:
+    def _read_layout(self, value: Any, where: str) -> Layout:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         shape = [
@@ -192,7 +160,7 @@ class Reader:
             self.chosen(self.tables, number, f"{where}.tables")
             for number in self.field("tables", list, of=value)
         ]
-        slots = _count(value.get("slots"), f"{where}.slots", 0)
+        slots = _check_count(value.get("slots"), f"{where}.slots", 0)
         cells = unpacked(value.get("cells"), f"{where}.cells")
         parts = [
             unpacked(column, f"{where}.parts") for column in self.field("parts", list, of=value)
@@ -201,7 +169,7 @@ class Reader:
         contributions, reduction = 1, value.get("reduction")
         if reduction is not None:
             self.field("reduction", str, of=value)
-            contributions = _count(value.get("contributions"), f"{where}.contributions", 2)
+            contributions = _check_count(value.get("contributions"), f"{where}.contributions", 2)
             carried = unpacked(value.get("carried"), f"{where}.carried")
         if len(parts) != len(shape) or any(len(one) != len(cells) for one in (*parts, carried)):
             raise NotationError(
@@ -222,11 +190,11 @@ def read_dtype(value: object, where: str) -> DType:
     return dtype(value)
 
 
-def _table(value: Any, where: str) -> RunTable:
+def _read_table(value: Any, where: str) -> RunTable:
     if not isinstance(value, list) or not 5 <= len(value) <= 2 + len(_ROW_DEFAULTS):
         raise NotationError(f"{where}: {value!r} is not a length, parts and 3 to 8 columns")
     length = whole_number(value[0], where, 0)
-    parts = _count(value[1], where, 1)
+    parts = _check_count(value[1], where, 1)
     columns = [unpacked(column, where) for column in value[2:]]
     rows = len(columns[0])
     for default in _ROW_DEFAULTS[len(columns) :]:
@@ -249,12 +217,12 @@ def _table(value: Any, where: str) -> RunTable:
     return RunTable(length, parts, np.stack(columns, axis=-1))
 
 
-def _count(value: object, where: str, least: int) -> int:
+def _check_count(value: object, where: str, least: int) -> int:
     count = whole_number(value, where, least)
     if count > MOST_ENTRIES:
         raise NotationError(f"{where}: {count} is more than the {MOST_ENTRIES} there can be")
     return count
 
 
-def _begin(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
