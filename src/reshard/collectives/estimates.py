@@ -39,11 +39,13 @@ from reshard.cost.copies import LocalCopies
 from reshard.cost.estimate import Estimate, Part
 from reshard.cost.formulas import FORMULAS, check_library
 from reshard.cost.messages import message_cost
+from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.plans.estimates import exchanges_part
 from reshard.plans.local_copies import run_elements
+from reshard.plans.plan import plan
 from reshard.runs import IntArray
 from reshard.topology import Topology
 
@@ -66,14 +68,12 @@ def steps_estimate(
     all-gather(y)  ring              3  12.6 MB  10.2 µs   28.0 µs  38.2 µs
     """
     check_library(library)
-    itemsize_bytes = as_dtype(dtype).itemsize_bytes
+    kind = as_dtype(dtype)
     parts: list[Part] = []
     inside: Layout | None = None
     for number, step in enumerate(steps):
         is_first, is_last = not number, number == len(steps) - 1
-        parts.append(
-            _estimate_step(step, itemsize_bytes, topology, library, is_first, is_last, inside)
-        )
+        parts.append(_estimate_step(step, kind, topology, library, is_first, is_last, inside))
         # A slice between two steps is a view of what was there before it.
         inside = (inside or step.source_layout) if isinstance(step, Slice) else None
     return Estimate(tuple(parts), topology.overhead.call_s)
@@ -81,18 +81,18 @@ def steps_estimate(
 
 def _estimate_step(
     step: Step,
-    itemsize_bytes: int,
+    dtype: DType,
     topology: Topology,
     library: str,
-    is_first: bool = True,
-    is_last: bool = True,
-    inside: Layout | None = None,
+    is_first: bool,
+    is_last: bool,
+    inside: Layout | None,
 ) -> Part:
-    """The seconds of one step of a program for elements of so many bytes.
+    """The seconds of one step of a program.
 
     Args:
         step: what is done.
-        itemsize_bytes: of an element.
+        dtype: of the elements.
         topology, library: of `steps_estimate`.
         is_first, is_last: whether no step is before, or behind, it.
         inside: whose shards its own are views of; None where of none.
@@ -107,11 +107,11 @@ def _estimate_step(
         by_formula = False
     if by_formula and not isinstance(step, Exchange | Permute | Slice):
         parts = [
-            _estimate_collective(step, kind, group, itemsize_bytes, topology, library)
+            _estimate_collective(step, kind, group, dtype.itemsize_bytes, topology, library)
             for group in step.groups
         ]
         return max(parts, key=lambda part: part.seconds_s, default=Part.nothing(name))
-    part = _estimate_messages(step, itemsize_bytes, topology, is_first, is_last, inside)
+    part = _estimate_messages(step, dtype, topology, is_first, is_last, inside)
     if part.algorithm == "-" or not topology.overhead.step_s:
         return part
     return replace(part, latency_s=part.latency_s + topology.overhead.step_s)
@@ -119,13 +119,13 @@ def _estimate_step(
 
 def _estimate_messages(
     step: Step,
-    itemsize_bytes: int,
+    dtype: DType,
     topology: Topology,
     is_first: bool,
     is_last: bool,
     inside: Layout | None,
 ) -> Part:
-    name = str(step)
+    name, itemsize_bytes = str(step), dtype.itemsize_bytes
     if isinstance(step, Slice):
         # A slice between two steps is a view; the last one is copied into the target.
         if not is_last or not topology.overhead.counts_copies:
@@ -139,10 +139,13 @@ def _estimate_messages(
             step, sender, receiver, itemsize_bytes, inside or step.source_layout
         )
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
+    if isinstance(step, Exchange) and inside is None:
+        (part,) = plan(step.source_layout, step.target_layout, dtype).estimate(topology).parts
+        return replace(part, name=name)
     # Groups share no rank, but may share a host. Behind another step, a gather's own part is in
     # its place.
     keeps = is_first or inside is not None or not isinstance(step, AllGather)
-    return exchanges_part(step.plans, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
+    return exchanges_part(step.changes, itemsize_bytes, topology, name, keeps=keeps, inside=inside)
 
 
 def _find_permuted_copies(

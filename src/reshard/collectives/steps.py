@@ -12,8 +12,8 @@
 `Exchange`              the direct plan, over all ranks; axes may appear and vanish
 ======================  ==================================================================
 
-A step is a value. What moves is a plan for each of its groups that knows only the group's ranks:
-where a group has not what it needs there is no such plan, so running and counting prove that
+A step is a value. What moves is a change for each of its groups that knows only its own ranks:
+where a group has not what it needs there is none, so running and counting prove that
 the step is legal.
 """
 
@@ -33,6 +33,7 @@ from reshard.execution.inputs import check_by_slot, sort_for_reading
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.mesh import Axis
+from reshard.plans.plan import plan
 from reshard.plans.run import copies_of_change
 from reshard.runs import IntArray
 from reshard.sharding import ShardingSpec
@@ -83,8 +84,8 @@ class Step:
         return self.source.mesh.groups(self.axes)
 
     @cached_property
-    def plans(self) -> tuple[LayoutChange, ...]:
-        """One plan a group, of what its ranks hold and need."""
+    def changes(self) -> tuple[LayoutChange, ...]:
+        """One change a group, of what its ranks hold and need."""
         return tuple(
             LayoutChange(
                 _restrict_to_ranks(self.source_layout, group),
@@ -96,12 +97,12 @@ class Step:
     @cached_property
     def sent_elements(self) -> IntArray:
         """Elements each rank sends to others: shape `(slots,)`."""
-        return self._sum_over_groups([plan.sent_elements for plan in self.plans])
+        return self._sum_over_groups([change.sent_elements for change in self.changes])
 
     @cached_property
     def received_elements(self) -> IntArray:
         """Elements each rank receives from others: shape `(slots,)`."""
-        return self._sum_over_groups([plan.received_elements for plan in self.plans])
+        return self._sum_over_groups([change.received_elements for change in self.changes])
 
     def _sum_over_groups(self, counts: Sequence[IntArray]) -> IntArray:
         total = np.zeros(max(self.source_layout.slots, self.target_layout.slots), dtype=np.int64)
@@ -134,9 +135,9 @@ class Step:
         Raises:
             PlanError: a group that has not what its ranks need.
         """
-        for group, plan in zip(self.groups, self.plans, strict=True):
+        for group, change in zip(self.groups, self.changes, strict=True):
             try:
-                plan.verify()
+                change.verify()
             except PlanError as error:
                 raise PlanError(
                     f"{self} from `{self.source}` to `{self.target}` is not legal for shape "
@@ -151,7 +152,7 @@ class Step:
     ) -> dict[int, Any]:
         """Carry the step out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        A group's arrays are all that its plan sees, so a step that reaches outside its groups
+        A group's arrays are all that its change sees, so a step that reaches outside its groups
         fails. Arguments as of `Plan.run`.
 
         Raises:
@@ -168,7 +169,7 @@ class Step:
     @property
     def _copies(self) -> Iterable[TensorCopies]:
         """What is done for each of the groups."""
-        return map(copies_of_change, self.plans)
+        return map(copies_of_change, self.changes)
 
     def __str__(self) -> str:
         axes = " ".join(map(str, self.axes))
@@ -377,6 +378,11 @@ class Exchange(Step):
         return (tuple(sorted({*self.source.mesh.devices, *self.target.mesh.devices})),)
 
     @cached_property
-    def plans(self) -> tuple[LayoutChange, ...]:
-        """The plan."""
+    def sent_elements(self) -> IntArray:
+        """Elements each rank sends to others, as a plan shows them: shape `(slots,)`."""
+        return self._sum_over_groups([plan(self.source_layout, self.target_layout).sent_elements])
+
+    @cached_property
+    def changes(self) -> tuple[LayoutChange, ...]:
+        """The whole change, all ranks together."""
         return (LayoutChange(self.source_layout, self.target_layout),)

@@ -180,7 +180,7 @@ def test_the_work_done_is_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize(("primes", "shape"), [(3, (8, 9)), (2, (5,)), (3, (4, 4, 4))])
-def test_a_catalogue_has_every_sharding_once(primes: int, shape: tuple[int, ...]) -> None:
+def test_a_table_has_every_sharding_once(primes: int, shape: tuple[int, ...]) -> None:
     source = ", ".join(["x y z"[: 2 * primes - 1]] + ["-"] * (len(shape) - 1))
     problem = problem_on(dict.fromkeys("xyz"[:primes], 2), source, source, shape)
     problem = replace(problem, live_shard=math.prod(shape))
@@ -193,7 +193,7 @@ def test_a_catalogue_has_every_sharding_once(primes: int, shape: tuple[int, ...]
     for number, state in enumerate(found):
         here = mask(problem, state)
         assert state_table.total[number] == here.sum()
-        assert state_table.kept[number] == (here & held).sum()
+        assert state_table.shared_with_target[number] == (here & held).sum()
         assert problem.space.largest(state) == here.sum(axis=1).max()
 
 

@@ -154,7 +154,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
         number = next((i for i, group in enumerate(step.groups) if rank in group), None)
         change, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
         if number is not None and not isinstance(step, Permute):
-            change, ranks = step.plans[number], step.groups[number]
+            change, ranks = step.changes[number], step.groups[number]
         if isinstance(step, AllReduce):
             parts = Layout.from_boxes(
                 program.shape, [pair for group in step.groups for pair in _cut_shard(step, group)]
