@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from reshard.cli import main
 
-COMMAND = [sys.executable, "-m", "reshard.cli"]
+COMMAND = [sys.executable, "-m", "reshard"]
 
 
 @dataclass(frozen=True, slots=True)

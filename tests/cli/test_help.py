@@ -104,4 +104,7 @@ def test_help_says_all_there_is(command: str) -> None:
 
 def test_version(folder: Path) -> None:
     assert run_here("--version").output == f"reshard {reshard.__version__}\n"
-    assert run_alone("--version", cwd=folder).output == f"reshard {reshard.__version__}\n"
+    for module in ("reshard", "reshard.cli"):
+        code = f"import runpy; runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+        run = run_alone("--version", cwd=folder, code=code)
+        assert (run.code, run.output) == (0, f"reshard {reshard.__version__}\n"), run.errors

@@ -36,7 +36,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
             Figure("size", bytes_text(conversion.source.size_bytes)),
             *movement_figures(traffic, job.lower_bound_bytes, transfers, bytes_text),
         ],
-        changes=[_drawn_change(conversion, items) for items in drawn[:MOST_DRAWN]],
+        changes=[_draw_change(conversion, items) for items in drawn[:MOST_DRAWN]],
         traffic=traffic,
         amount_text=bytes_text,
         short_text=bytes_text,
@@ -52,7 +52,7 @@ def _size_bytes(item: JobItem) -> int:
     return elements * item.dtype.itemsize_bytes
 
 
-def _drawn_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
+def _draw_change(conversion: Conversion, items: list[JobItem]) -> DrawnChange:
     first = items[0]
     shape = "x".join(map(str, first.change.source.shape)) or "scalar"
     others = f" and {len(items) - 1:,} more like it" if len(items) > 1 else ""

@@ -85,15 +85,17 @@ class NumpyArrays:
     def combine(self, reduction: str, left: Storage, right: Storage) -> Storage:
         # What overflows is infinite and what cannot be is no number, as in torch: no warning.
         with np.errstate(all="ignore"):
-            return self._stored(_UFUNCS[reduction](self._typed(left), self._typed(right)))
+            return self._store(
+                _UFUNCS[reduction](self._view_as_type(left), self._view_as_type(right))
+            )
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
         # A narrow type may not have the denominator: 17 is 16 in float8_e4m3fn.
         wide = np.complex64 if is_complex(self.dtype) else np.float32
-        typed = self._typed(storage)
+        typed = self._view_as_type(storage)
         typed = typed.astype(np.result_type(wide, typed) if typed.itemsize > 4 else wide)
         with np.errstate(all="ignore"):
-            return self._stored(typed * numerator / denominator)
+            return self._store(typed * numerator / denominator)
 
     def element(self, value: float) -> Storage:
         return np.array([value]).astype(self._numpy_dtype).view(self.dtype.storage)
@@ -106,10 +108,10 @@ class NumpyArrays:
             return float(finite.min()), float(finite.max())
         return float(least), float(greatest)
 
-    def _typed(self, storage: Storage) -> Storage:
+    def _view_as_type(self, storage: Storage) -> Storage:
         return np.asarray(storage, order="C").view(self._numpy_dtype)
 
-    def _stored(self, typed: Storage) -> Storage:
+    def _store(self, typed: Storage) -> Storage:
         return np.asarray(typed, dtype=self._numpy_dtype, order="C").view(self.dtype.storage)
 
 
@@ -172,15 +174,15 @@ class TorchTensors:
             return np.asarray(combined).view(self.dtype.storage)
         operation = getattr(self._torch, _TORCH_OPERATIONS[reduction])
         a, b = self._computable(left), self._computable(right)
-        return self._stored(operation(a, b))
+        return self._store(operation(a, b))
 
     def scale(self, storage: Storage, numerator: int, denominator: int) -> Storage:
-        return self._stored(self._computable(storage) * numerator / denominator)
+        return self._store(self._computable(storage) * numerator / denominator)
 
     def element(self, value: float) -> Storage:
         if is_integer(self.dtype):
             return np.array([value], dtype=self.dtype.name).view(self.dtype.storage)
-        return self._stored(self._torch.tensor([value], dtype=self._torch.float64))
+        return self._store(self._torch.tensor([value], dtype=self._torch.float64))
 
     def float_limits(self) -> tuple[float, float]:
         limits = self._torch.finfo(self._torch_dtype)
@@ -197,7 +199,7 @@ class TorchTensors:
         narrow = self.dtype.name.startswith("float8")
         return tensor.to(self._torch.float32) if narrow else tensor
 
-    def _stored(self, tensor: Any) -> Storage:
+    def _store(self, tensor: Any) -> Storage:
         return self.storage(tensor.to(self._torch_dtype).contiguous())
 
 

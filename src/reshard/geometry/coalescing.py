@@ -36,11 +36,11 @@ def join_boxes(transfers: Transfers) -> Transfers:
     while found != len(transfers):
         found = len(transfers)
         for dimension in reversed(range(ndim)):
-            transfers, place = _joined_along(transfers, place, dimension)
+            transfers, place = _join_along(transfers, place, dimension)
     return transfers.take(np.argsort(place, kind="stable"))
 
 
-def _joined_along(
+def _join_along(
     transfers: Transfers, place: IntArray, dimension: int
 ) -> tuple[Transfers, IntArray]:
     """Join in one dimension. `place` is where each transfer, or the first of it, stood."""

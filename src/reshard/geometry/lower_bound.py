@@ -84,14 +84,14 @@ def held_elements(
     mine = source.cells_of(slot) if slot < source.slots else range(0)
     return _union(
         [
-            _shared(source, int(own), target, cell, known)
+            _count_shared(source, int(own), target, cell, known)
             for own in mine
             if source.cell_contribution[own] == contribution
         ]
     )
 
 
-def _shared(
+def _count_shared(
     source: Layout,
     own: int,
     target: Layout,
@@ -163,11 +163,11 @@ def _union(held: list[list[_Intervals]]) -> int:
 def _volume(product: list[_Intervals]) -> int:
     volume = 1
     for intervals in product:
-        volume *= sum(stop - start for start, stop in _merged(intervals))
+        volume *= sum(stop - start for start, stop in _merge_intervals(intervals))
     return volume
 
 
-def _merged(intervals: _Intervals) -> _Intervals:
+def _merge_intervals(intervals: _Intervals) -> _Intervals:
     merged: _Intervals = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:

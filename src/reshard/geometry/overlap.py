@@ -100,13 +100,13 @@ class Overlap:
             return self._pieces_of_pairs.of(pair)
         parts = self.holders.parts
         units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
-        found = self._joined_pieces(units // parts, units % parts)
+        found = self._join_pieces(units // parts, units % parts)
         return found.of(of_route)
 
     @cached_property
     def _pieces_of_pairs(self) -> Pieces:
         """The pieces of every pair, where each holder set is one part."""
-        return self._joined_pieces(np.arange(len(self.pair_set)), self.pair_set)
+        return self._join_pieces(np.arange(len(self.pair_set)), self.pair_set)
 
     @cached_property
     def shared_pieces(self) -> SharedPieces:
@@ -147,7 +147,7 @@ class Overlap:
         inside = self.start[entry] - self.holders.start[stretch]
         return self.holders.local_start(stretch, source_part) + inside
 
-    def _joined_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+    def _join_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
         low = self.piece_begin[pair]
         count = self.piece_begin[pair + 1] - low
         unit = np.repeat(np.arange(len(pair)), count)

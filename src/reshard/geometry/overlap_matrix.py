@@ -46,7 +46,7 @@ def kept_elements(plan: LayoutChange) -> IntArray:
     target_key = target_key.reshape(-1)
     shared = np.ones((len(key_cell), len(first)), dtype=np.int64)
     for d, overlap in enumerate(plan.overlaps):
-        table = _shared_indices(overlap, target.tables[d].parts)
+        table = _count_shared_indices(overlap, target.tables[d].parts)
         shared *= table[source.cell_part[key_cell, d][:, None], target.cell_part[first, d]]
     combined = np.zeros((source.contributions, target.contributions), dtype=bool)
     for contribution, sources in enumerate(plan.combines):
@@ -66,7 +66,7 @@ def kept_elements(plan: LayoutChange) -> IntArray:
     return kept.T
 
 
-def _shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
+def _count_shared_indices(overlap: Overlap, target_parts: int) -> IntArray:
     """Indices that each source part shares with each target part: `(parts, target_parts)`."""
     sets = overlap.holders
     begin = sets.set_begin[overlap.pair_set]

@@ -103,7 +103,7 @@ class MegatronNames:
             _within(number, self.experts_per_rank, "expert", name, rank)
             return self._place("ep", rank) * self.experts_per_rank + number
 
-        return self._renumbered(name, layer, expert)
+        return self._renumber(name, layer, expert)
 
     def local_name(self, name: str) -> str:
         """What the ranks that have the tensor of global `name` call it.
@@ -125,9 +125,9 @@ class MegatronNames:
         def expert(number: int) -> int:
             return _within(number, self.num_experts or 0, "expert", name) % self.experts_per_rank
 
-        return self._renumbered(name, layer, expert)
+        return self._renumber(name, layer, expert)
 
-    def _renumbered(
+    def _renumber(
         self, name: str, layer: Callable[[int], int], expert: Callable[[int], int]
     ) -> str:
         found = self._layer(name)

@@ -87,7 +87,7 @@ class MegatronParameter:
             given = getattr(self, name)
             if given is None and name not in ("shape", "partition_dim", "partition_stride"):
                 continue
-            frozen = _frozen(name, given)
+            frozen = _freeze(name, given)
             if isinstance(frozen, tuple) != (name in _SEQUENCES):
                 expected = "a list of numbers" if name in _SEQUENCES else "one number"
                 raise SpecError(f"{name}={given!r}, where {expected} was expected")
@@ -234,7 +234,7 @@ class MegatronParameter:
     def rule(self) -> CutRule:
         """The rule that cuts its dimension. Raises RuleError where none gives the local shapes."""
         lengths = self.local_lengths
-        rule = self._stated_rule(lengths)
+        rule = self._find_rule(lengths)
         found = rule.table(self._global_length(), self.parts).local_lengths.tolist()
         if found != list(lengths):
             raise RuleError(
@@ -243,7 +243,7 @@ class MegatronParameter:
             )
         return rule
 
-    def _stated_rule(self, lengths: tuple[int, ...]) -> CutRule:
+    def _find_rule(self, lengths: tuple[int, ...]) -> CutRule:
         if self.heads is not None:
             return Heads(self.heads)
         if self.true_length is not None:
@@ -304,10 +304,10 @@ def _are_whole(numbers: Sequence[object]) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-def _frozen(name: str, given: object) -> object:
+def _freeze(name: str, given: object) -> object:
     """A whole number, or nested sequences of them as tuples. Raises SpecError for others."""
     if isinstance(given, tuple | list):
-        return tuple(_frozen(name, item) for item in given)
+        return tuple(_freeze(name, item) for item in given)
     try:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:

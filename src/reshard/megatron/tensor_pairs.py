@@ -66,12 +66,12 @@ def reconcile(
     tp@blocks[64,32], -
     tp@blocks[64,32], -
     """
-    return _reconciled(source, target, cast)
+    return _reconcile(source, target, cast)
 
 
 # A model has thousands of parameters and few descriptions of them.
 @lru_cache(maxsize=4096)
-def _reconciled(
+def _reconcile(
     source: MegatronParameter, target: MegatronParameter, cast: str | None
 ) -> Reconciled:
     _check_types(source, target, cast)
@@ -113,11 +113,11 @@ def _read(
     cut = [side.partition_dim for side in (target, source) if side.tensor_model_parallel]
     if not cut:
         return source, target
-    both = _marked_as(source, target), _marked_as(target, source)
+    both = _mark_as(source, target), _mark_as(target, source)
     readings = {"both cut": both}
     if both != (source, target):
         readings["as marked"] = source, target
-    readings["neither cut"] = _unmarked(source), _unmarked(target)
+    readings["neither cut"] = _unmark(source), _unmark(target)
     found = {}
     for name, (left, right) in readings.items():
         if left is None or right is None:
@@ -136,7 +136,7 @@ def _read(
     )
 
 
-def _marked_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParameter | None:
+def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParameter | None:
     """The side, cut as the other is where it has no mark; None where that cannot be."""
     if side.tensor_model_parallel:
         return side
@@ -153,7 +153,7 @@ def _marked_as(side: MegatronParameter, other: MegatronParameter) -> MegatronPar
     return replace(marked, true_length=other.true_length) if fits else None
 
 
-def _unmarked(side: MegatronParameter) -> MegatronParameter | None:
+def _unmark(side: MegatronParameter) -> MegatronParameter | None:
     """The side as copies; None where its ranks cannot hold the same, or say how they differ."""
     says = (side.heads, side.true_length)
     if side.tensor_model_parallel and (len(set(side.local_shapes)) > 1 or says != (None, None)):

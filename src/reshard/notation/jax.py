@@ -59,13 +59,13 @@ def parse_jax(
     with reading("JAX", text):
         body = text.strip()
         if re.match(r"(?:\w+\.)*NamedSharding\(", body):
-            body, mesh = _named_sharding(body, mesh)
+            body, mesh = _read_named_sharding(body, mesh)
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh, such as x=2,y=3")
         return sharding_of_entries(mesh, *_partition_spec(body), shape)
 
 
-def _named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
+def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
     """The text of the PartitionSpec in what a `NamedSharding` prints, and its mesh."""
     match = re.search(r"\b(?:PartitionSpec|P)\(", text)
     if not match:

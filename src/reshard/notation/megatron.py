@@ -233,11 +233,11 @@ def megatron_text(spec: ShardingSpec) -> str:
                 f"`only({axis}=...)` of `{spec}`; Megatron's words place a tensor "
                 "along pp and ep only"
             )
-        cut.append(f"{'stages' if axis == 'pp' else 'expert_ranks'}={_joined(at)}")
+        cut.append(f"{'stages' if axis == 'pp' else 'expert_ranks'}={_join_numbers(at)}")
     return " ".join([*words, "|", *cut, f"ndim={spec.ndim}"])
 
 
-def _joined(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
@@ -307,16 +307,18 @@ def _rule_words(rule: CutRule, parts: int) -> list[str]:
     """The words of a rule; those that read back as another rule are refused by the caller."""
     if isinstance(rule, Strided):
         lengths = (
-            [] if rule.local_lengths is None else [f"local_lengths={_joined(rule.local_lengths)}"]
+            []
+            if rule.local_lengths is None
+            else [f"local_lengths={_join_numbers(rule.local_lengths)}"]
         )
         return [f"partition_stride={rule.stride}", *lengths]
     if isinstance(rule, Blocks):
-        return [f"partition_sizes={_joined(size // parts for size in rule.sizes)}"]
+        return [f"partition_sizes={_join_numbers(size // parts for size in rule.sizes)}"]
     if isinstance(rule, Pieces):
         rows = zip(*rule.pieces, strict=True)
-        return [f"partition_sizes={';'.join(map(_joined, rows))}"]
+        return [f"partition_sizes={';'.join(map(_join_numbers, rows))}"]
     if isinstance(rule, Sizes):
-        return [f"local_lengths={_joined(rule.sizes)}"]
+        return [f"local_lengths={_join_numbers(rule.sizes)}"]
     if isinstance(rule, Heads):
         return [f"heads={rule.count}"]
     return [f"pad={rule.multiple}"] if isinstance(rule, Padded) else []

@@ -157,7 +157,7 @@ def contents_of_boxes(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) ->
     for slot, box in boxes:
         window = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         pieces.setdefault(slot, []).append(numbers[window])
-    return _owned(
+    return _own_elements(
         shape,
         {
             slot: several[0] if len(several) == 1 else np.concatenate([p.ravel() for p in several])
@@ -169,7 +169,7 @@ def contents_of_boxes(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) ->
 def contents_of_whole(shape: Sequence[int], holders: Iterable[int]) -> Contents:
     """The whole tensor on each of the slots `holders`."""
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(tuple(shape))
-    return _owned(shape, dict.fromkeys(holders, numbers))
+    return _own_elements(shape, dict.fromkeys(holders, numbers))
 
 
 def contents_of_flat_ranges(
@@ -188,10 +188,10 @@ def contents_of_flat_ranges(
         numbers = [i * width + j for i in range(start, stop) for j in range(width)]
         local_shape = (len(numbers),) if local_shapes is None else local_shapes[slot]
         elements[slot] = np.array(numbers, dtype=np.int64).reshape(local_shape)
-    return _owned(shape, elements)
+    return _own_elements(shape, elements)
 
 
-def _owned(shape: Sequence[int], elements: dict[int, NDArray[np.int64]]) -> Contents:
+def _own_elements(shape: Sequence[int], elements: dict[int, NDArray[np.int64]]) -> Contents:
     everywhere = {slot: np.ones(array.shape, dtype=bool) for slot, array in elements.items()}
     return Contents(tuple(shape), elements, everywhere, dict.fromkeys(elements, 0))
 

@@ -55,12 +55,12 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
         case Ceil():
             units = -(-length // rule.unit)
             units_each = max(-(-units // parts), 1)
-            return _dealt(parts, [i // rule.unit // units_each for i in range(length)])
+            return _deal(parts, [i // rule.unit // units_each for i in range(length)])
         case Balanced():
             pieces = np.array_split(np.arange(length), parts)
             return [[Place(int(i)) for i in piece] for piece in pieces]
         case Sizes():
-            return _dealt(parts, [p for p, size in enumerate(rule.sizes) for _ in range(size)])
+            return _deal(parts, [p for p, size in enumerate(rule.sizes) for _ in range(size)])
         case Windows():
             return [[Place(i) for i in range(start, stop)] for start, stop in rule.windows]
         case Heads():
@@ -75,7 +75,7 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
             owner = [
                 p for block in rule.pieces for p, size in enumerate(block) for _ in range(size)
             ]
-            return _dealt(parts, owner)
+            return _deal(parts, owner)
         case WholeBlocks():
             each = max(-(-len(rule.sizes) // parts), 1)
             block_owner = [b // each for b in range(len(rule.sizes))]
@@ -86,9 +86,9 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
                 for part, size in zip(block_owner, rule.sizes, strict=True)
                 for _ in range(size)
             ]
-            return _dealt(parts, owner)
+            return _deal(parts, owner)
         case BlockCyclic():
-            return _dealt(parts, [(i // rule.block + rule.first) % parts for i in range(length)])
+            return _deal(parts, [(i // rule.block + rule.first) % parts for i in range(length)])
         case Padded():
             width = -(-length // (rule.multiple * parts)) * rule.multiple
             return [
@@ -108,7 +108,7 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
     )
 
 
-def _dealt(parts: int, owner: Iterable[int]) -> list[Part]:
+def _deal(parts: int, owner: Iterable[int]) -> list[Part]:
     """Index `i` goes to part `owner[i]`, behind what that part has."""
     dealt: list[Part] = [[] for _ in range(parts)]
     for index, part in enumerate(owner):
@@ -162,14 +162,14 @@ def nested_parts(levels: Sequence[tuple[CutRule, int]], length: int) -> list[Par
     current: list[Part] = [[Place(i) for i in range(length)]]
     for rule, count in levels:
         current = [
-            [_seen_through(outer, place) for place in inner]
+            [_see_through(outer, place) for place in inner]
             for outer in current
             for inner in parts_of(rule, len(outer), count)
         ]
     return current
 
 
-def _seen_through(outer: Part, place: Place) -> Place:
+def _see_through(outer: Part, place: Place) -> Place:
     """A place of an inner cut, as a place of the whole dimension.
 
     A copy of a copy is as old as the older of the two: it is fresh only if both are.

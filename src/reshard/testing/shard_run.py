@@ -124,7 +124,7 @@ class _Run:
             return [_padding(op.type, self._dtype) for _ in self._processes]
         if isinstance(op, InsertSliceOp):
             pairs = zip(self.arrays[op.into], self.arrays[op.operand], strict=True)
-            return [_placed(into, array, op.offsets) for into, array in pairs]
+            return [_place_at(into, array, op.offsets) for into, array in pairs]
         held = self.arrays[op.operand]
         if isinstance(op, ShardOp):
             return self._parts(op, held)
@@ -133,12 +133,12 @@ class _Run:
                 self._returning.add(op.result)
                 return held
             start = (0,) * len(op.after.shape)
-            return [_placed(_padding(op.after, self._dtype), array, start) for array in held]
+            return [_place_at(_padding(op.after, self._dtype), array, start) for array in held]
         if isinstance(op, ExtractSliceOp):
             return [array[_box(op.offsets, op.sizes)] for array in held]
         if isinstance(op, MessageOp):
             return self._messages(op, held)
-        return _collected(op, self._grids[op.grid], held)
+        return _run_collective(op, self._grids[op.grid], held)
 
     @property
     def _dtype(self) -> np.dtype[Any]:
@@ -206,13 +206,13 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
 
 
-def _placed(into: Array, array: Array, offsets: Sequence[int]) -> Array:
+def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
     found = into.copy()
     found[_box(offsets, array.shape)] = array
     return found
 
 
-def _collected(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
+def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
     """What a collective makes of the arrays of every group, its ranks in the order of its axes."""
     rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)

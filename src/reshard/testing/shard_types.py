@@ -141,12 +141,12 @@ class TypeCheck:
             sharding_spec(self._grid(op.grid), op, len(op.split_axes))
             return _Value("sharding", sharding=op)
         if isinstance(op, ShardOp):
-            return self._annotated(op)
+            return self._annotate(op)
         if isinstance(op, CastOp):
             return self._cast(op)
         if isinstance(op, CollectiveOp):
             self._own(op.operand, op.before)
-            _check_shape(op.after, _collected(op, self._grid(op.grid)))
+            _check_shape(op.after, _infer_collective(op, self._grid(op.grid)))
             return _Value("tensor", op.after, is_own=True)
         if isinstance(op, MessageOp):
             return self._message(op)
@@ -171,7 +171,7 @@ class TypeCheck:
             _check_box(op, op.after, op.before)
         return _Value("tensor", op.after, is_own=True)
 
-    def _annotated(self, op: ShardOp) -> _Value:
+    def _annotate(self, op: ShardOp) -> _Value:
         value = self._tensor(op.operand, op.type)
         if value.is_own:
             raise NotationError(
@@ -247,7 +247,7 @@ def _group_size(grid: Grid, axes: Iterable[int]) -> int:
     return math.prod(grid.shape[axis] for axis in found)
 
 
-def _collected(op: CollectiveOp, grid: Grid) -> TensorType:
+def _infer_collective(op: CollectiveOp, grid: Grid) -> TensorType:
     """The type that a collective makes of its operand's."""
     count = _group_size(grid, op.grid_axes)
     if "reduction" in op.names and op.word not in REDUCTIONS.values():
@@ -261,18 +261,18 @@ def _collected(op: CollectiveOp, grid: Grid) -> TensorType:
                 f"{len(op.before.shape) - 1}"
             )
     if op.kind == "all_gather":
-        return _grown(op.before, op.setting("gather_axis"), count)
+        return _grow(op.before, op.setting("gather_axis"), count)
     if op.kind == "all_slice":
         return _shrunk(op.before, op.setting("slice_axis"), count)
     if op.kind == "reduce_scatter":
         return _shrunk(op.before, op.setting("scatter_axis"), count)
     if op.kind == "all_to_all":
         split = _shrunk(op.before, op.setting("split_axis"), count)
-        return _grown(split, op.setting("concat_axis"), count)
+        return _grow(split, op.setting("concat_axis"), count)
     return op.before
 
 
-def _grown(type_: TensorType, axis: int, count: int) -> TensorType:
+def _grow(type_: TensorType, axis: int, count: int) -> TensorType:
     return type_.resized(axis, type_.shape[axis] * count)
 
 

@@ -78,7 +78,7 @@ def inspect(
     """
     check_picture(drawn, as_json)
     opened = open_checkpoint(checkpoint)
-    shown = _chosen(opened, patterns)
+    shown = _choose_tensors(opened, patterns)
     found = None
     if digest:
         with shown_progress("checking", quiet) as progress:
@@ -91,7 +91,7 @@ def inspect(
     return DIFFERS if found is not None and found.damaged else DONE
 
 
-def _chosen(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkpoint:
+def _choose_tensors(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> Checkpoint:
     """The checkpoint with only the tensors that a pattern matches; all without patterns."""
     if not patterns:
         return checkpoint
@@ -160,7 +160,7 @@ def _as_text(
         *listing("no tensors, but bytes", checkpoint.items),
         *listing("carried along", checkpoint.carried),
         *listing("attributes", checkpoint.attributes),
-        *listing("left out", [f"{name} ({reason})" for name, reason in _left_out(checkpoint)]),
+        *listing("left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]),
         *(f"note: {printable(note)}" for note in checkpoint.notes),
     ]
     if drawing is not None:
@@ -170,7 +170,7 @@ def _as_text(
     return lines
 
 
-def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
+def _list_left_out(checkpoint: Checkpoint) -> tuple[tuple[str, str], ...]:
     return (*checkpoint.left_out, *checkpoint.unread)
 
 
@@ -240,7 +240,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         ],
         "carried": list(checkpoint.carried),
         "attributes": list(checkpoint.attributes),
-        "left_out": [{"name": name, "reason": why} for name, why in _left_out(checkpoint)],
+        "left_out": [{"name": name, "reason": why} for name, why in _list_left_out(checkpoint)],
         "notes": list(checkpoint.notes),
         "totals": _totals(checkpoint),
         "digest_check": found

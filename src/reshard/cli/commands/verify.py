@@ -68,7 +68,7 @@ def verify(
       digests {tensor: digest} (of those that are the same)
     """
     began_s = time.monotonic()
-    a, b = _named(left, right, left_names, right_names, recipe)
+    a, b = _name_both(left, right, left_names, right_names, recipe)
     with shown_progress("comparing", quiet) as progress:
         found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
     seconds_s = time.monotonic() - began_s
@@ -79,7 +79,7 @@ def verify(
     return DONE if found.is_same else DIFFERS
 
 
-def _named(
+def _name_both(
     left: str, right: str, left_names: str | None, right_names: str | None, recipe: str | None
 ) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""

@@ -128,7 +128,7 @@ def parse_ragged(
             raise NotationError("placements do not say the tensor's shape; give a shape")
         mesh, placed = split_mesh(text, mesh)
         placements = [
-            _ragged_of_call(call) if call.name in _NAMES else placement_of_call(call)
+            _read_ragged(call) if call.name in _NAMES else placement_of_call(call)
             for call in read_calls(placed)
         ]
         if mesh is None:
@@ -142,7 +142,7 @@ def parse_ragged(
         raise type(error)(f"{error} (in the placements `{text}`)") from None
 
 
-def _ragged_of_call(call: Call) -> RaggedShard:
+def _read_ragged(call: Call) -> RaggedShard:
     bound = call.bound("dims", "local_units", "split_factor")
     dims, units = bound.get("dims"), bound.get("local_units")
     if not is_numbers(dims) or not is_numbers(units):

@@ -217,7 +217,7 @@ def sharding_of_placements(
             f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
             "a tensor is partial in one, redistribute the other axes first"
         )
-    order = _checked_order(shard_order, by_dim)
+    order = _check_order(shard_order, by_dim)
     dim_specs = [DimSpec([levels[n] for n in order[dim]]) for dim, levels in by_dim.items()]
     return ShardingSpec(mesh, dim_specs, (), partial, reductions[0] if reductions else "sum")
 
@@ -272,7 +272,7 @@ def _order_of_steps(
     return tuple(order)
 
 
-def _checked_order(
+def _check_order(
     shard_order: Iterable[tuple[int, Sequence[int]]] | None, by_dim: dict[int, dict[int, Level]]
 ) -> dict[int, list[int]]:
     """The axes of every dimension, by number, in the order in which they cut."""

@@ -73,7 +73,7 @@ def heat_map(
             )
         )
         if groups <= _MOST_WRITTEN:
-            amounts.append(_written(short_text(amount), x, y, step, amount, most))
+            amounts.append(_write_amount(short_text(amount), x, y, step, amount, most))
     together = "" if size == 1 else f", {size} {noun}s a square"
     caption = f"sending {noun}s down, receiving {noun}s across{together}"
     scale = f"up to {amount_text(most)}"
@@ -102,7 +102,7 @@ def _strength(amount: int, most: int) -> str:
     return f"{0.15 + 0.85 * amount / most:.2f}"
 
 
-def _written(text: str, x: float, y: float, step: float, amount: int, most: int) -> str:
+def _write_amount(text: str, x: float, y: float, step: float, amount: int, most: int) -> str:
     if len(text) * 5.6 + 4 > step:
         return ""
     return element(

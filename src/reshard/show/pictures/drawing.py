@@ -114,7 +114,7 @@ def sketch(
     """
     regions = [
         Region(tuple(places), *_largest_block(places), lines=tuple(lines))
-        for places, lines in _labelled(grid, label, most_label_columns, ellipsis)
+        for places, lines in _place_labels(grid, label, most_label_columns, ellipsis)
     ]
     column_shares = [_least_share(interval, grid.columns, 4, times) for interval in grid.columns]
     if grid.column_dimension is not None:
@@ -153,7 +153,7 @@ def _least_share(
     return unit * min(max(times, 1), most_times)
 
 
-def _labelled(
+def _place_labels(
     grid: RegionGrid, label: RegionLabel, most_label_columns: int, ellipsis: str
 ) -> list[tuple[list[Place], list[str]]]:
     """The places of each region, and its label."""

@@ -28,7 +28,7 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
         said.append(f"Drawn: dimensions {drawn[0]} (down) and {drawn[1]} (across).")
         for d in range(layout.ndim):
             if d not in drawn:
-                said.append(f"Not drawn: dimension {d}, {_hidden_cut(layout, d)}.")
+                said.append(f"Not drawn: dimension {d}, {_describe_hidden_cut(layout, d)}.")
     if 0 in layout.shape:
         said.append(f"No elements: dimension {layout.shape.index(0)} has length 0.")
     empty = set(layout.holders) - {int(slot) for slot in layout.cell_slot[layout.cell_elements > 0]}
@@ -53,7 +53,7 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
     return [line for note in said for line in textwrap.wrap(note, width)]
 
 
-def _hidden_cut(layout: Layout, dimension: int) -> str:
+def _describe_hidden_cut(layout: Layout, dimension: int) -> str:
     grid = region_grid(layout, dimension, None)
     bounds = [interval.start for interval in grid.rows[1:]]
     length = layout.shape[dimension]

@@ -154,7 +154,7 @@ def _without_own_halos(place: set[Holding]) -> Holdings:
     return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
 
 
-def _used_parts(layout: Layout, dimension: int) -> IntArray:
+def _find_used_parts(layout: Layout, dimension: int) -> IntArray:
     return np.unique(layout.cell_part[:, dimension])
 
 
@@ -162,7 +162,7 @@ def _edges(layout: Layout, dimension: int) -> IntArray:
     """Where runs in use begin and end along a dimension, and its own ends; 0, 0 if it is empty."""
     table = layout.tables[dimension]
     runs = table.single_runs()
-    runs = runs.take((runs.role != PAD) & np.isin(runs.part, _used_parts(layout, dimension)))
+    runs = runs.take((runs.role != PAD) & np.isin(runs.part, _find_used_parts(layout, dimension)))
     ends = np.array([0, table.dimension_length])
     edges: IntArray = np.unique(np.concatenate((ends, runs.start, runs.stop)))
     return edges if len(edges) > 1 else ends
@@ -179,12 +179,13 @@ def _cover(
     _, shown = _leave_out_middle(intervals, most_intervals)
     table = layout.tables[dimension]
     covers = {
-        part: _covered(table, part, shown) for part in _used_parts(layout, dimension).tolist()
+        part: _find_covered(table, part, shown)
+        for part in _find_used_parts(layout, dimension).tolist()
     }
     return list(shown), covers
 
 
-def _covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> dict[int, bool]:
+def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> dict[int, bool]:
     if table.dimension_length == 0:
         return {0: False}
     runs = table.single_runs()

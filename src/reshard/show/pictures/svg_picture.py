@@ -77,7 +77,7 @@ class _Drawing:
         origins: Origins | None,
     ) -> None:
         self.layout, self.colours, self.name, self.origins = layout, colours, name, origins
-        self.grid = _limited(region_grid(layout, *dimensions, _MOST_INTERVALS))
+        self.grid = _limit_boxes(region_grid(layout, *dimensions, _MOST_INTERVALS))
         rows, columns = self.grid.rows, self.grid.columns
         self.left = 12.0
         if self.grid.row_dimension is not None:
@@ -183,7 +183,7 @@ class _Drawing:
 
     def _fill(self, holdings: Holdings) -> str:
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
-        ranks = _picked(sorted(owners))
+        ranks = _pick_stripes(sorted(owners))
         if len(ranks) == 1:
             return self.colours[ranks[0]]
         identifier = self.gradients.setdefault(ranks, f"{self.name}-{len(self.gradients)}")
@@ -326,7 +326,7 @@ class _Drawing:
         return texts
 
 
-def _limited(grid: RegionGrid) -> RegionGrid:
+def _limit_boxes(grid: RegionGrid) -> RegionGrid:
     """At most `_MOST_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
     rows, columns = len(grid.rows), len(grid.columns)
     side = int(_MOST_BOXES**0.5)
@@ -354,7 +354,7 @@ def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _picked(ranks: Sequence[int]) -> tuple[int, ...]:
+def _pick_stripes(ranks: Sequence[int]) -> tuple[int, ...]:
     """As many ranks as stripes can be told apart, at equal distances, the ends included."""
     last = len(ranks) - 1
     if last < _MOST_STRIPES:

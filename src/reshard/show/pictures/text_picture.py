@@ -71,9 +71,9 @@ def picture(
     5 +-----------------------+
     """
     _check_size(width, height)
-    drawn = _fitted(layout, width, height, _labels(labels, ascii), None)
+    drawn = _fit_sketch(layout, width, height, _labels(labels, ascii), None)
     body = drawn.draw(_natural_width(drawn, width), drawn.least_height, ascii)
-    return _finished([*body, *notes(layout, drawn.grid, width)])
+    return _join_lines([*body, *notes(layout, drawn.grid, width)])
 
 
 def change_picture(
@@ -144,13 +144,13 @@ def change_picture(
     if plan is not None and labels == "ranks" and len(plan.change.routes.target_cell) <= MOST_BOXES:
         origins = find_origins(plan.transfers if transfers is None else transfers)
     names = titles or tuple(_holders_title(layout) for layout in (source, target))
-    source_sketch = _fitted(source, width, height, written, None)
-    target_sketch = _fitted(target, width, height, written, origins)
+    source_sketch = _fit_sketch(source, width, height, written, None)
+    target_sketch = _fit_sketch(target, width, height, written, origins)
     sketches = (source_sketch, target_sketch)
     lines = _draw_both(sketches, (source, target), names, width, height, ascii)
     if plan is not None:
         lines += textwrap.wrap(movement_text(plan), width)
-    return _finished(lines)
+    return _join_lines(lines)
 
 
 def movement_text(plan: Plan) -> str:
@@ -197,11 +197,11 @@ def _labels(labels: str | SlotLabel, ascii: bool) -> Labels:
     return Labels(labels, ascii)
 
 
-def _finished(lines: Sequence[str]) -> str:
+def _join_lines(lines: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _fitted(
+def _fit_sketch(
     layout: Layout, width: int, height: int, labels: Labels, origins: Origins | None
 ) -> Sketch:
     """The sketch that shows most in `width` x `height`."""
