@@ -159,6 +159,27 @@ def test_what_cannot_be_is_said(
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: sp.sum(x, axis=7), r"sum of float64\[7, 5\]: dimensions \(7,\) of 2; name some"),
+        (lambda x: sp.sum(x, axis="a"), r"sum of .*: dimensions \('a',\) of 2; name them by whole"),
+        (lambda x: sp.prod(x, axis=(0, 0)), r"prod of .*: dimensions \(0, 0\) of 2; .* each once"),
+        (lambda x: x @ x, r"matmul of float64\[7, 5\], float64\[7, 5\]: shapes .*: 5 and 7"),
+        (lambda x: x + x[1:], r"add of .*do not broadcast; sizes counted"),
+    ],
+)
+def test_whole_arrays_are_refused_as_arrays_in_shards_are(
+    function: Callable[[Any], Any], said: str, library: str
+) -> None:
+    whole = sp.array(DATA, runner=sp.in_process(library))
+    with pytest.raises(SpecError, match=said):
+        function(whole)
+    with pytest.raises(SpecError):
+        function(sharded(DATA, library))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_what_depends_on_elements_is_said_of_a_compiled_operation_too(library: str) -> None:
     square = np.diag([1.0, 2.0, 3.0])
     sp.linalg.inv(sharded(square, library))

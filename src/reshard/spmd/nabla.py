@@ -1,27 +1,133 @@
-"""What nabla's sharding module asks, under its names: which mesh, which sharding, which slice.
+"""nabla's names for sharding, propagation and arrays, so that its programs run with this module.
 
-The functions are for programs written for it; arrays in shards ask and answer all of it
-themselves, at every operation.
+    from reshard.spmd.nabla import DeviceMesh, DimSpec, Tensor
+
+Its documents name meshes and specs, arrays (`Tensor.ones(...).trace()`), templates of rules, the
+strategies of propagation, and the questions that an operation asks of its arguments: is one
+sharded, over which mesh, how is the result, which part is a device's. Arrays in shards ask and
+answer all of that themselves, at every operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import index as as_index
 from typing import Any
 
 from reshard.errors import MeshError, SpecError, UsageError
 from reshard.mesh import DeviceMesh
-from reshard.sharding import ShardingSpec
+from reshard.sharding import DimSpec, ShardingSpec
 from reshard.spmd.array_type import ArrayType
-from reshard.spmd.arrays.sharded_array import ShardedArray
+from reshard.spmd.arrays import creation
+from reshard.spmd.arrays.sharded_array import ShardedArray, array
+from reshard.spmd.local.library import library_of
+from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import operator_of
+from reshard.spmd.rules.sharding_rule import OpShardingRule
+from reshard.spmd.rules.templates import (
+    broadcast_with_shapes_template,
+    elementwise_template,
+    matmul_template,
+    reduce_template,
+    transpose_template,
+)
 from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.operation_call import common_mesh, laid_out
 from reshard.spmd.shards.runner import replicated
+from reshard.spmd.tracing.trace import trace
+
+__all__ = [
+    "AGGRESSIVE",
+    "BASIC",
+    "COST",
+    "DeviceMesh",
+    "DimSpec",
+    "OpShardingRule",
+    "ShardingSpec",
+    "Tensor",
+    "broadcast_with_shapes_template",
+    "elementwise_template",
+    "get_mesh_from_args",
+    "has_sharded_inputs",
+    "infer_output_sharding",
+    "matmul_template",
+    "reduce_template",
+    "reshard_tensor",
+    "slice_for_shard",
+    "transpose_template",
+]
+
+BASIC = "basic"
+"""The strategy of propagation that takes the longest beginning on which all tensors agree."""
+AGGRESSIVE = "aggressive"
+"""The strategy that prefers more shards."""
+COST = "cost"
+"""The strategy of least estimated time, which nabla has not."""
 
 
-def _types(args: Iterable[Any]) -> list[ArrayType | None]:
-    return [one.type if isinstance(one, ArrayValue) else None for one in args]
+class _ArrayClass(type):
+    """Arrays in shards are instances of `Tensor`."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ShardedArray)
+
+
+class Tensor(ShardedArray, metaclass=_ArrayClass):
+    """nabla's name of arrays in shards, with its constructors, of `float32` elements.
+
+    >>> x = Tensor.ones((4, 8)).trace()
+    >>> x, isinstance(x, Tensor), Tensor([1, 2]).type
+    (<ShardedArray float32[4, 8]>, True, ArrayType(int64[2]))
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, data: Any, spec: ShardingSpec | None = None) -> Any:
+        return array(data, spec)
+
+    @staticmethod
+    def zeros(shape: int | Sequence[int], dtype: object = "float32") -> ShardedArray:
+        """An array of zeros."""
+        return creation.zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def ones(shape: int | Sequence[int], dtype: object = "float32") -> ShardedArray:
+        """An array of ones."""
+        return creation.ones(shape, dtype=dtype)
+
+    @staticmethod
+    def full(shape: int | Sequence[int], value: complex, dtype: object = "float32") -> ShardedArray:
+        """An array of one number."""
+        return creation.full(shape, value, dtype=dtype)
+
+    @staticmethod
+    def arange(
+        start: float, stop: float | None = None, step: float = 1, dtype: object = "float32"
+    ) -> ShardedArray:
+        """Numbers from `start` up to `stop`, or from 0 up to `start`."""
+        return creation.arange(start, stop, step, dtype=dtype)
+
+    @staticmethod
+    def from_dlpack(data: Any) -> ShardedArray:
+        """Another library's array."""
+        return creation.from_dlpack(data)
+
+
+def _type_of(argument: Any) -> ArrayType | None:
+    """The type of an array in shards or of a library, which is whole; None for a number."""
+    if isinstance(argument, ArrayValue):
+        return argument.type
+    if isinstance(argument, ArrayType):
+        return argument
+    library = library_of(argument)
+    if library is not None:
+        return ArrayType(argument.shape, library.dtype_of(argument))
+    if isinstance(argument, int | float | complex):
+        return None
+    raise UsageError(
+        f"{argument!r}, a {type(argument).__name__}, as an operand; arrays and numbers were "
+        "expected: make it one with sp.array"
+    )
 
 
 def has_sharded_inputs(args: Iterable[Any]) -> bool:
@@ -32,7 +138,7 @@ def has_sharded_inputs(args: Iterable[Any]) -> bool:
     >>> has_sharded_inputs([x, 3]), has_sharded_inputs([x.shard(DeviceMesh.of(x=2), [["x"], []])])
     (False, True)
     """
-    return any(one is not None and one.spec is not None for one in _types(args))
+    return any(isinstance(one, ArrayValue) and one.type.spec is not None for one in args)
 
 
 def get_mesh_from_args(args: Iterable[Any]) -> DeviceMesh | None:
@@ -40,17 +146,23 @@ def get_mesh_from_args(args: Iterable[Any]) -> DeviceMesh | None:
 
     Raises MeshError where there are two, and names both.
     """
-    return common_mesh("an operation", _types(args))
+    return common_mesh(
+        "an operation", [one.type if isinstance(one, ArrayValue) else None for one in args]
+    )
 
 
 def infer_output_sharding(
-    op: str, args: Sequence[Any], mesh: DeviceMesh | None = None, **attributes: Any
+    op: str | Operator | Callable[..., Any],
+    args: Sequence[Any],
+    mesh: DeviceMesh | None = None,
+    **attributes: Any,
 ) -> ShardingSpec | tuple[ShardingSpec, ...]:
     """The sharding that the result of an operation will have, without carrying it out.
 
     Args:
-        op: the name of the operator, as in the table of rules.
-        args: arrays in shards, and numbers.
+        op: the name of an operator in the table of rules, its row, or a function on arrays in
+            shards, such as `reshard.spmd.matmul`.
+        args: arrays in shards, arrays of NumPy or PyTorch, and numbers.
         mesh: of the arguments when None.
         attributes: of the operator, such as `axis`.
 
@@ -59,7 +171,7 @@ def infer_output_sharding(
 
     Raises:
         MeshError: arguments over different meshes.
-        UsageError: no mesh, given or of the arguments.
+        UsageError: no mesh, given or of the arguments; what is no operation, or no argument.
         SpecError: shapes or attributes that the operator cannot have.
 
     >>> import reshard.spmd as sp
@@ -68,20 +180,55 @@ def infer_output_sharding(
     >>> a, w = sp.ones((4, 8), spec=spec(mesh, "x, y")), sp.ones((8, 6))
     >>> str(infer_output_sharding("matmul", [a, w], mesh))
     'x, - | sum(y)'
+    >>> str(infer_output_sharding(sp.softmax, [a], axis=0))
+    'x, y'
     """
-    types = _types(args)
-    found = common_mesh(op, types) or mesh
-    if found is None:
-        raise UsageError(f"{op} of arrays that are not sharded, without a mesh; give mesh=")
-    if mesh is not None and found is not mesh:
-        raise UsageError(f"{op} of arrays over {found!r}, but mesh= is {mesh!r}; give the same one")
-    operator = operator_of(op)
+    if isinstance(op, str):
+        operator = operator_of(op)
+    elif isinstance(op, Operator):
+        operator = op
+    elif callable(op):
+        return _trace_sharding(op, args, mesh, attributes)
+    else:
+        raise UsageError(
+            f"{op!r} is no operation; give the name of one, such as 'matmul', or a function of "
+            "arrays in shards, such as reshard.spmd.matmul"
+        )
+    types = [_type_of(one) for one in args]
+    found = _find_mesh(operator.name, types, mesh)
     if not operator.has_rule:
         shapes = [() if one is None else one.shape for one in types]
         raise SpecError(
-            f"{op} of shapes {shapes} has no rule: its operands are replicated, and its result is"
+            f"{operator.name} of shapes {shapes} has no rule: its operands are replicated, and its "
+            f"result is; give it one with @reshard.spmd.rule({operator.name!r})"
         )
     specs = laid_out(operator, types, attributes, found).result_specs
+    return specs[0] if len(specs) == 1 else specs
+
+
+def _find_mesh(name: str, types: Sequence[ArrayType | None], mesh: DeviceMesh | None) -> DeviceMesh:
+    found = common_mesh(name, types) or mesh
+    if found is None:
+        raise UsageError(f"{name} of arrays that are not sharded, without a mesh; give mesh=")
+    if mesh is not None and found is not mesh:
+        raise MeshError(
+            f"{name} of arrays over {found!r}, but mesh= is {mesh!r}; give the same one"
+        )
+    return found
+
+
+def _trace_sharding(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: DeviceMesh | None,
+    attributes: dict[str, Any],
+) -> ShardingSpec | tuple[ShardingSpec, ...]:
+    """The shardings of what a function returns, found by tracing it."""
+    types = [_type_of(one) for one in args]
+    found = _find_mesh(getattr(function, "__name__", repr(function)), types, mesh)
+    given = [one if kind is None else kind for one, kind in zip(args, types, strict=True)]
+    outputs = trace(lambda *operands: function(*operands, **attributes), *given).outputs
+    specs = tuple(one.spec or replicated(found, one.ndim) for one in outputs)
     return specs[0] if len(specs) == 1 else specs
 
 
@@ -98,20 +245,25 @@ def slice_for_shard(
 
     Raises:
         SpecError: a shape that is not the array's, or a sharding for another one.
-        UsageError: a place that the mesh has not, a part that is not one rectangle.
+        UsageError: what is no array; a place that the mesh has not; a part in several pieces.
 
     >>> import numpy as np
     >>> from reshard import spec
     >>> slice_for_shard(np.arange(5), (5,), spec(DeviceMesh.of(x=2), "x"), 1).tolist()
     [3, 4]
     """
-    whole = tensor.to_dense() if isinstance(tensor, ArrayValue) else tensor
+    whole = _array_of("slice_for_shard", tensor)
+    whole = whole.to_dense() if isinstance(whole, ArrayValue) else whole
     if tuple(whole.shape) != tuple(shape):
-        raise SpecError(f"an array of shape {list(whole.shape)} is not of {list(shape)}")
+        raise SpecError(
+            f"an array of shape {list(whole.shape)} is not of {list(shape)}; give its own shape"
+        )
     if sharding is None:
         return whole
-    if not 0 <= index < sharding.mesh.size:
-        raise UsageError(f"device {index} of a mesh of {sharding.mesh.size}; count from 0")
+    if not hasattr(index, "__index__") or not 0 <= as_index(index) < sharding.mesh.size:
+        raise UsageError(
+            f"device {index!r} of a mesh of {sharding.mesh.size}; give a whole number, from 0 on"
+        )
     layout = sharding.layout(shape)
     boxes = layout.boxes(sharding.mesh.devices[index])
     if len(boxes) > 1:
@@ -130,20 +282,50 @@ def reshard_tensor(
 ) -> ShardedArray:
     """The same array in another sharding; None means a copy on every device of the mesh.
 
-    Raises SpecError for an array that is not sharded as `from_spec` says, MeshError for a
-    sharding over another mesh.
+    Args:
+        tensor: an array in shards, or a whole one of NumPy or PyTorch.
+        from_spec: its sharding, which is checked; None for one that is not known.
+        to_spec: the sharding wanted.
+        mesh: of both shardings.
+
+    Raises:
+        UsageError: what is no array, no sharding or no mesh.
+        SpecError: an array that is not sharded as `from_spec` says.
+        MeshError: a sharding over another mesh.
+
+    >>> import numpy as np
+    >>> from reshard import spec
+    >>> mesh = DeviceMesh.of(x=2)
+    >>> reshard_tensor(np.arange(4), None, spec(mesh, "x"), mesh).shards[1].tolist()
+    [2, 3]
     """
-    x: ShardedArray = tensor
+    found = _array_of("reshard_tensor", tensor)
+    x: ShardedArray = found if isinstance(found, ShardedArray) else array(found)
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"reshard_tensor over {mesh!r}; give the DeviceMesh of the shardings")
     for name, given in (("from_spec", from_spec), ("to_spec", to_spec)):
-        if given is not None and given.mesh is not mesh:
+        if given is None:
+            continue
+        if not isinstance(given, ShardingSpec):
+            raise UsageError(f"{name} {given!r} is no sharding; give reshard.spec(mesh, 'x, -')")
+        if given.mesh is not mesh:
             raise MeshError(
                 f"mesh {mesh!r}, but {name} `{given}` is over {given.mesh!r}; give the mesh of the "
                 "shardings"
             )
-    if (
-        from_spec is not None
-        and x.spec is not None
-        and x.type.layout is not from_spec.layout(x.shape)
-    ):
-        raise SpecError(f"the array is sharded by `{x.spec}`, not by `{from_spec}`")
+    known = None if from_spec is None or x.spec is None else from_spec.layout(x.shape)
+    if known is not None and x.type.layout is not known:
+        raise SpecError(
+            f"the array is sharded by `{x.spec}`, not by `{from_spec}`; give x.spec as from_spec"
+        )
     return x.shard(replicated(mesh, x.ndim) if to_spec is None else to_spec)
+
+
+def _array_of(name: str, tensor: Any) -> Any:
+    """An array in shards or of a library. Raises UsageError for anything else."""
+    if isinstance(tensor, ArrayValue) or library_of(tensor) is not None:
+        return tensor
+    raise UsageError(
+        f"{name} of {tensor!r}, a {type(tensor).__name__}; an array in shards, or of NumPy or "
+        "PyTorch, was expected: make it one with sp.array"
+    )

@@ -43,7 +43,8 @@ _NAMES_OF = {
     ),
     "arrays.sharded_array": "ShardedArray array from_shards",
     "nabla": (
-        "get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor slice_for_shard"
+        "Tensor get_mesh_from_args has_sharded_inputs infer_output_sharding reshard_tensor "
+        "slice_for_shard"
     ),
     "functions.statistics": (
         "all any count_nonzero cumulative_prod cumulative_sum max mean min prod std sum var"
@@ -54,7 +55,7 @@ _NAMES_OF = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
-_EXTENSIONS = {"fft": "arrays.fft", "linalg": "functions.linalg"}
+_EXTENSIONS = {"fft": "arrays.fft", "linalg": "functions.linalg", "nabla": "nabla"}
 _CONSTANTS = {
     "e": 2.718281828459045,
     "inf": float("inf"),
@@ -62,13 +63,12 @@ _CONSTANTS = {
     "newaxis": None,
     "pi": 3.141592653589793,
 }
-# Names that a module has by another name: `Tensor` is what nabla calls arrays.
+# Names that their modules have by another one.
 _OTHERS = {
-    "Tensor": ("arrays.sharded_array", "ShardedArray"),
     "__array_namespace_info__": ("functions.inspection", "namespace_info"),
 }
 
-NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF, "Tensor")
+NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF)
 """All names that are loaded when they are first used."""
 
 

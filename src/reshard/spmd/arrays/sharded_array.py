@@ -127,11 +127,6 @@ class ShardedArray(ArrayValue, ArrayOperators):
         """The array itself, which computes at once: there is nothing to wait for."""
         return self
 
-    @staticmethod
-    def ones(shape: int | Sequence[int]) -> ShardedArray:
-        """An array of ones, of `float32` elements; see `reshard.spmd.ones`."""
-        return array(np.ones(shape, dtype=np.float32))
-
     def __repr__(self) -> str:
         spec = "" if self.spec is None else f", {str(self.spec)!r} over {self.mesh!r}"
         return f"<ShardedArray {self.type}{spec}>"

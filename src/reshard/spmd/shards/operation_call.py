@@ -20,7 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from reshard.errors import ArrayIndexError, MeshError, ReshardError, ShardError, UsageError
+from reshard.errors import (
+    ArrayIndexError,
+    MeshError,
+    ReshardError,
+    ShardError,
+    SpecError,
+    UsageError,
+)
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
 from reshard.spmd.array_type import ArrayType
@@ -298,7 +305,12 @@ def _first(
         for operand, move in zip(operands, movements, strict=True)
     ]
     is_told = operator.may_fail(work)
-    rows = _computed(name, functions, columns, operands, runner, is_told)
+    try:
+        rows = _computed(name, functions, columns, operands, runner, is_told)
+    except ReshardError as error:
+        if layout is None:
+            _check_shapes(operator, types, attributes, error)
+        raise
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _result_types(work, made, mesh, layout, runner)
@@ -338,6 +350,23 @@ def _computed(
     if failure is not None:
         raise failure
     return rows
+
+
+def _check_shapes(
+    operator: Operator,
+    operands: Sequence[ArrayType | None],
+    attributes: Attributes,
+    refusal: ReshardError,
+) -> None:
+    """Raises SpecError where the operator's rule says why a library refused whole arrays."""
+    shapes = [() if one is None else one.shape for one in operands]
+    try:
+        operator.inferred(shapes, **attributes)
+    except SpecError as error:
+        given = ", ".join("a number" if one is None else str(one) for one in operands)
+        said = f"{operator.name} of "
+        text = str(error).removeprefix(said)
+        raise SpecError(f"{said}{given}: {text}") from refusal
 
 
 def _refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
