@@ -14,7 +14,7 @@ from reshard.errors import RunError
 from reshard.layout import Layout
 from reshard.torch import redistribute
 from reshard.torch.exchange.background import BackgroundExchange
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 
 PATIENCE_S = 60
 SHAPE = (96, 300)
@@ -74,14 +74,14 @@ def several_at_once() -> None:
 def errors_come_with_wait() -> None:
     """What the thread raises is raised by `wait`, again and again; a thread runs once."""
     rows, columns = layouts()
-    start = Exchange.start
+    start = MessageExchange.start
 
-    def failing(self: Exchange) -> None:
+    def failing(self: MessageExchange) -> None:
         start(self)
         self.finish()
         raise MemoryError("no memory left")
 
-    Exchange.start = failing  # type: ignore[method-assign]
+    MessageExchange.start = failing  # type: ignore[method-assign]
     begun = redistribute(own(0, rows), columns, source=rows, async_op=True)
     for kind, told in ((MemoryError, "no memory left"), (RunError, "not usable")):
         try:
@@ -90,8 +90,8 @@ def errors_come_with_wait() -> None:
             expect(told in str(error), str(error))
         else:
             raise SystemExit("an error was lost")
-    Exchange.start = start  # type: ignore[method-assign]
-    run = BackgroundExchange(Exchange([], dist.get_rank(), None, torch.device("cpu")), 7)
+    MessageExchange.start = start  # type: ignore[method-assign]
+    run = BackgroundExchange(MessageExchange([], dist.get_rank(), None, torch.device("cpu")), 7)
     expect(not run.is_done, "done before it began")
     run.start()
     run.finish()

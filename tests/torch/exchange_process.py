@@ -10,7 +10,7 @@ import torch.distributed as dist
 import reshard
 from reshard.layout import Box, Layout
 from reshard.torch.exchange import exchange as exchange_module
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 
 ROWS, COLUMNS = 90, 48
@@ -47,7 +47,7 @@ def check(limit_bytes: int, dtype: torch.dtype, is_grouped: bool) -> int:
     movement = movement_of(rank, dtype)
     exchange_module.copier = counting  # type: ignore[assignment]
     try:
-        exchange = Exchange(
+        exchange = MessageExchange(
             [movement], rank, None, torch.device("cpu"), limit_bytes, is_grouped=is_grouped
         )
     finally:

@@ -22,7 +22,7 @@ from reshard.errors import PlanError, ReshardError, RunError, UsageError
 from reshard.layout import Layout
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.usability import mark_unusable
 
 TIMEOUT_S = 3
@@ -304,14 +304,14 @@ def in_the_middle(fail: Callable[[], None]) -> None:
     """Rank 1 does something else once messages travel; what others wrote into is not usable."""
     rows, columns = layouts()
     rank = dist.get_rank()
-    finish = Exchange.finish
+    finish = MessageExchange.finish
 
-    def failing(self: Exchange) -> None:
+    def failing(self: MessageExchange) -> None:
         if rank == 1:
             fail()
         finish(self)
 
-    Exchange.finish = failing  # type: ignore[method-assign]
+    MessageExchange.finish = failing  # type: ignore[method-assign]
     out = torch.zeros(columns.local_shape(rank))
     # Tiny messages: most are not yet posted when the rank fails.
     begun = redistribute(own(), columns, source=rows, out=out, async_op=True, extra_bytes=64)
@@ -348,17 +348,17 @@ def in_a_program(fail: Callable[[], None], is_slow: bool) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = reshard.DeviceMesh.of(x=ranks)
     source, target = reshard.spec(mesh, "-, - | sum(x)"), reshard.spec(mesh, "-, -")
-    run = Exchange.run
+    run = MessageExchange.run
     runs = 0
 
-    def failing(self: Exchange) -> None:
+    def failing(self: MessageExchange) -> None:
         nonlocal runs
         runs += 1
         if runs == 2 and rank == 1:
             fail()
         run(self)
 
-    Exchange.run = failing  # type: ignore[method-assign]
+    MessageExchange.run = failing  # type: ignore[method-assign]
     begun = redistribute(
         torch.ones(SHAPE),
         target,
@@ -387,14 +387,14 @@ def bystander() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Rank 0 sends to rank 1 and to the last; rank 1 fails.
     source, target = Layout.whole(SHAPE, [0], ranks), Layout.whole(SHAPE, [1, ranks - 1], ranks)
-    finish = Exchange.finish
+    finish = MessageExchange.finish
 
-    def failing(self: Exchange) -> None:
+    def failing(self: MessageExchange) -> None:
         finish(self)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Exchange.finish = failing  # type: ignore[method-assign]
+    MessageExchange.finish = failing  # type: ignore[method-assign]
     own = torch.ones(SHAPE) if rank == 0 else None
     expect(
         RunError,

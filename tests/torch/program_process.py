@@ -51,13 +51,13 @@ KINDS_RUN: set[str] = set()
 def by_collectives(whether: bool) -> Iterator[None]:
     """Programs run as on NCCL, with all-gathers and grouped messages, or as on gloo."""
     redistribution.ProgramRun = functools.partial(ProgramRun, by_collectives=whether)  # type: ignore
-    exchange = functools.partial(run.Exchange, is_grouped=whether)
-    run.Exchange = exchange  # type: ignore
+    exchange = functools.partial(run.MessageExchange, is_grouped=whether)
+    run.MessageExchange = exchange  # type: ignore
     try:
         yield
     finally:
         redistribution.ProgramRun = ProgramRun  # type: ignore[misc]
-        run.Exchange = exchange.func  # type: ignore[misc]
+        run.MessageExchange = exchange.func  # type: ignore[misc]
 
 
 def shards(spec: ShardingSpec, shape: tuple[int, ...], dtype: str) -> dict[int, torch.Tensor]:

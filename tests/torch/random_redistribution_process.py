@@ -33,7 +33,7 @@ from reshard.testing.strategies import (
     whole_layouts,
 )
 from reshard.torch import Redistribution, redistribute
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 
 DTYPES = ("float32", "float64", "complex64", "bfloat16", "int16", "uint8")
@@ -172,7 +172,7 @@ def check_grouped_exchange(data: st.DataObject) -> None:
         movements.append(RankTransfers.of(plan.change, plan.for_rank(rank), rank, own, local))
         expected.append(found.get(rank))
     limit = 64 * (ranks - 1)
-    exchange = Exchange(movements, rank, None, torch.device("cpu"), limit, is_grouped=True)
+    exchange = MessageExchange(movements, rank, None, torch.device("cpu"), limit, is_grouped=True)
     assert exchange.extra_bytes <= limit
     for _ in range(2):
         for movement in movements:

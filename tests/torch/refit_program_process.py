@@ -23,7 +23,7 @@ from reshard.cost import load_preset
 from reshard.errors import LayoutError, PlanError, RunError, UsageError
 from reshard.topology import Link, Topology
 from reshard.torch import BlockQuantized, Refit, refit
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.programs.phases import between_bytes
 
 # One message costs no more than its bytes.
@@ -365,9 +365,9 @@ def fails_between_steps(kills: bool) -> None:
     done = refit(source, target, method="program", group=group)
     expected = bits(target)
     runs = 0
-    run = Exchange.run
+    run = MessageExchange.run
 
-    def fails(exchange: Exchange) -> None:
+    def fails(exchange: MessageExchange) -> None:
         nonlocal runs
         runs += 1
         if runs == 2 and dist.get_rank() == 1:
@@ -376,7 +376,7 @@ def fails_between_steps(kills: bool) -> None:
             raise MemoryError("no more")
         run(exchange)
 
-    Exchange.run = fails  # type: ignore[method-assign]
+    MessageExchange.run = fails  # type: ignore[method-assign]
     try:
         done.run()
     except RunError as error:
@@ -385,7 +385,7 @@ def fails_between_steps(kills: bool) -> None:
         expect(dist.get_rank() == 1, "another rank's error")
     else:
         raise SystemExit("a rank failed, and this one knows nothing of it")
-    Exchange.run = run  # type: ignore[method-assign]
+    MessageExchange.run = run  # type: ignore[method-assign]
     expect(not done.is_usable, "a target that is partly new counts as usable")
     if kills:
         return

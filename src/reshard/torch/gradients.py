@@ -21,7 +21,7 @@ from reshard.errors import PlanError, ShardError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.sharding import ShardingSpec
-from reshard.torch.sides import Side
+from reshard.torch.sides import TensorSide
 
 
 def apply_with_gradient(
@@ -52,7 +52,7 @@ class _Flow(torch.autograd.Function):  # type: ignore[misc]
         return None, found if ctx.has_source else None, None, None
 
 
-def backward_sides(change: LayoutChange, source: Side) -> tuple[Layout, Side]:
+def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, TensorSide]:
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
@@ -71,9 +71,9 @@ def backward_sides(change: LayoutChange, source: Side) -> tuple[Layout, Side]:
         ) from error
     spec = replicated_spec(source.spec)
     if source.mesh is None:
-        return after, Side(before, spec=spec)
+        return after, TensorSide(before, spec=spec)
     placements = [Replicate() if one.is_partial() else one for one in source.placements]
-    return after, Side(before, source.mesh, tuple(placements), spec)
+    return after, TensorSide(before, source.mesh, tuple(placements), spec)
 
 
 def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:

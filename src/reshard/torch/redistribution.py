@@ -40,7 +40,7 @@ from reshard.torch.exchange.agreement import (
     run_errors,
 )
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
-from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, Exchange
+from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
@@ -52,7 +52,7 @@ from reshard.torch.programs.methods import (
 from reshard.torch.programs.run import ProgramRun
 from reshard.torch.sides import (
     Description,
-    Side,
+    TensorSide,
     check_local,
     check_writable,
     shape_of,
@@ -81,14 +81,17 @@ class Redistribution:
     """
 
     def __init__(
-        self, prepared: _Prepared, group: dist.ProcessGroup | None, in_background: bool = False
+        self,
+        prepared: _PreparedRedistribution,
+        group: dist.ProcessGroup | None,
+        in_background: bool = False,
     ) -> None:
         self._prepared = prepared
         self._group = group
         # Before all that may fail here only: ranks count alike.
         tag = next_tag(group) if in_background else 0
-        run: Exchange | BackgroundExchange | ProgramRun = prepared.run(group)
-        if in_background and isinstance(run, Exchange) and run.can_leave_its_thread:
+        run: MessageExchange | BackgroundExchange | ProgramRun = prepared.run(group)
+        if in_background and isinstance(run, MessageExchange) and run.can_leave_its_thread:
             run = BackgroundExchange(run, tag)
         self._run = run
         self._is_done = False
@@ -222,7 +225,7 @@ def redistribute(
 
 
 def _with_gradient(
-    tensor: torch.Tensor | None, prepared: _Prepared, group: dist.ProcessGroup | None
+    tensor: torch.Tensor | None, prepared: _PreparedRedistribution, group: dist.ProcessGroup | None
 ) -> Any:
     after, before = backward_sides(prepared.change, prepared.source)
     target: Description = before.layout
@@ -296,12 +299,12 @@ _NOBODY = -(1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedRedistribution:
     """What one rank will do, agreed upon by all."""
 
     change: LayoutChange
-    source: Side
-    target: Side
+    source: TensorSide
+    target: TensorSide
     own: torch.Tensor | None
     local: torch.Tensor | None
     out: torch.Tensor | None
@@ -312,7 +315,7 @@ class _Prepared:
     program: Program | None
     has_gradient: bool = False
 
-    def run(self, group: dist.ProcessGroup | None) -> Exchange | ProgramRun:
+    def run(self, group: dist.ProcessGroup | None) -> MessageExchange | ProgramRun:
         """This rank's part, to start and finish."""
         rank = dist.get_rank()
         if self.program is not None:
@@ -328,7 +331,7 @@ class _Prepared:
         if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
         tensor = RankTransfers.of(self.change, self.transfers, rank, self.own, self.local)
-        return Exchange([tensor], rank, group, self.device, self.extra_bytes)
+        return MessageExchange([tensor], rank, group, self.device, self.extra_bytes)
 
     def result(self) -> Any:
         """What the caller gets."""
@@ -337,7 +340,9 @@ class _Prepared:
         return self.target.wrap_local(self.local, self.device)
 
 
-def _agree_on_request(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+def _agree_on_request(
+    request: _Request, group: dist.ProcessGroup | None
+) -> _PreparedRedistribution:
     """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
     prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
     notes = agree(_state_intent(prepared, problem, request), group)
@@ -366,7 +371,7 @@ def _agree_on_request(request: _Request, group: dist.ProcessGroup | None) -> _Pr
 
 def _try_to_prepare(
     request: _Request, group: dist.ProcessGroup | None
-) -> tuple[_Prepared | None, str | None]:
+) -> tuple[_PreparedRedistribution | None, str | None]:
     try:
         return _prepare(request, group), None
     except Exception as error:
@@ -374,7 +379,9 @@ def _try_to_prepare(
         return None, f"{type(error).__name__}: {error}"
 
 
-def _state_intent(prepared: _Prepared | None, problem: str | None, request: _Request) -> Intent:
+def _state_intent(
+    prepared: _PreparedRedistribution | None, problem: str | None, request: _Request
+) -> Intent:
     parts = {}
     if prepared is not None:
         parts = {
@@ -388,7 +395,10 @@ def _state_intent(prepared: _Prepared | None, problem: str | None, request: _Req
 
 
 def _share_source(
-    request: _Request, prepared: _Prepared | None, speaker: int, group: dist.ProcessGroup | None
+    request: _Request,
+    prepared: _PreparedRedistribution | None,
+    speaker: int,
+    group: dist.ProcessGroup | None,
 ) -> _Request:
     """The request with the source that one rank tells all others."""
     message: list[Any] = [None]
@@ -403,13 +413,13 @@ def _share_source(
     return replace(request, source=source, shape=shape, dtype=dtype)
 
 
-def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
+def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRedistribution:
     rank = dist.get_rank()
     tensor, dtype = request.tensor, request.dtype
     if isinstance(tensor, DTensor):
         if request.source is not None:
             raise UsageError("a DTensor knows its layout; leave out source=")
-        before = Side.of_tensor(tensor)
+        before = TensorSide.of_tensor(tensor)
     elif request.source is None:
         raise UsageError(
             "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
@@ -419,8 +429,8 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         shape = request.shape
         if shape is None:
             shape = shape_of(request.source, request.target)
-        before = Side.of(request.source, shape, "source")
-    after = Side.of(request.target, before.layout.shape, "target")
+        before = TensorSide.of(request.source, shape, "source")
+    after = TensorSide.of(request.target, before.layout.shape, "target")
     if isinstance(tensor, torch.Tensor):
         if not is_usable(tensor):
             raise ShardError(
@@ -454,7 +464,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _Prepared:
         method, request.topology, before, after, dtype, group, request.extra_bytes
     )
     out, most_bytes = request.out, request.extra_bytes
-    return _Prepared(
+    return _PreparedRedistribution(
         change, before, after, own, local, out, transfers, dtype, device, most_bytes, program
     )
 
@@ -473,13 +483,13 @@ def _check_against_tensor(request: _Request, dtype: torch.dtype, shape: tuple[in
 
 def _find_target_local(
     out: torch.Tensor | None,
-    side: Side,
+    side: TensorSide,
     dtype: torch.dtype,
     own: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
     shape = side.shape_on(dist.get_rank())
-    if isinstance(out, DTensor) and Side.of_tensor(out).layout is not side.layout:
+    if isinstance(out, DTensor) and TensorSide.of_tensor(out).layout is not side.layout:
         raise ShardError(
             f"out is a DTensor of placements {list(out.placements)}, which is not the target"
         )

@@ -28,7 +28,7 @@ Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TensorSide:
     """A layout over global ranks; `mesh` and `placements` where its tensors are DTensors.
 
     `spec` is the sharding that it is of; None where it was given as a layout.
@@ -40,7 +40,7 @@ class Side:
     spec: ShardingSpec | None = None
 
     @classmethod
-    def of(cls, described: Description, shape: Sequence[int] | None, what: str) -> Side:
+    def of(cls, described: Description, shape: Sequence[int] | None, what: str) -> TensorSide:
         """The side that is described; `what` says which it is.
 
         Raises:
@@ -65,7 +65,7 @@ class Side:
         )
 
     @classmethod
-    def of_tensor(cls, tensor: DTensor) -> Side:
+    def of_tensor(cls, tensor: DTensor) -> TensorSide:
         """The side of a DTensor."""
         spec = sharding_of(tensor)
         layout = spec.layout(tuple(tensor.shape))
@@ -117,7 +117,7 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_local(
-    tensor: torch.Tensor | None, side: Side, dtype: DType, rank: int, what: str
+    tensor: torch.Tensor | None, side: TensorSide, dtype: DType, rank: int, what: str
 ) -> torch.Tensor | None:
     """This rank's part of a side, or None where it holds nothing.
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from live_processes import expect_all_end_well, run_ranks
-from reshard.torch.exchange.exchange import _Prepared, _Slots, _Step
-from reshard.torch.exchange.messages import Message, Piece
+from reshard.torch.exchange.exchange import _ExchangeStep, _Slots, _StagedMessage
+from reshard.torch.exchange.messages import Piece, RankMessage
 
 ROW, ROWS = 4, 6
 
@@ -28,15 +28,17 @@ def test_a_slot_is_packed_anew_once_all_that_it_held_is_sent(
     whole = torch.arange(2 * ROW * ROWS, dtype=torch.int32).view(ROWS, 2 * ROW)
     # Two rows of half the columns each: not dense, and different ones share elements.
     pieces = [Piece(whole[row : row + 2, :ROW], torch.int32) for row in rows]
-    messages = [Message((0, number), 0, 1, True, (piece,)) for number, piece in enumerate(pieces)]
+    messages = [
+        RankMessage((0, number), 0, 1, True, (piece,)) for number, piece in enumerate(pieces)
+    ]
     slots = _Slots(messages, are_shared, most, 1 << 10, torch.device("cpu"), None)
     assert slots.size_bytes == min(most, len(rows)) * 8 * ROW
     steps = []
     before: list[set[int]] = []
     packs = 0
     for number, message in enumerate(messages):
-        prepared = _Prepared(message, torch.empty(0), [])
-        step = _Step(message.key, 0, [prepared])
+        prepared = _StagedMessage(message, torch.empty(0), [])
+        step = _ExchangeStep(message.key, 0, [prepared])
         slots.give(prepared, step)
         followed = {steps.index(one) for one in step.follows}
         before.append(followed.union(*(before[one] for one in followed)))

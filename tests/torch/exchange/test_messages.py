@@ -18,8 +18,8 @@ from reshard.layout import Layout
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
 from reshard.testing.strategies import layouts, shapes
 from reshard.torch.exchange.messages import (
-    Message,
     Piece,
+    RankMessage,
     RankTransfers,
     cut,
     list_messages,
@@ -55,8 +55,8 @@ def plans(draw: st.DrawFn) -> reshard.Plan:
 def test_both_ends_of_every_message_agree(
     of: list[reshard.Plan], message_bytes: int, in_a_turn: int
 ) -> None:
-    sent: dict[tuple[int, ...], Message] = {}
-    received: dict[tuple[int, ...], Message] = {}
+    sent: dict[tuple[int, ...], RankMessage] = {}
+    received: dict[tuple[int, ...], RankMessage] = {}
     for rank in range(RANKS):
         movements = [
             RankTransfers.of(

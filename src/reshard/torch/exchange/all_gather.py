@@ -25,8 +25,8 @@ import torch.distributed as dist
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.schedule.messages import limit_message_bytes, order_transfers
 from reshard.torch.exchange.messages import (
-    Message,
     Piece,
+    RankMessage,
     RankPieces,
     RankTransfers,
     pack_messages,
@@ -70,7 +70,7 @@ class _Round:
             piece.view.copy_(part)
 
 
-class AllGather:
+class AllGatherRounds:
     """The pieces of one tensor within a group of ranks, by one all-gather a round.
 
     `extra_bytes` is the memory it packs into.
@@ -153,15 +153,15 @@ class AllGather:
 
 def _list_rounds(
     pieces: Sequence[Piece], peer: int, is_sent: bool, most_bytes: int
-) -> list[Message]:
+) -> list[RankMessage]:
     """What goes to all others, or comes from one, round by round."""
     return [
-        Message((number,), 0, peer, is_sent, tuple(together))
+        RankMessage((number,), 0, peer, is_sent, tuple(together))
         for number, together in enumerate(pack_messages(pieces, most_bytes))
     ]
 
 
-def _place_pieces(message: Message, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+def _place_pieces(message: RankMessage, memory: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
     """Each piece of a message with its part of the memory."""
     found = []
     for piece, low in zip(message.pieces, message.offsets, strict=False):

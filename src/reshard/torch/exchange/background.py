@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import RunError
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 
 # Tags begin where those that people choose rarely are, and come again only after as many.
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
@@ -46,7 +46,7 @@ class BackgroundExchange:
         tag: of `next_tag`.
     """
 
-    def __init__(self, exchange: Exchange, tag: int) -> None:
+    def __init__(self, exchange: MessageExchange, tag: int) -> None:
         exchange.tag = tag
         self._exchange = exchange
         self._error: BaseException | None = None

@@ -40,8 +40,8 @@ from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, limit_messag
 from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
 from reshard.torch.exchange.messages import (
     LocalCopy,
-    Message,
     Piece,
+    RankMessage,
     RankMessages,
     RankTransfers,
     cells_of,
@@ -58,16 +58,16 @@ _IN_A_TURN = _PACKED_AHEAD
 
 
 @dataclass(slots=True, eq=False)
-class _Prepared:
+class _StagedMessage:
     """A message with its bytes, and what packs or unpacks its pieces where they are staged."""
 
-    message: Message
+    message: RankMessage
     buffer: torch.Tensor
     copies: list[Callable[[], object]]
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _ExchangeStep:
     """What is posted at once, and what is combined once it is done.
 
     `key` is its place in the order of all, `order` that of the contributions in it; `follows` are
@@ -76,9 +76,9 @@ class _Step:
 
     key: tuple[int, ...]
     order: int
-    messages: list[_Prepared] = field(default_factory=list)
+    messages: list[_StagedMessage] = field(default_factory=list)
     copies: Sequence[LocalCopy] = ()
-    follows: list[_Step] = field(default_factory=list)
+    follows: list[_ExchangeStep] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     is_done: bool = False
 
@@ -93,7 +93,7 @@ class _Step:
         return not all(before.is_done for before in self.follows)
 
 
-class Exchange:
+class MessageExchange:
     """The messages of one rank, prepared to run any number of times.
 
     Args:
@@ -161,7 +161,7 @@ class Exchange:
                 slots[message.message.is_sent].give(message, step)
         self.extra_bytes = sum(one.size_bytes for one in slots)
         # What is grouped is posted in one order on all ranks; else sends and receives go apart.
-        self._lanes: tuple[list[_Step], list[_Step]] = ([], [])
+        self._lanes: tuple[list[_ExchangeStep], list[_ExchangeStep]] = ([], [])
         for step in self._steps:
             self._lanes[step.only_sends and not self._is_grouped].append(step)
         # How many steps of each lane are posted, and of the first one are completed in order.
@@ -172,15 +172,15 @@ class Exchange:
         # Of all its messages; exchanges that are under way at once have tags of their own.
         self.tag = 0
 
-    def _list_steps(self, found: RankMessages) -> list[_Step]:
+    def _list_steps(self, found: RankMessages) -> list[_ExchangeStep]:
         """Steps in the order of all messages."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        steps = [_Step(one.key, one.order, copies=one.copies) for one in found.combinations]
+        steps = [_ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
         digits = 2 if self._is_grouped else None
         for key, group in itertools.groupby(found.messages, lambda message: message.key[:digits]):
-            prepared = [_Prepared(message, nothing, []) for message in group]
-            steps.append(_Step(key, prepared[0].message.order, prepared))
+            prepared = [_StagedMessage(message, nothing, []) for message in group]
+            steps.append(_ExchangeStep(key, prepared[0].message.order, prepared))
         return sorted(steps, key=lambda step: step.key)
 
     @property
@@ -238,7 +238,7 @@ class Exchange:
             self.has_failed = True
             raise
 
-    def _post_what_can_be(self) -> list[_Step]:
+    def _post_what_can_be(self) -> list[_ExchangeStep]:
         """The first step of each direction that still has to wait for a slot."""
         waiting = []
         for direction, lane in enumerate(self._lanes):
@@ -250,7 +250,7 @@ class Exchange:
             waiting += lane[posted : posted + 1]
         return waiting
 
-    def _post(self, step: _Step) -> None:
+    def _post(self, step: _ExchangeStep) -> None:
         operations = []
         for one in step.messages:
             if one.message.is_sent:
@@ -264,7 +264,7 @@ class Exchange:
         if operations:
             step.works = dist.batch_isend_irecv(operations)
 
-    def _complete(self, step: _Step) -> None:
+    def _complete(self, step: _ExchangeStep) -> None:
         if step.order and not step.only_sends:
             # What it is combined with comes before it on its lane, and is posted.
             while not step.is_done:
@@ -273,7 +273,7 @@ class Exchange:
         else:
             self._complete_alone(step)
 
-    def _complete_alone(self, step: _Step) -> None:
+    def _complete_alone(self, step: _ExchangeStep) -> None:
         if step.is_done:
             return
         works, step.works = step.works, []
@@ -291,7 +291,7 @@ class Exchange:
 class _Failure:
     """Whatever interrupts an exchange leaves it failed; what torch raises becomes a RunError."""
 
-    def __init__(self, exchange: Exchange, what: str) -> None:
+    def __init__(self, exchange: MessageExchange, what: str) -> None:
         self._exchange = exchange
         self._what = what
 
@@ -314,7 +314,7 @@ class _Slots:
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[RankMessage],
         are_shared: bool,
         most: int,
         most_bytes: int,
@@ -330,10 +330,10 @@ class _Slots:
             memory = empty_bytes(self.size_bytes, device)
         self._memory = memory
         self._are_shared = are_shared
-        self._users: list[list[_Step]] = []
+        self._users: list[list[_ExchangeStep]] = []
         self._buffers: list[tuple[list[Any], torch.Tensor]] = []
 
-    def give(self, prepared: _Prepared, step: _Step) -> None:
+    def give(self, prepared: _StagedMessage, step: _ExchangeStep) -> None:
         """Give a message of a step its bytes, and let the step follow the one that has them."""
         direct = prepared.message.direct
         if direct is not None:
@@ -359,7 +359,7 @@ class _Slots:
             step.follows += self._users[turn - self._count]
 
 
-def _make_copy(message: Message, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
+def _make_copy(message: RankMessage, piece: Piece, part: torch.Tensor) -> Callable[[], object]:
     """What packs a piece into its part of a message, or unpacks it."""
     if message.is_sent:
         return copier(part, piece.view)

@@ -83,7 +83,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
+class RankMessage:
     """Pieces that travel together, all of contributions of one `order` of combination.
 
     `key` is its place in the order of all messages. Contributions one after another: their order,
@@ -150,7 +150,7 @@ class LocalCombination:
 class RankMessages:
     """All that one rank has to do: messages in their order, what is copied, what is combined."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[RankMessage, ...]
     copies: tuple[LocalCopy, ...]
     combinations: tuple[LocalCombination, ...]
 
@@ -215,7 +215,7 @@ def list_messages(
             sender, receiver = (rank, peer) if is_sent else (peer, rank)
             for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
                 key = order_message(order, number, sender, receiver, ranks, in_a_turn, by_region)
-                messages.append(Message(key, order, peer, is_sent, tuple(pieces_of)))
+                messages.append(RankMessage(key, order, peer, is_sent, tuple(pieces_of)))
     messages.sort(key=lambda message: message.key)
     copies = tuple(pieces.local.pop(0, ()))
     combinations = []

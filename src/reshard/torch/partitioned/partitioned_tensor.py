@@ -48,10 +48,10 @@ from reshard.torch.redistribution import RedistributionOptions, redistribute
 from reshard.torch.sides import Description
 
 Matrix = tuple[tuple[int, ...], ...]
-Method = TypeVar("Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _disable_compilation(method: Method) -> Method:
+def _disable_compilation(method: _Method) -> _Method:
     """A method that programs under `torch.compile` call as it is, with sizes that are numbers."""
 
     @wraps(method)
@@ -60,7 +60,7 @@ def _disable_compilation(method: Method) -> Method:
             return torch.compiler.disable(method)(*arguments, **options)
         return method(*arguments, **options)
 
-    return cast(Method, call)
+    return cast(_Method, call)
 
 
 @dataclass(frozen=True, eq=False)

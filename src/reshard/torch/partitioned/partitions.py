@@ -40,7 +40,7 @@ from reshard.geometry.transfers import Transfers
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 from reshard.torch.exchange.agreement import confirm, device_of, run_errors
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.gradients import apply_with_gradient
 from reshard.torch.sides import local_of
@@ -306,7 +306,7 @@ def exchange_pieces(
         _describe_local(bounds, source.shape, rank), _describe_local(bounds, shape, rank)
     )
     received, sent = splits.transfers(dim, shape, axis.members, is_aligning)
-    exchange = Exchange(
+    exchange = MessageExchange(
         [RankTransfers(change, received, sent, source, target)],
         rank,
         axis.group,

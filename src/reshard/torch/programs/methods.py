@@ -29,7 +29,7 @@ from reshard.errors import PlanError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
 from reshard.torch.programs.run import least_extra_bytes
-from reshard.torch.sides import Side
+from reshard.torch.sides import TensorSide
 
 Method = str | Program
 METHODS = ("auto", "exchange", "program")
@@ -43,8 +43,8 @@ MESSAGE_COUNTS_BYTES = 1 << 20
 def choose_program(
     method: Method,
     topology: Topology | None,
-    source: Side,
-    target: Side,
+    source: TensorSide,
+    target: TensorSide,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     extra_bytes: int,

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from reshard.collectives.program import Program
 from reshard.errors import RunError
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
-from reshard.torch.exchange.all_gather import AllGather, is_all_gather
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.all_gather import AllGatherRounds, is_all_gather
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import Phase, ShardBuffers, phases_of
 
@@ -145,14 +145,14 @@ class ProgramRun:
         phase: Phase,
         group: dist.ProcessGroup | None,
         transfers: RankTransfers,
-    ) -> Exchange | AllGather:
+    ) -> MessageExchange | AllGatherRounds:
         """What moves one phase, in the memory that the shards beside it leave."""
         between_bytes = self._phases.between_elements(number) * self._dtype.itemsize
         limit_bytes = self._limit_bytes - between_bytes
         if group is not None and is_all_gather(phase.change):
             memory = (self._dtype, self._device, limit_bytes)
-            return AllGather(transfers, self._rank, group, *memory)
-        return Exchange(
+            return AllGatherRounds(transfers, self._rank, group, *memory)
+        return MessageExchange(
             [transfers],
             self._rank,
             self._group,

@@ -32,7 +32,7 @@ from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
-from reshard.torch.exchange.exchange import Exchange
+from reshard.torch.exchange.exchange import MessageExchange
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
@@ -45,7 +45,7 @@ from reshard.torch.refitting.transforms import Transform
 class RefitBatch:
     """Exchanges, one after another, and what transforms do before and after them."""
 
-    exchanges: list[Exchange]
+    exchanges: list[MessageExchange]
     before: list[Callable[[], None]]
     after: list[Callable[[], None]]
 
@@ -107,7 +107,7 @@ class RefitBatches:
         self.batches = []
         for found in listed:
             exchanges = [
-                Exchange(tensors, dist.get_rank(), group, device, extra_bytes, memory=shared)
+                MessageExchange(tensors, dist.get_rank(), group, device, extra_bytes, memory=shared)
                 for tensors in found.stages
             ]
             self.batches.append(RefitBatch(exchanges, found.before, found.after))

@@ -40,7 +40,7 @@ from reshard.torch.refitting.members import (
 if TYPE_CHECKING:
     from reshard.torch.refitting.transforms import Transform
 
-Cast = bool | str | Mapping[str, str]
+CastOption = bool | str | Mapping[str, str]
 Where = Literal["", "source", "target"]
 
 
@@ -84,7 +84,7 @@ def match_tensors(
     source: Mapping[str, ModelTensor],
     target: Mapping[str, ModelTensor],
     ties: Mapping[str, str],
-    cast: Cast,
+    cast: CastOption,
     strict: bool,
     transforms: Mapping[str, Transform],
 ) -> tuple[list[Match], list[str]]:
@@ -110,7 +110,7 @@ class _Matcher:
     source: Mapping[str, ModelTensor]
     target: Mapping[str, ModelTensor]
     ties: Mapping[str, str]
-    cast: Cast
+    cast: CastOption
     transforms: Mapping[str, Transform]
     matches: list[Match] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

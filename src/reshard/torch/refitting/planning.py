@@ -38,7 +38,7 @@ from reshard.torch.models.naming import fitting
 from reshard.torch.models.rosters import Roster, assemble
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
-from reshard.torch.refitting.matching import Cast, Match, match_tensors
+from reshard.torch.refitting.matching import CastOption, Match, match_tensors
 from reshard.torch.refitting.methods import BY_EXCHANGE, RefitMethods, TensorMethod
 from reshard.torch.refitting.transforms import Transform
 
@@ -234,7 +234,7 @@ class RefitPlanner:
     """How both models are compared: the same on every rank."""
 
     ties: Mapping[str, str]
-    cast: Cast
+    cast: CastOption
     strict: bool
     transforms: Mapping[str, Transform]
     extra_bytes: int

@@ -30,7 +30,7 @@ from reshard.torch.models.naming import Naming, tied_root
 from reshard.torch.models.parameters import LocalTensors, Model, check_memory, list_tensors
 from reshard.torch.programs.methods import METHODS, topology_problem
 from reshard.torch.refitting.batches import RefitBatches
-from reshard.torch.refitting.matching import Cast, Match
+from reshard.torch.refitting.matching import CastOption, Match
 from reshard.torch.refitting.methods import RefitMethod, RefitMethods
 from reshard.torch.refitting.planning import (
     Planning,
@@ -51,7 +51,7 @@ class RefitOptions(TypedDict, total=False):
     ties: Mapping[str, str] | None
     stacks: Mapping[str, str] | None
     num_experts: int | None
-    cast: Cast
+    cast: CastOption
     strict: bool
     source_offset: int
     target_offset: int
@@ -72,7 +72,7 @@ class Refit:
     """
 
     def __init__(
-        self, prepared: _Prepared, batches: RefitBatches, group: dist.ProcessGroup | None
+        self, prepared: _PreparedRefit, batches: RefitBatches, group: dist.ProcessGroup | None
     ) -> None:
         self._prepared = prepared
         self._group = group
@@ -95,7 +95,7 @@ class Refit:
         ties: Mapping[str, str] | None = None,
         stacks: Mapping[str, str] | None = None,
         num_experts: int | None = None,
-        cast: Cast = False,
+        cast: CastOption = False,
         strict: bool = True,
         source_offset: int = 0,
         target_offset: int = 0,
@@ -180,7 +180,7 @@ class Refit:
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
-        prepared = _Prepared(part, before, after, made_by, extra_bytes, report)
+        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report)
         batches, problem = prepared.prepare_batches(group)
         agree(Intent({"refit": part.digest.encode()}, problem), group)
         if batches is None:
@@ -285,7 +285,7 @@ def refit(source: Model, target: Model, **options: Unpack[RefitOptions]) -> Refi
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedRefit:
     """What one rank has and does, kept for every run."""
 
     part: RefitPart
