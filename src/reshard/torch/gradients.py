@@ -1,12 +1,12 @@
 """Gradients of a redistribution.
 
-By one from the target's layout to the source's. A contribution's gradient is that of the whole, as
-DTensor has it: where a side is partial, its gradient is replicated there. Copies of an element
-are taken to have one gradient.
+They flow by a redistribution from the target's layout to the source's. A contribution's gradient
+is that of the whole, as DTensor has it: where a side is partial, its gradient is replicated.
+Copies of an element are taken to have one gradient.
 
-Every rank takes part in the way back, so every rank's result must be able to call for it: a rank
-that holds nothing of the source hangs its result on an empty tensor that requires a gradient, and
-a rank that holds nothing of the target gets an empty result.
+Every rank takes part in the backward pass, so every rank's result must be able to call for it: a
+rank that holds nothing of the source hangs its result on an empty tensor that requires a gradient,
+and a rank that holds nothing of the target gets an empty result.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def apply_with_gradient(
     tensor: torch.Tensor | None, forth: Callable[[], Any], back: Callable[[Any], Any]
 ) -> Any:
     """The result of `forth()`, whose gradient becomes the tensor's by `back`."""
+    # It gives the result a gradient where this rank has nothing of the source, too.
     anchor = torch.empty(0, requires_grad=True)
     return _Flow.apply(anchor, tensor, forth, back)
 
@@ -66,7 +67,7 @@ def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, Te
         _ = LayoutChange(after, before).routes
     except PlanError as error:
         raise ShardError(
-            f"the target leaves out elements, so there is no way back for gradients ({error}); "
+            f"the target leaves out elements, so gradients cannot flow back ({error}); "
             "detach the tensor"
         ) from error
     spec = replicated_spec(source.spec)

@@ -328,6 +328,7 @@ class _PreparedRedistribution:
                 self.device,
                 self.extra_bytes,
             )
+        # No message has padding.
         if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
         tensor = RankTransfers.of(self.change, self.transfers, rank, self.own, self.local)
@@ -444,6 +445,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRed
     if dtype is None:
         raise UsageError("a rank without a tensor that gives source= needs dtype= as well")
     change = LayoutChange(before.layout, after.layout)
+    # Here, where the arguments are named, and not when messages are combined.
     for reduction in {before.layout.reduction, after.layout.reduction} - {None}:
         # Where only the target is a mean, its contributions are copies: nothing is divided.
         if reduction != "mean" or before.layout.reduction == "mean":

@@ -21,6 +21,7 @@ class _Mark(NamedTuple):
     version: int | None
 
 
+# Weak, so that a mark keeps no tensor in memory.
 _MARKED = WeakTensorKeyDictionary()
 
 

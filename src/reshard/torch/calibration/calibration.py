@@ -1,7 +1,7 @@
 """Calibration: how fast the links of a running job are, and what else takes time in it.
 
 1. The ranks tell each other their hosts; they must be numbered host by host.
-2. All list the same cases (`calibration_cases`), and run them in turn, round by round, each
+2. All list the same cases (`cases`), and run them in turn, round by round, each
    behind a barrier. A round is over when the first rank says so, never by a clock of one's own.
    The first round finds memory and connections that nobody has used, and is not counted.
 3. A case takes as long as its slowest rank. Of all rounds the median counts: what else runs on

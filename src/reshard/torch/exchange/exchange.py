@@ -143,6 +143,7 @@ class MessageExchange:
         self.sent_bytes = sum(m.size_bytes for m in found.messages if m.is_sent)
         self.received_bytes = sum(m.size_bytes for m in found.messages if not m.is_sent)
         self._steps = self._list_steps(found)
+        # Half of the memory is for what arrives: a rank that sends must not starve its receives.
         most_bytes = extra_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         halves = (None, None) if memory is None else memory[: 2 * most_bytes].chunk(2)
         slots = [
@@ -175,6 +176,7 @@ class MessageExchange:
     def _list_steps(self, found: RankMessages) -> list[_ExchangeStep]:
         """Steps in the order of all messages."""
         nothing = torch.empty(0, dtype=torch.uint8)
+        # What a rank has itself is combined in its turn, as if it arrived.
         steps = [_ExchangeStep(one.key, one.order, copies=one.copies) for one in found.combinations]
         # Grouped messages are posted with all others of their turn; else each by itself.
         digits = 2 if self._is_grouped else None
@@ -212,6 +214,7 @@ class MessageExchange:
         self._is_running = True
         with _Failure(self, "a message could not be sent"):
             self._post_what_can_be()
+            # Copies run while the first messages travel.
             for copy in self._copies:
                 copy()
 

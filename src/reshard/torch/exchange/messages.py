@@ -170,6 +170,7 @@ class RankPieces:
         targets = cells_of(change.target, rank, tensor.target)
         for row in order_transfers(rows):
             order = int(rows.order[row])
+            # The first contribution is copied into the target, later ones are combined with it.
             reduction = (change.source.reduction or "sum") if order else None
             shape = rows.shape[row]
             view = _view(targets, rows.target_cell[row], rows.target_start[row], shape)
@@ -217,6 +218,7 @@ def list_messages(
                 key = order_message(order, number, sender, receiver, ranks, in_a_turn, by_region)
                 messages.append(RankMessage(key, order, peer, is_sent, tuple(pieces_of)))
     messages.sort(key=lambda message: message.key)
+    # Copies wait for nothing; what is combined has its place among the messages.
     copies = tuple(pieces.local.pop(0, ()))
     combinations = []
     for order, of_order in sorted(pieces.local.items()):
@@ -291,6 +293,7 @@ def cells_of(layout: Layout, rank: int, local: torch.Tensor | None) -> dict[int,
     """The tensor of every cell a rank has: its whole local one, or stretches of the flat one."""
     if local is None or not 0 <= rank < layout.slots:
         return {}
+    # A rank with several boxes has them one after another in a flat tensor.
     numbers = layout.cells_of(rank)
     if len(numbers) == 1:
         return {numbers[0]: local}
@@ -313,4 +316,5 @@ def _view(
     whole = cells[int(cell)]
     strides = whole.stride()
     ahead = sum(a * b for a, b in zip(start.tolist(), strides, strict=True))
+    # One call, where `narrow` would be one for each dimension.
     return whole.as_strided(shape.tolist(), strides, whole.storage_offset() + ahead)

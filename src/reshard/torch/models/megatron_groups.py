@@ -2,7 +2,7 @@
 
 1. Each rank reads which ranks its groups have, and counts the layers of its model chunks;
 2. all ranks tell each other, in one small gather of all of them;
-3. each puts the same together: both grids (`notation.megatron_groups`), and how many layers each
+3. each puts the same together: both grids (`reshard.megatron.groups`), and how many layers each
    pipeline stage has, so that local names become those of the whole model.
 
 The number of experts nobody can count by itself: it is `num_experts` of the refit.

@@ -6,7 +6,7 @@ a module, a state dict         DTensors as they say; other tensors are whole on 
                                has them. Parameters and persistent buffers count
 `{name: (tensor, Layout)}`     as the layouts say, over the ranks of the model
 `MegatronModel`                as Megatron's attributes of all ranks together say, which are where
-                               sizes or live process groups say (`process_groups`)
+                               sizes or live process groups say (`megatron_groups`)
 `by_recipe(...)`               as the rules of a recipe cut the whole tensors (`recipe_models`)
 `None`                         the rank has nothing
 =============================  ==================================================================

@@ -4,7 +4,7 @@ A module of an inference engine, or of a trainer's pipeline stage, has plain ten
 how the whole tensors are cut (`reshard.recipes.assignment`), and where each is here:
 
 1. the module's own names become the recipe's (`naming`). A fused parameter is its members' parts
-   of this rank, one behind the other, as engines build them::
+   of this rank, one after another, as engines build them::
 
        qkv_proj here    | q q q q | k k | v v |    queries of this rank, keys of this rank, ...
 

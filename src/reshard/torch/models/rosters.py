@@ -6,7 +6,7 @@ knows. Put together, the lists of all ranks say what each tensor of the model is
 1. a tensor that knows its layout (a DTensor, a tensor given with one) has that, and every rank
    that lists it must say the same;
 2. a parameter of Megatron says what one rank can know; the ranks' words together make the whole
-   (`notation.megatron_rosters`);
+   (`reshard.megatron.rosters`);
 3. any other tensor is whole on every rank that lists it.
 
 Whatever does not fit is collected, not raised, so that people see all of it at once.
@@ -122,6 +122,7 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
     for rank, roster in rosters.items():
         for entry in roster.entries:
             by_rank = listed.setdefault(entry.name, {})
+            # Names become common ones by tables of the user, which may give two tensors one name.
             first = by_rank.setdefault(rank, entry)
             if first is not entry:
                 names = {first.own_name: None, entry.own_name: None}

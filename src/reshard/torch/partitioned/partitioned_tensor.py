@@ -8,7 +8,7 @@ the ranks that have the experts (*aligned*), and back. How many go where, only t
 
 1. All ranks agree that they mean the same.
 2. A first all-to-all carries splits: how large the pieces are that each rank will get. There is
-   none where they are known: to all as a matrix, or from the way there on the way back.
+   none where they are known: to all as a matrix, or from the conversion before.
 3. The pieces travel, each to its place.
 
 For the whole tensor (`redistribute`) every rank needs all splits: they are gathered first, where
@@ -75,7 +75,7 @@ class PartitionedTensor:
         mesh: a torch `DeviceMesh` of one axis; `mesh["ep"]` of a larger one.
         dim: the dimension that is made of partitions.
         num_partitions: how many there are, of all ranks together.
-        splits: the sizes of the pieces that lie one behind another in `local`: unaligned, one a
+        splits: the sizes of the pieces that lie one after another in `local`: unaligned, one a
             partition; aligned, for each partition that the rank owns, one a rank.
         aligned: whether the rank has whole partitions.
         matrix: how much every rank has, unaligned, of every partition: shape

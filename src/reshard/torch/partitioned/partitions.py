@@ -143,7 +143,7 @@ class Splits:
 
 
 class _Pieces:
-    """Pieces one behind another in a local tensor, each with the rank at its other end."""
+    """Pieces one after another in a local tensor, each with the rank at its other end."""
 
     def __init__(self, partition: IntArray, peer: IntArray, size: IntArray) -> None:
         self.partition = partition
@@ -236,6 +236,7 @@ def exchange_splits(
     Raises:
         RunError: a rank that does not answer.
     """
+    # Collectives number ranks as the process group does, which is not the mesh's order.
     order = axis.in_group_order
     owned = [len(owners.owned(rank)) for rank in range(len(axis))]
     own = owned[axis.position]

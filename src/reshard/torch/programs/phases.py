@@ -68,8 +68,10 @@ class Phase:
     def transfers(self, rank: int) -> Transfers:
         """What a rank receives, keeps and sends."""
         if isinstance(self.step, Permute):
+            # Whole shards go by the pairs of the step, whichever ranks hold replicas of them.
             return _permute_shards(self.step, rank)
         if isinstance(self.step, Exchange):
+            # Senders are chosen as in any plan; by elements, since all are of one dtype.
             return transfers_of(self.change, as_dtype("uint8"), rank)
         return self.change.for_rank(rank) if self.ranks else Transfers.none(self.change.source.ndim)
 
@@ -160,6 +162,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
                 program.shape, [pair for group in step.groups for pair in _cut_shard(step, group)]
             )
             own = Layout.from_boxes(program.shape, _cut_shard(step, ranks)) if ranks else parts
+            # Each rank combines a part and hands it on, so that no contribution travels twice.
             phases.append(Phase("exchange", step, LayoutChange(change.source, own), ranks))
             phases.append(Phase("all-gather", step, LayoutChange(own, change.target), ranks))
             layouts += [parts, step.target_layout]
@@ -212,6 +215,7 @@ def _cut_shard(step: Step, group: tuple[int, ...]) -> list[tuple[int, Box]]:
         return []
     if not whole.shape:
         return [(group[0], whole)]
+    # Along the first dimension that is long enough parts are dense, and nearly of one size.
     dim = next((d for d, n in enumerate(whole.shape) if n >= 8 * len(group)), None)
     if dim is None:
         dim = int(np.argmax(whole.shape))
@@ -296,6 +300,7 @@ class ShardBuffers:
             if phase.kind == "local" and is_there:
                 continue
             transfers = phase.transfers(self._rank)
+            # Shards that overlap have what stays in its place already: only the rest is listed.
             yield (
                 number,
                 RankTransfers.of(

@@ -119,6 +119,7 @@ class ProgramRun:
         """
         step = "the program"
         try:
+            # Before any step: making a group is a collective, which a rank that failed cannot join.
             groups = [self._find_group(phase) for phase in self._phases.phases]
             for number, transfers in self._buffers.transfers():
                 phase = self._phases.phases[number]

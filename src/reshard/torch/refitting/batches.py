@@ -15,7 +15,7 @@ programs travel with what is exchanged, in one exchange of messages; then the se
     stage 0   exchanged tensors, first steps     source -> target, source -> next shard
     stage 1   second steps                       shard  -> shard or target
 
-Shards between steps lie in the source, in the target (`program_phases`), or in the batch's memory.
+Shards between steps lie in the source, in the target (`programs.phases`), or in the batch's memory.
 """
 
 from __future__ import annotations
@@ -97,11 +97,13 @@ class RefitBatches:
             extra_bytes -= staging_limit_bytes(extra_bytes)
         listed = [_BatchContents() for _ in range(part.batches)]
         for number, found in enumerate(listed):
+            # Batches run one after another, so all of them take the same memory.
             self._arena.clear()
             for item in part.items:
                 if item.batch == number:
                     self._list(item, found)
         shared: torch.Tensor | None = None
+        # One exchange alone takes only what its messages need.
         if sum(len(found.stages) for found in listed) > 1:
             shared = torch.empty(extra_bytes, dtype=torch.uint8, device=device)
         self.batches = []
@@ -197,6 +199,7 @@ class RefitBatches:
         error: Exception | None = None
         for number, batch in enumerate(self.batches):
             if number != DIRECT:
+                # A rank whose transform fails must not leave others waiting for what it would send.
                 error = error or _run_calls(batch.before)
                 confirm(self._group, error)
             for exchange in batch.exchanges:

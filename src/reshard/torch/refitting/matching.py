@@ -4,7 +4,7 @@
    a target, unless those that serve none may be left. A fused tensor stands for its members,
    where the other side has not the same one (`members`);
 2. what both sides are: one shape, and one element type where no cast is allowed. Parameters of
-   Megatron are read together (`notation.megatron_refit`);
+   Megatron are read together (`reshard.megatron.tensor_pairs`);
 3. what travels: elements of the narrower of both types, so that a cast to a narrower one is at
    the sender. Where a transform makes the target, what it makes if that is less and the source's
    ranks can make it, each of its own part; else its travelling tensor.
@@ -242,6 +242,7 @@ class _Matcher:
         ]
         made = self._match_made_at_source(name, member, part, transform, pieces)
         if not isinstance(made, str):
+            # Making targets at the source costs nothing, unless replicas make more bytes travel.
             bytes_made, bytes_wide = (sum(map(_count_moved_bytes, of)) for of in (made, wide))
             if bytes_made < bytes_wide:
                 return made

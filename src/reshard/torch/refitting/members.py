@@ -86,8 +86,9 @@ def members_of(side: Mapping[str, ModelTensor]) -> dict[str, Member]:
     """
     found = {name: Member(name, tensor) for name, tensor in side.items()}
     for name, tensor in side.items():
-        for member in fused_members(name, tensor):
-            found.setdefault(member, fused_members(name, tensor)[member])
+        for member_name, member in fused_members(name, tensor).items():
+            # A tensor of that name counts before a member of another tensor.
+            found.setdefault(member_name, member)
     return found
 
 
@@ -252,7 +253,7 @@ def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, Int
     follows = local[1:] == (local + high - low)[:-1]
     if not (follows | is_first[1:]).all():
         raise ShardError(
-            f"indices {start}:{stop} do not lie one behind the other on a rank; a fused tensor's "
+            f"indices {start}:{stop} do not lie one after another on a rank; a fused tensor's "
             "members must"
         )
     columns = (runs.part, low - start, high - low, local - begins[runs.part], runs.role)
