@@ -66,6 +66,7 @@ QUICK := \
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
 # About a quarter of an hour. docs/figures.md has the full sizes: convert.py and load.py without options.

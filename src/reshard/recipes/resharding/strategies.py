@@ -25,7 +25,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -249,8 +249,8 @@ class SimpleReshardingStrategy(ReshardingStrategy):
     """One target rank after the other, in this process."""
 
     policy: Strategy = field(default_factory=lambda: strategy("simple"))
-    coordinator: ClassVar[Coordinator] = _ThisProcess()
-    threads: ClassVar[int] = 1
+    coordinator: Coordinator = field(default=_ThisProcess(), init=False, repr=False)
+    threads: int = field(default=1, init=False, repr=False)
 
 
 @dataclass(frozen=True)
