@@ -28,14 +28,14 @@ def sharding_of_placements(torch_mesh: Any, placements: Sequence[Any], ndim: int
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a DTensor over ranks; a plain tensor is whole, on slot 0 of 1."""
+    """The layout of a DTensor over ranks; a plain tensor is whole, on rank 0 of 1."""
     if isinstance(tensor, DTensor):
         return dtensor_objects.sharding_of_dtensor(tensor).layout(tuple(tensor.shape))
     return Layout.whole(tuple(tensor.shape), [0], 1)
 
 
 def rank_of(tensor: torch.Tensor) -> int:
-    """The slot of `layout_of(tensor)` that this process holds."""
+    """The rank that this process is in `layout_of(tensor)`."""
     if isinstance(tensor, DTensor):
         return int(torch.distributed.get_rank())
     return 0

@@ -57,7 +57,7 @@ def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, Te
     """The layout of the result's gradient, and the side that the tensor's gradient gets.
 
     Raises:
-        ShardError: a movement that has no gradient: contributions that are not added, or a target
+        ShardError: one that has no gradient: contributions that are not added, or a target
             that leaves out elements.
     """
     for reduction in {change.source.reduction, change.target.reduction} - {None, "sum", "mean"}:

@@ -18,7 +18,7 @@ from reshard.megatron.ranks import MegatronRanks  # noqa: E402
 from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
-from reshard.torch.models.parameters import member_layout, place_of  # noqa: E402
+from reshard.torch.models.parameters import member_layout, position_of  # noqa: E402
 from reshard.torch.models.rosters import Entry, ModelTensor, Roster, assemble, shift_ranks  # noqa: E402
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.planning import DIRECT, RefitPlan, staging_bytes  # noqa: E402
@@ -240,7 +240,7 @@ def test_members_of_a_stack() -> None:
         member = member_layout(stacked, number)
         assert member.holders == ((0, 1) if number < 3 else (2, 3))
         for slot in range(4):
-            at = place_of(stacked, slot, number)
+            at = position_of(stacked, slot, number)
             assert at == (number % 3 if slot in member.holders else None)
             if at is not None:
                 ((start, stop),) = stacked.boxes(slot)

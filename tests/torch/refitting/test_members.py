@@ -77,7 +77,7 @@ def test_rows_that_are_apart_here_have_no_view() -> None:
     table = RunTable(3, 1, [(0, 2, 1, 0), (0, 0, 1, 1), (0, 1, 1, 2)])
     assert table_between(table, 0, 2)[1].tolist() == [1]
     mixed = RunTable(4, 1, [(0, 0, 1, 0), (0, 3, 1, 1), (0, 1, 2, 2)])
-    with pytest.raises(ShardError, match="indices 0:3 do not lie one behind the other"):
+    with pytest.raises(ShardError, match="indices 0:3 do not lie one after another"):
         table_between(mixed, 0, 3)
     apart = Layout.from_boxes((4, 2), [(0, Box((0, 0), (1, 2))), (0, Box((2, 0), (4, 2)))])
     with pytest.raises(ShardError, match="several boxes"):

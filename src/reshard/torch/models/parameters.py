@@ -268,13 +268,13 @@ class _Lister:
                 self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
         expected = layout.local_shape(rank) if _holds(layout) else None
-        if any(len(layout.cells_of(slot)) != 1 for slot in layout.holders):
+        if any(len(layout.cells_of(rank)) != 1 for rank in layout.holders):
             self.problems.append(f"{name}: a stacked tensor whose ranks have several boxes each")
             return
         for number in range(layout.shape[0]):
             member = pattern.replace("{}", str(number))
             its_layout = member_layout(layout, number)
-            at = place_of(layout, rank, number)
+            at = position_of(layout, rank, number)
             view = None if at is None or expected != tuple(local.shape) else local[at]
             self._register(member, value, view)
             shape = None if view is None else tuple(view.shape)
@@ -345,19 +345,19 @@ def _holds(layout: Layout) -> bool:
     return rank < layout.slots and bool(layout.cells_of(rank))
 
 
-def place_of(layout: Layout, slot: int, number: int) -> int | None:
-    """Where a slot has index `number` of the first dimension; None where it has not.
+def position_of(layout: Layout, rank: int, number: int) -> int | None:
+    """Where a rank has index `number` of the first dimension; None where it has not.
 
-    >>> place_of(Layout.replicated((4, 2)), 0, 3)
+    >>> position_of(Layout.replicated((4, 2)), 0, 3)
     3
     """
-    if slot >= layout.slots or not layout.cells_of(slot):
+    if rank >= layout.slots or not layout.cells_of(rank):
         return None
-    part = int(layout.cell_part[layout.cells_of(slot).start, 0])
-    return _place_in_part(layout, part, number)
+    part = int(layout.cell_part[layout.cells_of(rank).start, 0])
+    return _position_in_part(layout, part, number)
 
 
-def _place_in_part(layout: Layout, part: int, number: int) -> int | None:
+def _position_in_part(layout: Layout, part: int, number: int) -> int | None:
     for start, stop, local_start, _ in layout.tables[0].runs_of(part):
         if start <= number < stop:
             return int(local_start + number - start)
@@ -376,7 +376,7 @@ def member_layout(layout: Layout, number: int) -> Layout:
     parts = [
         part
         for part in range(layout.tables[0].parts)
-        if _place_in_part(layout, part, number) is not None
+        if _position_in_part(layout, part, number) is not None
     ]
     chosen = np.isin(layout.cell_part[:, 0], parts)
     return Layout(
@@ -426,7 +426,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
 def _shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
     """The first source and target that share memory; empty where none do."""
     spans = sorted(
-        (str(tensor.device), *_span_bytes(tensor), number, name)
+        (str(tensor.device), *_find_addresses(tensor), number, name)
         for number, side in enumerate((sources, targets))
         for name, tensor in side.items()
         if tensor.numel()
@@ -441,7 +441,7 @@ def _shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Ten
     return ""
 
 
-def _span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
     steps = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (1 + steps) * tensor.element_size()

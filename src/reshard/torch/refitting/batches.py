@@ -167,13 +167,13 @@ class RefitBatches:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where a transform has what travels of a piece, and where its whole tensor arrives."""
         name, rank = match.made_of, dist.get_rank()
-        transform, span = self._transforms[name], match.source_range
-        part = source if span is None else span.of(source, rank)
+        transform, index_range = self._transforms[name], match.source_range
+        part = source if index_range is None else index_range.of(source, rank)
         sent = None
         if part is not None:
             sent = self._arena.tensor(match.source.local_shape(rank) or (), dtype)
         if match.made_at == "source":
-            made = found.made.setdefault((name, span), {})
+            made = found.made.setdefault((name, index_range), {})
             if part is not None and sent is not None:
                 if not made:
                     found.before.append(partial(transform.finish_receive, name, part, made))

@@ -263,7 +263,7 @@ class _Matcher:
         found = []
         outputs = [made for made in transform.outputs(name) if made in self.target]
         for piece in pieces:
-            spans: dict[str, IndexRange | None] = dict.fromkeys(outputs)
+            ranges: dict[str, IndexRange | None] = dict.fromkeys(outputs)
             for made in outputs:
                 if piece.target is None:
                     continue
@@ -271,8 +271,8 @@ class _Matcher:
                 ends = transform.stretch(name, made, part.shape, dimension, piece.start, piece.stop)
                 if ends is None or dimension >= layout.ndim or ends[1] > layout.shape[dimension]:
                     return f"a rank of {member.name} has a part of what is made together"
-                spans[made] = IndexRange(layout, dimension, *ends)
-            layouts = {made: _select_layout(self.target[made], spans[made]) for made in outputs}
+                ranges[made] = IndexRange(layout, dimension, *ends)
+            layouts = {made: _select_layout(self.target[made], ranges[made]) for made in outputs}
             source = _select_layout(member.tensor, piece.source)
             at_source = transform.at_source(
                 name, source, {made: (self.target[made].dtype, of) for made, of in layouts.items()}
@@ -288,7 +288,7 @@ class _Matcher:
                     layouts[made],
                     self.target[made].dtype,
                     piece.source,
-                    spans[made],
+                    ranges[made],
                     "source",
                     name,
                     "fewer bytes travel",
@@ -364,8 +364,8 @@ def _reconcile(tensor: ModelTensor, wanted: ModelTensor) -> tuple[Layout, Layout
     )
 
 
-def _select_layout(tensor: ModelTensor, span: IndexRange | None) -> Layout:
-    return tensor.layout if span is None else span.layout
+def _select_layout(tensor: ModelTensor, index_range: IndexRange | None) -> Layout:
+    return tensor.layout if index_range is None else index_range.layout
 
 
 def _count_moved_bytes(match: Match) -> int:

@@ -68,7 +68,7 @@ class Member:
         """Where its stretches begin, in its own indices."""
         return {place.member_start for place in self.places}
 
-    def span(self, dimension: int, start: int, stop: int) -> IndexRange | None:
+    def range_of(self, dimension: int, start: int, stop: int) -> IndexRange | None:
         """Indices of the member that lie in one stretch; None where they are a whole tensor."""
         if self.dimension is None:
             if (start, stop) == (0, self.shape[dimension]):
@@ -138,7 +138,7 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
 
 
 class CommonRange(NamedTuple):
-    """Indices `start:stop` of a member on both sides; no span is the whole tensor."""
+    """Indices `start:stop` of a member on both sides; no range is the whole tensor."""
 
     start: int
     stop: int
@@ -170,8 +170,8 @@ def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
     length = source.shape[dimension or 0]
     edges = sorted({*source.edges, *target.edges, 0})
     for start, stop in zip(edges, [*edges[1:], length], strict=True):
-        spans = [side.span(dimension or 0, start, stop) for side in (source, target)]
-        yield CommonRange(start, stop, *spans)
+        ranges = [side.range_of(dimension or 0, start, stop) for side in (source, target)]
+        yield CommonRange(start, stop, *ranges)
 
 
 @dataclass(frozen=True, slots=True)
