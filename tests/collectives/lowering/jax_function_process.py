@@ -1,4 +1,4 @@
-"""Run by test_jax_lowering with 8 devices: the functions that are written, on JAX's devices.
+"""Run by test_jax with 8 devices: the functions that are written, on JAX's devices.
 
 Reads cases as JSON from the standard input, and writes one answer a case.
 """
