@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, expect_kind
 from reshard.integers import as_integer, as_integers
 from reshard.layout import Layout
 
@@ -138,10 +138,15 @@ class Binding:
     views: Mapping[int, View | tuple[View, ...]]
 
     def __post_init__(self) -> None:
+        hint = "such as spec.layout((4096, 4096))"
+        expect_kind(self.layout, Layout, "layout", hint, LayoutError)
         # Of many thousand ranks, none needs to be looked at for this.
         own = isinstance(self.addresses, OwnRanks) and self.addresses.layout is self.layout
         if own and not self.views:
             return
+        hint = "give {rank: RankMemory(rank)}, or use Binding.to_ranks(layout)"
+        expect_kind(self.addresses, Mapping, "addresses", hint, LayoutError)
+        expect_kind(self.views, Mapping, "views", "give {rank: View(...)}, or {}", LayoutError)
         holders = set(self.layout.holders)
         for slot, address in self.addresses.items():
             if slot not in holders:

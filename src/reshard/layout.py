@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.cuts_text import cuts_text
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, expect_kind
 from reshard.integers import LARGEST, LARGEST_RANKS, as_integer, as_integer_array, as_integers
 from reshard.interning import Interned
 from reshard.runs import OWNED, PAD, IntArray, RunTable, distinct
@@ -240,6 +240,7 @@ class Layout(Interned):
         True
         """
         shape = as_integers(shape, "shape", LayoutError)
+        expect_kind(boxes, Iterable, "boxes", "give a list of (rank, Box)", LayoutError)
         pairs = [_check_box(pair, shape) for pair in boxes]
         slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
         tables, columns = [], []

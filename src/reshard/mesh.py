@@ -250,7 +250,7 @@ class DeviceMesh(Interned):
         >>> DeviceMesh.of(x=8, y=2).remaining_axes([Axis("x", 2, 2)])
         (x:(1)2, x:(4)2, y)
         """
-        used = list(used)
+        used = as_axes(used)
         left: list[Axis] = []
         for name, full in zip(self.axis_names, self.shape, strict=True):
             taken = sorted((a for a in used if a.name == name), key=lambda a: a.pre)

@@ -123,6 +123,8 @@ class DimSpec(Interned):
         if given and axes:
             raise SpecError(f"levels {given} and axes {axes} in one DimSpec; give one or the other")
         self.levels = (Level(axes),) if axes else tuple(given)
+        if not isinstance(is_open, bool | np.bool_):
+            raise SpecError(f"is_open {is_open!r}; give True or False")
         self.is_open = bool(is_open)
         self.priority = as_integer(priority, "priority", SpecError)
 
@@ -221,6 +223,10 @@ class ShardingSpec(Interned):
     ) -> None:
         expect_mesh(mesh)
         self.mesh = mesh
+        if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+            raise SpecError(
+                f"unknown reduction {reduction!r}; it is one of {', '.join(REDUCTIONS)}"
+            )
         if isinstance(dim_specs, str):
             raise SpecError(
                 f"dimensions {dim_specs!r}; a text is read by reshard.spec(mesh, {dim_specs!r})"
@@ -242,10 +248,6 @@ class ShardingSpec(Interned):
             )
             for dim in self.dim_specs
         )
-        if reduction not in REDUCTIONS:
-            raise SpecError(
-                f"unknown reduction {reduction!r}; it is one of {', '.join(REDUCTIONS)}"
-            )
         self.only = self._restrictions(only)
         self._check_disjoint()
 

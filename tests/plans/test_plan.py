@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,3 +57,32 @@ def test_what_no_plan_can_be_made_from(
     source, target, dtype, shape = (*arguments, None, None)[:4]
     with pytest.raises(error, match=message):
         reshard.plan(source, target, dtype, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda: reshard.find_program(LAYOUT, LAYOUT, (8, 6)), "source <Layout.*> is no Shardi"),
+        (lambda: reshard.find_program(ROWS, COLUMNS, "86"), "shape '86' must be a list"),
+        (lambda: reshard.find_program(ROWS, COLUMNS, (8, 6), steps=[1]), r"unknown set of steps"),
+        (lambda: reshard.find_program(ROWS, COLUMNS, (8, 6), live_shard=0.5), "live_shard 0.5"),
+        (lambda: reshard.picture(ROWS), "layout ShardingSpec.* is no Layout; give a spec a shape"),
+        (lambda: reshard.picture(LAYOUT, "80"), "width '80' must be a whole number"),
+        (lambda: reshard.picture(LAYOUT, labels=3), "labels 3; give 'ranks', or a function"),
+        (lambda: reshard.change_picture(LAYOUT, LAYOUT, plan=3), "plan 3 is no Plan"),
+        (lambda: reshard.read_sharding(ROWS), "is no str; give a text"),
+        (lambda: reshard.read_sharding("P('tp')", MESH, 3), "shape 3 must be a list"),
+        (lambda: reshard.write_sharding("tp, -", "jax"), "sharding 'tp, -' is no ShardingSpec"),
+        (lambda: reshard.write_sharding(ROWS, "dtensr"), "no notation 'dtensr'; name the"),
+        (lambda: reshard.Binding(ROWS, {}, {}), "layout ShardingSpec.* is no Layout"),
+        (lambda: reshard.Binding(LAYOUT, [0, 1], {}), r"addresses \[0, 1\] is no Mapping"),
+        (lambda: reshard.relabel(LAYOUT), "is no job; give a Job, or a plan"),
+        (lambda: reshard.StagedJob(LAYOUT, None), "job <Layout.*is no Job"),
+        (lambda: reshard.plan(LAYOUT, LAYOUT).verify(3), "transfers 3 is no Transfers"),
+    ],
+)
+def test_misuse_of_public_functions_is_an_error_of_ours(
+    misuse: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ReshardError, match=message):
+        misuse()

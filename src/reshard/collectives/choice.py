@@ -21,7 +21,7 @@ from reshard.collectives.steps import Exchange
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import UsageError
+from reshard.errors import UsageError, expect_kind
 from reshard.geometry.layout_change import LayoutChange
 from reshard.plans.plan import plan
 from reshard.sharding import ShardingSpec
@@ -113,6 +113,7 @@ def choose(
     """
     if memory_bytes is not None and memory_bytes < 0:
         raise UsageError(f"a memory of {memory_bytes} bytes; 0 or more were expected")
+    expect_kind(topology, Topology, "topology", "such as load_preset('h100-8').topology()")
     kind = as_dtype(dtype)
     program = find_program(source, target, shape)
     change = LayoutChange(source.layout(program.shape), target.layout(program.shape))

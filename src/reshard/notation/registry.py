@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
-from reshard.errors import LayoutError, NotationError
+from reshard.errors import LayoutError, NotationError, expect_kind
+from reshard.integers import as_integers
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.sharding import ShardingSpec
@@ -169,6 +170,9 @@ def read_sharding(
     >>> reading.notation.name, str(reading.sharding)
     ('native', 'y, x')
     """
+    expect_kind(text, str, "sharding", "give a text; sharding_of takes objects", NotationError)
+    if shape is not None:
+        shape = as_integers(shape, "shape", NotationError)
     chosen, rest = _find_named(text, notation)
     if chosen is not None:
         return ParsedSharding(chosen, chosen.parse(rest, mesh, shape))
@@ -199,10 +203,10 @@ def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
     >>> write_sharding(read_sharding("y, x", mesh).sharding, "jax")
     "P('y', 'x')"
     """
-    if notation not in NOTATIONS:
+    if not isinstance(notation, str) or notation not in NOTATIONS:
         raise NotationError(f"no notation {notation!r}; {_list_examples()}")
-    if not isinstance(sharding, ShardingSpec):
-        raise NotationError(f"{sharding!r} is no ShardingSpec; only that has a text")
+    hint = "only a spec has a text in other notations"
+    expect_kind(sharding, ShardingSpec, "sharding", hint, NotationError)
     return NOTATIONS[notation].text(sharding)
 
 
@@ -213,7 +217,7 @@ def _find_named(text: str, notation: str | None) -> tuple[Notation | None, str]:
         return NOTATIONS[prefix.strip()], rest
     if notation is None:
         return None, text
-    if notation not in NOTATIONS:
+    if not isinstance(notation, str) or notation not in NOTATIONS:
         raise NotationError(f"no notation {notation!r}; {_list_examples()}")
     return NOTATIONS[notation], text
 

@@ -16,7 +16,7 @@ import numpy as np
 from reshard.cost.estimate import Estimate
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import LayoutError, PlanError
+from reshard.errors import LayoutError, PlanError, expect_kind
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.integers import as_integers
@@ -166,6 +166,8 @@ class Plan(Interned):
             PlanError: a box that is missing, doubled, misplaced, or sent by a rank that has
                 it not, or that the receiver held already; or more that moves than must.
         """
+        if transfers is not None:
+            expect_kind(transfers, Transfers, "transfers", "such as plan.transfers", PlanError)
         self.change.verify(self.transfers if transfers is None else transfers)
 
     def run(

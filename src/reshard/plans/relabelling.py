@@ -206,6 +206,8 @@ def relabel(
 
 def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
     """The bytes that one element of each geometry stands for."""
+    if not isinstance(job, Job | Plan):
+        raise PlanError(f"{job!r} is no job; give a Job, or a plan with a dtype")
     weights: dict[LayoutChange, int] = {}
     if isinstance(job, Plan):
         if job.dtype is None:

@@ -229,9 +229,11 @@ def test_unusable_options_are_named(options: dict[str, object], said: str) -> No
         picture(Layout.replicated((2, 2)), **options)
 
 
-def test_no_room_for_the_indices_is_said() -> None:
+def test_no_room_for_the_indices_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The longest indices have 18 digits, for which the least width would do.
+    monkeypatch.setattr("reshard.show.pictures.text_picture.LEAST_WIDTH", 20)
     with pytest.raises(UsageError, match="no room"):
-        picture(Layout.replicated((2**62, 2**62)), 40)
+        picture(Layout.replicated((2**58, 2**58, 0)), 20)
 
 
 def test_a_change_is_of_one_shape_and_its_own_plan() -> None:

@@ -156,6 +156,7 @@ def _drawing(conversion: Conversion, name: str) -> str:
             _title(after, conversion.arrangement.mesh),
         ),
         plan=Plan(item.change.source, item.change.target, item.dtype),
+        # The job chose the senders, for all its tensors together.
         transfers=conversion.job.transfers.get(name, Transfers.none(len(before.shape))),
         ascii=not can_draw_boxes(),
     )

@@ -19,7 +19,8 @@ from reshard.collectives.search.states import State
 from reshard.collectives.search.step_joining import join_steps
 from reshard.collectives.search.step_naming import name_step
 from reshard.collectives.steps import Exchange, Permute, Step
-from reshard.errors import PlanError, UsageError
+from reshard.errors import PlanError, SpecError, UsageError, expect_kind
+from reshard.integers import as_integer, as_integers
 from reshard.sharding import ShardingSpec
 
 Search = Callable[[Problem], tuple[State, ...] | None]
@@ -73,10 +74,13 @@ def find_program(
     <Program of [16, 8]: all-to-all, permute>
     """
     for what, name, known in (("search", search, SEARCHES), ("set of steps", steps, STEPS)):
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise UsageError(f"unknown {what} {name!r}; it is one of {', '.join(known)}")
-    limit = None if live_shard is None else int(live_shard)
-    return _find(source, target, tuple(int(n) for n in shape), steps, search, limit)
+    for side, sharding in (("source", source), ("target", target)):
+        hint = "a program is between two specs: reshard.spec(mesh, 'tp, -')"
+        expect_kind(sharding, ShardingSpec, side, hint, SpecError)
+    limit = None if live_shard is None else as_integer(live_shard, "live_shard")
+    return _find(source, target, as_integers(shape, "shape", SpecError), steps, search, limit)
 
 
 @lru_cache(maxsize=4096)

@@ -19,8 +19,9 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 
-from reshard.errors import UsageError
+from reshard.errors import UsageError, expect_kind
 from reshard.geometry.transfers import Transfers
+from reshard.integers import as_integer
 from reshard.layout import Layout
 from reshard.plans.plan import Plan
 from reshard.show.pictures.drawing import Place, Sketch, sketch
@@ -48,9 +49,9 @@ def picture(
     """A picture of which ranks hold which part of a tensor.
 
     Args:
-        layout: what is drawn. Its slots are called ranks.
+        layout: what is drawn.
         width: the most columns of text, at least 40.
-        labels: "ranks", or a function from a slot to the text (of one line or several) that
+        labels: "ranks", or a function from a rank to the text (of one line or several) that
             stands for it in its boxes.
         height: the most lines of boxes, at least 9.
         ascii: draw with plain ASCII instead of box-drawing characters.
@@ -70,7 +71,7 @@ def picture(
       |          1,3          |
     5 +-----------------------+
     """
-    _check_size(width, height)
+    _check(layout, width, height)
     drawn = _fit_sketch(layout, width, height, _labels(labels, ascii), None)
     body = drawn.draw(_natural_width(drawn, width), drawn.least_height, ascii)
     return _join_lines([*body, *notes(layout, drawn.grid, width)])
@@ -128,7 +129,10 @@ def change_picture(
     8 +---------------------+          8 +---------------------+
     72 B of 96 B move (18 of 24 elements), 24 B stay.
     """
-    _check_size(width, height)
+    for layout in (source, target):
+        _check(layout, width, height)
+    if plan is not None:
+        expect_kind(plan, Plan, "plan", "give reshard.plan(source, target)")
     if source.shape != target.shape:
         raise UsageError(
             f"a source of shape {list(source.shape)} and a target of shape {list(target.shape)}; "
@@ -180,7 +184,9 @@ def movement_text(plan: Plan) -> str:
     return f"{size(moving)} of {size(total)} move ({elements}), {size(staying)} stay."
 
 
-def _check_size(width: int, height: int) -> None:
+def _check(layout: object, width: int, height: int) -> None:
+    expect_kind(layout, Layout, "layout", "give a spec a shape: spec.layout((6, 4))")
+    width, height = as_integer(width, "width"), as_integer(height, "height")
     if width < LEAST_WIDTH:
         raise UsageError(f"width {width}: a picture needs at least {LEAST_WIDTH} columns")
     if height < LEAST_HEIGHT:
@@ -191,9 +197,11 @@ def _labels(labels: str | SlotLabel, ascii: bool) -> Labels:
     if isinstance(labels, str):
         if labels != "ranks":
             raise UsageError(
-                f"labels {labels!r}; give 'ranks', or a function from a slot to a text"
+                f"labels {labels!r}; give 'ranks', or a function from a rank to a text"
             )
         return Labels(None, ascii)
+    if not callable(labels):
+        raise UsageError(f"labels {labels!r}; give 'ranks', or a function from a rank to a text")
     return Labels(labels, ascii)
 
 
