@@ -251,7 +251,7 @@ def job_of_one_rank(items: list[JobItem], rank: int) -> dict[str, float]:
     """What one rank does."""
     before_bytes = peak_bytes()
     job = Job(items)
-    taken = timed("classes", lambda: job.line) | timed("one rank", lambda: job.for_rank(rank))
+    taken = timed("classes", lambda: job.assignment) | timed("one rank", lambda: job.for_rank(rank))
     return taken | {
         "rank_bytes": peak_bytes() - before_bytes,
         "own_transfers": job.for_rank(rank).count,
@@ -266,7 +266,7 @@ def job_of_all_ranks(items: list[JobItem], _: int) -> dict[str, float]:
     extra_bytes = peak_bytes() - before_bytes
     parts = sum(
         int((found.transfers.elements != found.whole_shape[found.box].prod(axis=1)).sum())
-        for found in job.transfers.bundles
+        for found in job.transfers.groups
     )
     senders = job.sent_bytes[job.sent_bytes > 0]
     return taken | {

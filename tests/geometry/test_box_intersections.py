@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.geometry import box_intersections as box_meetings
-from reshard.geometry.box_intersections import Boxes, Intervals, meeting_boxes, meeting_intervals
+from reshard.geometry.box_intersections import (
+    Boxes,
+    Intervals,
+    intersecting_boxes,
+    intersecting_intervals,
+)
 
 Shape = tuple[int, ...]
 
@@ -58,7 +63,7 @@ def test_the_boxes_that_meet_are_those_that_share_an_element(
     @given(two_lists())
     def check(example: tuple[Boxes, Boxes, Shape]) -> None:
         first, second, shape = example
-        found = listed(meeting_boxes(first, second, shape))
+        found = listed(intersecting_boxes(first, second, shape))
         assert set(found) == {
             (i, j)
             for i in range(first.count)
@@ -82,7 +87,7 @@ def test_intervals_that_meet_come_once(example: tuple[Boxes, Boxes, Shape]) -> N
         for j in range(second.count)
         if meet(every[0], i, every[1], j)
     }
-    assert listed(meeting_intervals(*sides)) == expected
+    assert listed(intersecting_intervals(*sides)) == expected
 
 
 def tiles(rows: int, columns: int) -> Boxes:
@@ -96,16 +101,16 @@ def test_bands_are_taken_where_every_line_has_many_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = []
-    original = box_meetings.meeting_intervals
+    original = box_meetings.intersecting_intervals
 
     def counted(first: Intervals, second: Intervals) -> object:
         for i, j in original(first, second):
             compared.append(len(i))
             yield i, j
 
-    monkeypatch.setattr(box_meetings, "meeting_intervals", counted)
+    monkeypatch.setattr(box_meetings, "intersecting_intervals", counted)
     some = tiles(64, 64)
-    found = listed(meeting_boxes(some, some, (256, 256)))
+    found = listed(intersecting_boxes(some, some, (256, 256)))
     assert set(found) == {(i, i) for i in range(4096)}
     # On the line of a dimension each meets 64 others.
     assert sum(compared) <= 4 * 4096
@@ -115,4 +120,4 @@ def test_tensors_whose_elements_outgrow_64_bits() -> None:
     # Modulo 2 ** 64 the last element of the tall box would have the number of its first.
     tall = Boxes(np.array([[0], [0]]), np.array([[2**24 + 1], [1]]))
     others = Boxes(np.array([[5, 5], [0, 1]]), np.array([[6, 6], [1, 2]]))
-    assert listed(meeting_boxes(tall, others, (2**40, 2**40))) == {(0, 0): 1}
+    assert listed(intersecting_boxes(tall, others, (2**40, 2**40))) == {(0, 0): 1}

@@ -14,7 +14,7 @@ from reshard.errors import PlanError
 from reshard.geometry.contributions import contribution_sources
 from reshard.geometry.demand import find_needs
 from reshard.geometry.holders import find_holders
-from reshard.geometry.key_intersections import find_key_meetings
+from reshard.geometry.key_intersections import find_key_intersections
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.overlap import find_overlap
 from reshard.geometry.routes import RouteFinder, Routes
@@ -55,7 +55,7 @@ def both_finders(source: Layout, target: Layout) -> tuple[RouteFinder, RouteFind
     pairs = zip(holders.dimensions, target.tables, strict=True)
     overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
     by_products = RouteFinder(source, target, holders, overlaps, combines)
-    met = find_key_meetings(source, target, combines)
+    met = find_key_intersections(source, target, combines)
     return by_products, RouteFinder(source, target, holders, met.overlaps, combines, met)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 import reshard
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.overlap_matrix import kept_elements, needed_elements
+from reshard.geometry.overlap_matrix import needed_elements, overlap_elements
 from reshard.layout import Layout
 from reshard.testing.rule_definitions import NO_ELEMENT
 from reshard.testing.strategies import LayoutAndContents, movements
@@ -18,7 +18,7 @@ Movement = tuple[LayoutAndContents, LayoutAndContents]
 def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
     (source, held), (target, wanted) = movement
     plan = LayoutChange(source, target)
-    kept = kept_elements(plan)
+    kept = overlap_elements(plan)
     assert kept.shape == (source.slots, target.slots)
     total = 0
     for place in range(target.slots):
@@ -41,7 +41,7 @@ def test_kept_elements_are_those_that_both_have(movement: Movement) -> None:
 def test_what_stays_is_on_the_diagonal(movement: Movement) -> None:
     (source, _), (target, _) = movement
     plan = LayoutChange(source, target)
-    stays = int(kept_elements(plan).diagonal().sum())
+    stays = int(overlap_elements(plan).diagonal().sum())
     assert needed_elements(plan) - stays == plan.lower_bound_elements == plan.moved_elements
 
 
@@ -49,4 +49,4 @@ def test_what_a_slot_has_twice_is_kept_once() -> None:
     box = reshard.Box((0,), (3,))
     source = Layout.from_boxes((3,), [(0, box), (0, box), (1, box)])
     plan = LayoutChange(source, Layout.replicated((3,), 2))
-    assert kept_elements(plan).tolist() == [[3, 3], [3, 3]]
+    assert overlap_elements(plan).tolist() == [[3, 3], [3, 3]]

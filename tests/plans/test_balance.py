@@ -62,7 +62,7 @@ def test_half_as_many_replicas_of_halves() -> None:
 
 
 def test_half_as_many_replicas_of_halves_on_the_same_ranks() -> None:
-    # Parts 0 and 3 have one receiver that lacks them, 1 and 2 have two.
+    # BoxParts 0 and 3 have one receiver that lacks them, 1 and 2 have two.
     source = layout(reshard.DeviceMesh.of(dp=2, tp=4), "tp, -", (64, 48))
     job = job_of(source, layout(reshard.DeviceMesh.of(tp=8), "tp, -", (64, 48)))
     part = 5 * 2 * 64 * 48 // 8

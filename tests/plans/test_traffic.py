@@ -15,11 +15,11 @@ from reshard.plans.tables.movement_table import movement_table
 from reshard.plans.traffic import Traffic, busiest
 from reshard.testing.strategies import movements
 
-Pairs = dict[tuple[int, int], int]
+DemandRanges = dict[tuple[int, int], int]
 COLUMNS = st.lists(st.tuples(*[st.integers(0, 6)] * 2, st.integers(1, 99)), max_size=30)
 
 
-def pairs_of(traffic: Traffic) -> Pairs:
+def pairs_of(traffic: Traffic) -> DemandRanges:
     columns = (traffic.sender.tolist(), traffic.receiver.tolist(), traffic.amount.tolist())
     return {(a, b): amount for a, b, amount in zip(*columns, strict=True)}
 
@@ -29,8 +29,8 @@ def gathered(rows: list[tuple[int, int, int]]) -> Traffic:
     return Traffic.gathered(7, *columns)
 
 
-def summed(rows: list[tuple[int, int, int]]) -> Pairs:
-    total: Pairs = {}
+def summed(rows: list[tuple[int, int, int]]) -> DemandRanges:
+    total: DemandRanges = {}
     for a, b, amount in rows:
         total[a, b] = total.get((a, b), 0) + amount
     return total
@@ -67,7 +67,7 @@ def test_a_plans_traffic_is_that_of_its_transfers(
 ) -> None:
     (source, _), (target, _) = case
     plan = reshard.plan(source, target)
-    expected: Pairs = {}
+    expected: DemandRanges = {}
     moving = plan.transfers.moving
     for row, elements in enumerate(moving.elements.tolist()):
         pair = (int(moving.source_slot[row]), int(moving.target_slot[row]))

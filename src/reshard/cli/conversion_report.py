@@ -25,7 +25,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     for item in job.items:
         alike.setdefault(item.change, []).append(item)
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
-    transfers = sum(len(found.transfers.moving) for found in job.transfers.bundles)
+    transfers = sum(len(found.transfers.moving) for found in job.transfers.groups)
     left_out = sum(len(items) for items in drawn[MOST_DRAWN:])
     remarks = [f"Not drawn: {count_text(left_out, 'smaller tensor')}."] if left_out else []
     arrangement = conversion.arrangement

@@ -67,12 +67,14 @@ class Intervals:
         return low, np.maximum(high - low, 0)
 
 
-def meeting_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[IntArray, IntArray]]:
+def intersecting_intervals(
+    first: Intervals, second: Intervals
+) -> Iterator[tuple[IntArray, IntArray]]:
     """The owners of all intervals that meet, each pair of intervals once, in blocks.
 
     >>> a = Intervals(np.array([0, 5]), np.array([4, 9]))
     >>> b = Intervals(np.array([3, 4]), np.array([6, 5]))
-    >>> [(i.tolist(), j.tolist()) for i, j in meeting_intervals(a, b)]
+    >>> [(i.tolist(), j.tolist()) for i, j in intersecting_intervals(a, b)]
     [([0], [0]), ([1], [0])]
     """
     for outer, inner, after in ((first, second, False), (second, first, True)):
@@ -94,7 +96,7 @@ def meeting_intervals(first: Intervals, second: Intervals) -> Iterator[tuple[Int
             yield (over, under) if outer is first else (under, over)
 
 
-def meeting_boxes(
+def intersecting_boxes(
     first: Boxes, second: Boxes, shape: Sequence[int]
 ) -> Iterator[tuple[IntArray, IntArray]]:
     """The numbers of boxes of a tensor of `shape` that meet, in blocks, in no given order.
@@ -103,13 +105,13 @@ def meeting_boxes(
 
     >>> a = Boxes(np.array([[0, 1]]), np.array([[1, 4]]))
     >>> b = Boxes(np.array([[0, 2]]), np.array([[2, 4]]))
-    >>> [(i.tolist(), j.tolist()) for i, j in meeting_boxes(a, b, (4,))]
+    >>> [(i.tolist(), j.tolist()) for i, j in intersecting_boxes(a, b, (4,))]
     [([0, 1], [0, 1]), ([1], [0])]
     """
     if not first.count or not second.count:
         return
-    line = _line_of_fewest(first, second, shape)
-    for i, j in meeting_intervals(*line):
+    line = _choose_intervals(first, second, shape)
+    for i, j in intersecting_intervals(*line):
         meet = np.ones(len(i), dtype=bool)
         for d in range(len(shape)):
             meet &= first.start[d][i] < second.stop[d][j]
@@ -120,11 +122,11 @@ def meeting_boxes(
             yield i, j
 
 
-_Line = tuple[Intervals, Intervals]
+_IntervalSides = tuple[Intervals, Intervals]
 
 
-def _line_of_fewest(first: Boxes, second: Boxes, shape: Sequence[int]) -> _Line:
-    lines: list[_Line] = []
+def _choose_intervals(first: Boxes, second: Boxes, shape: Sequence[int]) -> _IntervalSides:
+    lines: list[_IntervalSides] = []
     # Numbers of elements that outgrow 64 bits have no line.
     if math.prod(shape) < 2**62:
         lines.append((_row_major(first, shape), _row_major(second, shape)))
@@ -144,7 +146,7 @@ def _line_of_fewest(first: Boxes, second: Boxes, shape: Sequence[int]) -> _Line:
     return lines[best]
 
 
-def _candidates(line: _Line) -> int:
+def _candidates(line: _IntervalSides) -> int:
     first, second = line
     (_, inside), (_, around) = (
         second.beginning_inside(first, after=False),
@@ -161,7 +163,9 @@ def _row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
     return Intervals(start, last + 1)
 
 
-def _bands(first: Boxes, second: Boxes, a: int, b: int, size: int, most: int) -> _Line | None:
+def _bands(
+    first: Boxes, second: Boxes, a: int, b: int, size: int, most: int
+) -> _IntervalSides | None:
     """Dimension `b`, of length `size`, once for each band of dimension `a`; None where that is
     more than `most` intervals.
     """

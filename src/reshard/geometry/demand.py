@@ -22,7 +22,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.geometry.contributions import contribution_sources
 from reshard.geometry.overlap import Overlap
-from reshard.geometry.replicas import Copies, find_copies
+from reshard.geometry.replicas import Replicas, find_replicas
 from reshard.geometry.routes import RouteFinder
 from reshard.layout import Layout
 from reshard.runs import IntArray, distinct, ragged_arange
@@ -54,8 +54,8 @@ class Needs:
     source: Layout
     target: Layout
     of_keys: KeyNeeds
-    source_copies: Copies
-    target_copies: Copies
+    source_copies: Replicas
+    target_copies: Replicas
     holder_set: IntArray
     set_begin: IntArray
     set_slot: IntArray
@@ -86,7 +86,7 @@ def find_needs(source: Layout, target: Layout) -> Needs:
     Raises:
         PlanError: an element that no source slot holds.
     """
-    held, wanted = find_copies(source.placement), find_copies(target.placement, apart=True)
+    held, wanted = find_replicas(source.placement), find_replicas(target.placement, apart=True)
     combines = contribution_sources(source, target)
     needs = _find_key_needs(_one_a_key(source, held), _one_a_key(target, wanted), combines)
     if needs is None:
@@ -97,7 +97,7 @@ def find_needs(source: Layout, target: Layout) -> Needs:
 
 
 @lru_cache(maxsize=1024)
-def _one_a_key(layout: Layout, copies: Copies) -> Layout:
+def _one_a_key(layout: Layout, copies: Replicas) -> Layout:
     """The layout with one slot for each key. Layouts of the same cut on any ranks share it."""
     first = copies.first
     return Layout(
@@ -135,7 +135,7 @@ def _find_key_needs(
 
 
 def _holder_sets(
-    copies: Copies, key_begin: IntArray, key: IntArray
+    copies: Replicas, key_begin: IntArray, key: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
     """The set of each need, and the sets' slots: needs of the same source keys share a set."""
     if (np.diff(key_begin) == 1).all():

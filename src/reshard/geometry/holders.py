@@ -26,9 +26,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.box_intersections import Boxes, meeting_boxes
+from reshard.geometry.box_intersections import Boxes, intersecting_boxes
 from reshard.geometry.part_runs import PartRuns, share_an_index
-from reshard.geometry.replicas import Copies, find_copies, find_in
+from reshard.geometry.replicas import Replicas, find_in, find_replicas
 from reshard.layout import Layout
 from reshard.runs import FRESH_HALO, OWNED, IntArray, RunTable, distinct, ragged_arange
 
@@ -117,7 +117,7 @@ class Holders:
     dimensions: tuple[DimensionHolders, ...]
     code: KeyCode
     keys: IntArray
-    copies: Copies
+    copies: Replicas
 
     @property
     def cell_begin(self) -> IntArray:
@@ -149,7 +149,7 @@ class Holders:
 @lru_cache(maxsize=128)
 def find_holders(layout: Layout) -> Holders:
     """Who holds each element of `layout`, as a source."""
-    copies = find_copies(layout.placement)
+    copies = find_replicas(layout.placement)
     key_code = KeyCode(layout, copies.first)
     runs = [_stretches(table) for table in layout.tables]
     is_grid = _is_grid(layout, copies.first, runs)
@@ -201,7 +201,7 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[Dimensi
     # A part has an index twice: only stretches cut at every edge tell them apart.
     if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
         return False
-    for left, right in meeting_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
+    for left, right in intersecting_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
         other = left < right
         a, b = part[cell[left[other]]], part[cell[right[other]]]
         share = np.ones(len(a), dtype=bool)

@@ -17,18 +17,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from reshard.geometry.box_intersections import meeting_boxes
+from reshard.geometry.box_intersections import intersecting_boxes
 from reshard.geometry.holders import find_holders, hulls
 from reshard.geometry.overlap import Overlap, overlap_of_pairs, wanted_runs
-from reshard.geometry.replicas import find_copies, find_in
+from reshard.geometry.replicas import find_in, find_replicas
 from reshard.layout import Layout
 from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeyMeetings:
-    """The meetings of target cell `c` are `begin[of_cell[c]]:begin[of_cell[c] + 1]` of the columns,
-    in the order of contributions and source keys; `pair` is the pair of each overlap.
+class KeyIntersections:
+    """Those of target cell `c` are `begin[of_cell[c]]:begin[of_cell[c] + 1]` of the columns, in the
+    order of contributions and source keys; `pair` is the pair of each overlap.
     """
 
     overlaps: tuple[Overlap, ...]
@@ -40,15 +40,15 @@ class KeyMeetings:
 
 
 @lru_cache(maxsize=128)
-def find_key_meetings(
+def find_key_intersections(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
-) -> KeyMeetings:
+) -> KeyIntersections:
     """What the cells of `target` meet of a source in which no element has two keys.
 
     `combines[c]` are the source contributions that target contribution `c` adds up.
     """
     holders = find_holders(source)
-    copies = find_copies(target.placement, apart=True)
+    copies = find_replicas(target.placement, apart=True)
     of_cell = np.empty(target.cells, dtype=np.int64)
     of_cell[copies.cells] = np.repeat(np.arange(copies.keys), np.diff(copies.begin))
     # A row for each contribution that a target key combines.
@@ -72,7 +72,9 @@ def find_key_meetings(
     )
     shape = (source.contributions, *source.shape)
     # Every pair once, by row and key.
-    code = [i * held_hulls.count + j for i, j in meeting_boxes(wanted_hulls, held_hulls, shape)]
+    code = [
+        i * held_hulls.count + j for i, j in intersecting_boxes(wanted_hulls, held_hulls, shape)
+    ]
     met = distinct(np.concatenate(code)) if code else order[:0]
     row, key = wanted_row[met // held_hulls.count], held_key[met % held_hulls.count]
     overlaps: list[Overlap] = []
@@ -88,4 +90,6 @@ def find_key_meetings(
         overlaps.append(overlap)
         pairs.append(pair)
     begin = np.searchsorted(target_key[row], np.arange(copies.keys + 1))
-    return KeyMeetings(tuple(overlaps), of_cell, begin, order[row], contribution[row], tuple(pairs))
+    return KeyIntersections(
+        tuple(overlaps), of_cell, begin, order[row], contribution[row], tuple(pairs)
+    )

@@ -27,7 +27,7 @@ def needed_elements(plan: LayoutChange) -> int:
     return int((plan.target.cell_elements * counts[plan.target.cell_contribution]).sum())
 
 
-def kept_elements(plan: LayoutChange) -> IntArray:
+def overlap_elements(plan: LayoutChange) -> IntArray:
     """Elements that slot `i` of the source holds of what slot `j` of the target needs.
 
     Shape `(source.slots, target.slots)`. On the diagonal is what stays.
@@ -35,7 +35,7 @@ def kept_elements(plan: LayoutChange) -> IntArray:
     >>> import reshard
     >>> mesh = reshard.DeviceMesh.of(x=2, y=2)
     >>> source, target = (reshard.spec(mesh, text).layout((4, 4)) for text in ("x, y", "y, x"))
-    >>> kept_elements(LayoutChange(source, target)).tolist()
+    >>> overlap_elements(LayoutChange(source, target)).tolist()
     [[4, 0, 0, 0], [0, 0, 4, 0], [0, 4, 0, 0], [0, 0, 0, 4]]
     """
     source, target, holders = plan.source, plan.target, plan.holders

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.box_intersections import Intervals, meeting_intervals
+from reshard.geometry.box_intersections import Intervals, intersecting_intervals
 from reshard.runs import IntArray, distinct, ragged_ranges
 
 BoolArray = NDArray[np.bool_]
@@ -78,7 +78,7 @@ def shared_runs(
     pair_a, pair_b = pair[of_a], pair[of_b]
     width = max(int(first.stop.max(initial=0)), int(second.stop.max(initial=0)))
     blocks = list(
-        meeting_intervals(
+        intersecting_intervals(
             Intervals(pair_a * width + first.start[run_a], pair_a * width + first.stop[run_a]),
             Intervals(pair_b * width + second.start[run_b], pair_b * width + second.stop[run_b]),
         )

@@ -25,7 +25,7 @@ BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class Replicas:
     """The keys of a placement, in rising order of contribution and parts.
 
     The cells of key `k` are `cells[begin[k]:begin[k + 1]]`, one a slot, in the order of their
@@ -55,14 +55,14 @@ class Copies:
 
 
 @lru_cache(maxsize=256)
-def find_copies(placement: Placement, apart: bool = False) -> Copies:
+def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     """The keys of a placement, and the cells that are copies of each.
 
     A slot may have a key twice, in two places of its memory. Then only the first is a copy; or,
     with `apart`, the second cells of all slots are copies of a key of their own.
 
     >>> twice = Placement(np.array([0, 0, 1]), np.array([[5], [5], [5]]), np.array([0, 0, 0]))
-    >>> find_copies(twice).begin.tolist(), find_copies(twice, apart=True).cells.tolist()
+    >>> find_replicas(twice).begin.tolist(), find_replicas(twice, apart=True).cells.tolist()
     ([0, 2], [0, 2, 1])
     """
     code = placement.contribution
@@ -90,21 +90,22 @@ def find_copies(placement: Placement, apart: bool = False) -> Copies:
     begin = np.append(first, len(order))
     slots = int(slot.max(initial=-1)) + 1
     number = np.repeat(np.arange(len(first)), np.diff(begin))
-    return Copies(slots, begin, order, slot, order[first], number * slots + slot)
+    return Replicas(slots, begin, order, slot, order[first], number * slots + slot)
 
 
 @lru_cache(maxsize=256)
-def turns(placement: Placement) -> IntArray:
+def replica_turns(placement: Placement) -> IntArray:
     """For each cell a number by which copies that want the same take different turns.
 
     It is the first slot that wants it, and the place of the cell's slot among all that do: so
     copies spread over those who can send, and different keys begin with different ones. What
     slots behind the others want changes nothing of it.
 
-    >>> turns(Placement(np.arange(4), np.array([[0], [1], [0], [1]]), np.zeros(4, int))).tolist()
+    >>> placement = Placement(np.arange(4), np.array([[0], [1], [0], [1]]), np.zeros(4, int))
+    >>> replica_turns(placement).tolist()
     [0, 1, 1, 2]
     """
-    copies = find_copies(placement, apart=True)
+    copies = find_replicas(placement, apart=True)
     count = np.diff(copies.begin)
     turn = np.empty(len(copies.cells), dtype=np.int64)
     turn[copies.cells] = np.repeat(copies.slot[copies.begin[:-1]], count) + ragged_arange(count)

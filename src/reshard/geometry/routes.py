@@ -22,9 +22,9 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.geometry.holders import BoolArray, Holders, find_holders
-from reshard.geometry.key_intersections import KeyMeetings, find_key_meetings
+from reshard.geometry.key_intersections import KeyIntersections, find_key_intersections
 from reshard.geometry.overlap import Overlap, find_overlap
-from reshard.geometry.replicas import turns
+from reshard.geometry.replicas import replica_turns
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, ragged_arange, ragged_ranges
 
@@ -60,7 +60,7 @@ class RouteFinder:
     """Finds routes between two layouts. See the module's docstring.
 
     `combines[c]` are the source contributions that target contribution `c` adds up. With
-    `meetings` the overlaps have only the pairs of those.
+    `intersections` the overlaps have only the pairs of those.
     """
 
     source: Layout
@@ -68,7 +68,7 @@ class RouteFinder:
     holders: Holders
     overlaps: tuple[Overlap, ...]
     combines: tuple[tuple[int, ...], ...]
-    meetings: KeyMeetings | None = None
+    intersections: KeyIntersections | None = None
 
     @classmethod
     def between(
@@ -85,8 +85,8 @@ class RouteFinder:
             pairs = zip(holders.dimensions, target.tables, strict=True)
             overlaps = tuple(find_overlap(dimension, table) for dimension, table in pairs)
             return cls(source, target, holders, overlaps, combines)
-        meetings = find_key_meetings(source, target, combines)
-        return cls(source, target, holders, meetings.overlaps, combines, meetings)
+        intersections = find_key_intersections(source, target, combines)
+        return cls(source, target, holders, intersections.overlaps, combines, intersections)
 
     def into(self, cells: IntArray) -> Routes:
         """The routes that end in the given target cells.
@@ -129,8 +129,8 @@ class RouteFinder:
         allowed: list[BoolArray] | None = None,
     ) -> CellNeeds:
         """What cells need: the product of their pairs, for each contribution."""
-        if self.meetings is not None:
-            return self._needs_that_meet(self.meetings, cells, allowed)
+        if self.intersections is not None:
+            return self._find_intersecting_needs(self.intersections, cells, allowed)
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts)))
         flat = np.array([s for sources in self.combines for s in sources], dtype=np.int64)
@@ -150,20 +150,20 @@ class RouteFinder:
             pairs = (*(column[row] for column in pairs), pair)
         return cell, order, contribution, pairs
 
-    def _needs_that_meet(
-        self, meetings: KeyMeetings, cells: IntArray, allowed: list[BoolArray] | None
+    def _find_intersecting_needs(
+        self, intersections: KeyIntersections, cells: IntArray, allowed: list[BoolArray] | None
     ) -> CellNeeds:
         """The same, where it is known what each cell meets."""
-        key = meetings.of_cell[cells]
-        row, at = ragged_ranges(meetings.begin[key], np.diff(meetings.begin)[key])
+        key = intersections.of_cell[cells]
+        row, at = ragged_ranges(intersections.begin[key], np.diff(intersections.begin)[key])
         cell = cells[row]
         if allowed is not None:
             keep = np.ones(len(at), dtype=bool)
-            for pairs, column in zip(allowed, meetings.pair, strict=True):
+            for pairs, column in zip(allowed, intersections.pair, strict=True):
                 keep &= pairs[column[at]]
             cell, at = cell[keep], at[keep]
-        pair = tuple(column[at] for column in meetings.pair)
-        return cell, meetings.order[at], meetings.contribution[at], pair
+        pair = tuple(column[at] for column in intersections.pair)
+        return cell, intersections.order[at], intersections.contribution[at], pair
 
     def _choose(self, needs: CellNeeds) -> Routes:
         """The source cell of each need; needs that nobody holds are left out."""
@@ -180,7 +180,7 @@ class RouteFinder:
         first = np.flatnonzero(np.diff(need, prepend=-1))
         base[need[first]] = before[first]
         # Among all copies of all keys of a need, in order, the turn picks one.
-        turn = base[need] + turns(self.target.placement)[cell[need]] % total[need] - before
+        turn = base[need] + replica_turns(self.target.placement)[cell[need]] % total[need] - before
         picked = (turn >= 0) & (turn < copies)
         chosen = np.full(len(cell), -1, dtype=np.int64)
         chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
@@ -234,7 +234,7 @@ class RouteFinder:
         stays = own >= 0
         # Most plans have one copy of everything; then nobody takes turns.
         if (copies > 1).any():
-            begin = begin + turns(self.target.placement)[cell] % copies
+            begin = begin + replica_turns(self.target.placement)[cell] % copies
         chosen = np.where(stays, own, holders.cells[begin])
         return Routes(cell, chosen, order, pairs, self.elements(pairs, len(cell)), stays)
 

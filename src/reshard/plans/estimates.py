@@ -97,17 +97,17 @@ def exchange_estimate(
     _check_topology(topology)
     for item in items:
         _check_between_ranks(item)
-    found = [(one.transfers, one.bundle.dtype.itemsize_bytes) for one in transfers.bundles]
+    found = [(one.transfers, one.tensors.dtype.itemsize_bytes) for one in transfers.groups]
     copies = None
     if topology.overhead.counts_copies:
         copies = LocalCopies.joined(
             copies_of(
                 one.transfers,
-                one.bundle.change.source,
-                one.bundle.change.target,
-                one.bundle.dtype.itemsize_bytes,
+                one.tensors.change.source,
+                one.tensors.change.target,
+                one.tensors.dtype.itemsize_bytes,
             )
-            for one in transfers.bundles
+            for one in transfers.groups
         )
     part = _transfers_part(found, topology, "exchange", copies)
     return Estimate((part,), topology.overhead.call_s)

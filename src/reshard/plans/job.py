@@ -1,14 +1,15 @@
-"""What has to move for a whole set of tensors?
+"""A job: a set of tensors that move together.
 
-A `Job` lists tensors, each with its plan and the places its shards are in. Tensors of equal
-layouts share one plan, so a job of thousands of tensors is planned as often as it has
+A `Job` lists tensors, each with its change of layouts and the places its shards are in. Tensors of
+equal layouts share one change, so a job of thousands of tensors is planned as often as it has
 different geometries. Bytes, senders and the digest belong to the job, since they concern all
 tensors together.
 
 Who sends what is chosen for all tensors at once. What a rank holds stays; what it lacks comes
-from ranks that hold it, so that the most loaded of them sends as little as possible
-(`shares`, `line`); a box may come in parts, from several. Or the senders are *stable*: holders
-take turns, and what one rank gets from whom does not depend on ranks added behind the others.
+from ranks that hold it, so that the most loaded of them sends as little as possible (see
+`reshard.plans.senders`); a box may come in parts, from several. Or the senders are *stable*:
+holders take turns, and what one rank gets from whom does not depend on ranks added behind the
+others.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from reshard.plans.estimates import exchange_estimate
 from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.run import run_changes
-from reshard.plans.senders.byte_line import Bundle, Line, find_line
+from reshard.plans.senders.sender_assignment import SenderAssignment, TensorGroup, assign_senders
 from reshard.plans.senders.sender_transfers import (
-    BundleTransfers,
+    GroupTransfers,
     sent_bytes,
     transfers_of_all,
     transfers_of_rank,
@@ -82,25 +83,27 @@ class Job:
             names.add(item.name)
 
     @cached_property
-    def line(self) -> Line:
-        """Where everything that moves lies, and who sends it: the same on all ranks.
+    def assignment(self) -> SenderAssignment:
+        """Who sends what of all that moves: the same on all ranks.
 
         Raises PlanError where a source leaves out an element.
         """
         numbers: dict[tuple[LayoutChange, DType], list[int]] = {}
         for number, item in enumerate(self.items):
             numbers.setdefault((item.change, item.dtype), []).append(number)
-        bundles = [
-            Bundle(plan, dtype, np.array(items), find_needs(plan.source, plan.target))
+        tensor_groups = [
+            TensorGroup(plan, dtype, np.array(items), find_needs(plan.source, plan.target))
             for (plan, dtype), items in numbers.items()
         ]
-        slots = max((max(b.change.source.slots, b.change.target.slots) for b in bundles), default=0)
-        return find_line(bundles, slots)
+        slots = max(
+            (max(b.change.source.slots, b.change.target.slots) for b in tensor_groups), default=0
+        )
+        return assign_senders(tensor_groups, slots)
 
     @cached_property
     def transfers(self) -> JobTransfers:
         """The transfers of every tensor, by name; those that stay included."""
-        return self._named(transfers_of_all(self.line, self.sources == "stable"))
+        return self._named(transfers_of_all(self.assignment, self.sources == "stable"))
 
     def for_rank(self, rank: int) -> JobTransfers:
         """What one rank receives, keeps and sends of every tensor, found without the others'.
@@ -116,9 +119,9 @@ class Job:
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
             raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
-        return self._named(transfers_of_rank(self.line, rank, self.sources == "stable"))
+        return self._named(transfers_of_rank(self.assignment, rank, self.sources == "stable"))
 
-    def _named(self, found: Iterable[BundleTransfers]) -> JobTransfers:
+    def _named(self, found: Iterable[GroupTransfers]) -> JobTransfers:
         return JobTransfers(tuple(item.name for item in self.items), found)
 
     @property
@@ -137,26 +140,29 @@ class Job:
     def sent_bytes(self) -> IntArray:
         """Bytes each source slot sends to others: shape `(slots,)`."""
         slots = max((item.change.source.slots for item in self.items), default=0)
-        return sent_bytes(self.line, self.sources == "stable")[:slots]
+        return sent_bytes(self.assignment, self.sources == "stable")[:slots]
 
     @cached_property
     def received_bytes(self) -> IntArray:
         """Bytes each target slot receives from others: shape `(slots,)`."""
-        rows, kinds = self.line.rows, self.line.kinds
-        of_kind = np.zeros(len(kinds.size), dtype=np.int64)
-        items = np.array([len(bundle.items) for bundle in self.line.bundles], dtype=np.int64)
+        rows, rank_groups = self.assignment.rows, self.assignment.rank_groups
+        of_rank_group = np.zeros(len(rank_groups.size), dtype=np.int64)
+        items = np.array(
+            [len(tensor_group.items) for tensor_group in self.assignment.tensor_groups],
+            dtype=np.int64,
+        )
         moving = ~rows.stays
-        size = rows.size_bytes[moving] * items[rows.bundle[moving]]
-        np.add.at(of_kind, rows.kind[moving], size)
+        size = rows.size_bytes[moving] * items[rows.tensor_group[moving]]
+        np.add.at(of_rank_group, rows.rank_group[moving], size)
         slots = max((item.change.target.slots for item in self.items), default=0)
-        received: IntArray = of_kind[kinds.group[:slots]]
+        received: IntArray = of_rank_group[rank_groups.group[:slots]]
         return received
 
     @cached_property
     def traffic(self) -> Traffic:
         """The bytes that each rank sends to each other."""
         ranks = max(len(self.sent_bytes), len(self.received_bytes), 1)
-        return Traffic.of_groups(self.transfers.bundles, ranks)
+        return Traffic.of_groups(self.transfers.groups, ranks)
 
     @cached_property
     def digest(self) -> str:

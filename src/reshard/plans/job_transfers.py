@@ -1,6 +1,6 @@
 """The transfers of a job, by tensor.
 
-Tensors of one bundle are written out together, as columns for all of them; what belongs to one
+Tensors of one tensors are written out together, as columns for all of them; what belongs to one
 tensor is cut out of the columns when it is asked for.
 """
 
@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.senders.message_identity import piece_identities
-from reshard.plans.senders.sender_transfers import BundleTransfers
+from reshard.plans.senders.message_identity import transfer_identities
+from reshard.plans.senders.sender_transfers import GroupTransfers
 
 
 class JobTransfers(Mapping[str, Transfers]):
@@ -22,16 +22,16 @@ class JobTransfers(Mapping[str, Transfers]):
     Tensors of which nothing is copied are left out. `len` counts tensors, `count` transfers.
     """
 
-    def __init__(self, names: tuple[str, ...], bundles: Iterable[BundleTransfers]) -> None:
+    def __init__(self, names: tuple[str, ...], groups: Iterable[GroupTransfers]) -> None:
         self._names = names
-        self.bundles = tuple(bundles)
+        self.groups = tuple(groups)
 
     @cached_property
-    def _places(self) -> dict[str, tuple[BundleTransfers, int, int]]:
+    def _places(self) -> dict[str, tuple[GroupTransfers, int, int]]:
         places = []
-        for found in self.bundles:
+        for found in self.groups:
             bounds = found.begin.tolist()
-            for place, item in enumerate(found.bundle.items.tolist()):
+            for place, item in enumerate(found.tensors.items.tolist()):
                 if bounds[place] < bounds[place + 1]:
                     places.append((item, (found, bounds[place], bounds[place + 1])))
         places.sort(key=lambda entry: entry[0])
@@ -50,10 +50,10 @@ class JobTransfers(Mapping[str, Transfers]):
     @property
     def count(self) -> int:
         """How many transfers there are, of all tensors."""
-        return sum(len(found.transfers) for found in self.bundles)
+        return sum(len(found.transfers) for found in self.groups)
 
     def identities(self, name: str) -> list[str]:
         """What each transfer of a tensor is called on both of its ends, see `identity`."""
         found, low, high = self._places[name]
         rows = np.arange(low, high)
-        return piece_identities(name, found, rows)
+        return transfer_identities(name, found, rows)

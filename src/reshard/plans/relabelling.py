@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from reshard.binding import Binding, RankMemory
 from reshard.errors import MissingExtraError, PlanError, UsageError
 from reshard.geometry.layout_change import LayoutChange
-from reshard.geometry.overlap_matrix import kept_elements, needed_elements
+from reshard.geometry.overlap_matrix import needed_elements, overlap_elements
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.plans.hosts.flows import crossing_elements
@@ -225,7 +225,7 @@ def _kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
     """Bytes that a rank holds of what a place needs: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
-        kept = kept_elements(plan)
+        kept = overlap_elements(plan)
         rows, columns = min(ranks, kept.shape[0]), min(ranks, kept.shape[1])
         total[:rows, :columns] += weight * kept[:rows, :columns]
     return total

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.senders.sender_transfers import BundleTransfers
+from reshard.plans.senders.sender_transfers import GroupTransfers
 from reshard.runs import IntArray
 
 
@@ -61,13 +61,13 @@ class Traffic:
         return cls.gathered(ranks, moving.source_slot, moving.target_slot, moving.elements)
 
     @classmethod
-    def of_groups(cls, groups: Iterable[BundleTransfers], ranks: int) -> Traffic:
+    def of_groups(cls, groups: Iterable[GroupTransfers], ranks: int) -> Traffic:
         """The bytes that transfers of tensors between `ranks` ranks move."""
         nothing = np.zeros(0, dtype=np.int64)
         columns = [(nothing, nothing, nothing)]
         for found in groups:
             moving = found.transfers.moving
-            size_bytes = moving.elements * found.bundle.dtype.itemsize_bytes
+            size_bytes = moving.elements * found.tensors.dtype.itemsize_bytes
             columns.append((moving.source_slot, moving.target_slot, size_bytes))
         sender, receiver, amount = zip(*columns, strict=True)
         return cls.gathered(

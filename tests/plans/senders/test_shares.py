@@ -41,12 +41,12 @@ def least_largest_load(classes: Classes) -> float:
     return float(solved.fun)
 
 
-def loads(classes: Classes, grain: int = 1) -> IntArray:
+def loads(classes: Classes, unit: int = 1) -> IntArray:
     demand, begin, holder = columns(classes)
-    shares = balanced_shares(demand, begin, holder, grain)
+    shares = balanced_shares(demand, begin, holder, unit)
     assert (shares >= 0).all()
     assert np.add.reduceat(np.append(shares, 0), begin[:-1]).tolist() == demand.tolist()
-    assert (shares % grain == 0).all()
+    assert (shares % unit == 0).all()
     total = np.zeros(int(holder.max()) + 1, dtype=np.int64)
     np.add.at(total, holder, shares)
     return total
@@ -68,10 +68,10 @@ def test_the_largest_load_is_the_least(classes: Classes) -> None:
 
 @given(class_lists(6), st.sampled_from([1, 2, 4]))
 def test_few_elements_are_dealt_out_as_evenly_as_whole_ones_can_be(
-    classes: Classes, grain: int
+    classes: Classes, unit: int
 ) -> None:
-    scaled = [(demand * grain, holders) for demand, holders in classes]
-    assert loads(scaled, grain).max() <= least_largest_load(scaled) + grain
+    scaled = [(demand * unit, holders) for demand, holders in classes]
+    assert loads(scaled, unit).max() <= least_largest_load(scaled) + unit
 
 
 def many_classes(ranks: int, count: int, most: int) -> Classes:

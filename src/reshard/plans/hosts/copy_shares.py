@@ -1,4 +1,4 @@
-"""Who makes the first copy of each byte, and who the others, so that nobody sends too much?
+"""Copies of the flows between hosts: who makes the first of each byte, and who the others.
 
 Each receiver of a flow needs a copy. The first comes from the senders; the others may come from
 receivers that have theirs::
@@ -11,7 +11,7 @@ bytes. There are two kinds of classes, for first copies and for the others.
 
 1. Into another host only first copies go, and its receivers make the others.
 2. Within a host the senders can make all copies themselves, which takes one stage. So they do,
-   unless handing on takes at least a part in `_WORTHWHILE` off the largest load of the job;
+   unless forwarding on takes at least a part in `_WORTHWHILE` off the largest load of the job;
    then senders and receivers share in making the other copies, where senders are overloaded,
    or if that is not enough everywhere.
 3. Contributions that are combined come directly.
@@ -40,14 +40,14 @@ _DIRECT, _NEAR, _FAR = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Classes:
+class CopyClasses:
     """The classes of the flows of some plans, numbered by their first flows.
 
     `first[p]` has the class of first copies of each flow of plan `p`, and `others[p]` that of
     the other copies, -1 where only the senders may make them. The ranks of the classes are
-    `senders` and `copiers`; in the copiers of a flow from its own host, senders come before
-    receivers. A byte of first class `c` goes to `receivers[c]` ranks, where that is one number
-    for all its flows, and one of other class `c` is handed on to `others_receivers[c]`.
+    `senders` and `other_senders`; of a flow from its own host, its senders come before its
+    receivers there. A byte of first class `c` goes to `receivers[c]` ranks, where that is one
+    number for all its flows, and one of other class `c` is handed on to `others_receivers[c]`.
     """
 
     first: list[IntArray]
@@ -55,16 +55,16 @@ class Classes:
     senders: list[IntArray]
     receivers: IntArray
     nature: IntArray
-    copiers: list[IntArray]
+    other_senders: list[IntArray]
     others_receivers: IntArray
 
 
-def find_classes(plans: list[LayoutChange], flows: list[Flows]) -> Classes:
+def find_copy_classes(plans: list[LayoutChange], flows: list[Flows]) -> CopyClasses:
     """The classes of the flows of some plans."""
     sending: dict[tuple[bytes, int, int], int] = {}
-    handing: dict[tuple[bytes, bytes], int] = {}
+    forwarding: dict[tuple[bytes, bytes], int] = {}
     senders: list[IntArray] = []
-    copiers: list[IntArray] = []
+    other_senders: list[IntArray] = []
     first, others = [], []
     for plan, flow in zip(plans, flows, strict=True):
         sender = plan.source.cell_slot[flow.sender]
@@ -84,25 +84,25 @@ def find_classes(plans: list[LayoutChange], flows: list[Flows]) -> Classes:
                 continue
             near = sender[a:b] if kind == _NEAR else sender[:0]
             pair = (near.tobytes(), receiver[c:d].tobytes())
-            both[1, i] = handing.setdefault(pair, len(handing))
-            if len(handing) > len(copiers):
-                copiers.append(np.concatenate((near, receiver[c:d])))
+            both[1, i] = forwarding.setdefault(pair, len(forwarding))
+            if len(forwarding) > len(other_senders):
+                other_senders.append(np.concatenate((near, receiver[c:d])))
         first.append(both[0])
         others.append(both[1])
     word = np.dtype(np.int64).itemsize
-    return Classes(
+    return CopyClasses(
         first,
         others,
         senders,
         np.array([count for _, _, count in sending], dtype=np.int64),
         np.array([kind for _, kind, _ in sending], dtype=np.int64),
-        copiers,
-        np.array([len(receivers) // word - 1 for _, receivers in handing], dtype=np.int64),
+        other_senders,
+        np.array([len(receivers) // word - 1 for _, receivers in forwarding], dtype=np.int64),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shares:
+class ClassShares:
     """The ranks `rank[begin[c]:begin[c + 1]]` divide the bytes of class `c` in these shares."""
 
     begin: IntArray
@@ -116,12 +116,12 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copying:
+class CopyAssignment:
     """Who makes the first copies, and the others of the first classes that `is_relayed`."""
 
     is_relayed: BoolArray
-    first: Shares
-    others: Shares
+    first: ClassShares
+    others: ClassShares
 
     def loads(self, ranks: int) -> IntArray:
         """Bytes each of `ranks` ranks sends."""
@@ -135,51 +135,51 @@ class Copying:
 class ClassSizes:
     """Bytes of classes, as columns: `size` of those of both classes `first` and `others`.
 
-    `grain` has the bytes of the widest element of each.
+    `unit` has the bytes of the widest element of each.
     """
 
     first: IntArray
     others: IntArray
     size: IntArray
-    grain: IntArray
+    unit: IntArray
 
 
-def find_copying(classes: Classes, sizes: ClassSizes, ranks: int) -> Copying:
+def assign_copies(classes: CopyClasses, sizes: ClassSizes, ranks: int) -> CopyAssignment:
     """Who makes which part of the copies of some classes, between `ranks` ranks."""
     far, near = classes.nature == _FAR, classes.nature == _NEAR
-    direct = _shared(classes, sizes, far)
+    direct = _share_copies(classes, sizes, far)
     if not near.any():
         return direct
-    relayed = _shared(classes, sizes, far | near)
+    relayed = _share_copies(classes, sizes, far | near)
     enough = int(relayed.loads(ranks).max()) * _WORTHWHILE // (_WORTHWHILE - 1)
     load = direct.loads(ranks)
     if load.max() <= enough:
         return direct
     overloaded = np.array([bool((load[some] > enough).any()) for some in classes.senders])
-    some = _shared(classes, sizes, far | (near & overloaded))
+    some = _share_copies(classes, sizes, far | (near & overloaded))
     return some if some.loads(ranks).max() <= enough else relayed
 
 
-def _shared(classes: Classes, sizes: ClassSizes, is_relayed: BoolArray) -> Copying:
+def _share_copies(classes: CopyClasses, sizes: ClassSizes, is_relayed: BoolArray) -> CopyAssignment:
     """The least largest load, where other copies are handed on in some classes."""
-    first, others = len(classes.senders), len(classes.copiers)
+    first, others = len(classes.senders), len(classes.other_senders)
     demand = np.zeros(first + others, dtype=np.int64)
-    grain = np.ones(first + others, dtype=np.int64)
+    unit = np.ones(first + others, dtype=np.int64)
     times = np.where(is_relayed, 1, classes.receivers)
     np.add.at(demand, sizes.first, sizes.size * times[sizes.first])
-    np.maximum.at(grain, sizes.first, sizes.grain * times[sizes.first])
+    np.maximum.at(unit, sizes.first, sizes.unit * times[sizes.first])
     handed = is_relayed[sizes.first] & (sizes.others >= 0)
     number = sizes.others[handed]
     times = classes.others_receivers[number]
     np.add.at(demand, first + number, sizes.size[handed] * times)
-    np.maximum.at(grain, first + number, sizes.grain[handed] * times)
-    sets = classes.senders + classes.copiers
+    np.maximum.at(unit, first + number, sizes.unit[handed] * times)
+    sets = classes.senders + classes.other_senders
     begin = np.cumsum([0, *(len(ranks) for ranks in sets)])
     rank = np.concatenate([*sets, np.zeros(0, dtype=np.int64)])
-    share = balanced_shares(demand, begin, rank, grain)
+    share = balanced_shares(demand, begin, rank, unit)
     middle = int(begin[first])
-    return Copying(
+    return CopyAssignment(
         is_relayed,
-        Shares(begin[: first + 1], rank[:middle], share[:middle]),
-        Shares(begin[first:] - middle, rank[middle:], share[middle:]),
+        ClassShares(begin[: first + 1], rank[:middle], share[:middle]),
+        ClassShares(begin[first:] - middle, rank[middle:], share[middle:]),
     )

@@ -1,10 +1,10 @@
-"""What are the boxes of a part of a lot, and where are they at both ends?
+"""Boxes of parts of element groups, and where they are at both ends.
 
-A lot is a list of boxes, and a part of it a range of its elements, counted box by box and row
+A group is a list of boxes, and a part of it a range of its elements, counted box by box and row
 by row. Most boxes lie inside the range; one that a cut goes through becomes a few smaller ones
 (`flat_range_boxes`)::
 
-    lot     box 0         box 1       part 5:14    box 0         box 1
+    group     box 0         box 1       part 5:14    box 0         box 1
             0  1  2  3    8  9 10                  .  5 | 6 7    8  9 10
             4  5  6  7   11 12 13                  -------->    11 12 13
 """
@@ -18,36 +18,38 @@ import numpy as np
 
 from reshard.geometry.transfers import Transfers
 from reshard.layout import flat_range_boxes
-from reshard.plans.hosts.element_classes import Lots
+from reshard.plans.hosts.element_groups import ElementGroups
 from reshard.runs import IntArray, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentBoxes:
-    """Boxes of parts of lots: part `of[i]` of lot `lot[i]` has the box `start[i]`, `shape[i]`.
+    """Boxes of parts of groups: part `of[i]` of `group[i]` has the box `start[i]`, `shape[i]`.
 
     `piece` is the piece of each dimension's overlap that a box comes from.
     """
 
     of: IntArray
-    lot: IntArray
+    group: IntArray
     start: IntArray
     shape: IntArray
     piece: IntArray
 
     def take(self, index: IntArray) -> FragmentBoxes:
         """The chosen boxes, in the order asked for."""
-        columns = (self.of, self.lot, self.start, self.shape, self.piece)
+        columns = (self.of, self.group, self.start, self.shape, self.piece)
         return FragmentBoxes(*(column[index] for column in columns))
 
 
-def find_boxes(lots: Lots, lot: IntArray, first: IntArray, stop: IntArray) -> FragmentBoxes:
-    """The boxes of elements `first[i]:stop[i]` of `lot[i]`, part by part and in order."""
-    boxes = lots.boxes
-    base = np.append(boxes.before, 0)[boxes.begin[lot]]
+def find_boxes(
+    groups: ElementGroups, group: IntArray, first: IntArray, stop: IntArray
+) -> FragmentBoxes:
+    """The boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order."""
+    boxes = groups.boxes
+    base = np.append(boxes.before, 0)[boxes.begin[group]]
     low = np.searchsorted(boxes.before, base + first, side="right") - 1
     count = np.searchsorted(boxes.before, base + stop, side="left") - low
-    of = np.repeat(np.arange(len(lot)), count)
+    of = np.repeat(np.arange(len(group)), count)
     box = np.repeat(low, count) + ragged_arange(count)
     size = boxes.shape[box].prod(axis=1)
     inside = boxes.before[box] - base[of]
@@ -55,7 +57,7 @@ def find_boxes(lots: Lots, lot: IntArray, first: IntArray, stop: IntArray) -> Fr
     start, shape = boxes.start[box], boxes.shape[box]
     cut = np.flatnonzero((begin > 0) | (end < size))
     if not len(cut):
-        return FragmentBoxes(of, lot[of], start, shape, boxes.piece[box])
+        return FragmentBoxes(of, group[of], start, shape, boxes.piece[box])
     pieces = [
         flat_range_boxes(row, a, b)
         for row, a, b in zip(
@@ -70,35 +72,35 @@ def find_boxes(lots: Lots, lot: IntArray, first: IntArray, stop: IntArray) -> Fr
     start, shape, is_cut = start[row], shape[row], is_cut[row]
     start[is_cut] += np.array([box.start for found in pieces for box in found])
     shape[is_cut] = np.array([box.shape for found in pieces for box in found])
-    return FragmentBoxes(of[row], lot[of][row], start, shape, boxes.piece[box][row])
+    return FragmentBoxes(of[row], group[of][row], start, shape, boxes.piece[box][row])
 
 
 def exchange_transfers(
-    lots: Lots, boxes: FragmentBoxes, source_cell: IntArray, target_cell: IntArray
+    groups: ElementGroups, boxes: FragmentBoxes, source_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
     """Boxes from source cells to target cells, one of each a box."""
-    source_slot = lots.source.cell_slot[source_cell]
-    target_slot = lots.target.cell_slot[target_cell]
+    source_slot = groups.source.cell_slot[source_cell]
+    target_slot = groups.target.cell_slot[target_cell]
     return Transfers(
         source_slot,
         target_slot,
         source_cell,
         target_cell,
-        lots.order[boxes.lot],
+        groups.order[boxes.group],
         source_slot == target_slot,
         boxes.start,
         boxes.shape,
-        lots.source_start(source_cell, boxes.start, boxes.piece),
-        lots.target_start(target_cell, boxes.start, boxes.piece),
+        groups.source_start(source_cell, boxes.start, boxes.piece),
+        groups.target_start(target_cell, boxes.start, boxes.piece),
     )
 
 
 def fan_out_transfers(
-    lots: Lots, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
+    groups: ElementGroups, boxes: FragmentBoxes, relay_cell: IntArray, target_cell: IntArray
 ) -> Transfers:
     """Boxes from target cells that have them to others that want them."""
-    relay_slot = lots.target.cell_slot[relay_cell]
-    target_slot = lots.target.cell_slot[target_cell]
+    relay_slot = groups.target.cell_slot[relay_cell]
+    target_slot = groups.target.cell_slot[target_cell]
     return Transfers(
         relay_slot,
         target_slot,
@@ -108,8 +110,8 @@ def fan_out_transfers(
         relay_slot == target_slot,
         boxes.start,
         boxes.shape,
-        lots.target_start(relay_cell, boxes.start, boxes.piece),
-        lots.target_start(target_cell, boxes.start, boxes.piece),
+        groups.target_start(relay_cell, boxes.start, boxes.piece),
+        groups.target_start(target_cell, boxes.start, boxes.piece),
     )
 
 

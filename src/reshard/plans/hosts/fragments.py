@@ -1,7 +1,7 @@
-"""Who sends, and who hands on, which elements of every flow of a job?
+"""Fragments of the flows of a job: who sends, and who hands on, which elements.
 
 The bytes that the same ranks may send lie on one line, tensor by tensor, and those ranks cut it
-into consecutive shares (`copiers`). Every flow is on a line of first copies, and where it is
+into consecutive shares (`copy_shares`). Every flow is on a line of first copies, and where it is
 handed on, also on one of other copies::
 
     first copies    |  w1  |      w2      |  w3  |
@@ -26,12 +26,12 @@ import numpy as np
 
 from reshard.plans.hosts.copy_shares import (
     BoolArray,
+    ClassShares,
     ClassSizes,
-    Shares,
-    find_classes,
-    find_copying,
+    assign_copies,
+    find_copy_classes,
 )
-from reshard.plans.hosts.element_classes import find_lots
+from reshard.plans.hosts.element_groups import find_element_groups
 from reshard.plans.hosts.flows import find_flows
 from reshard.plans.job_item import JobItem
 from reshard.runs import IntArray, ragged_arange
@@ -45,7 +45,7 @@ class Fragments:
     """Parts of flows as columns of shape `(fragments,)`, in the order of items and flows.
 
     Fragment `i` is elements `first[i]:stop[i]` of `flow[i]` of `item[i]`, counted in the
-    row-major order of the lot. `source_cell` sends it to the target cell `relay_cell`. The other
+    row-major order of the group. `source_cell` sends it to the target cell `relay_cell`. The other
     receivers of the flow get it from there, or, where `is_direct`, from `second_cell`, a source
     cell too.
     """
@@ -60,7 +60,7 @@ class Fragments:
     is_direct: BoolArray
 
 
-def divide(items: Sequence[JobItem], topology: Topology) -> Fragments:
+def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
     """The fragments of the flows of a job's tensors.
 
     Raises:
@@ -71,8 +71,11 @@ def divide(items: Sequence[JobItem], topology: Topology) -> Fragments:
     number = {plan: i for i, plan in enumerate(plans)}
     plan_of_item = np.array([number[item.change] for item in items], dtype=np.int64)
     flows = [find_flows(plan, topology) for plan in plans]
-    elements = [find_lots(plan).elements[flow.lot] for plan, flow in zip(plans, flows, strict=True)]
-    classes = find_classes(plans, flows)
+    elements = [
+        find_element_groups(plan).elements[flow.group]
+        for plan, flow in zip(plans, flows, strict=True)
+    ]
+    classes = find_copy_classes(plans, flows)
 
     # One row for each flow of each item.
     counts = np.array([len(flow) for flow in flows], dtype=np.int64)[plan_of_item]
@@ -86,15 +89,17 @@ def divide(items: Sequence[JobItem], topology: Topology) -> Fragments:
     )
     start = np.concatenate(([0], np.cumsum(row_elements * itemsize)))
     sizes = ClassSizes(row_first, row_others, row_elements * itemsize, itemsize)
-    copying = find_copying(classes, sizes, topology.ranks)
+    copying = assign_copies(classes, sizes, topology.ranks)
     is_relayed = copying.is_relayed[row_first]
-    sending = _line(np.arange(len(item)), row_first, start, itemsize, copying.first)
-    handing = _line(np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others)
+    sending = _cut_classes(np.arange(len(item)), row_first, start, itemsize, copying.first)
+    forwarding = _cut_classes(
+        np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others
+    )
 
-    edges = np.unique(np.concatenate((start, sending.cuts, handing.cuts)))
+    edges = np.unique(np.concatenate((start, sending.cuts, forwarding.cuts)))
     begin, end = edges[:-1], edges[1:]
     row = np.searchsorted(start, begin, side="right") - 1
-    sender, copier = (line.turns(row, begin - start[row]) for line in (sending, handing))
+    sender, other_sender = (line.turns(row, begin - start[row]) for line in (sending, forwarding))
     item, flow, is_relayed = item[row], flow[row], is_relayed[row]
     ends = ((begin - start[row]) // itemsize[row], (end - start[row]) // itemsize[row])
 
@@ -105,18 +110,18 @@ def divide(items: Sequence[JobItem], topology: Topology) -> Fragments:
         own, low = flow[mine], found.sender_begin[flow[mine]]
         # Among those who make other copies, the senders of the host come before its receivers.
         near = np.where(found.is_inner[own], found.sender_begin[own + 1] - low, 0)
-        is_direct[mine] |= copier[mine] < near
+        is_direct[mine] |= other_sender[mine] < near
         direct, relayed = is_direct[mine], is_relayed[mine]
         source_cell[mine] = found.sender[low + sender[mine]]
-        relay = np.where(direct, 0, copier[mine] - near)
+        relay = np.where(direct, 0, other_sender[mine] - near)
         relay_cell[mine] = found.receiver[found.receiver_begin[own] + relay]
-        second = np.where(relayed & direct, copier[mine], sender[mine])
+        second = np.where(relayed & direct, other_sender[mine], sender[mine])
         second_cell[mine] = found.sender[low + second]
     return Fragments(item, flow, *ends, source_cell, relay_cell, second_cell, is_direct)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Line:
+class _ClassCuts:
     """The rows of some classes, class by class, and where they are cut.
 
     Row `r` begins at byte `place[r]` of the line. Shares begin at `share_place`, rising, and are
@@ -137,9 +142,9 @@ class _Line:
         return np.where(self.place[row] >= 0, self.share_turn[at], 0)
 
 
-def _line(
-    rows: IntArray, row_class: IntArray, start: IntArray, itemsize: IntArray, shares: Shares
-) -> _Line:
+def _cut_classes(
+    rows: IntArray, row_class: IntArray, start: IntArray, itemsize: IntArray, shares: ClassShares
+) -> _ClassCuts:
     """The line of the given rows; row `r` has the bytes `start[r]:start[r + 1]` of the job."""
     rows = rows[np.argsort(row_class[rows], kind="stable")]
     size = np.diff(start)[rows]
@@ -164,7 +169,7 @@ def _line(
     offset -= np.where(offset < size[at], offset % itemsize[rows[at]], 0)
     place = np.full(len(start) - 1, -1, dtype=np.int64)
     place[rows] = before
-    return _Line(place, before[at] + offset, turn, start[rows[at]] + offset)
+    return _ClassCuts(place, before[at] + offset, turn, start[rows[at]] + offset)
 
 
 def _part_of(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:

@@ -1,4 +1,4 @@
-"""How does a job move so that every byte enters a host at most once?
+"""Jobs in two stages, so that every byte enters a host at most once.
 
 Within a host ranks are close, between hosts they are not. Where several ranks of a host want
 the same bytes, one copy is brought in, and handed on inside::
@@ -11,7 +11,7 @@ the same bytes, one copy is brought in, and handed on inside::
 1. What each host lacks flows there, from ranks of the host where they hold it, and else from
    elsewhere (`flows`).
 2. Those who send first copies, and those who make the others, get shares that balance what each
-   rank sends in all (`copiers`, `division`).
+   rank sends in all (`copy_shares`, `fragments`).
 3. Fragments of flows are written out as boxes: the exchange from source cells to target cells,
    the fan-out from target cells to target cells of the same host.
 
@@ -35,7 +35,7 @@ from reshard.errors import PlanError, expect_kind
 from reshard.geometry.layout_change import LayoutChange
 from reshard.geometry.transfers import Transfers
 from reshard.plans.estimates import stages_estimate
-from reshard.plans.hosts.element_classes import Lots, find_lots
+from reshard.plans.hosts.element_groups import ElementGroups, find_element_groups
 from reshard.plans.hosts.flows import Flows, across_hosts_bound_elements, find_flows
 from reshard.plans.hosts.fragment_boxes import (
     exchange_transfers,
@@ -44,7 +44,7 @@ from reshard.plans.hosts.fragment_boxes import (
     joined_transfers,
     transfers_of_slot,
 )
-from reshard.plans.hosts.fragments import Fragments, divide
+from reshard.plans.hosts.fragments import Fragments, divide_flows
 from reshard.plans.hosts.verification import verify_stages
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
@@ -100,14 +100,14 @@ class StagedJob:
     @cached_property
     def fragments(self) -> Fragments:
         """The parts that flows are divided into, with a sender and a relay each."""
-        return divide(self.job.items, self.topology)
+        return divide_flows(self.job.items, self.topology)
 
     @cached_property
     def _item_begin(self) -> IntArray:
         return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
 
-    def _parts(self, item: JobItem) -> tuple[Lots, Flows]:
-        return find_lots(item.change), find_flows(item.change, self.topology)
+    def _parts(self, item: JobItem) -> tuple[ElementGroups, Flows]:
+        return find_element_groups(item.change), find_flows(item.change, self.topology)
 
     def transfers(self, item: int) -> StageTransfers:
         """All transfers of item number `item`."""
@@ -139,12 +139,12 @@ class StagedJob:
     def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
         """Fragments written out as boxes, those of one rank only unless it is None."""
         item = self.job.items[number]
-        lots, flows = self._parts(item)
+        groups, flows = self._parts(item)
         columns = self.fragments
         flow = columns.flow[chosen]
-        boxes = find_boxes(lots, flows.lot[flow], columns.first[chosen], columns.stop[chosen])
+        boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
         source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
-        exchange = [exchange_transfers(lots, boxes, source[boxes.of], relay[boxes.of])]
+        exchange = [exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
 
         # The other receivers have each box from the relay, or from a source cell as well.
         begin = flows.receiver_begin[flow][boxes.of]
@@ -157,26 +157,26 @@ class StagedJob:
         direct = columns.is_direct[chosen][of]
         second = columns.second_cell[chosen][of]
         exchange.append(
-            exchange_transfers(lots, boxes.take(row[direct]), second[direct], receiver[direct])
+            exchange_transfers(groups, boxes.take(row[direct]), second[direct], receiver[direct])
         )
         fan_out = fan_out_transfers(
-            lots, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
+            groups, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
         )
 
-        keeps = np.arange(len(flows.kept_lot))
+        keeps = np.arange(len(flows.staying_group))
         if rank is not None:
-            keeps = np.flatnonzero(item.change.target.cell_slot[flows.kept_target] == rank)
-        lot = flows.kept_lot[keeps]
-        kept = find_boxes(lots, lot, np.zeros_like(lot), lots.elements[lot])
-        source, target = flows.kept_source[keeps][kept.of], flows.kept_target[keeps][kept.of]
-        exchange.append(exchange_transfers(lots, kept, source, target))
+            keeps = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)
+        group = flows.staying_group[keeps]
+        kept = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
+        source, target = flows.staying_source[keeps][kept.of], flows.staying_target[keeps][kept.of]
+        exchange.append(exchange_transfers(groups, kept, source, target))
         both = StageTransfers(joined_transfers(exchange), fan_out)
         if rank is None:
             return both
         return StageTransfers(*(transfers_of_slot(part, rank) for part in both))
 
     @cached_property
-    def _copies(self) -> tuple[IntArray, ...]:
+    def _list_copies(self) -> tuple[IntArray, ...]:
         """Who sends how much to which host: ranks, hosts and bytes, for each fragment twice."""
         columns = self.fragments
         shape = columns.item.shape
@@ -200,7 +200,7 @@ class StagedJob:
     @cached_property
     def sent_bytes(self) -> IntArray:
         """Bytes each rank sends to others, in both stages: shape `(topology.ranks,)`."""
-        rank, _, size = self._copies
+        rank, _, size = self._list_copies
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         np.add.at(total, rank, size)
         return total
@@ -210,8 +210,8 @@ class StagedJob:
         """Bytes each rank receives from others, in both stages: shape `(topology.ranks,)`."""
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         for item in self.job.items:
-            lots, flows = self._parts(item)
-            size = lots.elements[flows.lot] * item.dtype.itemsize_bytes
+            groups, flows = self._parts(item)
+            size = groups.elements[flows.group] * item.dtype.itemsize_bytes
             rank = item.change.target.cell_slot[flows.receiver]
             np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))
         return total
@@ -224,7 +224,7 @@ class StagedJob:
     @cached_property
     def host_bytes(self) -> IntArray:
         """Bytes that go from host to host, within hosts on the diagonal: `(hosts, hosts)`."""
-        rank, host, size = self._copies
+        rank, host, size = self._list_copies
         total = np.zeros((self.topology.hosts, self.topology.hosts), dtype=np.int64)
         np.add.at(total, (self.topology.host_of(rank), host), size)
         return total

@@ -1,4 +1,4 @@
-"""Do two stages together turn the source into the target, all of it, once?
+"""Verification of two stages: together they turn the source into the target, all of it, once.
 
 The fan-out hands on what the exchange has brought. Its transfers are traced back to where the
 boxes came from, and then the whole is checked like a plan without stages (`verification`):
@@ -26,7 +26,7 @@ def verify_stages(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -
     check_slots(plan.target, plan.target, fan_out)
     for d in range(plan.target.ndim):
         check_ends(plan.target, fan_out.source_cell, fan_out.source_start, fan_out, d, "relay")
-    traced = _traced(plan, exchange, fan_out)
+    traced = _trace_fan_out(plan, exchange, fan_out)
     names = Transfers.__dataclass_fields__
     whole = Transfers(
         *(np.concatenate([getattr(part, name) for part in (exchange, traced)]) for name in names)
@@ -34,9 +34,9 @@ def verify_stages(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -
     verify_transfers(plan.source, plan.target, plan.combines, whole)
 
 
-def _traced(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
+def _trace_fan_out(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Transfers:
     """The fan-out as transfers from the source cells that its boxes come from."""
-    row, origin = _meeting(plan, exchange, fan_out)
+    row, origin = _match_boxes(plan, exchange, fan_out)
     start = np.maximum(fan_out.start[row], exchange.start[origin])
     stop = np.minimum(
         fan_out.start[row] + fan_out.shape[row], exchange.start[origin] + exchange.shape[origin]
@@ -68,7 +68,7 @@ def _traced(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -> Tran
     )
 
 
-def _meeting(
+def _match_boxes(
     plan: LayoutChange, exchange: Transfers, fan_out: Transfers
 ) -> tuple[IntArray, IntArray]:
     """Rows of the fan-out, and rows of the exchange that brought some of the same elements."""
@@ -83,12 +83,12 @@ def _meeting(
     counts = np.array([len(sources) for sources in plan.combines], dtype=np.int64)
     due = counts[plan.target.cell_contribution[fan_out.source_cell]]
     # Mostly the very box that was brought is handed on.
-    row, origin = _equal(number[len(exchange) :], number[: len(exchange)])
+    row, origin = _match_equal(number[len(exchange) :], number[: len(exchange)])
     alike = np.bincount(row, minlength=len(fan_out)) == due
     row, origin = row[alike[row]], origin[alike[row]]
     # The others are compared with all that was brought into their cell.
     rest = np.flatnonzero(~alike)
-    at, other = _equal(fan_out.source_cell[rest], exchange.target_cell)
+    at, other = _match_equal(fan_out.source_cell[rest], exchange.target_cell)
     at = rest[at]
     meets = np.ones(len(at), dtype=bool)
     for d in range(plan.target.ndim):
@@ -97,7 +97,7 @@ def _meeting(
     return np.concatenate((row, at[meets])), np.concatenate((origin, other[meets]))
 
 
-def _equal(left: IntArray, right: IntArray) -> tuple[IntArray, IntArray]:
+def _match_equal(left: IntArray, right: IntArray) -> tuple[IntArray, IntArray]:
     """All pairs of places where `left` and `right` are equal."""
     order = np.argsort(right, kind="stable")
     low = np.searchsorted(right[order], left, side="left")

@@ -1,7 +1,7 @@
-"""How is a box cut where several ranks send it?
+"""Parts of a box that several ranks send.
 
-By ranges of its elements in row-major order. A cut at the end of a row of the first dimension
-leaves one box on each side, one at any element up to `2 * dims - 1`::
+A box is cut by ranges of its elements in row-major order. A cut at the end of a row of the first
+dimension leaves one box on each side, one at any element up to `2 * dims - 1`::
 
     +-----------+          +-----------+
     |  sender 0 |          |  sender 0 |
@@ -23,7 +23,7 @@ from reshard.runs import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class BoxParts:
     """Boxes inside of boxes, each sent by one: part `p` is of box `of[p]`, from its index
     `start[p]` and element `first_element[p]` on.
     """
@@ -35,7 +35,7 @@ class Parts:
     first_element: IntArray
 
     @classmethod
-    def none(cls, ndim: int) -> Parts:
+    def none(cls, ndim: int) -> BoxParts:
         """No parts, of boxes of `ndim` dimensions."""
         nothing, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, ndim), dtype=np.int64)
         return cls(nothing, nothing, boxes, boxes, nothing)
@@ -43,7 +43,7 @@ class Parts:
     @classmethod
     def of_ranges(
         cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
-    ) -> Parts:
+    ) -> BoxParts:
         """Ranges of elements of boxes of `shape`, each range as the fewest boxes."""
         known: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         row: list[int] = []
@@ -68,13 +68,13 @@ class Parts:
         return cls(of[at], sender[at], corner, extent, (corner * steps).sum(axis=1))
 
 
-def grain_elements(shape: IntArray, rounding: int) -> IntArray:
+def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
     """The elements that cuts of boxes are multiples of: of the whole box, of a row of its first
     dimension, of its second ..., whatever first is not more than `rounding`; one if nothing is.
     """
-    grain = np.ones(len(shape), dtype=np.int64)
+    unit = np.ones(len(shape), dtype=np.int64)
     size = np.ones(len(shape), dtype=np.int64)
     for d in range(shape.shape[1] - 1, -1, -1):
         size *= shape[:, d]
-        grain = np.where(size <= rounding, size, grain)
-    return grain
+        unit = np.where(size <= rounding, size, unit)
+    return unit

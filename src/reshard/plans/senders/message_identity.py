@@ -1,4 +1,4 @@
-"""What is a piece called, so that sender and receiver mean the same without talking?
+"""Identities of transfers: names that sender and receiver both know without talking.
 
 A piece is named by where it goes: the tensor, the target rank, the box of the tensor before it
 was divided among senders, and what it is combined with. A part of a box adds its range of
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import hashlib
 
-from reshard.plans.senders.sender_transfers import BundleTransfers
+from reshard.plans.senders.sender_transfers import GroupTransfers
 from reshard.runs import IntArray
 
 
-def piece_identities(name: str, found: BundleTransfers, rows: IntArray) -> list[str]:
+def transfer_identities(name: str, found: GroupTransfers, rows: IntArray) -> list[str]:
     """The identity of each of the given rows: 32 hexadecimal digits.
 
     Pieces that differ in the tensor, the receiver, the unsplit box, the contribution, the
     receiver's cell or the range of elements have different ones.
     """
     transfers = found.transfers
-    target = found.bundle.change.target
+    target = found.tensors.change.target
     box = found.box[rows]
     whole = zip(found.whole_start[box].tolist(), found.whole_shape[box].tolist(), strict=True)
     elements = transfers.shape[rows].prod(axis=1)

@@ -1,8 +1,9 @@
-"""Which rows of a job does one rank send, and to whom?
+"""Which rows of a job one rank sends, and to whom: the policy of senders.
 
-With balanced senders, those that lie on its stretches of the line. With stable senders there
-is no line: the holders of a need take turns (`copies.turns`). Further ranks behind the others
-change nothing of that, and what other tensors need does not either.
+1. *Balanced* senders: those rows that lie on the rank's ranges of the byte line, which are divided
+   so that the most loaded rank sends as little as possible (`sender_assignment`).
+2. *Stable* senders: the holders of a need take turns (`replicas.replica_turns`). Further ranks
+   behind the others change nothing of that, and what other tensors need does not either.
 """
 
 from __future__ import annotations
@@ -11,85 +12,94 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.geometry.replicas import turns
-from reshard.plans.senders.byte_line import Line
+from reshard.geometry.replicas import replica_turns
+from reshard.plans.senders.sender_assignment import SenderAssignment
 from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
-    """Rows with a receiver each, and which items of the bundle: `first:stop`."""
+class Selection:
+    """DemandRows with a receiver each, and which items of the tensor group: `first:stop`."""
 
     row: IntArray
     receiver: IntArray
     first: IntArray
     stop: IntArray
 
-    def take(self, index: IntArray) -> Chosen:
+    def take(self, index: IntArray) -> Selection:
         """The chosen of the chosen, in the order asked for."""
-        return Chosen(self.row[index], self.receiver[index], self.first[index], self.stop[index])
+        return Selection(self.row[index], self.receiver[index], self.first[index], self.stop[index])
 
 
-def every_item(line: Line, row: IntArray, receiver: IntArray) -> Chosen:
-    """Rows and receivers with all items of their bundles."""
-    items = np.array([len(bundle.items) for bundle in line.bundles], dtype=np.int64)
-    return Chosen(row, receiver, np.zeros(len(row), dtype=np.int64), items[line.rows.bundle[row]])
+def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> Selection:
+    """DemandRows and receivers with all items of their tensor groups."""
+    items = np.array(
+        [len(tensor_group.items) for tensor_group in assignment.tensor_groups], dtype=np.int64
+    )
+    return Selection(
+        row, receiver, np.zeros(len(row), dtype=np.int64), items[assignment.rows.tensor_group[row]]
+    )
 
 
-def stretches_of(line: Line, rank: int) -> Chosen:
+def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     """The rows and receivers that a sender's stretches touch."""
-    pairs, rows = line.pairs, line.rows
-    mine = np.flatnonzero(line.sender == rank)
-    stop = line.cut[mine]
-    begin = np.where(mine > 0, line.cut[mine - 1], 0)
-    # Every stretch with every pair it reaches, then with every receiver of that.
-    low = np.searchsorted(pairs.stop, begin, side="right")
-    count = np.searchsorted(pairs.begin, stop, side="left") - low
-    pair = np.repeat(low, count) + ragged_arange(count)
+    ranges, rows = assignment.ranges, assignment.rows
+    mine = np.flatnonzero(assignment.sender == rank)
+    stop = assignment.cut[mine]
+    begin = np.where(mine > 0, assignment.cut[mine - 1], 0)
+    # Every stretch with every range it reaches, then with every receiver of that.
+    low = np.searchsorted(ranges.stop, begin, side="right")
+    count = np.searchsorted(ranges.begin, stop, side="left") - low
+    number = np.repeat(low, count) + ragged_arange(count)
     begin, stop = np.repeat(begin, count), np.repeat(stop, count)
-    each = pairs.receiver_bytes[pair]
-    low = np.maximum(begin - pairs.begin[pair], 0) // each
-    count = np.minimum(-((pairs.begin[pair] - stop) // each), line.kinds.size[pairs.kind[pair]])
+    each = ranges.receiver_bytes[number]
+    low = np.maximum(begin - ranges.begin[number], 0) // each
+    count = np.minimum(
+        -((ranges.begin[number] - stop) // each),
+        assignment.rank_groups.size[ranges.rank_group[number]],
+    )
     count -= low
     receiver = np.repeat(low, count) + ragged_arange(count)
-    pair, begin, stop = (np.repeat(column, count) for column in (pair, begin, stop))
+    number, begin, stop = (np.repeat(column, count) for column in (number, begin, stop))
     # And with every row, of as many tensors as lie in the stretch.
-    count = pairs.row_begin[pair + 1] - pairs.row_begin[pair]
-    row = pairs.row[np.repeat(pairs.row_begin[pair], count) + ragged_arange(count)]
+    count = ranges.row_begin[number + 1] - ranges.row_begin[number]
+    row = ranges.row[np.repeat(ranges.row_begin[number], count) + ragged_arange(count)]
     receiver, begin, stop = (np.repeat(column, count) for column in (receiver, begin, stop))
-    chosen = every_item(line, row, receiver)
+    chosen = select_all_items(assignment, row, receiver)
     place = rows.begin[row] + receiver * rows.receiver_step[row]
     step = rows.item_step[row]
     first = np.maximum((begin - place - rows.size_bytes[row]) // step + 1, 0)
     last = np.minimum(-((place - stop) // step), chosen.stop)
     some = np.flatnonzero(first < last)
-    return Chosen(row, receiver, first, last).take(some)
+    return Selection(row, receiver, first, last).take(some)
 
 
-def turns_of(line: Line, rank: int) -> Chosen:
+def select_turns(assignment: SenderAssignment, rank: int) -> Selection:
     """The rows and receivers whose turn it is to be sent by `rank`."""
-    rows = line.rows
-    holds = np.zeros(len(line.set_begin) - 1, dtype=bool)
-    of_set = np.repeat(np.arange(len(holds)), np.diff(line.set_begin))
-    holds[of_set[line.set_slot == rank]] = True
+    rows = assignment.rows
+    holds = np.zeros(len(assignment.set_begin) - 1, dtype=bool)
+    of_set = np.repeat(np.arange(len(holds)), np.diff(assignment.set_begin))
+    holds[of_set[assignment.set_slot == rank]] = True
     row = np.flatnonzero(holds[rows.holder_set] & ~rows.stays)
-    count = line.kinds.size[rows.kind[row]]
+    count = assignment.rank_groups.size[rows.rank_group[row]]
     row, receiver = np.repeat(row, count), ragged_arange(count)
-    mine = np.flatnonzero(turn_of(line, row, receiver) == rank)
-    return every_item(line, row[mine], receiver[mine])
+    mine = np.flatnonzero(find_turns(assignment, row, receiver) == rank)
+    return select_all_items(assignment, row[mine], receiver[mine])
 
 
-def turn_of(line: Line, row: IntArray, receiver: IntArray) -> IntArray:
+def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> IntArray:
     """The holder whose turn it is, for each row and receiver."""
-    rows = line.rows
-    slot = line.kinds.member[line.kinds.member_begin[rows.kind[row]] + receiver]
+    rows = assignment.rows
+    slot = assignment.rank_groups.member[
+        assignment.rank_groups.member_begin[rows.rank_group[row]] + receiver
+    ]
     turn = np.zeros(len(row), dtype=np.int64)
-    for number in distinct(rows.bundle[row]).tolist():
-        of_bundle = np.flatnonzero(rows.bundle[row] == number)
-        needs = line.bundles[number].needs
-        key = needs.of_keys.target_key[rows.need[row[of_bundle]]]
-        cell = needs.target_copies.cell_on_slot(key, slot[of_bundle])
-        turn[of_bundle] = turns(needs.target.placement)[cell]
+    for number in distinct(rows.tensor_group[row]).tolist():
+        of_group = np.flatnonzero(rows.tensor_group[row] == number)
+        needs = assignment.tensor_groups[number].needs
+        key = needs.of_keys.target_key[rows.need[row[of_group]]]
+        cell = needs.target_copies.cell_on_slot(key, slot[of_group])
+        turn[of_group] = replica_turns(needs.target.placement)[cell]
     holders = rows.holder_set[row]
-    begin = line.set_begin[holders]
-    return line.set_slot[begin + turn % (line.set_begin[holders + 1] - begin)]
+    begin = assignment.set_begin[holders]
+    return assignment.set_slot[begin + turn % (assignment.set_begin[holders + 1] - begin)]

@@ -1,11 +1,11 @@
-"""Which boxes move of which tensor, and from whom: for one rank, or for all.
+"""The transfers of a job: which boxes move of which tensor, and from whom, for one rank or all.
 
-1. Choose rows and receivers: for all ranks, every row with every rank of its kind; for one
-   rank, the rows of its own kind, and the stretches of the line that it sends.
+1. Select rows and receivers: for all ranks, every row with every rank of its rank group; for one
+   rank, the rows of its own rank group, and those that it sends.
 2. Write each row out as boxes: the product of the pieces of its pairs.
-3. Find the sender of each box by its place on the line. A box that lies across a cut is sent
+3. Find the sender of each box by its place on the byte line. A box that lies across a cut is sent
    in parts: the cut is moved to the nearest end of the box, or of one of its rows, if that is
-   near enough (`Line.rounding_bytes`), and to the nearest element if not::
+   near enough (`SenderAssignment.rounding_bytes`), and to the nearest element if not::
 
        boxes    |    a    |    b    |    c    |        cut 1: to the end of a
        cuts     ---------1-------2-----------          cut 2: through b, between two rows
@@ -22,22 +22,28 @@ from itertools import pairwise
 import numpy as np
 
 from reshard.geometry.transfers import Transfers
-from reshard.plans.senders.box_parts import Parts, grain_elements
-from reshard.plans.senders.byte_line import Bundle, Line
-from reshard.plans.senders.selection import Chosen, every_item, stretches_of, turn_of, turns_of
+from reshard.plans.senders.box_parts import BoxParts, rounding_elements
+from reshard.plans.senders.selection import (
+    Selection,
+    find_turns,
+    select_all_items,
+    select_sent,
+    select_turns,
+)
+from reshard.plans.senders.sender_assignment import SenderAssignment, TensorGroup
 from reshard.runs import IntArray, ragged_arange, ragged_ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BundleTransfers:
-    """The transfers of all tensors of a bundle: those of item `i` of it are
+class GroupTransfers:
+    """The transfers of all tensors of a tensor group: those of item `i` of it are
     `begin[i]:begin[i + 1]`.
 
     Row `r` is of the unsplit box `whole_start[box[r]]`, of shape `whole_shape[box[r]]`; it has
     the elements from `first_element[r]` on of its row-major order.
     """
 
-    bundle: Bundle
+    tensors: TensorGroup
     begin: IntArray
     transfers: Transfers
     box: IntArray
@@ -46,58 +52,66 @@ class BundleTransfers:
     first_element: IntArray
 
 
-def transfers_of_all(line: Line, is_stable: bool) -> Iterator[BundleTransfers]:
-    """The transfers of all ranks, bundle by bundle."""
-    for writer in _writers(line, _everything(line)):
+def transfers_of_all(assignment: SenderAssignment, is_stable: bool) -> Iterator[GroupTransfers]:
+    """The transfers of all ranks, tensor group by tensor group."""
+    for writer in _writers(assignment, _select_everything(assignment)):
         yield writer.write(None, is_stable)
 
 
-def sent_bytes(line: Line, is_stable: bool) -> IntArray:
+def sent_bytes(assignment: SenderAssignment, is_stable: bool) -> IntArray:
     """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
-    total = np.zeros(len(line.kinds.group), dtype=np.int64)
-    for writer in _writers(line, _everything(line)):
+    total = np.zeros(len(assignment.rank_groups.group), dtype=np.int64)
+    for writer in _writers(assignment, _select_everything(assignment)):
         writer.add_sent(total, is_stable)
     return total
 
 
-def _everything(line: Line) -> Chosen:
-    count = line.kinds.size[line.rows.kind]
-    return every_item(line, np.repeat(np.arange(len(count)), count), ragged_arange(count))
+def _select_everything(assignment: SenderAssignment) -> Selection:
+    count = assignment.rank_groups.size[assignment.rows.rank_group]
+    return select_all_items(
+        assignment, np.repeat(np.arange(len(count)), count), ragged_arange(count)
+    )
 
 
-def transfers_of_rank(line: Line, rank: int, is_stable: bool) -> list[BundleTransfers]:
+def transfers_of_rank(
+    assignment: SenderAssignment, rank: int, is_stable: bool
+) -> list[GroupTransfers]:
     """What one rank receives, keeps and sends."""
-    if rank >= len(line.kinds.group):
+    if rank >= len(assignment.rank_groups.group):
         return []
-    wanted = np.flatnonzero(line.rows.kind == line.kinds.group[rank])
-    number = np.full(len(wanted), line.kinds.number[rank])
-    received = every_item(line, wanted, number)
-    sent = turns_of(line, rank) if is_stable else stretches_of(line, rank)
-    chosen = Chosen(
+    wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
+    number = np.full(len(wanted), assignment.rank_groups.number[rank])
+    received = select_all_items(assignment, wanted, number)
+    sent = select_turns(assignment, rank) if is_stable else select_sent(assignment, rank)
+    chosen = Selection(
         *(
             np.concatenate((getattr(received, name), getattr(sent, name)))
-            for name in Chosen.__dataclass_fields__
+            for name in Selection.__dataclass_fields__
         )
     )
-    return [writer.write(rank, is_stable) for writer in _writers(line, chosen)]
+    return [writer.write(rank, is_stable) for writer in _writers(assignment, chosen)]
 
 
-def _writers(line: Line, chosen: Chosen) -> Iterator[_Writer]:
-    # Rows are sorted by bundle; those received and those sent are put together.
-    bundle = line.rows.bundle[chosen.row]
-    order = np.argsort(bundle, kind="stable")
-    begin = np.searchsorted(bundle[order], np.arange(len(line.bundles) + 1))
+def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_Writer]:
+    # DemandRows are sorted by tensor group; those received and those sent are put together.
+    tensor_group = assignment.rows.tensor_group[chosen.row]
+    order = np.argsort(tensor_group, kind="stable")
+    begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
     for number, (low, high) in enumerate(pairwise(begin.tolist())):
         if low < high:
-            yield _Writer(line, line.bundles[number], chosen.take(order[low:high]))
+            yield _Writer(
+                assignment, assignment.tensor_groups[number], chosen.take(order[low:high])
+            )
 
 
 class _Writer:
-    """The boxes of chosen rows of one bundle, as columns of shape `(boxes,)`."""
+    """The boxes of chosen rows of one tensor group, as columns of shape `(boxes,)`."""
 
-    def __init__(self, line: Line, bundle: Bundle, chosen: Chosen) -> None:
-        needs, rows = bundle.needs, line.rows
-        self.line, self.bundle, self.chosen = line, bundle, chosen
+    def __init__(
+        self, assignment: SenderAssignment, tensor_group: TensorGroup, chosen: Selection
+    ) -> None:
+        needs, rows = tensor_group.needs, assignment.rows
+        self.assignment, self.tensors, self.chosen = assignment, tensor_group, chosen
         # Which of the chosen each box is of; all of them, where each is one box.
         of_box: IntArray | slice = slice(None)
         entries: list[IntArray] = []
@@ -124,23 +138,25 @@ class _Writer:
         self.need = need[self.of_box]
         self.elements: IntArray = self.shape.prod(axis=1)
         receiver = chosen.receiver[self.of_box]
-        kind = rows.kind[self.row]
-        self.target_slot = line.kinds.member[line.kinds.member_begin[kind] + receiver]
+        rank_group = rows.rank_group[self.row]
+        self.target_slot = assignment.rank_groups.member[
+            assignment.rank_groups.member_begin[rank_group] + receiver
+        ]
         before = np.cumsum(self.elements) - self.elements
         first = np.searchsorted(self.of_box, np.arange(len(need)))
         before -= before[first][self.of_box]
         self.place = (
             rows.begin[self.row]
             + receiver * rows.receiver_step[self.row]
-            + before * bundle.dtype.itemsize_bytes
+            + before * tensor_group.dtype.itemsize_bytes
         )
         self.stays = rows.stays[self.row]
         self.receiver = receiver
 
-    def write(self, rank: int | None, is_stable: bool) -> BundleTransfers:
+    def write(self, rank: int | None, is_stable: bool) -> GroupTransfers:
         """The transfers of every item, or those of them that begin or end on `rank`."""
-        items = len(self.bundle.items)
-        box, item, sender, parts = self._sent(is_stable)
+        items = len(self.tensors.items)
+        box, item, sender, parts = self._find_senders(is_stable)
         if len(parts.of):
             whole = np.ones(len(box), dtype=bool)
             whole[parts.of] = False
@@ -157,31 +173,31 @@ class _Writer:
             if rank is not None:
                 mine = np.flatnonzero((sender == rank) | (self.target_slot[box] == rank))
                 box, item, sender = box[mine], item[mine], sender[mine]
-        return BundleTransfers(
-            self.bundle,
+        return GroupTransfers(
+            self.tensors,
             np.searchsorted(item, np.arange(items + 1)),
-            *self._columns(box, sender, parts, split),
+            *self._list_transfers(box, sender, parts, split),
         )
 
     def add_sent(self, total: IntArray, is_stable: bool) -> None:
         """Add to `total` the bytes that each slot sends of every item."""
-        box, _, sender, parts = self._sent(is_stable)
+        box, _, sender, parts = self._find_senders(is_stable)
         elements = np.where(self.stays, 0, self.elements)[box]
         elements[parts.of] = 0
-        itemsize = self.bundle.dtype.itemsize_bytes
+        itemsize = self.tensors.dtype.itemsize_bytes
         np.add.at(total, sender, elements * itemsize)
         np.add.at(total, parts.sender, parts.shape.prod(axis=1) * itemsize)
 
-    def _sent(self, is_stable: bool) -> tuple[IntArray, IntArray, IntArray, Parts]:
+    def _find_senders(self, is_stable: bool) -> tuple[IntArray, IntArray, IntArray, BoxParts]:
         """Every box of every item, its item and sender, and the parts of those with several."""
-        box, item = self._with_items(len(self.bundle.items))
+        box, item = self._repeat_by_item(len(self.tensors.items))
         if not is_stable:
-            return box, item, *self._cut(box, item)
-        turn = turn_of(self.line, self.row, self.receiver)
+            return box, item, *self._cut_boxes(box, item)
+        turn = find_turns(self.assignment, self.row, self.receiver)
         sender = np.where(self.stays, self.target_slot, turn)[box]
-        return box, item, sender, Parts.none(self.start.shape[1])
+        return box, item, sender, BoxParts.none(self.start.shape[1])
 
-    def _with_items(self, items: int) -> tuple[IntArray, IntArray]:
+    def _repeat_by_item(self, items: int) -> tuple[IntArray, IntArray]:
         """Every box of every chosen item, item by item."""
         first, stop = self.chosen.first[self.of_box], self.chosen.stop[self.of_box]
         boxes = np.arange(len(first))
@@ -192,28 +208,30 @@ class _Writer:
         order = np.argsort(item, kind="stable")
         return box[order], item[order]
 
-    def _cut(self, box: IntArray, item: IntArray) -> tuple[IntArray, Parts]:
+    def _cut_boxes(self, box: IntArray, item: IntArray) -> tuple[IntArray, BoxParts]:
         """The sender of every box, and the parts of those that several send."""
-        line, itemsize = self.line, self.bundle.dtype.itemsize_bytes
+        assignment, itemsize = self.assignment, self.tensors.dtype.itemsize_bytes
         ndim = self.start.shape[1]
-        if not len(line.cut):
-            return self.target_slot[box], Parts.none(ndim)
-        place = self.place[box] + item * line.rows.item_step[self.row][box]
-        first = np.searchsorted(line.cut, place, side="right")
-        last = np.searchsorted(line.cut, place + (self.elements * itemsize - 1)[box], side="right")
+        if not len(assignment.cut):
+            return self.target_slot[box], BoxParts.none(ndim)
+        place = self.place[box] + item * assignment.rows.item_step[self.row][box]
+        first = np.searchsorted(assignment.cut, place, side="right")
+        last = np.searchsorted(
+            assignment.cut, place + (self.elements * itemsize - 1)[box], side="right"
+        )
         stays = self.stays[box]
-        sender = np.where(stays, self.target_slot[box], line.sender.take(first, mode="clip"))
+        sender = np.where(stays, self.target_slot[box], assignment.sender.take(first, mode="clip"))
         of = np.flatnonzero((last > first) & ~stays)
         if not len(of):
-            return sender, Parts.none(ndim)
+            return sender, BoxParts.none(ndim)
         # Of each split box the cuts inside of it, in elements from its begin.
         cuts = (last - first)[of]
         which = np.repeat(np.arange(len(of)), cuts)
         number = first[of][which] + ragged_arange(cuts)
         shape = self.shape[box[of]]
-        grain = grain_elements(shape, line.rounding_bytes // itemsize)[which]
-        grain_bytes = grain * itemsize
-        cut = (line.cut[number] - place[of][which] + grain_bytes // 2) // grain_bytes * grain
+        unit = rounding_elements(shape, assignment.rounding_bytes // itemsize)[which]
+        unit_bytes = unit * itemsize
+        cut = (assignment.cut[number] - place[of][which] + unit_bytes // 2) // unit_bytes * unit
         elements = self.elements[box[of]]
         cut = np.minimum(cut, elements[which])
         # One part more than cuts: it begins where the one before it ends.
@@ -225,15 +243,15 @@ class _Writer:
         stop[inner == cuts[parts]] = elements
         some = np.flatnonzero(begin < stop)
         parts, begin, stop, inner = parts[some], begin[some], stop[some], inner[some]
-        return sender, Parts.of_ranges(
-            of[parts], line.sender[first[of][parts] + inner], shape[parts], begin, stop
+        return sender, BoxParts.of_ranges(
+            of[parts], assignment.sender[first[of][parts] + inner], shape[parts], begin, stop
         )
 
-    def _columns(
-        self, box: IntArray, sender: IntArray, parts: Parts, split: IntArray | None
+    def _list_transfers(
+        self, box: IntArray, sender: IntArray, parts: BoxParts, split: IntArray | None
     ) -> tuple[Transfers, IntArray, IntArray, IntArray, IntArray]:
         """The transfers, and of what boxes they are; `split[r]` is the part that row `r` is."""
-        needs = self.bundle.needs
+        needs = self.tensors.needs
         cell = needs.source_cell(self.need[box], sender)
         key = needs.of_keys.target_key[self.need]
         target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)

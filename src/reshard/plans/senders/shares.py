@@ -1,4 +1,4 @@
-"""How much does each holder send, so that the most loaded one sends as little as possible?
+"""Balanced shares: how much each holder sends, so that the most loaded sends least.
 
 Bytes that the same ranks hold and others lack are one *class*: any of its holders may send any
 of them. A rank holds several classes, and what it sends of one it need not send of another::
@@ -18,8 +18,8 @@ of them. A rank holds several classes, and what it sends of one it need not send
    largest load, nor a smaller next one.
 4. It ends when the largest load is within 1/512 of a lower bound: some classes, and all who
    hold one of them, whose mean no split can go below.
-5. Shares become whole grains (elements); what rounding leaves over goes to the least loaded,
-   see `grains` for where that matters.
+5. Shares become whole units (elements); what rounding leaves over goes to the least loaded,
+   see `share_rounding` for where that matters.
 
 All ranks must find the same, so what decides does not depend on the order of a sum: numbers
 are whole and below 2**53, where floating-point sums are exact, and single products and
@@ -35,15 +35,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.errors import PlanError
-from reshard.plans.senders.rank_classes import membership
-from reshard.plans.senders.share_rounding import spread_grains
+from reshard.plans.senders.rank_groups import group_ranks
+from reshard.plans.senders.share_rounding import move_units
 from reshard.runs import IntArray, ragged_arange
 
 _Floats = NDArray[np.float64]
 
 _CLOSE_ENOUGH = 1 + 1 / 512
-# Where the largest load is so many roundings, one grain more or less is of no account.
-_WORTH_A_GRAIN = 64
+# Where the largest load is so many roundings, one unit more or less is of no account.
+_UNITS_MATTER_BELOW = 64
 _LEAST_ROUNDS = 16
 _MOST_ROUNDS = 4096
 # Sums of all demands, and of all weights of one class, stay whole below 2**53.
@@ -52,7 +52,7 @@ _WEIGHT_SCALE = 2.0**30
 
 
 def balanced_shares(
-    demand_bytes: IntArray, begin: IntArray, holder: IntArray, grain_bytes: IntArray | int = 1
+    demand_bytes: IntArray, begin: IntArray, holder: IntArray, unit_bytes: IntArray | int = 1
 ) -> IntArray:
     """The bytes each holder sends of each class: shape `(holders of all classes,)`.
 
@@ -60,12 +60,12 @@ def balanced_shares(
         demand_bytes: of each class, shape `(classes,)`.
         begin, holder: the ranks that hold class `c` are `holder[begin[c]:begin[c + 1]]`, each
             once.
-        grain_bytes: shares are multiples of it, but for what is left of a demand that is none;
+        unit_bytes: shares are multiples of it, but for what is left of a demand that is none;
             one for all classes, or one each.
 
     Returns:
         Shares beside `holder`. Those of a class add up to its demand; the largest load is
-        within 1/512 of the least possible, and what rounding to grains costs.
+        within 1/512 of the least possible, and what rounding to units costs.
 
     Raises:
         PlanError: a demand that nobody holds.
@@ -76,12 +76,12 @@ def balanced_shares(
     ([5, 3, 1, 3, 2, 4], [5.0, 4.0, 5.0, 4.0])
     """
     classes = len(demand_bytes)
-    grain = np.broadcast_to(np.asarray(grain_bytes, dtype=np.int64), (classes,))
+    unit = np.broadcast_to(np.asarray(unit_bytes, dtype=np.int64), (classes,))
     ranks = int(holder.max()) + 1 if len(holder) else 0
-    groups = membership(begin, holder, ranks)
-    shares = group_shares(demand_bytes, groups.set_begin, groups.set_group, groups.size, grain)
+    groups = group_ranks(begin, holder, ranks)
+    shares = group_shares(demand_bytes, groups.set_begin, groups.set_group, groups.size, unit)
     of_class = np.repeat(np.arange(classes), np.diff(groups.set_begin))
-    parts = member_shares(shares, groups.set_group, groups.size, grain[of_class])
+    parts = member_shares(shares, groups.set_group, groups.size, unit[of_class])
     # The members of a row's group lie one behind the other; beside `holder` they are by class.
     member = groups.member_begin[groups.set_group]
     size = groups.size[groups.set_group]
@@ -94,7 +94,7 @@ def balanced_shares(
 
 
 def group_shares(
-    demand_bytes: IntArray, begin: IntArray, group: IntArray, size: IntArray, grain_bytes: IntArray
+    demand_bytes: IntArray, begin: IntArray, group: IntArray, size: IntArray, unit_bytes: IntArray
 ) -> IntArray:
     """The bytes each group of alike ranks sends of each class, as `balanced_shares`.
 
@@ -112,50 +112,50 @@ def group_shares(
     if not len(row):
         return shares
     count = np.diff(begin)[wanted]
-    classes = _Classes(
+    classes = _DemandClasses(
         demand_bytes[wanted],
         np.cumsum(count) - count,
         np.repeat(np.arange(len(count)), count),
         group[row],
         size,
-        grain_bytes[wanted],
+        unit_bytes[wanted],
     )
-    shares[row] = _whole_grains(classes, _balance(classes))
+    shares[row] = _round_to_units(classes, _balance(classes))
     return shares
 
 
 def member_shares(
-    shares: IntArray, group: IntArray, size: IntArray, grain_bytes: IntArray
+    shares: IntArray, group: IntArray, size: IntArray, unit_bytes: IntArray
 ) -> IntArray:
     """Shares of groups divided among their members, row by row and member by member.
 
-    Members get equal numbers of grains, and the rest of one row goes to those behind the ones
-    who got the rest of the row before: within a group the totals differ by one grain at most.
+    Members get equal numbers of units, and the rest of one row goes to those behind the ones
+    who got the rest of the row before: within a group the totals differ by one unit at most.
 
-    >>> size, grain = np.array([3]), np.array([1, 1])
-    >>> member_shares(np.array([4, 4]), np.array([0, 0]), size, grain).tolist()
+    >>> size, unit = np.array([3]), np.array([1, 1])
+    >>> member_shares(np.array([4, 4]), np.array([0, 0]), size, unit).tolist()
     [2, 1, 1, 1, 2, 1]
     """
-    grains, loose = np.divmod(shares, grain_bytes)
-    each, rest = np.divmod(grains, size[group])
-    # Where the dealing of each row begins: behind what earlier rows of its group dealt.
+    units, loose = np.divmod(shares, unit_bytes)
+    each, rest = np.divmod(units, size[group])
+    # Where the first unit of each row goes: behind what earlier rows of its group given.
     order = np.argsort(group, kind="stable")
-    dealt = np.cumsum(rest[order]) - rest[order]
+    given = np.cumsum(rest[order]) - rest[order]
     first = np.flatnonzero(np.diff(group[order], prepend=-1))
-    base = np.repeat(dealt[first], np.diff(np.append(first, len(group))))
+    base = np.repeat(given[first], np.diff(np.append(first, len(group))))
     shift = np.empty(len(group), dtype=np.int64)
-    shift[order] = (dealt - base) % size[group[order]]
+    shift[order] = (given - base) % size[group[order]]
     count = size[group]
     row = np.repeat(np.arange(len(group)), count)
     turn = (ragged_arange(count) - shift[row]) % count[row]
-    # What is no whole grain of a mixed class stays with the last of the dealing.
-    parts = (each[row] + (turn < rest[row])) * grain_bytes[row]
+    # What is no whole unit of a mixed class goes to the last member.
+    parts = (each[row] + (turn < rest[row])) * unit_bytes[row]
     parts[turn == count[row] - 1] += loose
     return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Classes:
+class _DemandClasses:
     """Classes with a demand. Rows are pairs of a class and a group that holds it."""
 
     demand: IntArray
@@ -163,10 +163,10 @@ class _Classes:
     of_row: IntArray
     group: IntArray
     size: IntArray
-    grain: IntArray
+    unit: IntArray
 
     def sum(self, of_rows: _Floats) -> _Floats:
-        """Rows added up by class."""
+        """DemandRows added up by class."""
         return np.add.reduceat(of_rows, self.begin)
 
     def loads(self, shares: _Floats) -> _Floats:
@@ -174,7 +174,7 @@ class _Classes:
         return np.bincount(self.group, shares, len(self.size)) / self.size
 
 
-def _balance(classes: _Classes) -> _Floats:
+def _balance(classes: _DemandClasses) -> _Floats:
     """The weight of each row among those of its class, at the equilibrium: whole numbers."""
     # A power of two changes no digit.
     scale = _DEMAND_SCALE / 2.0 ** math.frexp(int(classes.demand.sum()))[1]
@@ -191,7 +191,7 @@ def _balance(classes: _Classes) -> _Floats:
         weights = np.maximum(weights, 1)
 
 
-def _is_balanced(classes: _Classes, demand: _Floats, loads: _Floats, rounds: int) -> bool:
+def _is_balanced(classes: _DemandClasses, demand: _Floats, loads: _Floats, rounds: int) -> bool:
     of_row = loads[classes.group]
     least = np.minimum.reduceat(of_row, classes.begin)
     if rounds >= _MOST_ROUNDS or (np.maximum.reduceat(of_row, classes.begin) == least).all():
@@ -207,24 +207,24 @@ def _is_balanced(classes: _Classes, demand: _Floats, loads: _Floats, rounds: int
     return bool(loads.max() <= bound * _CLOSE_ENOUGH)
 
 
-def _whole_grains(classes: _Classes, weights: _Floats) -> IntArray:
-    """The demand of each class in whole grains, divided by weight."""
-    grains, loose = np.divmod(classes.demand, classes.grain)
+def _round_to_units(classes: _DemandClasses, weights: _Floats) -> IntArray:
+    """The demand of each class in whole units, divided by weight."""
+    units, loose = np.divmod(classes.demand, classes.unit)
     weight = np.floor(weights * (_WEIGHT_SCALE / classes.sum(weights))[classes.of_row])
     exact = weight.astype(np.int64)
     total = np.add.reduceat(exact, classes.begin)[classes.of_row]
-    of_class = grains[classes.of_row]
+    of_class = units[classes.of_row]
     # Multiplied in two steps, so that nothing outgrows 64 bits.
     found = of_class // total * exact + of_class % total * exact // total
-    left = grains - np.add.reduceat(found, classes.begin)
-    # Fewer grains are left than the class has holders; the least loaded get them.
-    loads = classes.loads((found * classes.grain[classes.of_row]).astype(np.float64))
+    left = units - np.add.reduceat(found, classes.begin)
+    # Fewer units are left than the class has holders; the least loaded get them.
+    loads = classes.loads((found * classes.unit[classes.of_row]).astype(np.float64))
     order = np.lexsort((loads[classes.group], classes.of_row))
     place = ragged_arange(np.diff(np.append(classes.begin, len(found))))
     found[order[place < left[classes.of_row]]] += 1
-    shares = found * classes.grain[classes.of_row]
+    shares = found * classes.unit[classes.of_row]
     shares[classes.begin] += loose
-    rounding = int(np.bincount(classes.group).max() * classes.grain.max())
-    if rounding * _WORTH_A_GRAIN > classes.loads(shares.astype(np.float64)).max():
-        shares = spread_grains(shares, classes.of_row, classes.group, classes.size, classes.grain)
+    rounding = int(np.bincount(classes.group).max() * classes.unit.max())
+    if rounding * _UNITS_MATTER_BELOW > classes.loads(shares.astype(np.float64)).max():
+        shares = move_units(shares, classes.of_row, classes.group, classes.size, classes.unit)
     return shares

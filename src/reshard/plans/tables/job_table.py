@@ -114,8 +114,8 @@ def job_table(
 
 def _find_kinds(items: Sequence[JobItem], transfers: JobTransfers) -> list[_Kind]:
     found = {
-        (of_kind.bundle.change, of_kind.bundle.dtype): of_kind.transfers
-        for of_kind in transfers.bundles
+        (of_group.tensors.change, of_group.tensors.dtype): of_group.transfers
+        for of_group in transfers.groups
     }
     alike: dict[tuple[LayoutChange, DType], list[JobItem]] = {}
     for item in items:

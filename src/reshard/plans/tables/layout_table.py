@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reshard.geometry.replicas import Copies, find_copies
+from reshard.geometry.replicas import Replicas, find_replicas
 from reshard.layout import Layout
 from reshard.runs import PAD, IntArray, RunTable, distinct
 from reshard.text.quantities import count_text, table
@@ -35,7 +35,7 @@ def layout_table(layouts: Mapping[str, Layout]) -> str:
 
 def _describe(layout: Layout) -> list[str]:
     """The ranks, the cut of each dimension, the copies and the reduction of a layout."""
-    copies = find_copies(layout.placement)
+    copies = find_replicas(layout.placement)
     parts = [distinct(layout.cell_part[:, d]) for d in range(layout.ndim)]
     keys = int(np.prod([len(used) for used in parts], dtype=object)) * layout.contributions
     if copies.keys == keys:
@@ -74,7 +74,7 @@ def _describe_cut(table: RunTable, parts: IntArray) -> str:
     return text
 
 
-def _count_copies(copies: Copies) -> str:
+def _count_copies(copies: Replicas) -> str:
     count = distinct(np.diff(copies.begin)).tolist()
     if len(count) <= 1:
         return f"{count[0]:,}" if count else "none"

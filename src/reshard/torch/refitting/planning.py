@@ -353,7 +353,7 @@ def plan_or_error(
             {rank: after for rank, (_, after) in rosters.items()},
         )
         # What can be wrong with a plan is wrong now, not for one rank later.
-        plan.job.line, plan.batches  # noqa: B018
+        plan.job.assignment, plan.batches  # noqa: B018
     except ReshardError as error:
         return error
     except Exception as error:

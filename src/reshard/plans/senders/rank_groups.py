@@ -1,4 +1,4 @@
-"""Which ranks belong to exactly the same sets?
+"""Groups of interchangeable ranks: those that belong to exactly the same sets.
 
 A job of thousands of ranks has few different roles: ranks that hold the same parts and want
 the same parts are interchangeable. Sets of ranks come in, groups of alike ranks come out::
@@ -28,7 +28,7 @@ from reshard.runs import IntArray, distinct, ragged_arange
 
 
 @dataclass(frozen=True)
-class Membership:
+class RankGroups:
     """Ranks in groups of alike ones, and sets as unions of groups.
 
     `group` has the group of each rank, shape `(ranks,)`; the ranks of group `g` are
@@ -55,20 +55,20 @@ class Membership:
         return number
 
 
-def membership(begin: IntArray, rank: IntArray, ranks: int) -> Membership:
+def group_ranks(begin: IntArray, rank: IntArray, ranks: int) -> RankGroups:
     """The groups of `ranks` ranks under sets; set `s` is `rank[begin[s]:begin[s + 1]]`.
 
     Raises:
         PlanError: two sets of ranks that cannot be told apart, which is not known to happen.
 
-    >>> found = membership(np.array([0, 4, 6, 7]), np.array([0, 1, 2, 3, 0, 1, 4]), 5)
+    >>> found = group_ranks(np.array([0, 4, 6, 7]), np.array([0, 1, 2, 3, 0, 1, 4]), 5)
     >>> found.group.tolist(), found.set_group.tolist()
     ([0, 0, 1, 1, 2], [0, 1, 0, 2])
     """
     sets = len(begin) - 1
     of_set = np.repeat(np.arange(sets), np.diff(begin))
     signature = np.zeros(ranks, dtype=np.uint64)
-    np.add.at(signature, rank, _numbers(sets)[of_set])
+    np.add.at(signature, rank, _hash_numbers(sets)[of_set])
     signatures = distinct(signature)
     group = np.searchsorted(signatures, signature)
     first = np.full(len(signatures), ranks, dtype=np.int64)
@@ -81,7 +81,7 @@ def membership(begin: IntArray, rank: IntArray, ranks: int) -> Membership:
     set_group = pairs % max(len(signatures), 1)
     if (count != size[set_group]).any():
         raise PlanError("sets of ranks that share a signature; report the layouts as a bug")
-    return Membership(
+    return RankGroups(
         group,
         np.concatenate(([0], np.cumsum(size))),
         np.argsort(group, kind="stable"),
@@ -90,7 +90,7 @@ def membership(begin: IntArray, rank: IntArray, ranks: int) -> Membership:
     )
 
 
-def _numbers(count: int) -> NDArray[np.uint64]:
+def _hash_numbers(count: int) -> NDArray[np.uint64]:
     """`count` well-mixed 64-bit numbers, the same everywhere (splitmix64; Steele, Lea, Flood)."""
     number = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.plans.senders.rank_classes import membership
+from reshard.plans.senders.rank_groups import group_ranks
 
 RANKS = 9
 
@@ -15,7 +15,7 @@ RANKS = 9
 def test_alike_ranks_are_a_group_and_sets_are_unions(sets: list[set[int]]) -> None:
     begin = np.cumsum([0, *(len(members) for members in sets)])
     rank = np.array([r for members in sets for r in sorted(members)], dtype=np.int64)
-    found = membership(begin, rank, RANKS)
+    found = group_ranks(begin, rank, RANKS)
     roles = [tuple(r in members for members in sets) for r in range(RANKS)]
     for a in range(RANKS):
         for b in range(RANKS):

@@ -1,13 +1,13 @@
-"""Which elements do the same slots hold, and the same slots want?
+"""Element groups: elements that the same slots hold, and the same slots want.
 
-A *lot* is what one region of the target takes of one contribution from one set of holders. All
-its elements may come from the same source cells and go to the same target cells, so a lot can
+A *group* is what one region of the target takes of one contribution from one set of holders. All
+its elements may come from the same source cells and go to the same target cells, so a group can
 be divided among senders and handed on among receivers in any way.
 
-1. The regions of the target take the place of the target (`regions`), and the planner finds
+1. The regions of the target take the place of the target (`target_regions`), and the planner finds
    the routes that end in each of them.
 2. The holders of a route are all cells that have its elements, one for each slot.
-3. A lot is a product of pieces, and written out as boxes; along each dimension a box lies in
+3. A group is a product of pieces, and written out as boxes; along each dimension a box lies in
    one run of every part concerned, so that it can be found in any of the cells.
 """
 
@@ -29,12 +29,12 @@ from reshard.runs import IntArray, ragged_arange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LotBoxes:
-    """The boxes of all lots, those of lot `i` are `begin[i]:begin[i + 1]`, in row-major order.
+class GroupBoxes:
+    """The boxes of all groups, those of group `i` are `begin[i]:begin[i + 1]`, in row-major order.
 
     `start` and `shape` have shape `(boxes, dims)`; `piece` is the piece of each dimension's
     overlap that a box comes from. `before` counts the elements of all boxes before each one,
-    those of other lots included.
+    those of other groups included.
     """
 
     begin: IntArray
@@ -45,10 +45,10 @@ class LotBoxes:
 
 
 @dataclass(frozen=True, eq=False)
-class Lots:
-    """The lots of a plan, as columns of shape `(lots,)`.
+class ElementGroups:
+    """The groups of a plan, as columns of shape `(groups,)`.
 
-    `order` is the place of a lot's contribution among those that are combined. Lot `i` is held
+    `order` is the place of a group's contribution among those that are combined. Group `i` is held
     by the source cells `holder[holder_begin[i]:holder_begin[i + 1]]`, one a slot, and wanted by
     the target cells `wanting[wanting_begin[i]:wanting_begin[i + 1]]`, both in order of slots.
     `is_alone` says that nothing else is combined with it.
@@ -71,26 +71,26 @@ class Lots:
         return len(self.order)
 
     @cached_property
-    def boxes(self) -> LotBoxes:
-        """Every lot written out as boxes."""
-        lot = np.arange(len(self))
+    def boxes(self) -> GroupBoxes:
+        """Every group written out as boxes."""
+        group = np.arange(len(self))
         pieces: list[IntArray] = []
         for d, overlap in enumerate(self.overlaps):
-            pair = self.pair[d][lot]
+            pair = self.pair[d][group]
             low = overlap.piece_begin[pair]
             count = overlap.piece_begin[pair + 1] - low
-            row = np.repeat(np.arange(len(lot)), count)
-            lot = lot[row]
+            row = np.repeat(np.arange(len(group)), count)
+            group = group[row]
             pieces = [column[row] for column in pieces]
             pieces.append(np.repeat(low, count) + ragged_arange(count))
-        size = (len(lot), len(self.overlaps))
+        size = (len(group), len(self.overlaps))
         start, shape, piece = (np.empty(size, dtype=np.int64) for _ in range(3))
         for d, (overlap, column) in enumerate(zip(self.overlaps, pieces, strict=True)):
             start[:, d], shape[:, d] = overlap.start[column], overlap.length[column]
             piece[:, d] = column
         elements = shape.prod(axis=1)
-        begin = np.searchsorted(lot, np.arange(len(self) + 1))
-        return LotBoxes(begin, start, shape, piece, np.cumsum(elements) - elements)
+        begin = np.searchsorted(group, np.arange(len(self) + 1))
+        return GroupBoxes(begin, start, shape, piece, np.cumsum(elements) - elements)
 
     def source_start(self, cell: IntArray, start: IntArray, piece: IntArray) -> IntArray:
         """Where boxes begin in the local arrays of source cells: shape `(boxes, dims)`."""
@@ -117,8 +117,8 @@ class Lots:
 
 
 @lru_cache(maxsize=128)
-def find_lots(plan: LayoutChange) -> Lots:
-    """The lots of a plan.
+def find_element_groups(plan: LayoutChange) -> ElementGroups:
+    """The groups of a plan.
 
     Raises:
         PlanError: an element that no source slot holds, or a part that has an index twice.
@@ -136,7 +136,7 @@ def find_lots(plan: LayoutChange) -> Lots:
     counts = np.array([len(sources) for sources in regions.combines], dtype=np.int64)
     wanted = np.diff(regions.begin)[routes.target_cell]
     first = regions.begin[routes.target_cell]
-    return Lots(
+    return ElementGroups(
         plan.source,
         plan.target,
         regions,
