@@ -127,3 +127,20 @@ def test_links_between_documents_lead_somewhere() -> None:
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", document.read_text(), flags=re.M | re.S)
         for link in re.findall(r"\]\(([^)#]+)\)", prose):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+SHOWN = [*DOCUMENTS, *sorted((ROOT / "examples").glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_what_is_shown_imports_from_two_levels_at_most(path: Path) -> None:
+    """`from reshard.x import y`: what lies deeper may move."""
+    lines = [line.lstrip(">. ") for line in path.read_text().splitlines()]
+    imports = [line for line in lines if re.match(r"(?:from|import)\s+reshard\b", line)]
+    assert not [line for line in imports if re.match(r"\w+\s+reshard(?:\.\w+){2}", line)]
+
+
+def test_imports_of_three_levels_are_seen() -> None:
+    deep = ["from reshard.plans.job import Job", "import reshard.plans.job"]
+    assert all(re.match(r"\w+\s+reshard(?:\.\w+){2}", line) for line in deep)
+    assert not re.match(r"\w+\s+reshard(?:\.\w+){2}", "from reshard.plans import Job")

@@ -6,6 +6,7 @@ torch is imported here, so this package is only for programs that have it.
 from reshard.notation.objects import sharding_of
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.loading import LoadReport, load
+from reshard.torch.models.naming import renamed
 from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
@@ -30,5 +31,6 @@ __all__ = [
     "rank_of",
     "redistribute",
     "refit",
+    "renamed",
     "sharding_of",
 ]
