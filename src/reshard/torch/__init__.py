@@ -10,8 +10,8 @@ from reshard.torch.models.naming import renamed
 from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe
 from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
-from reshard.torch.redistribution import Redistribution, redistribute
-from reshard.torch.refitting.refit import Refit, refit
+from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
+from reshard.torch.refitting.refit import Refit, RefitOptions, refit
 from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.usability import is_usable
 
@@ -22,7 +22,9 @@ __all__ = [
     "MegatronModel",
     "PartitionedTensor",
     "Redistribution",
+    "RedistributionOptions",
     "Refit",
+    "RefitOptions",
     "Transform",
     "by_recipe",
     "is_usable",

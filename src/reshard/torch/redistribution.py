@@ -54,7 +54,8 @@ from reshard.torch.sides import (
     Description,
     TensorSide,
     check_local,
-    check_writable,
+    check_ranks,
+    find_target_local,
     shape_of,
 )
 from reshard.torch.usability import is_usable, mark_unusable, mark_usable
@@ -452,11 +453,11 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRed
             check_reduction(str(reduction), as_dtype(dtype))
     if request.wants_gradient:
         backward_sides(change, before)
-    _check_ranks(change, group)
+    check_ranks(change, group)
     limit_message_bytes(request.extra_bytes)
     own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
-    local = _find_target_local(request.out, after, dtype, own, device)
+    local = find_target_local(request.out, after, dtype, own, device)
     transfers = transfers_of(change, as_dtype(dtype), rank)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
@@ -481,41 +482,6 @@ def _check_against_tensor(request: _Request, dtype: torch.dtype, shape: tuple[in
         raise UsageError(
             f"shape={list(request.shape)}, but the source has shape {list(shape)}; leave it out"
         )
-
-
-def _find_target_local(
-    out: torch.Tensor | None,
-    side: TensorSide,
-    dtype: torch.dtype,
-    own: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor | None:
-    shape = side.shape_on(dist.get_rank())
-    if isinstance(out, DTensor) and TensorSide.of_tensor(out).layout is not side.layout:
-        raise ShardError(
-            f"out is a DTensor of placements {list(out.placements)}, which is not the target"
-        )
-    if shape is None:
-        return None
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    local = check_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
-    if local is None or local.device != device:
-        raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")
-    check_writable(local, own)
-    return local
-
-
-def _check_ranks(change: LayoutChange, group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError for a layout over ranks that are not in the group."""
-    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-    for what, layout in (("source", change.source), ("target", change.target)):
-        missing = sorted(set(layout.holders) - members)
-        if missing:
-            raise UsageError(
-                f"the {what} has parts on ranks {missing[:8]}, which are not in the group of "
-                f"{len(members)} ranks; give a group of all ranks of both sides"
-            )
 
 
 def _count_write(local: torch.Tensor) -> None:

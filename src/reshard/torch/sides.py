@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ShardError, UsageError
+from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
@@ -159,6 +161,45 @@ def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
     (begin, end), (low, high) = _find_addresses(out), _find_addresses(source)
     if begin < high and low < end:
         raise ShardError("out shares memory with the tensor itself; give it memory of its own")
+
+
+def find_target_local(
+    out: torch.Tensor | None,
+    side: TensorSide,
+    dtype: torch.dtype,
+    own: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The local tensor of a target to write into: `out`, or a new one; None where none is held.
+
+    Raises ShardError for an `out` that the target cannot be written into.
+    """
+    shape = side.shape_on(dist.get_rank())
+    if isinstance(out, DTensor) and TensorSide.of_tensor(out).layout is not side.layout:
+        raise ShardError(
+            f"out is a DTensor of placements {list(out.placements)}, which is not the target"
+        )
+    if shape is None:
+        return None
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    local = check_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
+    if local is None or local.device != device:
+        raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")
+    check_writable(local, own)
+    return local
+
+
+def check_ranks(change: LayoutChange, group: dist.ProcessGroup | None) -> None:
+    """Raise UsageError for a layout over ranks that are not in the group."""
+    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for what, layout in (("source", change.source), ("target", change.target)):
+        missing = sorted(set(layout.holders) - members)
+        if missing:
+            raise UsageError(
+                f"the {what} has parts on ranks {missing[:8]}, which are not in the group of "
+                f"{len(members)} ranks; give a group of all ranks of both sides"
+            )
 
 
 def _find_addresses(tensor: torch.Tensor) -> tuple[int, int]:
