@@ -12,7 +12,7 @@ from reshard.spmd.operators.operator import Operator
 from reshard.spmd.operators.table import SHIPPED, operators
 
 
-def _partial_text(operator: Operator) -> str:
+def _write_partial(operator: Operator) -> str:
     words = {"each": "all together", "one": "any one", "none": ""}
     if isinstance(operator.linear, tuple):
         said = "sum: " + " and ".join(f"operand {number}" for number in operator.linear)
@@ -21,7 +21,7 @@ def _partial_text(operator: Operator) -> str:
     return "; ".join(filter(None, [said, *operator.commutes]))
 
 
-def _row_texts(operator: Operator) -> tuple[str, ...]:
+def _write_row(operator: Operator) -> tuple[str, ...]:
     if not operator.has_rule:
         return "replicated", "", "", operator.note
     shapes, attributes = operator.example or ([(4, 8)], {})
@@ -30,7 +30,7 @@ def _row_texts(operator: Operator) -> tuple[str, ...]:
     names = [inferred.rule.names[factor] for factor in inferred.adjusted]
     place = f"a part knows its place along {', '.join(names)}" if names else ""
     note = "; ".join(filter(None, [operator.note, place]))
-    return f"`{inferred.rule}`", f"`{said}`" if said else "", _partial_text(operator), note
+    return f"`{inferred.rule}`", f"`{said}`" if said else "", _write_partial(operator), note
 
 
 _HEAD = """# The table of rules
@@ -64,7 +64,7 @@ def rules_document() -> str:
         lines += [f"## {family[0].upper()}{family[1:]}", ""]
         lines += ["| operators | rule | attributes | partial | note |", "|---|---|---|---|---|"]
         rows = sorted(
-            ((_row_texts(one), one.name) for one in shipped if one.family == family),
+            ((_write_row(one), one.name) for one in shipped if one.family == family),
             key=lambda row: (row[0][0] == "replicated", row),
         )
         for row, names in groupby(rows, key=lambda pair: pair[0]):

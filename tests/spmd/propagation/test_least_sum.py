@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.spmd.propagation.least_sum import Sum, Table
+from reshard.spmd.propagation.least_sum import CostSum, CostTable
 
 
 @st.composite
-def sums(draw: st.DrawFn) -> Sum:
+def sums(draw: st.DrawFn) -> CostSum:
     choices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     tables = []
     for _ in range(draw(st.integers(0, 6))):
@@ -22,17 +22,17 @@ def sums(draw: st.DrawFn) -> Sum:
         numbers = draw(
             st.lists(st.integers(0, 9), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))
         )
-        tables.append(Table(variables, np.array(numbers, dtype=float).reshape(shape)))
-    return Sum(tuple(choices), tables)
+        tables.append(CostTable(variables, np.array(numbers, dtype=float).reshape(shape)))
+    return CostSum(tuple(choices), tables)
 
 
-def every_choice(one: Sum) -> list[tuple[int, ...]]:
+def every_choice(one: CostSum) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, one.choices)))
 
 
 @given(sums())
 @settings(max_examples=200, deadline=None)
-def test_elimination_finds_the_least(one: Sum) -> None:
+def test_elimination_finds_the_least(one: CostSum) -> None:
     chosen = one.eliminated()
     assert chosen is not None
     assert one.value(chosen) == min(map(one.value, every_choice(one)))
@@ -40,7 +40,7 @@ def test_elimination_finds_the_least(one: Sum) -> None:
 
 @given(sums(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_descent_ends_where_no_single_change_helps(one: Sum, data: st.DataObject) -> None:
+def test_descent_ends_where_no_single_change_helps(one: CostSum, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(every_choice(one)))
     chosen = one.descended(start, sweeps=100)
     assert one.value(chosen) <= one.value(start)
@@ -51,22 +51,22 @@ def test_descent_ends_where_no_single_change_helps(one: Sum, data: st.DataObject
 
 
 def test_elimination_stops_before_a_table_is_too_large() -> None:
-    tables = [Table((a, b), np.zeros((4, 4))) for a, b in itertools.combinations(range(4), 2)]
-    one = Sum((4,) * 4, tables)
+    tables = [CostTable((a, b), np.zeros((4, 4))) for a, b in itertools.combinations(range(4), 2)]
+    one = CostSum((4,) * 4, tables)
     assert one.eliminated(largest=255) is None
     assert one.eliminated(largest=256) == (0, 0, 0, 0)
 
 
 def test_inner_variables_change_together_with_those_beside_them() -> None:
     # Only both together help: 0 and 1 agree, or pay.
-    one = Sum((2, 2), [Table((0, 1), np.array([[5.0, 9], [9, 1]]))])
+    one = CostSum((2, 2), [CostTable((0, 1), np.array([[5.0, 9], [9, 1]]))])
     assert one.descended((0, 0)) == (0, 0)
     assert one.descended((0, 0), inner=[1]) == (1, 1)
 
 
 @given(sums(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_descent_with_an_inner_variable_is_as_good(one: Sum, data: st.DataObject) -> None:
+def test_descent_with_an_inner_variable_is_as_good(one: CostSum, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(every_choice(one)))
     inner = data.draw(st.integers(0, len(start) - 1))
     chosen = one.descended(start, [inner], sweeps=100)

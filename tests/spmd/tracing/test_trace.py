@@ -93,7 +93,7 @@ class Counting(InProcess):
         super().__init__(library("numpy"))
         self.moved_bytes = 0
 
-    def _between(self, source: sp.ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
+    def _make_movement(self, source: sp.ArrayType, spec: ShardingSpec, plan: Plan) -> Movement:
         program = chosen_program(source, spec)
         ranks = self.ranks(spec.mesh)
         size_bytes = sum(map(received, program.steps)) * source.dtype.itemsize_bytes

@@ -203,26 +203,26 @@ class ArrayOperators:
         """The transposes of a stack of matrices."""
         return matrix_transpose(self)
 
-    def _number(self) -> Any:
+    def _read_number(self) -> Any:
         dense = self.to_dense()
         if self.ndim:
             raise TypeError(f"an array of {self.ndim} dimensions is no number; index it first")
         return dense.item()
 
     def __bool__(self) -> bool:
-        return bool(self._number())
+        return bool(self._read_number())
 
     def __int__(self) -> int:
-        return int(self._number())
+        return int(self._read_number())
 
     def __float__(self) -> float:
-        return float(self._number())
+        return float(self._read_number())
 
     def __complex__(self) -> complex:
-        return complex(self._number())
+        return complex(self._read_number())
 
     def __index__(self) -> int:
-        number = self._number()
+        number = self._read_number()
         if not isinstance(number, int):
             raise TypeError(f"{number!r} is no whole number, so it is no index")
         return number

@@ -23,7 +23,7 @@ from reshard.spmd.shards.array_value import ArrayValue
 from reshard.spmd.shards.runner import runner_for
 
 
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+def _read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """The sizes of a new array. Raises UsageError for what is no shape."""
     with explain_errors(f"shape {shape!r}", "give one whole number, or a tuple of them"):
         given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
@@ -33,7 +33,7 @@ def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _own(dtype: object) -> Any:
+def _numpy_type(dtype: object) -> Any:
     return None if dtype is None else as_dtype(dtype).numpy
 
 
@@ -53,14 +53,14 @@ def asarray(
     if copy and hasattr(obj, "__array__") and not isinstance(obj, ArrayValue):
         obj = np.array(obj)
     if isinstance(obj, list | tuple):
-        obj = _nested(obj)
+        obj = _unwrap_lists(obj)
     return array(obj, spec, dtype=dtype)
 
 
-def _nested(data: Any) -> Any:
+def _unwrap_lists(data: Any) -> Any:
     """Lists of numbers, with arrays of no dimensions as numbers."""
     if isinstance(data, list | tuple):
-        return [_nested(one) for one in data]
+        return [_unwrap_lists(one) for one in data]
     if isinstance(data, ArrayValue):
         return data.runner.dense(data.type, data._shards)
     return data
@@ -89,9 +89,9 @@ def full(
 ) -> ShardedArray:
     """An array of one number."""
     check_device(device)
-    sizes = _shape(shape)
+    sizes = _read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):
-        value = np.full((), fill_value, dtype=_own(dtype))
+        value = np.full((), fill_value, dtype=_numpy_type(dtype))
         element = as_dtype(value.dtype)
     runner = runner_for()
     if spec is None:
@@ -162,7 +162,7 @@ def arange(
     with explain_errors(
         f"arange from {low!r} to {high!r} by {step!r}", "give numbers, and a step that is not 0"
     ):
-        made = np.arange(low, high, step, dtype=_own(dtype))
+        made = np.arange(low, high, step, dtype=_numpy_type(dtype))
     return array(made, spec, runner=runner_for())
 
 
@@ -182,7 +182,7 @@ def linspace(
     with explain_errors(
         f"linspace from {start!r} to {stop!r} of {num!r}", "give numbers, and how many: 0 or more"
     ):
-        made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_own(dtype))
+        made = np.linspace(start, stop, num, endpoint=endpoint, dtype=_numpy_type(dtype))
     return array(made, spec, runner=runner_for())
 
 
@@ -198,8 +198,8 @@ def eye(
 ) -> ShardedArray:
     """Ones on a diagonal, zeros elsewhere."""
     check_device(device)
-    own = np.float64 if dtype is None else _own(dtype)
-    rows, columns = _shape((n_rows, n_rows if n_cols is None else n_cols))
+    own = np.float64 if dtype is None else _numpy_type(dtype)
+    rows, columns = _read_shape((n_rows, n_rows if n_cols is None else n_cols))
     with explain_errors(f"eye with its diagonal at {k!r}", "give a whole number"):
         made = np.eye(rows, columns, k=k, dtype=own)
     return array(made, spec, runner=runner_for())

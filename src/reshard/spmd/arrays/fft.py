@@ -40,7 +40,7 @@ __all__ = [
 Axes = Sequence[int] | None
 
 
-def _along_one(name: str, text: str) -> Callable[..., Any]:
+def _make_along_one(name: str, text: str) -> Callable[..., Any]:
     def function(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Any:
         _check_norm(norm)
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "n": n}, {"norm": norm})
@@ -50,7 +50,7 @@ def _along_one(name: str, text: str) -> Callable[..., Any]:
     return of_arrays(function)
 
 
-def _along_many(name: str, text: str) -> Callable[..., Any]:
+def _make_along_many(name: str, text: str) -> Callable[..., Any]:
     def function(
         x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
     ) -> Any:
@@ -71,29 +71,31 @@ def _check_norm(norm: str) -> None:
         raise UsageError(f"norm {norm!r}; it is 'backward', 'ortho' or 'forward'")
 
 
-fft = _along_one("fft", "The Fourier transform along an axis.")
-ifft = _along_one("ifft", "The Fourier transform back, along an axis.")
-rfft = _along_one("rfft", "The Fourier transform of real numbers along an axis.")
-irfft = _along_one("irfft", "What `rfft` transformed, back.")
-hfft = _along_one("hfft", "The Fourier transform of what is equal to its own mirrored conjugate.")
-ihfft = _along_one("ihfft", "What `hfft` transformed, back.")
-fftn = _along_many("fftn", "The Fourier transform along several axes; along all when None.")
-ifftn = _along_many("ifftn", "The Fourier transform back, along several axes.")
-rfftn = _along_many("rfftn", "The Fourier transform of real numbers along several axes.")
-irfftn = _along_many("irfftn", "What `rfftn` transformed, back.")
+fft = _make_along_one("fft", "The Fourier transform along an axis.")
+ifft = _make_along_one("ifft", "The Fourier transform back, along an axis.")
+rfft = _make_along_one("rfft", "The Fourier transform of real numbers along an axis.")
+irfft = _make_along_one("irfft", "What `rfft` transformed, back.")
+hfft = _make_along_one(
+    "hfft", "The Fourier transform of what is equal to its own mirrored conjugate."
+)
+ihfft = _make_along_one("ihfft", "What `hfft` transformed, back.")
+fftn = _make_along_many("fftn", "The Fourier transform along several axes; along all when None.")
+ifftn = _make_along_many("ifftn", "The Fourier transform back, along several axes.")
+rfftn = _make_along_many("rfftn", "The Fourier transform of real numbers along several axes.")
+irfftn = _make_along_many("irfftn", "What `rfftn` transformed, back.")
 
 
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
     """The frequencies of `fft`."""
-    return _frequencies(np.fft.fftfreq, n, d, dtype, device)
+    return _make_frequencies(np.fft.fftfreq, n, d, dtype, device)
 
 
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: object = None, device: object = None) -> Any:
     """The frequencies of `rfft`."""
-    return _frequencies(np.fft.rfftfreq, n, d, dtype, device)
+    return _make_frequencies(np.fft.rfftfreq, n, d, dtype, device)
 
 
-def _frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
+def _make_frequencies(function: Any, n: int, d: float, dtype: object, device: object) -> Any:
     check_device(device)
     if not hasattr(n, "__index__") or n < 1 or not d:
         raise UsageError(
@@ -107,16 +109,16 @@ def _frequencies(function: Any, n: int, d: float, dtype: object, device: object)
 @of_arrays
 def fftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
     """The frequency 0 moved to the middle."""
-    return _shifted(x, axes, 1)
+    return _shift(x, axes, 1)
 
 
 @of_arrays
 def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
     """What `fftshift` moved, back."""
-    return _shifted(x, axes, -1)
+    return _shift(x, axes, -1)
 
 
-def _shifted(x: Any, axes: int | Axes, sign: int) -> Any:
+def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
     given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
     places = tuple(axis_of(x.ndim, one) for one in given)
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

@@ -55,20 +55,20 @@ _REDUCED = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"
 _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
 
 
-def _of_rank(x: Any, least: int) -> Any:
+def _raise_rank(x: Any, least: int) -> Any:
     """With dimensions of size 1 ahead, so many that it has the least number of dimensions."""
     return manipulation.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
 
 
 @of_arrays
 def _hstack(tup: Sequence[Any]) -> Any:
-    arrays = [_of_rank(one, 1) for one in elementwise.operands(*tup)]
+    arrays = [_raise_rank(one, 1) for one in elementwise.operands(*tup)]
     return manipulation.concat(arrays, axis=0 if arrays[0].ndim == 1 else 1)
 
 
 @of_arrays
 def _vstack(tup: Sequence[Any]) -> Any:
-    return manipulation.concat([_of_rank(one, 2) for one in elementwise.operands(*tup)])
+    return manipulation.concat([_raise_rank(one, 2) for one in elementwise.operands(*tup)])
 
 
 def _ravel(a: Any) -> Any:

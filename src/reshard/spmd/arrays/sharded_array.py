@@ -101,7 +101,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
             SpecError: another number of dimensions, or a sharding that some device has no part in.
             MeshError: a mesh other than the one it is sharded over.
         """
-        spec = _spec(target, dims)
+        spec = _read_spec(target, dims)
         # Without elements, what is asked for is known to a recorder though nothing moves.
         if spec is self.type.spec and not self.runner.is_abstract:
             return self
@@ -170,7 +170,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return self
 
 
-def _spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> ShardingSpec:
+def _read_spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> ShardingSpec:
     if isinstance(target, ShardingSpec):
         if dims is not None:
             raise UsageError(f"`{target}` is a whole sharding; leave out {dims!r}")

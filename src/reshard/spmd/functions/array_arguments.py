@@ -30,19 +30,19 @@ def of_arrays(function: Function) -> Function:
     name = function.__name__.lstrip("_")
 
     @wraps(function)
-    def told(*arguments: Any, **options: Any) -> Any:
+    def checked(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except AttributeError as error:
             found = error.obj
-            if isinstance(found, ArrayValue) or not any(_has(one, found) for one in arguments):
+            if isinstance(found, ArrayValue) or not any(_contains(one, found) for one in arguments):
                 raise
             raise UsageError(
                 f"{name} of {found!r}, a {type(found).__name__}; an sp.array was expected: make "
                 "it one by sp.array(...)"
             ) from error
 
-    return cast(Function, told)
+    return cast(Function, checked)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def whole_pairs(what: str, value: Any, count: int) -> tuple[tuple[int, int], ...
     return tuple((before, after) for before, after in before_and_after)
 
 
-def _has(argument: Any, found: Any) -> bool:
+def _contains(argument: Any, found: Any) -> bool:
     """Whether an argument is what was found, or a list with it."""
     if argument is found:
         return True

@@ -31,7 +31,7 @@ _JOINED = {
 }
 
 
-def _type_of(value: Any) -> DType:
+def _read_type(value: Any) -> DType:
     return value.dtype if isinstance(value, ArrayValue) else as_dtype(value)  # type: ignore[attr-defined]
 
 
@@ -46,12 +46,12 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
         return x
     kinds = (kind_of(x.dtype), kind_of(wanted))
     floats = ("real floating", "complex floating")
-    is_wider = kinds[0] in floats and kinds[1] in floats and _holds(x.dtype, wanted)
+    is_wider = kinds[0] in floats and kinds[1] in floats and _is_exact(x.dtype, wanted)
     attributes: dict[str, Any] = {"dtype": wanted, "widening": is_wider}
     return call("astype", (x,), attributes)
 
 
-def _holds(dtype: DType, wanted: DType) -> object:
+def _is_exact(dtype: DType, wanted: DType) -> object:
     # NumPy alone has no narrow types, whose numbers every wide one has.
     if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
         return True
@@ -72,7 +72,7 @@ def check_device(device: object, beside: Any = None) -> None:
 
 def can_cast(from_: Any, to: object, /) -> object:
     """Whether every number of one type (or array) is one of another type too."""
-    return np.can_cast(_type_of(from_).numpy, as_dtype(to).numpy)
+    return np.can_cast(_read_type(from_).numpy, as_dtype(to).numpy)
 
 
 class FloatInfo(NamedTuple):
@@ -101,7 +101,7 @@ def finfo(type: Any, /) -> FloatInfo:
     >>> finfo(float32).bits, finfo(complex128).dtype
     (32, DType('float64'))
     """
-    known = _type_of(type)
+    known = _read_type(type)
     if kind_of(known) not in ("real floating", "complex floating"):
         raise UsageError(f"finfo of {known}; a floating type was expected: iinfo is for {known}")
     found = np.finfo(known.numpy)
@@ -123,7 +123,7 @@ def iinfo(type: Any, /) -> IntegerInfo:
     >>> iinfo(int8)
     IntegerInfo(bits=8, max=127, min=-128, dtype=DType('int8'))
     """
-    known = _type_of(type)
+    known = _read_type(type)
     if kind_of(known) not in ("signed integer", "unsigned integer"):
         raise UsageError(f"iinfo of {known}; a type of whole numbers was expected")
     found = np.iinfo(known.numpy)
@@ -155,10 +155,10 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     """The type that operands of these types (arrays, types, numbers) make together."""
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
-    types = {_type_of(one) for one in arrays_and_dtypes if not _is_number(one)}
+    types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
     given = []
     for value in arrays_and_dtypes:
-        given.append(value if _is_number(value) else _type_of(value).numpy)
+        given.append(value if _is_number(value) else _read_type(value).numpy)
     return as_dtype(np.result_type(*given))

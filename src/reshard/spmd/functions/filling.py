@@ -22,13 +22,13 @@ def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: objec
     """An array of one number, with the shape and the sharding of another."""
     check_device(device, x)
     wanted = x.dtype if dtype is None else as_dtype(dtype)
-    value = _scalar_beside(x, fill_value, wanted)
+    value = _make_scalar(x, fill_value, wanted)
     spec = x.type.spec
     made = broadcast_to(value, x.shape)
     return made if spec is None else made.shard(ShardingSpec(spec.mesh, spec.dim_specs))
 
 
-def _scalar_beside(x: Any, value: Any, dtype: DType) -> Any:
+def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:
     """A number as an array without dimensions beside `x`."""
     is_numpys = any(dtype in types for types in BY_KIND.values())
     with explain_errors(f"{value!r} as {dtype}", "give a number of that type"):
@@ -55,23 +55,23 @@ def empty_like(x: Any, /, *, dtype: object = None, device: object = None) -> Any
     return full_like(x, 0, dtype=dtype, device=device)
 
 
-def _triangle(x: Any, lower: bool, k: int) -> Any:
+def _take_triangle(x: Any, lower: bool, k: int) -> Any:
     if x.ndim < 2:
         raise SpecError(f"a triangle of shape {list(x.shape)}; matrices were expected")
     if not hasattr(k, "__index__"):
         raise UsageError(f"a triangle from the diagonal {k!r}; a whole number was expected")
     rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
     inside = columns - rows <= k if lower else columns - rows >= k
-    return elementwise.where(elementwise.whole(x, inside), x, _scalar_beside(x, 0, x.dtype))
+    return elementwise.where(elementwise.whole(x, inside), x, _make_scalar(x, 0, x.dtype))
 
 
 @of_arrays
 def tril(x: Any, /, *, k: int = 0) -> Any:
     """The lower triangle of matrices, zeros above the diagonal `k`."""
-    return _triangle(x, True, k)
+    return _take_triangle(x, True, k)
 
 
 @of_arrays
 def triu(x: Any, /, *, k: int = 0) -> Any:
     """The upper triangle of matrices, zeros below the diagonal `k`."""
-    return _triangle(x, False, k)
+    return _take_triangle(x, False, k)

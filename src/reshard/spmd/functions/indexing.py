@@ -77,10 +77,10 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
         found = indices.astype(np.int64)
         return operands(x, np.where(found < 0, found + size, found))
     x, found = operands(x, indices)
-    return [x, _counted_from_start(found, size)]
+    return [x, _count_from_start(found, size)]
 
 
-def _counted_from_start(indices: Any, size: int) -> Any:
+def _count_from_start(indices: Any, size: int) -> Any:
     is_array = isinstance(indices, ArrayValue)
     kind = kind_of(indices.type.dtype) if is_array else type(indices).__name__
     if kind not in ("signed integer", "unsigned integer"):
@@ -95,20 +95,20 @@ def getitem(x: Any, key: Any) -> Any:
         ArrayIndexError: an index that is out of range, too many of them, or no slice.
         ShardError: a key of a kind that arrays in shards do not take.
     """
-    items = [_item(one) for one in (key if isinstance(key, tuple) else (key,))]
+    items = [_read_item(one) for one in (key if isinstance(key, tuple) else (key,))]
     if len(items) == 1 and _is_mask(items[0]):
-        return _masked(x, items[0])
+        return _take_masked(x, items[0])
     if any(_is_mask(item) for item in items):
         raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
     arrays = [place for place, item in enumerate(items) if _is_array(item)]
     if len(arrays) == 1 and not any(map(_is_number, items)):
-        return _taken_between(x, items, arrays[0])
+        return _take_between(x, items, arrays[0])
     if arrays:
-        return _gathered(x, items)
-    return _basic(x, items)
+        return _gather(x, items)
+    return _take_basic(x, items)
 
 
-def _item(item: Any) -> Any:
+def _read_item(item: Any) -> Any:
     """A part of a key, lists as arrays. Raises ShardError for what no array is indexed by."""
     if isinstance(item, list | tuple):
         return np.asarray(item) if len(item) else np.zeros(0, np.int64)
@@ -141,7 +141,7 @@ def _is_mask(item: Any) -> bool:
     return _is_array(item) and _is_truth(item)
 
 
-def _masked(x: Any, mask: Any) -> Any:
+def _take_masked(x: Any, mask: Any) -> Any:
     given = tuple(mask.shape)
     fits = len(given) <= x.ndim and all(
         one in (size, 0) for one, size in zip(given, x.shape, strict=False)
@@ -160,17 +160,17 @@ def _masked(x: Any, mask: Any) -> Any:
     return whole(x, dense[chosen])
 
 
-def _taken_between(x: Any, items: list[Any], place: int) -> Any:
+def _take_between(x: Any, items: list[Any], place: int) -> Any:
     """Whole numbers in one array, beside slices, `...` and None: its dimensions stand in place."""
     others = [slice(None) if n == place else item for n, item in enumerate(items)]
-    found = _basic(x, others)
+    found = _take_basic(x, others)
     # What stands behind is counted from the end: `...` may be ahead.
     ahead = items[:place]
     axis = len(ahead) if Ellipsis not in ahead else found.ndim - (len(items) - place)
     return take(found, items[place], axis=axis)
 
 
-def _gathered(x: Any, items: list[Any]) -> Any:
+def _gather(x: Any, items: list[Any]) -> Any:
     """Whole numbers in arrays, for the leading dimensions."""
     while items and items[-1] is Ellipsis:
         items.pop()
@@ -182,29 +182,29 @@ def _gathered(x: Any, items: list[Any]) -> Any:
             "the leading dimensions alone, or use take along an axis"
         )
     if len(items) > x.ndim:
-        raise _too_many(x, len(items))
+        raise _refuse_indices(x, len(items))
     for item, size in zip(items, x.shape, strict=False):
         _check_known(item, size)
     places = operands(x, *items)[1:]
     flat: Any = None
     for place, size in zip(places, x.shape, strict=False):
         if isinstance(place, ArrayValue):
-            index = _counted_from_start(place, size)
+            index = _count_from_start(place, size)
         else:
-            index = _index(place, size)
+            index = _read_index(place, size)
         flat = index if flat is None else flat * size + index
     merged = reshape(x, (math.prod(x.shape[: len(items)]), *x.shape[len(items) :]))
     return call("take", (merged, flat), {"axis": 0})
 
 
-def _index(item: Any, size: int) -> int:
+def _read_index(item: Any, size: int) -> int:
     index = int(item.__index__())
     if not -size <= index < size:
         raise index_out_of_range(index, size)
     return index % size
 
 
-def _too_many(x: Any, count: int) -> ArrayIndexError:
+def _refuse_indices(x: Any, count: int) -> ArrayIndexError:
     return ArrayIndexError(
         f"{count} indices for shape {list(x.shape)}; give at most {x.ndim}, one a dimension"
     )
@@ -218,7 +218,7 @@ def _check_known(indices: Any, size: int) -> None:
             raise index_out_of_range(least if least < -size else most, size)
 
 
-def _bounds(item: slice, size: int) -> Range:
+def _read_slice(item: slice, size: int) -> Range:
     """Start, stop and step of a slice of a dimension."""
     try:
         return item.indices(size)
@@ -230,10 +230,10 @@ def _bounds(item: slice, size: int) -> Range:
         ) from error
 
 
-def _basic(x: Any, items: list[Any]) -> Any:
+def _take_basic(x: Any, items: list[Any]) -> Any:
     used = len(items) - items.count(None) - items.count(Ellipsis)
     if used > x.ndim:
-        raise _too_many(x, used)
+        raise _refuse_indices(x, used)
     if items.count(Ellipsis) > 1:
         raise ArrayIndexError(
             f"{items.count(Ellipsis)} times ... in an index; it stands for all dimensions that are "
@@ -253,7 +253,7 @@ def _basic(x: Any, items: list[Any]) -> Any:
             added.append(place - len(gone))
             continue
         if isinstance(item, slice):
-            start, stop, step = _bounds(item, x.shape[dim])
+            start, stop, step = _read_slice(item, x.shape[dim])
             if step < 0:
                 turned.append(dim)
                 count = len(range(start, stop, step))
@@ -263,7 +263,7 @@ def _basic(x: Any, items: list[Any]) -> Any:
                     start, stop, step = 0, 0, 1
             cuts[dim] = (start, max(start, stop), step)
         else:
-            index = _index(item, x.shape[dim])
+            index = _read_index(item, x.shape[dim])
             cuts[dim] = (index, index + 1, 1)
             gone.append(dim)
         dim += 1

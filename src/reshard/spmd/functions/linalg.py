@@ -85,7 +85,7 @@ class SVDResult(NamedTuple):
     Vh: Any
 
 
-def _matrices(x: Any, name: str, is_square: bool = True) -> Any:
+def _check_matrices(x: Any, name: str, is_square: bool = True) -> Any:
     if x.ndim < 2 or (is_square and x.shape[-1] != x.shape[-2]):
         kind = "square matrices" if is_square else "matrices"
         raise SpecError(f"{name} of shape {list(x.shape)}; {kind} were expected")
@@ -133,7 +133,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
 @of_arrays
 def diagonal(x: Any, /, *, offset: int = 0) -> Any:
     """The diagonal of matrices."""
-    return call("diagonal", (_matrices(x, "diagonal", False),), {"offset": int(offset)})
+    return call("diagonal", (_check_matrices(x, "diagonal", False),), {"offset": int(offset)})
 
 
 @of_arrays
@@ -145,32 +145,32 @@ def trace(x: Any, /, *, offset: int = 0, dtype: object = None) -> Any:
 @of_arrays
 def cholesky(x: Any, /, *, upper: bool = False) -> Any:
     """The triangular root of matrices that are positive definite."""
-    found = call("cholesky", (_matrices(x, "cholesky"),))
+    found = call("cholesky", (_check_matrices(x, "cholesky"),))
     return elementwise.conj(matrix_transpose(found)) if upper else found
 
 
 @of_arrays
 def det(x: Any, /) -> Any:
     """The determinant of square matrices."""
-    return call("det", (_matrices(x, "det"),))
+    return call("det", (_check_matrices(x, "det"),))
 
 
 @of_arrays
 def eigh(x: Any, /) -> EighResult:
     """Eigenvalues in rising order, and eigenvectors, of matrices equal to their adjoint."""
-    return EighResult(*call("eigh", (_matrices(x, "eigh"),)))
+    return EighResult(*call("eigh", (_check_matrices(x, "eigh"),)))
 
 
 @of_arrays
 def eigvalsh(x: Any, /) -> Any:
     """Eigenvalues in rising order of matrices equal to their adjoint."""
-    return call("eigvalsh", (_matrices(x, "eigvalsh"),))
+    return call("eigvalsh", (_check_matrices(x, "eigvalsh"),))
 
 
 @of_arrays
 def inv(x: Any, /) -> Any:
     """The inverse of square matrices."""
-    return call("inv", (_matrices(x, "inv"),))
+    return call("inv", (_check_matrices(x, "inv"),))
 
 
 @of_arrays
@@ -179,8 +179,8 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
 
     Made of `svd`.
     """
-    u, s, vh = svd(_matrices(x, "pinv", False), full_matrices=False)
-    cutoff = _cutoff(x, s, rtol)
+    u, s, vh = svd(_check_matrices(x, "pinv", False), full_matrices=False)
+    cutoff = _find_cutoff(x, s, rtol)
     kept = elementwise.greater(s, cutoff)
     inverse = elementwise.where(kept, elementwise.divide(1.0, elementwise.where(kept, s, 1.0)), 0.0)
     v = elementwise.conj(matrix_transpose(vh))
@@ -188,7 +188,7 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
     return matmul(scaled, elementwise.conj(matrix_transpose(u)))
 
 
-def _cutoff(x: Any, s: Any, rtol: Any) -> Any:
+def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if rtol is None:
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
     largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
@@ -206,20 +206,20 @@ def qr(x: Any, /, *, mode: str = "reduced") -> QRResult:
     """Matrices as a product of one with orthogonal columns and a triangular one."""
     if mode not in ("reduced", "complete"):
         raise UsageError(f"mode {mode!r} of qr; it is 'reduced' or 'complete'")
-    return QRResult(*call("qr", (_matrices(x, "qr", False),), {"mode": mode}))
+    return QRResult(*call("qr", (_check_matrices(x, "qr", False),), {"mode": mode}))
 
 
 @of_arrays
 def slogdet(x: Any, /) -> SlogdetResult:
     """The sign of the determinant, and the logarithm of its size."""
-    return SlogdetResult(*call("slogdet", (_matrices(x, "slogdet"),)))
+    return SlogdetResult(*call("slogdet", (_check_matrices(x, "slogdet"),)))
 
 
 @of_arrays
 def solve(x1: Any, x2: Any, /) -> Any:
     """What `x1` makes `x2` of: `x1 @ result == x2`."""
     x1, x2 = operands(x1, x2)
-    return call("solve", (_matrices(x1, "solve"), x2))
+    return call("solve", (_check_matrices(x1, "solve"), x2))
 
 
 @of_arrays
@@ -231,27 +231,27 @@ def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
 @of_arrays
 def svd(x: Any, /, *, full_matrices: bool = True) -> SVDResult:
     """Matrices as a product of orthogonal, diagonal and orthogonal ones."""
-    found = call("svd", (_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
+    found = call("svd", (_check_matrices(x, "svd", False),), {"full_matrices": bool(full_matrices)})
     return SVDResult(*found)
 
 
 @of_arrays
 def svdvals(x: Any, /) -> Any:
     """Singular values in falling order."""
-    return call("svdvals", (_matrices(x, "svdvals", False),))
+    return call("svdvals", (_check_matrices(x, "svdvals", False),))
 
 
 @of_arrays
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
     """How many singular values are larger than `rtol` times the largest."""
     s = svdvals(x)
-    return statistics.count_nonzero(elementwise.greater(s, _cutoff(x, s, rtol)), axis=-1)
+    return statistics.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
 
 
 @of_arrays
 def matrix_power(x: Any, n: int, /) -> Any:
     """Square matrices multiplied with themselves; the inverse where `n` is negative."""
-    _matrices(x, "matrix_power")
+    _check_matrices(x, "matrix_power")
     if not hasattr(n, "__index__"):
         raise UsageError(f"matrix_power to the power {n!r}; give a whole number")
     if n < 0:
@@ -269,7 +269,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
 @of_arrays
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     """The size of matrices: by elements ('fro'), sums (1, inf), singular values (2, 'nuc')."""
-    _matrices(x, "matrix_norm", False)
+    _check_matrices(x, "matrix_norm", False)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (1, -1, math.inf, -math.inf):

@@ -21,7 +21,7 @@ Range = tuple[int, int, int]
 """Start, stop and step along a dimension."""
 
 
-def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+def _read_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
     if not all(hasattr(one, "__index__") for one in given):
         raise SpecError(f"axes {given} of {ndim} dimensions; name them by whole numbers")
@@ -38,7 +38,7 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
 @of_arrays
 def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     """The array repeated to a shape."""
-    wanted = tuple(_sizes(shape))
+    wanted = tuple(_read_sizes(shape))
     return x if wanted == x.shape else call("broadcast_to", (x,), {"shape": wanted})
 
 
@@ -58,7 +58,7 @@ def expand_dims(x: Any, /, *, axis: int = 0) -> Any:
 @of_arrays
 def squeeze(x: Any, /, axis: Axis) -> Any:
     """Without dimensions of size 1. Raises SpecError for one of another size."""
-    axes = _axes(axis, x.ndim)
+    axes = _read_axes(axis, x.ndim)
     if any(x.shape[one] != 1 for one in axes):
         raise SpecError(f"squeeze of axes {axes} of shape {list(x.shape)}; they must have size 1")
     return call("squeeze", (x,), {"axis": tuple(sorted(axes))}) if axes else x
@@ -83,7 +83,7 @@ def matrix_transpose(x: Any, /) -> Any:
 @of_arrays
 def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     """Dimensions put elsewhere, the others kept in order."""
-    come, go = _axes(source, x.ndim), _axes(destination, x.ndim)
+    come, go = _read_axes(source, x.ndim), _read_axes(destination, x.ndim)
     if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
         raise SpecError(f"axes {come} to {go}; give as many places, each once")
     order = [dim for dim in range(x.ndim) if dim not in come]
@@ -92,7 +92,7 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     return permute_dims(x, order)
 
 
-def _sizes(shape: int | Sequence[int]) -> list[int]:
+def _read_sizes(shape: int | Sequence[int]) -> list[int]:
     given = list(shape) if isinstance(shape, Iterable) else [shape]
     if not all(hasattr(size, "__index__") for size in given):
         raise SpecError(f"shape {shape!r}; whole numbers were expected")
@@ -105,7 +105,7 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 
     Raises SpecError for another number of elements.
     """
-    wanted = _sizes(shape)
+    wanted = _read_sizes(shape)
     if wanted.count(-1) == 1:
         rest = math.prod(size for size in wanted if size != -1)
         if not rest:
@@ -124,7 +124,7 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None) 
 @of_arrays
 def flip(x: Any, /, *, axis: Axis | None = None) -> Any:
     """Axes the other way round; all when None."""
-    return call("flip", (x,), {"axis": _axes(range(x.ndim) if axis is None else axis, x.ndim)})
+    return call("flip", (x,), {"axis": _read_axes(range(x.ndim) if axis is None else axis, x.ndim)})
 
 
 @of_arrays
@@ -132,8 +132,8 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     """Elements moved along axes, those that leave at the end coming in at the start."""
     if axis is None:
         return reshape(roll(reshape(x, (-1,)), shift, axis=0), x.shape)
-    axes = _axes(axis, x.ndim)
-    shifts = tuple(_sizes(shift))
+    axes = _read_axes(axis, x.ndim)
+    shifts = tuple(_read_sizes(shift))
     if len(shifts) == 1 or len(axes) == 1:
         # As NumPy broadcasts them: an axis that is named again is moved again.
         count = max(len(shifts), len(axes))
@@ -143,7 +143,7 @@ def roll(x: Any, /, shift: Axis, *, axis: Axis | None = None) -> Any:
     return call("roll", (x,), {"shift": shifts, "axis": axes})
 
 
-def _one_type(arrays: Sequence[Any]) -> list[Any]:
+def _promote(arrays: Sequence[Any]) -> list[Any]:
     if not arrays:
         raise SpecError("no arrays to put together; give at least one")
     made = operands(*arrays)
@@ -160,19 +160,19 @@ def _one_type(arrays: Sequence[Any]) -> list[Any]:
 @of_arrays
 def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Arrays one behind the other along an axis; flattened first when it is None."""
-    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if axis is None:
         made, axis = [reshape(one, (-1,)) for one in made], 0
-    return call("concat", made, {"axis": _axes(axis, made[0].ndim)[0]})
+    return call("concat", made, {"axis": _read_axes(axis, made[0].ndim)[0]})
 
 
 @of_arrays
 def stack(arrays: Sequence[Any], /, *, axis: int = 0) -> Any:
     """Arrays of one shape along a new axis."""
-    made = _one_type(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
+    made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if len({one.shape for one in made}) != 1:
         raise SpecError(f"a stack of shapes {[one.shape for one in made]}; they must be equal")
-    place = _axes(axis, made[0].ndim + 1)[0]
+    place = _read_axes(axis, made[0].ndim + 1)[0]
     return concat([expand_dims(one, axis=place) for one in made], axis=place)
 
 
@@ -191,7 +191,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
 @of_arrays
 def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
     """The arrays along an axis, without it."""
-    place = _axes(axis, x.ndim)[0]
+    place = _read_axes(axis, x.ndim)[0]
     return tuple(
         squeeze(take_ranges(x, {place: (index, index + 1, 1)}), place)
         for index in range(x.shape[place])
@@ -201,7 +201,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> tuple[Any, ...]:
 @of_arrays
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     """The array repeated along each dimension, as a whole."""
-    times = tuple(_sizes(repetitions))
+    times = tuple(_read_sizes(repetitions))
     times = (1,) * (x.ndim - len(times)) + times
     shape = (1,) * (len(times) - x.ndim) + x.shape
     pairs = [size for pair in zip(times, shape, strict=True) for size in pair]
@@ -217,18 +217,18 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
     """
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
-    place = _axes(axis, x.ndim)[0]
+    place = _read_axes(axis, x.ndim)[0]
     if isinstance(repeats, int):
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
-    places = _repeat_places(x, repeats, x.shape[place])
+    places = _find_repeat_places(x, repeats, x.shape[place])
     return call("take", (x, places), {"axis": place})
 
 
-def _repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
+def _find_repeat_places(x: ArrayValue, repeats: Any, size: int) -> Any:
     """The index of each element when each place is repeated so often."""
     times = repeats.to_dense() if isinstance(repeats, ArrayValue) else repeats
     try:

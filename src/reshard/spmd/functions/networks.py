@@ -96,7 +96,7 @@ def log_softmax(x: Any, /, *, axis: Axis = -1) -> Any:
     return subtract(x, logsumexp(x, axis=axis, keepdims=True))
 
 
-def _last(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
+def _last_axes(x: Any, dims: int, *weights: Any) -> tuple[int, ...]:
     """The last axes. Raises for weights that do not have their sizes."""
     count = whole_number("a norm over dimensions:", dims, 1)
     axes = axes_of(x.ndim, tuple(range(-count, 0)))
@@ -118,7 +118,7 @@ def layer_norm(
 
     `weight` and `bias` have the shape of those dimensions.
     """
-    axes = _last(x, dims, weight, bias)
+    axes = _last_axes(x, dims, weight, bias)
     apart = subtract(x, statistics.mean(x, axis=axes, keepdims=True))
     spread = statistics.mean(elementwise.square(apart), axis=axes, keepdims=True)
     found = divide(apart, elementwise.sqrt(add(spread, epsilon)))
@@ -129,7 +129,7 @@ def layer_norm(
 @of_arrays
 def rms_norm(x: Any, weight: Any = None, /, *, dims: int = 1, epsilon: float = 1e-5) -> Any:
     """The last `dims` dimensions over the root of their mean square."""
-    axes = _last(x, dims, weight)
+    axes = _last_axes(x, dims, weight)
     size = statistics.mean(elementwise.square(x), axis=axes, keepdims=True)
     found = divide(x, elementwise.sqrt(add(size, epsilon)))
     return found if weight is None else multiply(found, weight)

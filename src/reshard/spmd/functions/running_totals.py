@@ -39,7 +39,7 @@ def running_totals(name: str, x: Any, axis: int) -> Any:
         x: an array, in its totals' element type.
         axis: counted from the start.
     """
-    parts = _parts(x, axis)
+    parts = _find_parts(x, axis)
     if len(parts) < 2 or x.type.spec.partial_axes or 2 * (len(parts) - 1) >= x.shape[axis]:
         return call(name, (x,), {"axis": axis})
     spec = x.type.spec
@@ -53,7 +53,7 @@ def running_totals(name: str, x: Any, axis: int) -> Any:
     return _COMBINE[name](own, offsets)
 
 
-def _parts(x: Any, axis: int) -> tuple[int, ...]:
+def _find_parts(x: Any, axis: int) -> tuple[int, ...]:
     """How long the parts are that have elements; none where they are no stretches, in order."""
     spec = x.type.spec if isinstance(x, ArrayValue) else None
     if spec is None or not has_plain_parts(spec):

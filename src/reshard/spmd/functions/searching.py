@@ -25,16 +25,16 @@ from reshard.spmd.shards.operation_call import call
 @of_arrays
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """Where the greatest number is along an axis; in the flattened array when None."""
-    return _place("argmax", x, axis, keepdims)
+    return _find_place("argmax", x, axis, keepdims)
 
 
 @of_arrays
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """Where the least number is along an axis; in the flattened array when None."""
-    return _place("argmin", x, axis, keepdims)
+    return _find_place("argmin", x, axis, keepdims)
 
 
-def _place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
+def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     if axis is not None:
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
     found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
@@ -93,7 +93,7 @@ class UniqueInverse(NamedTuple):
     inverse_indices: Any
 
 
-def _unique(x: Any) -> UniqueAll:
+def _find_unique(x: Any) -> UniqueAll:
     """By NumPy in both libraries: PyTorch lacks the first places."""
     library = x.runner.library
     values, indices, inverse, counts = np.unique(
@@ -109,14 +109,14 @@ def _unique(x: Any) -> UniqueAll:
 @of_arrays
 def unique_all(x: Any, /) -> UniqueAll:
     """The different elements, their first places, which one each is, how often; not sharded."""
-    found = _unique(x)
+    found = _find_unique(x)
     return found._replace(inverse_indices=reshape(found.inverse_indices, x.shape))
 
 
 @of_arrays
 def unique_counts(x: Any, /) -> UniqueCounts:
     """The different elements, and how often each is there; not sharded."""
-    found = _unique(x)
+    found = _find_unique(x)
     return UniqueCounts(found.values, found.counts)
 
 
@@ -130,7 +130,7 @@ def unique_inverse(x: Any, /) -> UniqueInverse:
 @of_arrays
 def unique_values(x: Any, /) -> Any:
     """The different elements; not sharded."""
-    return _unique(x).values
+    return _find_unique(x).values
 
 
 @of_arrays

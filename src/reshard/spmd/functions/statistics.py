@@ -24,16 +24,16 @@ from reshard.spmd.shards.operation_call import call
 Axis = int | Sequence[int] | None
 
 
-def _attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
+def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
     return {"axis": tuple(axis) if isinstance(axis, list) else axis, "keepdims": bool(keepdims)}
 
 
-def _counted(shape: Sequence[int], axis: Axis) -> int:
+def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
     """How many elements are reduced to one."""
     return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
-def _total_type(name: str, x: Any, dtype: object) -> DType:
+def _find_total_type(name: str, x: Any, dtype: object) -> DType:
     """The element type of a total, as the operator's row has it."""
     types = operators[name].result_types or promoted
     return types((x.dtype,), {"dtype": dtype}, x.runner.library.name)[0]
@@ -42,35 +42,35 @@ def _total_type(name: str, x: Any, dtype: object) -> DType:
 @of_arrays
 def sum(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The sum over axes, over all when None."""
-    wide = _total_type("sum", x, dtype)
-    return call("sum", (x,), _attributes(axis, keepdims), {"dtype": wide})
+    wide = _find_total_type("sum", x, dtype)
+    return call("sum", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
 
 @of_arrays
 def prod(x: Any, /, *, axis: Axis = None, dtype: object = None, keepdims: bool = False) -> Any:
     """The product over axes, over all when None."""
-    wide = _total_type("prod", x, dtype)
-    return call("prod", (x,), _attributes(axis, keepdims), {"dtype": wide})
+    wide = _find_total_type("prod", x, dtype)
+    return call("prod", (x,), _make_attributes(axis, keepdims), {"dtype": wide})
 
 
 @of_arrays
 def max(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The greatest number over axes, over all when None."""
     _check_some(x, axis, "max")
-    return call("max", (x,), _attributes(axis, keepdims))
+    return call("max", (x,), _make_attributes(axis, keepdims))
 
 
 @of_arrays
 def min(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """The least number over axes, over all when None."""
     _check_some(x, axis, "min")
-    return call("min", (x,), _attributes(axis, keepdims))
+    return call("min", (x,), _make_attributes(axis, keepdims))
 
 
 def _check_some(x: Any, axis: Axis, name: str) -> None:
     if kind_of(x.dtype) == "complex floating":
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order; take real or abs")
-    if not _counted(x.shape, axis):
+    if not _count_reduced(x.shape, axis):
         raise UsageError(
             f"{name} over axes {axis} of shape {list(x.shape)}, which have no elements; at least "
             "one was expected"
@@ -80,23 +80,23 @@ def _check_some(x: Any, axis: Axis, name: str) -> None:
 @of_arrays
 def all(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether all are true over axes, over all when None."""
-    return call("all", (_truth(x),), _attributes(axis, keepdims))
+    return call("all", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
 @of_arrays
 def any(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether one is true over axes, over all when None."""
-    return call("any", (_truth(x),), _attributes(axis, keepdims))
+    return call("any", (_as_truth(x),), _make_attributes(axis, keepdims))
 
 
-def _truth(x: Any) -> Any:
+def _as_truth(x: Any) -> Any:
     return x if x.dtype.name == "bool" else data_types.astype(x, data_types.bool)
 
 
 @of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """How many are not zero over axes, over all when None."""
-    return sum(_truth(x), axis=axis, keepdims=keepdims)
+    return sum(_as_truth(x), axis=axis, keepdims=keepdims)
 
 
 @of_arrays
@@ -105,27 +105,27 @@ def mean(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
 
     Floats narrower than 4 bytes are summed as `float32`, and the mean has their type.
     """
-    found = _mean(_widened(x), axis, keepdims)
+    found = _take_mean(_widen(x), axis, keepdims)
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
 
-def _mean(x: Any, axis: Axis, keepdims: bool) -> Any:
+def _take_mean(x: Any, axis: Axis, keepdims: bool) -> Any:
     total = sum(x, axis=axis, keepdims=keepdims)
-    return elementwise.divide(total, _divisor(_counted(x.shape, axis)))
+    return elementwise.divide(total, _choose_divisor(_count_reduced(x.shape, axis)))
 
 
 def _is_whole(x: Any) -> object:
     return kind_of(x.dtype) in ("bool", "signed integer", "unsigned integer")
 
 
-def _widened(x: Any) -> Any:
+def _widen(x: Any) -> Any:
     """The same numbers in a type whose sums neither wrap around nor overflow early."""
     if _is_whole(x):
         return data_types.astype(x, data_types.float64)
     return data_types.astype(x, data_types.float32) if x.dtype.itemsize_bytes < 4 else x
 
 
-def _divisor(count: float) -> float:
+def _choose_divisor(count: float) -> float:
     # Without elements there is no mean: 0 / nan is no number, without a warning.
     return count if count > 0 else math.nan
 
@@ -133,23 +133,23 @@ def _divisor(count: float) -> float:
 @of_arrays
 def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The variance over axes, over all when None: squares are divided by `count - correction`."""
-    found = _var(_widened(x), axis, correction, keepdims)
+    found = _take_var(_widen(x), axis, correction, keepdims)
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
 
-def _var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
+def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
     if not isinstance(correction, int | float):
         raise UsageError(f"a correction {correction!r} of a variance; a number was expected")
-    apart = elementwise.subtract(x, _mean(x, axis, True))
+    apart = elementwise.subtract(x, _take_mean(x, axis, True))
     squares = elementwise.square(elementwise.abs(apart))
-    count = _counted(x.shape, axis) - correction
-    return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _divisor(count))
+    count = _count_reduced(x.shape, axis) - correction
+    return elementwise.divide(sum(squares, axis=axis, keepdims=keepdims), _choose_divisor(count))
 
 
 @of_arrays
 def std(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool = False) -> Any:
     """The standard deviation: the root of `var`."""
-    found = elementwise.sqrt(_var(_widened(x), axis, correction, keepdims))
+    found = elementwise.sqrt(_take_var(_widen(x), axis, correction, keepdims))
     return found if _is_whole(x) else data_types.astype(found, x.dtype)
 
 
@@ -158,7 +158,7 @@ def cumulative_sum(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
     """Sums of everything up to each place of an axis."""
-    return _running("cumulative_sum", x, axis, dtype, include_initial)
+    return _take_totals("cumulative_sum", x, axis, dtype, include_initial)
 
 
 @of_arrays
@@ -166,15 +166,15 @@ def cumulative_prod(
     x: Any, /, *, axis: int | None = None, dtype: object = None, include_initial: bool = False
 ) -> Any:
     """Products of everything up to each place of an axis."""
-    return _running("cumulative_prod", x, axis, dtype, include_initial)
+    return _take_totals("cumulative_prod", x, axis, dtype, include_initial)
 
 
-def _running(name: str, x: Any, axis: int | None, dtype: object, include_initial: bool) -> Any:
+def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_initial: bool) -> Any:
     if axis is None:
         if x.ndim != 1:
             raise UsageError(f"{name} of shape {list(x.shape)} needs an axis; give axis=")
         axis = 0
-    wide = _total_type(name, x, dtype)
+    wide = _find_total_type(name, x, dtype)
     x = data_types.astype(x, wide)
     place = axis_of(x.ndim, axis)
     if include_initial:

@@ -59,9 +59,7 @@ def convolution(
     return call("convolution", (x, kernel), attributes)
 
 
-def _pooled(
-    name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding
-) -> Any:
+def _pool(name: str, x: Any, window: Sequence[int], strides: Sizes | None, padding: Padding) -> Any:
     if not hasattr(window, "__len__"):
         raise UsageError(f"window {window!r}; give a size for each dimension that it moves over")
     if kind_of(x.dtype) == "complex floating" and name == "max_pool":
@@ -81,7 +79,7 @@ def max_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
     """The greatest number in each window over the last dimensions."""
-    return _pooled("max_pool", x, window, strides, padding)
+    return _pool("max_pool", x, window, strides, padding)
 
 
 @of_arrays
@@ -89,7 +87,7 @@ def avg_pool(
     x: Any, /, window: Sequence[int], *, strides: Sizes | None = None, padding: Padding = 0
 ) -> Any:
     """The mean of each window over the last dimensions, padding counted as zeros."""
-    return _pooled("avg_pool", x, window, strides, padding)
+    return _pool("avg_pool", x, window, strides, padding)
 
 
 @of_arrays
@@ -144,7 +142,7 @@ def scatter(x: Any, indices: Any, updates: Any, /, *, axis: int = 0, mode: str =
 def dynamic_slice(x: Any, starts: Sequence[Any], /, sizes: Sequence[int]) -> Any:
     """A rectangle of these sizes that begins at scalars, moved inside where it reaches beyond."""
     wanted = whole_numbers("sizes", sizes, x.ndim)
-    return call("dynamic_slice", _with_starts([x], starts), {"sizes": wanted})
+    return call("dynamic_slice", _add_starts([x], starts), {"sizes": wanted})
 
 
 @of_arrays
@@ -152,10 +150,10 @@ def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any], /) -> Any:
     """The array with a rectangle replaced, moved inside where it reaches beyond."""
     x, update = operands(x, update)
     _check_fits("dynamic_update_slice", x, update)
-    return call("dynamic_update_slice", _with_starts([x, update], starts))
+    return call("dynamic_update_slice", _add_starts([x, update], starts))
 
 
-def _with_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
+def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
     """The operands, where a rectangle begins among them: whole numbers. Raises UsageError."""
     given = operands(*arrays, *starts)
     for start in given[len(arrays) :]:

@@ -152,13 +152,13 @@ def library(name: str) -> Library:
     if name == "numpy":
         if hasattr(np, "cumulative_sum"):  # The standard's newest names came with NumPy 2.1.
             return Library(name, np)
-        return Library(name, _compatible("array_api_compat.numpy", name))
+        return Library(name, _load_compatible("array_api_compat.numpy", name))
     if name == "torch":
-        return Library(name, _compatible("array_api_compat.torch", name))
+        return Library(name, _load_compatible("array_api_compat.torch", name))
     raise UsageError(f"unknown library {name!r}; shards are arrays of 'numpy' or 'torch'")
 
 
-def _compatible(module: str, name: str) -> Any:
+def _load_compatible(module: str, name: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:

@@ -19,11 +19,11 @@ def extremum(work: LocalWork) -> list[Function]:
     functions: list[Function] = []
     for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
         is_empty = bool(work.result_specs) and 0 in shape
-        functions.append(partial(_identity, work, result) if is_empty else function)
+        functions.append(partial(_fill_identity, work, result) if is_empty else function)
     return functions
 
 
-def _identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
+def _fill_identity(work: LocalWork, shape: tuple[int, ...], x: Any) -> Any:
     """Least for `max`, greatest for `min`."""
     name = work.library.dtype_of(x).name
     sign = -1.0 if work.name == "max" else 1.0

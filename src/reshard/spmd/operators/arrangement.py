@@ -21,7 +21,7 @@ def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     >>> print(concat([(4, 8), (4, 3)], axis=1).rule)
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=11} need_replication={j}
     """
-    _some("concat", shapes)
+    _check_some("concat", shapes)
     if axis is None:
         result = (sum(math.prod(shape) for shape in shapes),)
         return Inferred(replicated_rule(shapes, [result]), (result,))
@@ -45,7 +45,7 @@ def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     return builder.build()
 
 
-def _some(name: str, shapes: Sequence[Shape]) -> None:
+def _check_some(name: str, shapes: Sequence[Shape]) -> None:
     if not shapes:
         raise SpecError(f"{name} of no arrays; one or more were expected")
 
@@ -56,7 +56,7 @@ def stack(shapes: Sequence[Shape], axis: int = 0) -> Inferred:
     >>> print(stack([(4,), (4,)], axis=1).rule)
     ([i], [i]) -> ([i, j]) {i=4, j=2} need_replication={j}
     """
-    _some("stack", shapes)
+    _check_some("stack", shapes)
     if len(set(shapes)) > 1:
         raise SpecError(f"stack of {', '.join(map(str, shapes))}; one shape was expected")
     shape = shapes[0]

@@ -27,7 +27,7 @@ def elementwise(shapes: Sequence[Shape], **_: Any) -> Inferred:
     return builder.build()
 
 
-def _of_count(least: int, most: int) -> Infer:
+def _expect_operands(least: int, most: int) -> Infer:
     def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
         if not least <= len(shapes) <= most:
             wanted = least if least == most else f"{least} to {most}"
@@ -38,10 +38,10 @@ def _of_count(least: int, most: int) -> Infer:
 
 
 _ONE, _TWO, _THREE, _UP_TO_THREE = (
-    _of_count(1, 1),
-    _of_count(2, 2),
-    _of_count(3, 3),
-    _of_count(1, 3),
+    _expect_operands(1, 1),
+    _expect_operands(2, 2),
+    _expect_operands(3, 3),
+    _expect_operands(1, 3),
 )
 
 # What each computes, by kind: those of the array API, which are functions by these rows alone.

@@ -36,11 +36,11 @@ def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
         builder.factor([None, dim], [place + dim])
     for dim in range(place + 1, len(shape)):
         builder.factor([dim], [dim - 1 + len(indices)])
-    _looked_up(builder, place)
+    _add_looked_up_axis(builder, place)
     return builder.build()
 
 
-def _looked_up(builder: RuleBuilder, place: int) -> None:
+def _add_looked_up_axis(builder: RuleBuilder, place: int) -> None:
     """Adds the axis that indices are of. An axis of one element is the same for each index."""
     if builder.operands[0][place] == 1:
         builder.factor([place], kind="need_replication")
@@ -81,7 +81,7 @@ def take_along_axis(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
             else:
                 builder.factor([None] * tensor + [dim], size=1)
         builder.factor(found, [dim], size=size)
-    _looked_up(builder, place)
+    _add_looked_up_axis(builder, place)
     return builder.build()
 
 

@@ -28,7 +28,7 @@ from reshard.spmd.rules.templates import (
 )
 
 
-def _of(template: Template, shape: Shape) -> Inferred:
+def _infer_by_template(template: Template, shape: Shape) -> Inferred:
     rule = template.rule(shape)
     return Inferred(rule, rule.result_shapes)
 
@@ -37,7 +37,7 @@ def permute_dims(shapes: Sequence[Shape], axes: Sequence[int] | None = None) -> 
     """Dimension `d` of the result is `axes[d]` of the operand; reversed when not given."""
     shape = one_operand("permute_dims", shapes)
     given = range(len(shape))[::-1] if axes is None else axes
-    return _of(transpose_template(len(shape), tuple(given)), shape)
+    return _infer_by_template(transpose_template(len(shape), tuple(given)), shape)
 
 
 def matrix_transpose(shapes: Sequence[Shape]) -> Inferred:
@@ -79,7 +79,7 @@ def reshape(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
         if others == 0 or math.prod(given) % others:
             raise SpecError(f"shape {given} cannot be reshaped to {wanted}: -1 has no one size")
         wanted = tuple(math.prod(given) // others if size == -1 else size for size in wanted)
-    return _of(reshape_template(given, wanted), given)
+    return _infer_by_template(reshape_template(given, wanted), given)
 
 
 def flatten(shapes: Sequence[Shape]) -> Inferred:
@@ -127,7 +127,7 @@ def squeeze(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
 def broadcast_to(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     """NumPy's broadcast to a shape."""
     given = one_operand("broadcast_to", shapes)
-    return _of(broadcast_with_shapes_template(given, tuple(shape)), given)
+    return _infer_by_template(broadcast_with_shapes_template(given, tuple(shape)), given)
 
 
 def broadcast_arrays(shapes: Sequence[Shape]) -> Inferred:

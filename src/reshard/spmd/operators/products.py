@@ -17,7 +17,7 @@ from reshard.spmd.rules.templates import einsum_template
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def _same(name: str, left: int, right: int, shapes: Sequence[Shape]) -> None:
+def _check_same(name: str, left: int, right: int, shapes: Sequence[Shape]) -> None:
     if left != right:
         raise SpecError(
             f"{name} of shapes {', '.join(map(str, shapes))}: {left} and {right} are multiplied "
@@ -36,7 +36,7 @@ def matmul(shapes: Sequence[Shape]) -> Inferred:
     if not left or not right:
         raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
     inner = max(len(right) - 2, 0)
-    _same("matmul", left[-1], right[inner], shapes)
+    _check_same("matmul", left[-1], right[inner], shapes)
     batch = broadcast_shape([left[:-2], right[:-2]])
     rows = left[-2:-1]
     columns = right[-1:] if len(right) > 1 else ()
@@ -59,7 +59,7 @@ def vecdot(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     counted("vecdot", shapes, 2)
     back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
     dims = [axis_of(len(shape), back) for shape in shapes]
-    _same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
+    _check_same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
     full = broadcast_shape(shapes)
     reduced = len(full) + back
     builder = RuleBuilder(shapes, [full[:reduced] + full[reduced + 1 :]])
@@ -99,7 +99,7 @@ def tensordot(shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]]
     if len(pairs[0]) != len(pairs[1]) or any(len(set(side)) != len(side) for side in pairs):
         raise SpecError(f"axes {axes} of a tensordot; name as many of each side, each once")
     for one, other in zip(*pairs, strict=True):
-        _same("tensordot", left[one], right[other], shapes)
+        _check_same("tensordot", left[one], right[other], shapes)
     free = [
         [dim for dim in range(len(shape)) if dim not in side]
         for shape, side in zip(shapes, pairs, strict=True)
@@ -144,7 +144,7 @@ def dot_general(
     sizes = [left[dim] for dim in (*batching[0], *free[0])] + [right[dim] for dim in free[1]]
     builder = RuleBuilder(shapes, [tuple(sizes)])
     for place, (one, other) in enumerate(zip(*batching, strict=True)):
-        _same("dot_general", left[one], right[other], shapes)
+        _check_same("dot_general", left[one], right[other], shapes)
         builder.factor([one, other], [place])
     lead = len(batching[0])
     for number, dim in enumerate(free[0]):
@@ -153,7 +153,7 @@ def dot_general(
     for number, dim in enumerate(free[1]):
         builder.factor([None, dim], [lead + number])
     for one, other in zip(*contracting, strict=True):
-        _same("dot_general", left[one], right[other], shapes)
+        _check_same("dot_general", left[one], right[other], shapes)
         builder.factor([one, other], kind="reduction")
     return builder.build()
 

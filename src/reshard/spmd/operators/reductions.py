@@ -13,7 +13,7 @@ from reshard.spmd.rules.shapes import Axes, axes_of, one_operand
 from reshard.spmd.rules.templates import reduce_template
 
 
-def _reduced(reduction: str, *, adjusted: bool = False) -> Infer:
+def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
     def infer(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = False) -> Inferred:
         shape = one_operand("a reduction", shapes)
         rule = reduce_template(
@@ -54,7 +54,7 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
     return builder.build()
 
 
-def _spread(
+def _infer_spread(
     shapes: Sequence[Shape], axis: Axes = None, correction: float = 0.0, keepdims: bool = False
 ) -> Inferred:
     return whole_axes(shapes, axis, keepdims)
@@ -68,45 +68,45 @@ _SPREAD = "needs the mean first: made of sums, or of whole axes"
 _PLACE = "an index says nothing without its value"
 
 OPERATORS: tuple[Operator, ...] = (
-    _row("sum", _reduced("sum"), linear="each", result_types=total),
+    _row("sum", _make_reduction("sum"), linear="each", result_types=total),
     _row(
         "mean",
-        _reduced("sum", adjusted=True),
+        _make_reduction("sum", adjusted=True),
         linear="each",
         note="each part divides its sum by the whole count; contributions are summed",
     ),
-    _row("prod", _reduced("product"), commutes=("product",), result_types=total),
+    _row("prod", _make_reduction("product"), commutes=("product",), result_types=total),
     _row(
         "max",
-        _reduced("max"),
+        _make_reduction("max"),
         commutes=("max",),
         local=reductions.extremum,
         result_types=of_first,
     ),
     _row(
         "min",
-        _reduced("min"),
+        _make_reduction("min"),
         commutes=("min",),
         local=reductions.extremum,
         result_types=of_first,
     ),
     _row(
         "any",
-        _reduced("max"),
+        _make_reduction("max"),
         commutes=("max",),
         result_types=boolean,
         note="truth values: contributions combine by max",
     ),
     _row(
         "all",
-        _reduced("min"),
+        _make_reduction("min"),
         commutes=("min",),
         result_types=boolean,
         note="truth values: contributions combine by min",
     ),
-    _row("count_nonzero", _reduced("sum"), note="contributions are counts"),
-    _row("var", _spread, note=_SPREAD),
-    _row("std", _spread, note=_SPREAD),
+    _row("count_nonzero", _make_reduction("sum"), note="contributions are counts"),
+    _row("var", _infer_spread, note=_SPREAD),
+    _row("std", _infer_spread, note=_SPREAD),
     _row("argmax", whole_axes, result_types=index, note=_PLACE),
     _row("argmin", whole_axes, result_types=index, note=_PLACE),
     _row("logsumexp", whole_axes, note="needs the maximum first"),

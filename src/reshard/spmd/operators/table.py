@@ -110,13 +110,13 @@ def rule_of(
     ([i, j]) -> ([i]) {i=4, j=8} reduction={j:max}
     """
     operator = operator_of(name)
-    known = [_shape(shape) for shape in shapes]
+    known = [_read_shape(shape) for shape in shapes]
     if not operator.has_rule:
-        return replicated_rule(known, [_shape(shape) for shape in result_shapes])
+        return replicated_rule(known, [_read_shape(shape) for shape in result_shapes])
     return operator.rule(known, **attributes)
 
 
-def _shape(given: object) -> Shape:
+def _read_shape(given: object) -> Shape:
     is_shape = isinstance(given, Sequence) and not isinstance(given, str)
     sizes = tuple(given) if is_shape and isinstance(given, Sequence) else (None,)
     if not all(hasattr(size, "__index__") and size >= 0 for size in sizes):

@@ -193,7 +193,7 @@ class AxisTable:
             if len(self._encoded) >= MOST_KEPT:
                 self._encoded.clear()
             found = self._encoded[spec] = Sharding(
-                tuple(self._dim_parts(dim) for dim in spec.dim_specs),
+                tuple(self._encode_dim(dim) for dim in spec.dim_specs),
                 tuple(not dim.is_open for dim in spec.dim_specs),
                 tuple(map(self.part, spec.replicated_axes)),
                 tuple(map(self.part, spec.partial_axes)),
@@ -202,7 +202,7 @@ class AxisTable:
             )
         return found
 
-    def _dim_parts(self, dim: DimSpec) -> Parts:
+    def _encode_dim(self, dim: DimSpec) -> Parts:
         found: list[Part] = []
         for depth, level in enumerate(dim.levels):
             number = 0
@@ -220,7 +220,7 @@ class AxisTable:
             if len(self._decoded) >= MOST_KEPT:
                 self._decoded.clear()
             dims = [
-                DimSpec(self._levels_of(parts), not closed, priority)
+                DimSpec(self._decode_levels(parts), not closed, priority)
                 for parts, closed, priority in zip(
                     sharding.dims,
                     sharding.is_closed,
@@ -238,7 +238,7 @@ class AxisTable:
             )
         return found
 
-    def _levels_of(self, parts: Parts) -> list[Level]:
+    def _decode_levels(self, parts: Parts) -> list[Level]:
         flat = [self.axis(part) for part in parts if not part[3]]
         numbers = dict.fromkeys(part[3] for part in parts if part[3])
         own = [level for number in numbers if (level := self.levels[number]) is not None]

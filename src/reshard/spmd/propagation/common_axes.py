@@ -52,13 +52,13 @@ def common_axes(
         sizes: elements of each tensor.
         mesh: whose axes they are cut along.
     """
-    found = _agreed(rule, factors)
+    found = _find_agreed(rule, factors)
     if found is not None:
         return found
     arrays = [number for number, mapping in enumerate(rule.tensors) if mapping]
     has_compound = any(len(dim) > 1 for mapping in rule.tensors for dim in mapping)
     if len(arrays) == 2 and not rule.need_replication and not has_compound:
-        return _of_one(rule, factors, sizes, arrays)
+        return _follow_one(rule, factors, sizes, arrays)
     found = _Vote(rule, factors, sizes, mesh).axes()
     for factor in rule.need_replication:
         axes, found[factor] = found[factor], ()
@@ -67,7 +67,7 @@ def common_axes(
     return found
 
 
-def _agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
+def _find_agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
     """What cuts each factor in all tensors; None where they disagree."""
     found: list[Parts | None] = [None] * len(rule.sizes)
     used: Parts = ()
@@ -86,7 +86,7 @@ def _agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | 
     return [axes or () for axes in found]
 
 
-def _of_one(
+def _follow_one(
     rule: OpShardingRule,
     factors: Sequence[FactorShardings],
     sizes: Sequence[int],
@@ -112,11 +112,11 @@ def _of_one(
         used += cut.axes
     for factor, cut in factors[second].items():
         if factor not in factors[first]:
-            found[factor] = _shortened(cut.axes, used)
+            found[factor] = _shorten(cut.axes, used)
     return found
 
 
-def _shortened(axes: Parts, used: Parts) -> Parts:
+def _shorten(axes: Parts, used: Parts) -> Parts:
     """The longest beginning of `axes` that is apart from `used`."""
     for place, part in enumerate(axes):
         found = without(part, used)
@@ -208,7 +208,7 @@ class _Vote:
         if one.factor == best.factor:
             one.shards = size_of(one.axes) // size_of(best.axes)
             return one is not best and begins_strictly(best.axes, one.axes)
-        axes = _shortened(one.axes, best.axes)
+        axes = _shorten(one.axes, best.axes)
         one.shards = size_of(axes)
         if axes != one.axes:
             one.axes = axes

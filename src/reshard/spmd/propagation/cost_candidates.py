@@ -33,7 +33,7 @@ MOST_SHARDINGS = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunOption:
     """One way in which an operator may run.
 
     Args:
@@ -51,7 +51,9 @@ class Way:
     def reads(self, rule: OpShardingRule) -> tuple[Sharding, ...]:
         """The shardings of the operands."""
         return tuple(
-            self._sharding(rule, place, self.kept if place in self.partial else (), self.reduction)
+            self._make_sharding(
+                rule, place, self.kept if place in self.partial else (), self.reduction
+            )
             for place in range(len(rule.operands))
         )
 
@@ -64,11 +66,11 @@ class Way:
         operator = rule.reduction_operator if reduced else self.reduction
         first = len(rule.operands)
         return tuple(
-            self._sharding(rule, first + place, axes, operator)
+            self._make_sharding(rule, first + place, axes, operator)
             for place in range(len(rule.results))
         )
 
-    def _sharding(
+    def _make_sharding(
         self, rule: OpShardingRule, place: int, partial: Parts, reduction: str
     ) -> Sharding:
         mapping = rule.tensors[place]
@@ -117,7 +119,7 @@ def ways_of(
     mesh: DeviceMesh,
     reductions: Sequence[str] = ("sum",),
     in_any_order: bool = False,
-) -> list[Way]:
+) -> list[RunOption]:
     """The ways in which an operation may run.
 
     Args:
@@ -130,25 +132,25 @@ def ways_of(
         in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
     """
     rule = operation.rule
-    found: dict[Way, None] = {Way(((),) * len(rule.sizes)): None}
-    elements = [_count(shape) for shape in shapes]
+    found: dict[RunOption, None] = {RunOption(((),) * len(rule.sizes)): None}
+    elements = [_count_parts(shape) for shape in shapes]
     for shardings in known:
         tensors = [
             collected(mapping, rule.sizes, sharding, frozenset(), closed_if_missing=True)
             for mapping, sharding in zip(rule.tensors, shardings, strict=True)
         ]
         cuts = tuple(common_axes(rule, tensors, elements, mesh))
-        if _may_run(rule, cuts, _cuttable(rule, tuple(shapes))):
-            found[Way(cuts)] = None
-    carried = _carried(operation, len(rule.operands), reductions)
-    for way in _all_ways(rule, tuple(shapes), pieces, carried, in_any_order):
+        if _may_run(rule, cuts, _find_cuttable(rule, tuple(shapes))):
+            found[RunOption(cuts)] = None
+    carried = _find_carried(operation, len(rule.operands), reductions)
+    for way in _list_ways(rule, tuple(shapes), pieces, carried, in_any_order):
         found.setdefault(way)
         if len(found) >= MOST_WAYS:
             break
     return list(found)
 
 
-def _count(shape: Sequence[int]) -> int:
+def _count_parts(shape: Sequence[int]) -> int:
     found = 1
     for size in shape:
         found *= size
@@ -158,7 +160,7 @@ def _count(shape: Sequence[int]) -> int:
 Carried = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def _carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
+def _find_carried(operation: Operation, count: int, reductions: Sequence[str]) -> Carried:
     """Reductions, and sets of operands that may have such contributions together."""
     known = operators.get(operation.operator)
     if known is None:
@@ -171,12 +173,12 @@ def _carried(operation: Operation, count: int, reductions: Sequence[str]) -> Car
 
 
 @lru_cache(maxsize=4096)
-def _cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) -> frozenset[int]:
     """Factors along which each device can compute its part by itself."""
     whole = {*rule.need_replication, *rule.permutation, *rule.blocked}
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for dim, size in zip(mapping, shape, strict=True):
-            if _count([rule.sizes[factor] for factor in dim]) != size:
+            if _count_parts([rule.sizes[factor] for factor in dim]) != size:
                 whole.update(dim)
     of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
     for factor in range(len(rule.sizes)):
@@ -213,14 +215,14 @@ def _is_compound(rule: OpShardingRule, factor: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _all_ways(
+def _list_ways(
     rule: OpShardingRule,
     shapes: tuple[tuple[int, ...], ...],
     pieces: Parts,
     carried: Carried,
     in_any_order: bool,
-) -> tuple[Way, ...]:
-    cuttable = _cuttable(rule, shapes)
+) -> tuple[RunOption, ...]:
+    cuttable = _find_cuttable(rule, shapes)
     places: list[tuple[str, int]] = [("unused", 0)]
     places += [("factor", factor) for factor in sorted(cuttable)]
     # What is carried and what is reduced here is one sum, or one maximum.
@@ -229,7 +231,7 @@ def _all_ways(
         for number, (reduction, _) in enumerate(carried)
         if not rule.reduction or rule.reduction_operator == reduction
     ]
-    found: dict[Way, None] = {}
+    found: dict[RunOption, None] = {}
     for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
         for chosen in itertools.product(places, repeat=len(ordered)):
             cuts: list[Parts] = [()] * len(rule.sizes)
@@ -243,7 +245,7 @@ def _all_ways(
                 continue
             number, axes = next(iter(kept.items()), (0, ()))
             reduction, operands = carried[number] if axes else ("sum", ())
-            found[Way(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
+            found[RunOption(tuple(cuts), tuple(sorted(axes)), operands, reduction)] = None
             if len(found) >= MOST_WAYS:
                 return tuple(found)
     return tuple(found)

@@ -130,7 +130,7 @@ class CostModel:
         coming: set[tuple[int, int, int]] = set()
         for old, new in zip(source.dims, target.dims, strict=True):
             if old != new:
-                same = _same(old, new)
+                same = _count_same(old, new)
                 leaving += old[same:]
                 coming.update(part[:3] for part in new[same:])
         kept = target.partial if source.reduction == target.reduction else ()
@@ -141,14 +141,14 @@ class CostModel:
         held_bytes = -(-held_bytes // math.prod(part[2] for part in coming - taken))
         scattered = tuple(part for part in reduced if part[:3] in coming)
         added = tuple(part for part in reduced if part[:3] not in coming)
-        total = self._seconds("reduce-scatter", scattered, held_bytes)
+        total = self._collective_seconds("reduce-scatter", scattered, held_bytes)
         held_bytes = -(-held_bytes // size_of(scattered))
-        total += self._seconds("all-reduce", added, held_bytes)
+        total += self._collective_seconds("all-reduce", added, held_bytes)
         moving = tuple(part for part in leaving if part[:3] in coming)
         gathered = tuple(part for part in leaving if part[:3] not in coming)
         kept_bytes = local_elements(shape, target.dims) * itemsize_bytes
-        total += self._seconds("all-to-all", moving, min(held_bytes, kept_bytes))
-        return total + self._seconds("all-gather", gathered, kept_bytes)
+        total += self._collective_seconds("all-to-all", moving, min(held_bytes, kept_bytes))
+        return total + self._collective_seconds("all-gather", gathered, kept_bytes)
 
     def bound_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
@@ -163,8 +163,8 @@ class CostModel:
             return 0.0
         lacking = there = np.ones(self.table.mesh.size, dtype=np.int64)
         for size, old, new in zip(shape, source.dims, target.dims, strict=True):
-            low, high = self._ranges(old, size)
-            first, last = self._ranges(new, size)
+            low, high = self._find_ranges(old, size)
+            first, last = self._find_ranges(new, size)
             lacking = lacking * (last - first)
             there = there * np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
         if not source.partial:
@@ -172,10 +172,10 @@ class CostModel:
         most = int(lacking.max())
         if not most:
             return 0.0
-        latency_s, bandwidth_bytes_per_s = self._quickest
+        latency_s, bandwidth_bytes_per_s = self._find_quickest
         return latency_s + most * itemsize_bytes / bandwidth_bytes_per_s
 
-    def _ranges(self, axes: Parts, size: int) -> tuple[IntArray, IntArray]:
+    def _find_ranges(self, axes: Parts, size: int) -> tuple[IntArray, IntArray]:
         """Where each device's part of a dimension begins and ends."""
         found = self._of_devices.get((axes, size))
         if found is None:
@@ -190,7 +190,7 @@ class CostModel:
         return found
 
     @cached_property
-    def _quickest(self) -> tuple[float, float]:
+    def _find_quickest(self) -> tuple[float, float]:
         """The least latency and the most bytes a second of all links."""
         topology = self.machine.topology_for(self.table.mesh)
         links = [topology.within_host, topology.between_hosts, topology.between_racks]
@@ -207,12 +207,12 @@ class CostModel:
         """The time in which it does so by the program that is run."""
         if are_alike(source, target):
             return 0.0
-        before, after = (self.table.decoded(_plain(one)) for one in (source, target))
+        before, after = (self.table.decoded(_is_plain_part(one)) for one in (source, target))
         program = chosen_program(ArrayType(shape, element, before), after)
         topology = self.machine.topology_for(self.table.mesh)
         return program.estimate(element, topology, self.machine.library).seconds_s
 
-    def _seconds(self, kind: str, axes: Parts, size_bytes: int) -> float:
+    def _collective_seconds(self, kind: str, axes: Parts, size_bytes: int) -> float:
         if not axes or not size_bytes:
             return 0.0
         found = self._collectives.get((kind, axes, size_bytes))
@@ -260,12 +260,12 @@ class CostModel:
         return least_s(self.machine.device, operations_of(name, rule, sizes), moved, dtypes)
 
 
-def _plain(sharding: Sharding) -> Sharding:
+def _is_plain_part(sharding: Sharding) -> Sharding:
     """A sharding as an array has it: closed, with nothing said of other axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
-def _same(old: Parts, new: Parts) -> int:
+def _count_same(old: Parts, new: Parts) -> int:
     """How many axes two cuts of a dimension have in common, from the major one on."""
     count = 0
     for one, other in zip(old, new, strict=False):

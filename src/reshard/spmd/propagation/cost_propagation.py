@@ -33,11 +33,15 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import UsageError
 from reshard.sharding import ShardingSpec
 from reshard.spmd.propagation.axis_parts import AxisTable, Sharding, are_alike
-from reshard.spmd.propagation.cost_candidates import Way, pieces_of, shardings_of, ways_of
+from reshard.spmd.propagation.cost_candidates import RunOption, pieces_of, shardings_of, ways_of
 from reshard.spmd.propagation.cost_model import CostModel, Machine
 from reshard.spmd.propagation.graph import Graph
-from reshard.spmd.propagation.least_sum import FloatArray, Sum, Table
-from reshard.spmd.propagation.propagation import PropagatedGraph, Run, propagate_by_rules
+from reshard.spmd.propagation.least_sum import CostSum, CostTable, FloatArray
+from reshard.spmd.propagation.propagation import (
+    OperationShardings,
+    PropagatedGraph,
+    propagate_by_rules,
+)
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 OTHERS = ("aggressive", "basic")
@@ -49,7 +53,7 @@ MOST_CHANGES = 4
 # Operations of a graph that is small enough for axes to be tried in every order.
 SMALL = 4
 
-Movement = tuple[Sharding, Sharding, tuple[int, ...], DType]
+ValueMovement = tuple[Sharding, Sharding, tuple[int, ...], DType]
 """From a sharding to another, of a value of a shape and element type."""
 
 
@@ -118,14 +122,14 @@ def propagate_by_cost(
     problem.candidates(annotations, dict(outputs or {}), bases)
     found = None
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
-        found = _exact(problem, problem.sum(bounds=True))
+        found = _solve_exactly(problem, problem.sum(bounds=True))
     is_exact = found is not None
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
     starts = [problem.start(number) for number in range(len(bases))]
     others = [total.descended(start, ways, sweeps=0) for start in starts]
     problem.price(others)
-    chosen = found if found is not None else _near(problem, total, others, exact)
+    chosen = found if found is not None else _solve_nearly(problem, total, others, exact)
     return CostedGraph(
         problem.answer(chosen, bases[0]),
         total.value(chosen),
@@ -137,7 +141,7 @@ def propagate_by_cost(
 Choices = tuple[int, ...]
 
 
-def _exact(problem: _Problem, total: Sum) -> Choices | None:
+def _solve_exactly(problem: _Problem, total: CostSum) -> Choices | None:
     """The least sum with every movement priced by its program; None where that takes too long.
 
     Prices begin as bounds that no program stays below. The least sum of those is found, the
@@ -151,7 +155,9 @@ def _exact(problem: _Problem, total: Sum) -> Choices | None:
     return None
 
 
-def _near(problem: _Problem, total: Sum, others: Sequence[Choices], exact: bool | None) -> Choices:
+def _solve_nearly(
+    problem: _Problem, total: CostSum, others: Sequence[Choices], exact: bool | None
+) -> Choices:
     """The least sum by formulas, changed as long as prices of programs show something better."""
     ways = range(len(problem.graph.values), len(total.choices))
     chosen = None if exact is False else total.eliminated()
@@ -166,7 +172,7 @@ def _near(problem: _Problem, total: Sum, others: Sequence[Choices], exact: bool 
     return min(seen, key=total.value)
 
 
-class Ends(NamedTuple):
+class MovementEnds(NamedTuple):
     """Movements of values of one shape and type: from each sharding to each that is read, or back.
 
     Args:
@@ -182,12 +188,12 @@ class Ends(NamedTuple):
     shape: tuple[int, ...]
     element: DType
 
-    def movement(self, one: Sharding, other: Sharding) -> Movement:
+    def movement(self, one: Sharding, other: Sharding) -> ValueMovement:
         """That between two of the shardings."""
         ends = (one, other) if self.is_read else (other, one)
         return (*ends, self.shape, self.element)
 
-    def put(self, table: FloatArray, movement: Movement, seconds_s: float) -> None:
+    def put(self, table: FloatArray, movement: ValueMovement, seconds_s: float) -> None:
         """Write the seconds of a movement into a table of these, wherever it is in it."""
         source, target, shape, element = movement
         one, other = (source, target) if self.is_read else (target, source)
@@ -207,14 +213,14 @@ class _Problem:
         self._bounds = False
         self.elements = [dtype(value.dtype) for value in graph.values]
         self.values: list[list[Sharding]] = []
-        self.ways: list[list[Way]] = []
+        self.ways: list[list[RunOption]] = []
         self.known: list[list[Sharding]] = []
         self.asked: dict[int, Sharding] = {}
-        self._reads: dict[tuple[OpShardingRule, Way], Run] = {}
+        self._reads: dict[tuple[OpShardingRule, RunOption], OperationShardings] = {}
         self._seconds: dict[object, FloatArray] = {}
-        self._ends_of: dict[int, list[tuple[int, Ends]]] = {}
-        self._tables: dict[Ends, FloatArray] = {}
-        self._priced: dict[Movement, float] = {}
+        self._ends_of: dict[int, list[tuple[int, MovementEnds]]] = {}
+        self._tables: dict[MovementEnds, FloatArray] = {}
+        self._priced: dict[ValueMovement, float] = {}
 
     def candidates(
         self,
@@ -225,19 +231,19 @@ class _Problem:
         """Find what may be chosen."""
         graph, table = self.graph, self.table
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
-        self.asked = {place: _closed(table.encoded(spec)) for place, spec in asked.items()}
+        self.asked = {place: _close(table.encoded(spec)) for place, spec in asked.items()}
         pieces = pieces_of([*given.values(), *self.asked.values()])
         self.known = [
             [
-                _closed(table.encoded(spec)) if spec is not None else _whole(value.shape)
+                _close(table.encoded(spec)) if spec is not None else _make_whole(value.shape)
                 for spec, value in zip(base.values, graph.values, strict=True)
             ]
             for base in bases
         ]
-        reductions = _reductions(graph, given.values())
+        reductions = _find_reductions(graph, given.values())
         is_small = len(graph.operations) <= SMALL
         around: list[dict[Sharding, None]] = [{} for _ in graph.values]
-        found: dict[object, list[Way]] = {}
+        found: dict[object, list[RunOption]] = {}
         for operation in graph.operations:
             places = (*operation.operands, *operation.results)
             known = tuple(tuple(base[value] for value in places) for base in self.known)
@@ -263,38 +269,38 @@ class _Problem:
             for number in range(len(graph.values))
         ]
 
-    def run(self, rule: OpShardingRule, way: Way) -> Run:
+    def run(self, rule: OpShardingRule, way: RunOption) -> OperationShardings:
         """What an operation reads and makes when it runs in a way."""
         found = self._reads.get((rule, way))
         if found is None:
             found = self._reads[rule, way] = (way.reads(rule), way.makes(rule))
         return found
 
-    def sum(self, *, bounds: bool = False) -> Sum:
+    def sum(self, *, bounds: bool = False) -> CostSum:
         """The seconds of all choices, movements by formulas; or by bounds where that is asked."""
         self._bounds = bounds
         self._tables = {}
         count = len(self.graph.values)
-        tables: list[Table] = []
+        tables: list[CostTable] = []
         for number in range(len(self.graph.operations)):
-            tables.append(Table((count + number,), self._compute(number)))
-            for value, ends in self._ends(number):
-                tables.append(Table((value, count + number), self._movements(ends)))
-        for value, ends in self._asked():
-            tables.append(Table((value,), self._movements(ends)[:, 0]))
+            tables.append(CostTable((count + number,), self._tabulate_compute(number)))
+            for value, ends in self._find_ends(number):
+                tables.append(CostTable((value, count + number), self._tabulate_movements(ends)))
+        for value, ends in self._find_asked():
+            tables.append(CostTable((value,), self._tabulate_movements(ends)[:, 0]))
         choices = (*map(len, self.values), *map(len, self.ways))
-        return Sum(choices, tables)
+        return CostSum(choices, tables)
 
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
         count = len(self.graph.values)
-        new: dict[Movement, None] = {}
+        new: dict[ValueMovement, None] = {}
         for chosen in answers:
             for number in range(len(self.graph.operations)):
-                for value, ends in self._ends(number):
+                for value, ends in self._find_ends(number):
                     other = ends.others[chosen[count + number]]
                     new[ends.movement(ends.own[chosen[value]], other)] = None
-            for value, ends in self._asked():
+            for value, ends in self._find_asked():
                 new[ends.movement(ends.own[chosen[value]], ends.others[0])] = None
         waiting = [one for one in new if one not in self._priced and not are_alike(*one[:2])]
         for movement in waiting:
@@ -303,7 +309,7 @@ class _Problem:
                 ends.put(table, movement, self._priced[movement])
         return bool(waiting)
 
-    def _compute(self, number: int) -> FloatArray:
+    def _tabulate_compute(self, number: int) -> FloatArray:
         """Seconds that an operation computes in each of its ways."""
         operation, ways = self.graph.operations[number], self.ways[number]
         places = (*operation.operands, *operation.results)
@@ -317,7 +323,7 @@ class _Problem:
             self._seconds[key] = found
         return found
 
-    def _ends(self, number: int) -> Sequence[tuple[int, Ends]]:
+    def _find_ends(self, number: int) -> Sequence[tuple[int, MovementEnds]]:
         """What may move before and after an operation: values, and where from and to."""
         found = self._ends_of.get(number)
         if found is None:
@@ -326,21 +332,21 @@ class _Problem:
             values = (*operation.operands, *operation.results)
             columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
             found = self._ends_of[number] = [
-                (value, self._between(value, others, position < len(operation.operands)))
+                (value, self._make_ends(value, others, position < len(operation.operands)))
                 for position, (value, others) in enumerate(zip(values, columns, strict=True))
             ]
         return found
 
-    def _asked(self) -> Iterator[tuple[int, Ends]]:
+    def _find_asked(self) -> Iterator[tuple[int, MovementEnds]]:
         for place, target in self.asked.items():
             value = self.graph.outputs[place]
-            yield value, self._between(value, (target,), True)
+            yield value, self._make_ends(value, (target,), True)
 
-    def _between(self, value: int, others: tuple[Sharding, ...], is_read: bool) -> Ends:
+    def _make_ends(self, value: int, others: tuple[Sharding, ...], is_read: bool) -> MovementEnds:
         shape = self.graph.values[value].shape
-        return Ends(tuple(self.values[value]), others, is_read, shape, self.elements[value])
+        return MovementEnds(tuple(self.values[value]), others, is_read, shape, self.elements[value])
 
-    def _movements(self, ends: Ends) -> FloatArray:
+    def _tabulate_movements(self, ends: MovementEnds) -> FloatArray:
         """Seconds between each sharding of a value and each one that is read or made."""
         found = self._tables.get(ends)
         if found is None:
@@ -353,7 +359,7 @@ class _Problem:
             self._tables[ends] = found
         return found
 
-    def _movement_s(self, movement: Movement) -> float:
+    def _movement_s(self, movement: ValueMovement) -> float:
         found = self._priced.get(movement)
         if found is not None:
             return found
@@ -381,22 +387,22 @@ class _Problem:
             )
         )
         outputs = tuple(
-            self.table.decoded(self.asked.get(place, _closed(shardings[value])))
+            self.table.decoded(self.asked.get(place, _close(shardings[value])))
             for place, value in enumerate(self.graph.outputs)
         )
         values = tuple(map(self.table.decoded, shardings))
         return PropagatedGraph(self.graph, base.mesh, values, outputs, runs)
 
 
-def _closed(sharding: Sharding) -> Sharding:
+def _close(sharding: Sharding) -> Sharding:
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 
-def _whole(shape: Sequence[int]) -> Sharding:
+def _make_whole(shape: Sequence[int]) -> Sharding:
     return Sharding(((),) * len(shape), (True,) * len(shape))
 
 
-def _reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
+def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
     """How contributions combine, wherever there may be some."""
     found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
     found += [one.reduction for one in given if one.reduction is not None]

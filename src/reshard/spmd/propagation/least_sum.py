@@ -30,7 +30,7 @@ LARGEST_TABLE = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CostTable:
     """Seconds for the choices of some variables, one axis a variable, in rising order."""
 
     variables: tuple[int, ...]
@@ -38,21 +38,22 @@ class Table:
 
 
 @dataclass(slots=True)
-class Sum:
+class CostSum:
     """A sum of tables.
 
     Args:
         choices: how many each variable has.
         tables: what is added.
 
-    >>> tables = [Table((0,), np.array([0.0, 1.0])), Table((0, 1), np.array([[5.0, 6], [0, 9]]))]
-    >>> one = Sum((2, 2), tables)
+    >>> one, two = np.array([0.0, 1.0]), np.array([[5.0, 6.0], [0.0, 9.0]])
+    >>> tables = [CostTable((0,), one), CostTable((0, 1), two)]
+    >>> one = CostSum((2, 2), tables)
     >>> one.eliminated(), one.value((1, 0))
     ((1, 0), 1.0)
     """
 
     choices: tuple[int, ...]
-    tables: list[Table]
+    tables: list[CostTable]
     _of: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,9 +71,9 @@ class Sum:
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
         """The choices of the least sum; None where a table would be larger than `largest`."""
-        tables: dict[int, Table] = dict(enumerate(self.tables))
+        tables: dict[int, CostTable] = dict(enumerate(self.tables))
         of = [set(numbers) for numbers in self._of]
-        waiting = [(self._joined_size(tables, of, v), v) for v in range(len(self.choices))]
+        waiting = [(self._count_joined(tables, of, v), v) for v in range(len(self.choices))]
         heapq.heapify(waiting)
         is_out = [False] * len(self.choices)
         taken: list[tuple[int, tuple[int, ...], FloatArray]] = []
@@ -80,7 +81,7 @@ class Sum:
             size, variable = heapq.heappop(waiting)
             if is_out[variable]:
                 continue
-            now = self._joined_size(tables, of, variable)
+            now = self._count_joined(tables, of, variable)
             if now != size:
                 heapq.heappush(waiting, (now, variable))
                 continue
@@ -90,7 +91,7 @@ class Sum:
             scope = sorted({v for number in numbers for v in tables[number].variables} | {variable})
             total = np.zeros([self.choices[v] for v in scope])
             for number in numbers:
-                total += _spread(tables[number], scope, self.choices)
+                total += _spread_axes(tables[number], scope, self.choices)
                 for other in tables[number].variables:
                     of[other].discard(number)
                 del tables[number]
@@ -100,16 +101,16 @@ class Sum:
             is_out[variable] = True
             if rest:
                 new = len(self.tables) + len(taken)
-                tables[new] = Table(rest, total.min(axis=place))
+                tables[new] = CostTable(rest, total.min(axis=place))
                 for other in rest:
                     of[other].add(new)
-                    heapq.heappush(waiting, (self._joined_size(tables, of, other), other))
+                    heapq.heappush(waiting, (self._count_joined(tables, of, other), other))
         chosen = [0] * len(self.choices)
         for variable, rest, best in reversed(taken):
             chosen[variable] = int(best[tuple(chosen[v] for v in rest)])
         return tuple(chosen)
 
-    def _joined_size(self, tables: dict[int, Table], of: list[set[int]], variable: int) -> int:
+    def _count_joined(self, tables: dict[int, CostTable], of: list[set[int]], variable: int) -> int:
         scope = {v for number in of[variable] for v in tables[number].variables} | {variable}
         return math.prod(self.choices[v] for v in scope)
 
@@ -129,23 +130,23 @@ class Sum:
         for variable in inner:
             is_inner[variable] = True
         for variable in inner:
-            chosen[variable] = int(self._costs(variable, chosen).argmin())
+            chosen[variable] = int(self._sum_costs(variable, chosen).argmin())
         outer = [v for v in range(len(chosen)) if not is_inner[v]]
         for _ in range(sweeps):
             has_changed = False
             for variable in outer:
-                costs = self._costs(variable, chosen, is_inner)
+                costs = self._sum_costs(variable, chosen, is_inner)
                 best = int(costs.argmin())
                 if costs[best] < costs[chosen[variable]]:
                     has_changed = True
                     chosen[variable] = best
-                    for other in self._beside(variable, is_inner):
-                        chosen[other] = int(self._costs(other, chosen).argmin())
+                    for other in self._find_beside(variable, is_inner):
+                        chosen[other] = int(self._sum_costs(other, chosen).argmin())
             if not has_changed:
                 break
         return tuple(chosen)
 
-    def _beside(self, variable: int, is_inner: Sequence[bool]) -> list[int]:
+    def _find_beside(self, variable: int, is_inner: Sequence[bool]) -> list[int]:
         """The inner variables that a variable shares a table with."""
         found = {
             other
@@ -155,7 +156,7 @@ class Sum:
         }
         return sorted(found)
 
-    def _costs(
+    def _sum_costs(
         self, variable: int, chosen: Sequence[int], is_inner: Sequence[bool] = ()
     ) -> FloatArray:
         """The sum of a variable's tables for each choice of it, inner variables at their best."""
@@ -163,19 +164,21 @@ class Sum:
         for number in self._of[variable]:
             table = self.tables[number]
             if not is_inner or not any(is_inner[other] for other in table.variables):
-                costs += self._slice(table, (variable,), chosen)
-        for other in self._beside(variable, is_inner) if is_inner else ():
+                costs += self._slice_table(table, (variable,), chosen)
+        for other in self._find_beside(variable, is_inner) if is_inner else ():
             both = np.zeros((self.choices[variable], self.choices[other]))
             for number in self._of[other]:
                 table = self.tables[number]
                 if variable in table.variables:
-                    both += self._slice(table, (variable, other), chosen)
+                    both += self._slice_table(table, (variable, other), chosen)
                 else:
-                    both += self._slice(table, (other,), chosen)
+                    both += self._slice_table(table, (other,), chosen)
             costs += both.min(axis=1)
         return costs
 
-    def _slice(self, table: Table, free: tuple[int, ...], chosen: Sequence[int]) -> FloatArray:
+    def _slice_table(
+        self, table: CostTable, free: tuple[int, ...], chosen: Sequence[int]
+    ) -> FloatArray:
         """A table with all but the free variables at their choices, in the order of `free`."""
         at = tuple(slice(None) if v in free else chosen[v] for v in table.variables)
         found: FloatArray = table.seconds_s[at]
@@ -183,7 +186,7 @@ class Sum:
         return found.T if len(kept) == 2 and kept != list(free) else found
 
 
-def _spread(table: Table, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
+def _spread_axes(table: CostTable, scope: Sequence[int], choices: Sequence[int]) -> FloatArray:
     """A table with an axis of length 1 for each variable it has not."""
     shape = [choices[v] if v in table.variables else 1 for v in scope]
     return table.seconds_s.reshape(shape)

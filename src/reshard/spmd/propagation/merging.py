@@ -51,7 +51,7 @@ class Direction(enum.IntFlag):
     BOTH = 3
 
 
-class Tensors:
+class OperatorTensors:
     """The factors of an operator's tensors, as far as they are merged.
 
     Args:
@@ -90,30 +90,30 @@ class Tensors:
             self.changed.add(tensor)
 
 
-Strategy = Callable[[Tensors, Sequence[Direction]], None]
+Strategy = Callable[[OperatorTensors, Sequence[Direction]], None]
 
 
-def merge_basic(tensors: Tensors, directions: Sequence[Direction]) -> None:
+def merge_basic(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
     """Extend all tensors by what all of them agree on, factor by factor."""
     for factor, direction in enumerate(directions):
-        axes = _fitting_all(tensors, factor, _agreed(tensors, factor, direction))
+        axes = _fit_all(tensors, factor, _find_agreed(tensors, factor, direction))
         if axes:
             for tensor in range(len(tensors.factors)):
                 tensors.extend(tensor, factor, axes)
 
 
-def merge_aggressive(tensors: Tensors, directions: Sequence[Direction]) -> None:
+def merge_aggressive(tensors: OperatorTensors, directions: Sequence[Direction]) -> None:
     """Extend each tensor by what fits there, the preferred factors first."""
-    agreed = [_agreed(tensors, factor, way) for factor, way in enumerate(directions)]
+    agreed = [_find_agreed(tensors, factor, way) for factor, way in enumerate(directions)]
     if not any(agreed):
         return
     count = tensors.count_of_operands
-    for factor in _preferred(tensors, agreed):
+    for factor in _sort_by_preference(tensors, agreed):
         # Results first: what they could not take, elementwise operands do not take either.
         for tensor in (*range(count, len(tensors.factors)), *range(count)):
-            axes = _fitting(tensors, tensor, factor, agreed[factor])
+            axes = _fit_one(tensors, tensor, factor, agreed[factor])
             if axes and tensor < count and tensors.is_elementwise:
-                axes = _not_sideways(tensors, factor, axes)
+                axes = _limit_to_results(tensors, factor, axes)
             if axes:
                 tensors.extend(tensor, factor, axes)
 
@@ -121,7 +121,7 @@ def merge_aggressive(tensors: Tensors, directions: Sequence[Direction]) -> None:
 STRATEGIES: dict[str, Strategy] = {"basic": merge_basic, "aggressive": merge_aggressive}
 
 
-def _agreed(tensors: Tensors, factor: int, direction: Direction) -> Parts:
+def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) -> Parts:
     """The longest beginning the tensors agree on along a factor, conflicts aside."""
     if direction is Direction.NONE:
         return ()
@@ -135,13 +135,13 @@ def _agreed(tensors: Tensors, factor: int, direction: Direction) -> Parts:
         for factors in group:
             cut = factors.get(factor)
             if cut is not None:
-                axes, can_extend = _common(axes, cut.axes, can_extend)
+                axes, can_extend = _find_common(axes, cut.axes, can_extend)
         if direction is not Direction.BOTH:
             can_extend = False
     return axes
 
 
-def _common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
+def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
     """What two sequences agree on, and whether more may follow.
 
     Without `can_extend` the answer is at most `old`.
@@ -167,7 +167,7 @@ def _common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
     return (new if can_extend else old), can_extend
 
 
-def _truncated(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | None]) -> Parts:
+def _truncate(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | None]) -> Parts:
     """`axes` up to the first that does not fit, or fits in part."""
     before = 1
     for place, part in enumerate(axes):
@@ -180,25 +180,25 @@ def _truncated(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | 
     return axes
 
 
-def _fitting_all(tensors: Tensors, factor: int, axes: Parts) -> Parts:
+def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
     """What of the agreed axes all tensors can take, and nothing else uses anywhere."""
     size = tensors.rule.sizes[factor]
 
     def fit(part: Part, before: int) -> Part | None:
         for factors, replicated in zip(tensors.factors, tensors.replicated, strict=True):
-            found = _free_of_others(factors, factor, part)
+            found = _fit_beside(factors, factor, part)
             cut = factors.get(factor)
             if found is not None and cut is not None:
-                found = _fits_within(cut, replicated, found, before, size)
+                found = _fit_within(cut, replicated, found, before, size)
             if found is None:
                 return None
             part = found
         return part
 
-    return _truncated(tensors.table, axes, fit) if axes else ()
+    return _truncate(tensors.table, axes, fit) if axes else ()
 
 
-def _fitting(tensors: Tensors, tensor: int, factor: int, axes: Parts) -> Parts:
+def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) -> Parts:
     """What of the agreed axes one tensor can take along a factor."""
     factors = tensors.factors[tensor]
     cut = factors.get(factor)
@@ -206,15 +206,15 @@ def _fitting(tensors: Tensors, tensor: int, factor: int, axes: Parts) -> Parts:
         return ()
     size = tensors.rule.sizes[factor]
     replicated = tensors.replicated[tensor]
-    axes = _truncated(
-        tensors.table, axes, lambda part, before: _fits_within(cut, replicated, part, before, size)
+    axes = _truncate(
+        tensors.table, axes, lambda part, before: _fit_within(cut, replicated, part, before, size)
     )
     if not begins_strictly(cut.axes, axes):
         return ()
-    return _truncated(tensors.table, axes, lambda part, _: _free_of_others(factors, factor, part))
+    return _truncate(tensors.table, axes, lambda part, _: _fit_beside(factors, factor, part))
 
 
-def _free_of_others(factors: FactorShardings, factor: int, part: Part) -> Part | None:
+def _fit_beside(factors: FactorShardings, factor: int, part: Part) -> Part | None:
     """The beginning of an axis that no other factor of the tensor uses."""
     found: Part | None = part
     for other, cut in factors.items():
@@ -226,7 +226,7 @@ def _free_of_others(factors: FactorShardings, factor: int, part: Part) -> Part |
     return found
 
 
-def _fits_within(
+def _fit_within(
     cut: FactorSharding, replicated: Parts, part: Part, before: int, size: int
 ) -> Part | None:
     """The beginning of an axis by which a factor can be cut further, or is cut already.
@@ -257,7 +257,7 @@ def _fits_within(
     return None
 
 
-def _preferred(tensors: Tensors, agreed: Sequence[Parts]) -> list[int]:
+def _sort_by_preference(tensors: OperatorTensors, agreed: Sequence[Parts]) -> list[int]:
     """The factors in the order in which they may take axes."""
     sizes = [-1] * len(agreed)
     indices = [-1] * len(agreed)
@@ -275,7 +275,7 @@ def _preferred(tensors: Tensors, agreed: Sequence[Parts]) -> list[int]:
     )
 
 
-def _not_sideways(tensors: Tensors, factor: int, axes: Parts) -> Parts:
+def _limit_to_results(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
     """What a result has of `axes`, where it could not take all: operands then take no more."""
     for factors in tensors.factors[tensors.count_of_operands :]:
         cut = factors.get(factor)

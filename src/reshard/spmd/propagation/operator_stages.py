@@ -67,12 +67,14 @@ def directions(
     return tuple(
         Direction.NONE
         if factor in rule.blocked
-        else _direction(kind, is_shared, stage, factor in special)
+        else _find_direction(kind, is_shared, stage, factor in special)
         for factor in range(len(rule.sizes))
     )
 
 
-def _direction(kind: OperatorClass, is_shared: bool, stage: int, is_special: bool) -> Direction:
+def _find_direction(
+    kind: OperatorClass, is_shared: bool, stage: int, is_special: bool
+) -> Direction:
     found = Direction.NONE
     if stage >= 1 or not is_shared:
         if kind in (OperatorClass.ELEMENTWISE, OperatorClass.REARRANGING):

@@ -37,7 +37,7 @@ from reshard.spmd.propagation.axis_parts import (
 from reshard.spmd.propagation.common_axes import Axes, common_axes
 from reshard.spmd.propagation.factor_shardings import FactorSharding, collected, updated
 from reshard.spmd.propagation.graph import Operation
-from reshard.spmd.propagation.propagation import PropagatedGraph, Run, carriers_of
+from reshard.spmd.propagation.propagation import OperationShardings, PropagatedGraph, carriers_of
 
 Side = Literal["operand", "result", "output"]
 Place = tuple[int | None, Side, int]
@@ -135,7 +135,7 @@ class _Placing:
         self.asked = propagated.outputs
         self.table = table
         self.state = [
-            _whole(len(value.shape))
+            _make_whole(len(value.shape))
             if spec is None
             else table.encoded(spec)._replace(replicated=())
             for value, spec in zip(self.graph.values, propagated.values, strict=True)
@@ -165,14 +165,14 @@ class _Placing:
         """Decide what one operation runs with, and what moves for it."""
         rule = operation.rule
         wanted = self.state[operation.results[0]].partial if operation.results else ()
-        kept = self._kept(operation, wanted)
-        shardings = self._with_partial(operation, kept)
-        chosen = self._chosen(operation, shardings)
+        kept = self._keep_partial(operation, wanted)
+        shardings = self._add_partial(operation, kept)
+        chosen = self._choose(operation, shardings)
         if not all(are_apart(part, other) for axes in chosen for part in axes for other in kept):
             # Axes with contributions are needed to cut: the contributions are combined first.
             kept = ()
-            shardings = self._with_partial(operation, kept)
-            chosen = self._chosen(operation, shardings)
+            shardings = self._add_partial(operation, kept)
+            chosen = self._choose(operation, shardings)
         contributed = ordered((*kept, *(part for f in rule.reduction for part in chosen[f])))
         cut = [
             updated(
@@ -190,7 +190,7 @@ class _Placing:
         count = len(operation.operands)
         for position, value in enumerate(operation.operands):
             at: Place = (number, "operand", position)
-            less = self._reduced(value, at, self.state[value], kept)
+            less = self._find_reduced(value, at, self.state[value], kept)
             if less.dims != cut[position].dims:
                 self.move(value, at, less, cut[position])
         made = []
@@ -198,26 +198,28 @@ class _Placing:
             target = self.state[value]
             found = cut[count + position]._replace(
                 partial=contributed,
-                reduction=self._combining(operation, kept) if contributed else None,
+                reduction=self._find_combining(operation, kept) if contributed else None,
             )
             made.append(self.spec(found))
             at = (number, "result", position)
-            less = self._reduced(value, at, found, _staying(found, target))
+            less = self._find_reduced(value, at, found, _find_staying(found, target))
             if not are_alike(less, target):
                 self.move(value, at, less, target)
         self.operands.append(tuple(map(self.spec, cut[:count])))
         self.results.append(tuple(made))
 
-    def _with_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
+    def _add_partial(self, operation: Operation, kept: Parts) -> list[Sharding]:
         """The shardings of an operation's tensors, its operands' contributions combined."""
         operands = [
-            _less(self.state[value], difference(self.state[value].partial, kept))
+            _subtract(self.state[value], difference(self.state[value].partial, kept))
             for value in operation.operands
         ]
         # What a result has of contributions follows from how the operation runs.
-        return operands + [_less(self.state[v], self.state[v].partial) for v in operation.results]
+        return operands + [
+            _subtract(self.state[v], self.state[v].partial) for v in operation.results
+        ]
 
-    def _chosen(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
+    def _choose(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
         """What cuts each factor. Axes that overflow one cut none."""
         rule = operation.rule
         carriers = carriers_of(rule)
@@ -232,16 +234,16 @@ class _Placing:
         sizes = [math.prod(self.graph.values[value].shape) for value in places]
         return common_axes(rule, factors, sizes, self.table.mesh)
 
-    def _reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
+    def _find_reduced(self, value: int, place: Place, source: Sharding, kept: Parts) -> Sharding:
         """Combine contributions that are not kept, and write that down."""
         combined = difference(source.partial, kept)
         if not combined:
             return source
-        target = _less(source, combined)
+        target = _subtract(source, combined)
         self.move(value, place, source, target, combined)
         return target
 
-    def follow(self, number: int, operation: Operation, run: Run) -> None:
+    def follow(self, number: int, operation: Operation, run: OperationShardings) -> None:
         """Write down what moves for an operation of which it is decided how it runs."""
         reads, makes = run
         for position, (value, target) in enumerate(zip(operation.operands, reads, strict=True)):
@@ -254,16 +256,16 @@ class _Placing:
     def bring(self, value: int, place: Place, source: Sharding, target: Sharding) -> None:
         """Write a movement down, if there is one: contributions and cuts at once."""
         if not are_alike(source, target):
-            combined = difference(source.partial, _staying(source, target))
+            combined = difference(source.partial, _find_staying(source, target))
             self.move(value, place, source, target, combined)
 
-    def _combining(self, operation: Operation, kept: Parts) -> str:
+    def _find_combining(self, operation: Operation, kept: Parts) -> str:
         """How the contributions combine that an operation makes, or carries."""
         carried = [self.state[value] for value in operation.operands] if kept else []
         found = [one.reduction for one in carried if one.partial and one.reduction]
         return found[0] if found else operation.rule.reduction_operator
 
-    def _kept(self, operation: Operation, wanted: Parts) -> Parts:
+    def _keep_partial(self, operation: Operation, wanted: Parts) -> Parts:
         """Partial axes that operands keep, since the operator passes contributions on.
 
         The result asks for them, and the operands that have them are such a set as the operator
@@ -290,24 +292,24 @@ class _Placing:
         for position, (value, spec) in enumerate(zip(self.graph.outputs, self.asked, strict=True)):
             source = self.state[value]
             ndim = len(self.graph.values[value].shape)
-            target = _whole(ndim) if spec is None else self.table.encoded(spec)
+            target = _make_whole(ndim) if spec is None else self.table.encoded(spec)
             target = target._replace(replicated=())
             at: Place = (None, "output", position)
-            source = self._reduced(value, at, source, target.partial)
+            source = self._find_reduced(value, at, source, target.partial)
             if source.dims != target.dims or source.partial != target.partial:
                 self.move(value, at, source, target)
 
 
-def _whole(ndim: int) -> Sharding:
+def _make_whole(ndim: int) -> Sharding:
     return Sharding(((),) * ndim, (True,) * ndim)
 
 
-def _staying(source: Sharding, target: Sharding) -> Parts:
+def _find_staying(source: Sharding, target: Sharding) -> Parts:
     """The contributions of a sharding that another has as well: of one kind, along these axes."""
     return target.partial if source.reduction == target.reduction else ()
 
 
-def _less(sharding: Sharding, combined: Parts) -> Sharding:
+def _subtract(sharding: Sharding, combined: Parts) -> Sharding:
     """A sharding without contributions along some axes."""
     left = difference(sharding.partial, combined)
     return sharding._replace(partial=left, reduction=sharding.reduction if left else None)

@@ -32,7 +32,7 @@ from reshard.spmd.operators.operator import OperatorClass
 from reshard.spmd.propagation.axis_parts import AxisTable, Parts, Sharding
 from reshard.spmd.propagation.factor_shardings import collected, updated
 from reshard.spmd.propagation.graph import Graph, Operation
-from reshard.spmd.propagation.merging import STRATEGIES, Direction, Strategy, Tensors
+from reshard.spmd.propagation.merging import STRATEGIES, Direction, OperatorTensors, Strategy
 from reshard.spmd.propagation.operator_stages import ANY_STAGE, STAGES, class_of, directions
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
@@ -40,7 +40,7 @@ Known = Sequence[ShardingSpec | None]
 """Shardings by the number of their value; None where nothing is said."""
 
 
-Run = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
+OperationShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
 """What an operation runs with: the shardings of its operands, and of its results."""
 
 
@@ -61,7 +61,7 @@ class PropagatedGraph:
     mesh: DeviceMesh | None
     values: tuple[ShardingSpec | None, ...]
     outputs: tuple[ShardingSpec | None, ...]
-    runs: tuple[Run, ...] | None = None
+    runs: tuple[OperationShardings, ...] | None = None
 
     def __str__(self) -> str:
         names = [str(value) for value in self.graph.values]
@@ -108,7 +108,7 @@ def propagate(
     known = [*operands, *results]
     for spec in known:
         _check_sharding(spec)
-    mesh = _common_mesh(known)
+    mesh = _find_mesh(known)
     _check_ranks(known, rule)
     if mesh is None:
         return tuple(operands), tuple(results)
@@ -142,10 +142,10 @@ def propagate_by_rules(
     merge = merge_of(strategy)
     if not isinstance(graph, Graph):
         raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")
-    asked = _mapping(outputs or {}, "outputs")
-    annotations = _mapping(annotations, "annotations")
+    asked = _read_mapping(outputs or {}, "outputs")
+    annotations = _read_mapping(annotations, "annotations")
     _check_annotations(graph, annotations, asked)
-    mesh = _common_mesh([*annotations.values(), *asked.values()])
+    mesh = _find_mesh([*annotations.values(), *asked.values()])
     nothing = (None,) * len(graph.values)
     if mesh is None:
         return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
@@ -215,7 +215,7 @@ def carried(
     kept: list[Parts] = [
         () if sharding is None else sharding.replicated + sharding.partial for sharding in shardings
     ]
-    tensors = Tensors(rule, table, factors, kept, is_elementwise)
+    tensors = OperatorTensors(rule, table, factors, kept, is_elementwise)
     merge(tensors, ways)
     found: list[Sharding | None] = [None] * len(mappings)
     for number in tensors.changed:
@@ -226,7 +226,7 @@ def carried(
     return found
 
 
-def _common_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
+def _find_mesh(known: Sequence[ShardingSpec | None]) -> DeviceMesh | None:
     meshes = list(dict.fromkeys(spec.mesh for spec in known if spec is not None))
     if len(meshes) > 1:
         raise SpecError(
@@ -247,7 +247,7 @@ def _check_ranks(known: Known, rule: OpShardingRule) -> None:
             )
 
 
-def _mapping(given: object, name: str) -> dict[int, ShardingSpec]:
+def _read_mapping(given: object, name: str) -> dict[int, ShardingSpec]:
     if not isinstance(given, Mapping):
         raise SpecError(f"{name} {given!r} are no shardings by number; give {{0: spec, ...}}")
     return dict(given)
@@ -317,7 +317,7 @@ class _Run:
                     self._users[operand].append(number)
         for output in graph.outputs:
             uses[output] += 1
-        self._kind_of = [self._kind(one, uses) for one in graph.operations]
+        self._kind_of = [self._number_kind(one, uses) for one in graph.operations]
         self._kind_list = list(self._kinds)
         # Whoever is told of a change last is asked first: the maker, then users from the last on.
         self._neighbours = [
@@ -325,7 +325,7 @@ class _Run:
             for value in range(len(graph.values))
         ]
 
-    def _kind(self, operation: Operation, uses: Sequence[int]) -> int:
+    def _number_kind(self, operation: Operation, uses: Sequence[int]) -> int:
         is_shared = any(
             uses[operand] > 1 and self.graph.values[operand].shape for operand in operation.operands
         )
@@ -402,7 +402,7 @@ class _Run:
             key = (self._kind_of[current], stage, *[state[place] for place in places])
             found = answers.get(key)
             if found is None:
-                found = answers[key] = self._asked(current, stage)
+                found = answers[key] = self._ask(current, stage)
             for tensor, new in found:
                 value = places[tensor]
                 state[value] = new
@@ -411,12 +411,12 @@ class _Run:
                         is_waiting[neighbour] = True
                         waiting.append(neighbour)
 
-    def _asked(self, current: int, stage: int) -> tuple[tuple[int, int], ...]:
+    def _ask(self, current: int, stage: int) -> tuple[tuple[int, int], ...]:
         rule, kind, is_shared = self._kind_list[self._kind_of[current]]
         ways = directions(rule, kind, is_shared, stage)
-        return self._changes(rule, self._tensors[current], ways, kind.is_elementwise)
+        return self._find_changes(rule, self._tensors[current], ways, kind.is_elementwise)
 
-    def _changes(
+    def _find_changes(
         self,
         rule: OpShardingRule,
         places: Sequence[int],
@@ -442,7 +442,7 @@ class _Run:
             mapping = tuple((dim,) for dim in range(ndim))
             rule = OpShardingRule([mapping], [mapping], self.graph.values[value].shape)
             ways = (Direction.BOTH,) * ndim
-            for tensor, new in self._changes(rule, places, ways, False):
+            for tensor, new in self._find_changes(rule, places, ways, False):
                 self.state[places[tensor]] = new
 
     def answer(self) -> PropagatedGraph:

@@ -61,15 +61,15 @@ def aligned(
     """
     mesh = operands[0].mesh
     blocked = {*whole, *_whole_factors(rule, (*operand_shapes, *result_shapes))}
-    cuts = _chosen(rule, operands, operand_shapes, blocked)
+    cuts = _choose(rule, operands, operand_shapes, blocked)
     partial = [axis for factor in rule.reduction if factor in cuts for axis in cuts[factor].axes]
     placed = [
-        ShardingSpec(mesh, [_dim_of(dim, cuts) for dim in mapping]) for mapping in rule.operands
+        ShardingSpec(mesh, [_find_dim(dim, cuts) for dim in mapping]) for mapping in rule.operands
     ]
     results = [
         ShardingSpec(
             mesh,
-            [_dim_of(dim, cuts) for dim in mapping],
+            [_find_dim(dim, cuts) for dim in mapping],
             partial_axes=partial,
             reduction=rule.reduction_operator,
         )
@@ -78,21 +78,21 @@ def aligned(
     return tuple(placed), tuple(results)
 
 
-def _dim_of(factors: Sequence[int], cuts: Cuts) -> DimSpec:
+def _find_dim(factors: Sequence[int], cuts: Cuts) -> DimSpec:
     found = [cuts[factor] for factor in factors if factor in cuts]
     if len(found) == 1:
         return found[0]
     return DimSpec([axis for one in found for axis in one.axes])
 
 
-def _chosen(
+def _choose(
     rule: OpShardingRule,
     operands: tuple[ShardingSpec, ...],
     operand_shapes: tuple[Shape, ...],
     blocked: set[int],
 ) -> Cuts:
     mesh = operands[0].mesh
-    compound = _compound(rule)
+    compound = _collect_compound(rule)
     proposals = []
     for number, (spec, mapping, shape) in enumerate(
         zip(operands, rule.operands, operand_shapes, strict=True)
@@ -100,7 +100,7 @@ def _chosen(
         for dim, factors in zip(spec.dim_specs, mapping, strict=True):
             if not dim.levels:
                 continue
-            for factor, cut in _proposed(rule, mesh, dim, factors, compound).items():
+            for factor, cut in _propose(rule, mesh, dim, factors, compound).items():
                 proposals.append((-math.prod(shape), number, factor, cut))
     cuts: Cuts = {}
     used: list[Axis] = []
@@ -112,7 +112,7 @@ def _chosen(
             used += free.axes
     for _, _, factor, cut in proposals:
         taken = cuts.get(factor)
-        longer = None if taken is None else _continued(taken, cut, used)
+        longer = None if taken is None else _continue(taken, cut, used)
         if longer is not None:
             used += longer.axes
             cuts[factor] = longer
@@ -133,7 +133,7 @@ def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
     return DimSpec(cut.axes[:count]) if count and _is_flat(cut) else None
 
 
-def _continued(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
+def _continue(taken: DimSpec, cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
     """A cut that goes on from one that was taken, as far as axes are free; None where it cannot."""
     if not (_is_flat(taken) and _is_flat(cut)) or cut.axes[: len(taken.axes)] != taken.axes:
         return None
@@ -156,7 +156,7 @@ def _meet(one: Axis, other: Axis) -> bool:
     return high.pre % (low.pre * (low.size or 1)) != 0
 
 
-def _compound(rule: OpShardingRule) -> set[int]:
+def _collect_compound(rule: OpShardingRule) -> set[int]:
     """Factors that share a dimension with others in some tensor."""
     return {factor for mapping in rule.tensors for dim in mapping if len(dim) > 1 for factor in dim}
 
@@ -171,7 +171,7 @@ def _whole_factors(rule: OpShardingRule, shapes: Sequence[Shape]) -> set[int]:
     return found
 
 
-def _proposed(
+def _propose(
     rule: OpShardingRule,
     mesh: DeviceMesh,
     dim: DimSpec,

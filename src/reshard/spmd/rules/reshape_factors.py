@@ -49,7 +49,7 @@ def reshape_factors(
             f"{math.prod(shapes[0])} elements must stay so many"
         )
     if 0 in shapes[0]:
-        return _factors_of_nothing(*shapes)
+        return _factor_nothing(*shapes)
     digits = _Digits(*shapes)
     while digits.skip_ones():
         digits.step()
@@ -110,7 +110,7 @@ class _Digits:
         self.take([ahead], size)
 
 
-def _factors_of_nothing(
+def _factor_nothing(
     in_shape: tuple[int, ...], out_shape: tuple[int, ...]
 ) -> tuple[Mapping, Mapping, tuple[int, ...]]:
     least = min(len(in_shape), len(out_shape))

@@ -87,8 +87,8 @@ class OpShardingRule(Interned):
         reduction_operator: str = "sum",
         names: Sequence[str] | None = None,
     ) -> None:
-        self.operands = _mappings(operands)
-        self.results = _mappings(results)
+        self.operands = _write_mappings(operands)
+        self.results = _write_mappings(results)
         self.sizes = tuple(int(size) for size in sizes)
         self.reduction = tuple(sorted(set(reduction)))
         self.need_replication = tuple(sorted(set(need_replication)))
@@ -121,7 +121,7 @@ class OpShardingRule(Interned):
                 self._check_known(factor)
                 if factors.count(factor) > 1:
                     raise SpecError(
-                        f"factor {self.names[factor]} is twice in {self._mapping_text(mapping)}; "
+                        f"factor {self.names[factor]} is twice in {self._write_mapping(mapping)}; "
                         "a factor is once in a tensor"
                     )
             used.update(factors)
@@ -174,14 +174,14 @@ class OpShardingRule(Interned):
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What the factors' sizes make of each operand's dimensions."""
-        return tuple(self._shape(mapping) for mapping in self.operands)
+        return tuple(self._find_shape(mapping) for mapping in self.operands)
 
     @property
     def result_shapes(self) -> tuple[tuple[int, ...], ...]:
         """What the factors' sizes make of each result's dimensions."""
-        return tuple(self._shape(mapping) for mapping in self.results)
+        return tuple(self._find_shape(mapping) for mapping in self.results)
 
-    def _shape(self, mapping: Mapping) -> tuple[int, ...]:
+    def _find_shape(self, mapping: Mapping) -> tuple[int, ...]:
         shape = []
         for dim in mapping:
             size = 1
@@ -214,7 +214,7 @@ class OpShardingRule(Interned):
                 "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
             )
         sizes: dict[str, int] = {}
-        for item in _items(found["sizes"]):
+        for item in _read_items(found["sizes"]):
             size = re.fullmatch(rf"({_NAME})\s*=\s*(\d+)", item)
             if size is None or size[1] in sizes:
                 raise NotationError(
@@ -230,8 +230,8 @@ class OpShardingRule(Interned):
                     f"{kind!r} of {text!r} is not a kind of factor, or there twice; the kinds are "
                     f"{', '.join(_KINDS)}"
                 )
-            names = [item.partition(":") for item in _items(content)]
-            kinds[kind] = [_index(index, name.strip(), text) for name, _, _ in names]
+            names = [item.partition(":") for item in _read_items(content)]
+            kinds[kind] = [_read_index(index, name.strip(), text) for name, _, _ in names]
             operators = {after.strip() for _, _, after in names if after}
             if operators and (kind != "reduction" or len(operators) > 1):
                 raise NotationError(
@@ -251,13 +251,13 @@ class OpShardingRule(Interned):
             names=tuple(sizes),
         )
 
-    def _mapping_text(self, mapping: Mapping) -> str:
+    def _write_mapping(self, mapping: Mapping) -> str:
         dims = ("".join(self.names[factor] for factor in dim) or "1" for dim in mapping)
         return f"[{', '.join(dims)}]"
 
     def __str__(self) -> str:
-        operands = ", ".join(map(self._mapping_text, self.operands))
-        results = ", ".join(map(self._mapping_text, self.results))
+        operands = ", ".join(map(self._write_mapping, self.operands))
+        results = ", ".join(map(self._write_mapping, self.results))
         sizes = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
         text = f"({operands}) -> ({results}) {{{sizes}}}"
         suffix = "" if self.reduction_operator == "sum" else f":{self.reduction_operator}"
@@ -272,17 +272,17 @@ class OpShardingRule(Interned):
         return f"OpShardingRule({str(self)!r})"
 
 
-def _mappings(tensors: Iterable[Iterable[Iterable[int]]]) -> tuple[Mapping, ...]:
+def _write_mappings(tensors: Iterable[Iterable[Iterable[int]]]) -> tuple[Mapping, ...]:
     return tuple(
         tuple(tuple(int(factor) for factor in dim) for dim in mapping) for mapping in tensors
     )
 
 
-def _items(text: str) -> list[str]:
+def _read_items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _index(index: dict[str, int], name: str, text: str) -> int:
+def _read_index(index: dict[str, int], name: str, text: str) -> int:
     if name not in index:
         raise NotationError(f"factor {name!r} of {text!r} has no size; add it, as in {{{name}=4}}")
     return index[name]
@@ -296,12 +296,12 @@ def _parse_mappings(body: str, index: dict[str, int], text: str) -> list[list[li
     found = []
     for content in re.findall(r"\[([^\[\]]*)\]", body):
         dims = []
-        for item in _items(content):
+        for item in _read_items(content):
             if item != "1" and re.fullmatch(f"({_NAME})+", item) is None:
                 raise NotationError(
                     f"dimension {item!r} of {text!r} is not made of factors; write it as i, or as "
                     "ij for two factors, or as 1 for none"
                 )
-            dims.append([_index(index, name, text) for name in re.findall(_NAME, item)])
+            dims.append([_read_index(index, name, text) for name in re.findall(_NAME, item)])
         found.append(dims)
     return found

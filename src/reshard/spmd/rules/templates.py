@@ -63,7 +63,7 @@ class Template:
                 f"{len(shapes)} shapes for {self}; give one for each of its "
                 f"{len(self.operands)} operands"
             )
-        shapes = tuple(_whole_numbers(shape, "shape") for shape in shapes)
+        shapes = tuple(_check_whole_numbers(shape, "shape") for shape in shapes)
         names = factor_names(len(self.sizes))
         sizes = list(self.sizes)
         for number, (shape, mapping) in enumerate(zip(shapes, operands, strict=True)):
@@ -117,7 +117,7 @@ class Template:
         return f"({text(self.operands)}{more}) -> ({text(self.results)}){sizes}{kinds}"
 
 
-def _plain(factors: Iterable[int]) -> Mapping:
+def _as_plain(factors: Iterable[int]) -> Mapping:
     return tuple((factor,) for factor in factors)
 
 
@@ -126,7 +126,7 @@ def _check_count(count: object, said: str) -> None:
         raise SpecError(f"{said}; a whole number, 0 or more, was expected")
 
 
-def _whole_numbers(values: object, what: str) -> tuple[int, ...]:
+def _check_whole_numbers(values: object, what: str) -> tuple[int, ...]:
     """Sizes or axes as a tuple. Raises SpecError for what has none."""
     is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
     found = tuple(values) if is_iterable and isinstance(values, Iterable) else (None,)
@@ -145,8 +145,8 @@ def matmul_template(batch_dims: int = 0) -> Template:
     batch = range(batch_dims)
     rows, columns, inner = batch_dims, batch_dims + 1, batch_dims + 2
     return Template(
-        (_plain((*batch, rows, inner)), _plain((*batch, inner, columns))),
-        (_plain((*batch, rows, columns)),),
+        (_as_plain((*batch, rows, inner)), _as_plain((*batch, inner, columns))),
+        (_as_plain((*batch, rows, columns)),),
         (None,) * (batch_dims + 3),
         reduction=(inner,),
     )
@@ -159,7 +159,7 @@ def elementwise_template(rank: int) -> Template:
     ([i, j], [i, j]) -> ([i, j]) {i=4, j=8}
     """
     _check_count(rank, f"rank {rank!r}")
-    mapping = _plain(range(rank))
+    mapping = _as_plain(range(rank))
     return Template((mapping,), (mapping,), (None,) * rank, repeats=True)
 
 
@@ -186,8 +186,8 @@ def reduce_template(
     ones = {dim: rank + number for number, dim in enumerate(reduced)} if keepdims else {}
     result = [ones.get(dim, dim) for dim in range(rank) if keepdims or dim not in reduced]
     return Template(
-        (_plain(range(rank)),),
-        (_plain(result),),
+        (_as_plain(range(rank)),),
+        (_as_plain(result),),
         (None,) * rank + (1,) * len(ones),
         reduction=reduced,
         reduction_operator=reduction_operator,
@@ -201,12 +201,12 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
     ([j, k, i]) -> ([i, j, k]) {i=2, j=4, k=8}
     """
     _check_count(rank, f"rank {rank!r}")
-    given = _whole_numbers(perm, "permutation")
+    given = _check_whole_numbers(perm, "permutation")
     axes = tuple(axis + rank if axis < 0 else axis for axis in given)
     if sorted(axes) != list(range(rank)):
         raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
     operand = [axes.index(dim) for dim in range(rank)]
-    return Template((_plain(operand),), (_plain(range(rank)),), (None,) * rank)
+    return Template((_as_plain(operand),), (_as_plain(range(rank)),), (None,) * rank)
 
 
 def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Template:
@@ -215,7 +215,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
     >>> print(broadcast_with_shapes_template((1, 8), (4, 3, 8)).rule((1, 8)))
     ([j, l]) -> ([i, k, l]) {i=4, j=1, k=3, l=8} need_replication={j}
     """
-    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    in_shape, out_shape = (_check_whole_numbers(one, "shape") for one in (in_shape, out_shape))
     missing = len(out_shape) - len(in_shape)
     operand: list[int] = []
     result: list[int] = []
@@ -240,7 +240,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
             "from the end must be equal, or 1"
         )
     return Template(
-        (_plain(operand),), (_plain(result),), tuple(sizes), need_replication=tuple(whole)
+        (_as_plain(operand),), (_as_plain(result),), tuple(sizes), need_replication=tuple(whole)
     )
 
 
@@ -255,7 +255,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
     >>> print(reshape_template((6, 4), (8, 3)).rule((6, 4)))
     ([ij, l]) -> ([ik, m]) {i=2, j=3, k=4, l=4, m=3} need_replication={j, k, l, m}
     """
-    in_shape, out_shape = (_whole_numbers(one, "shape") for one in (in_shape, out_shape))
+    in_shape, out_shape = (_check_whole_numbers(one, "shape") for one in (in_shape, out_shape))
     operand, result, sizes = reshape_factors(in_shape, out_shape)
     of_operand = {factor for dim in operand for factor in dim}
     of_result = {factor for dim in result for factor in dim}
@@ -283,8 +283,8 @@ def einsum_template(text: str) -> Template:
         raise SpecError(f"{text!r} has a letter in its result alone; broadcast it afterwards")
     index = {letter: number for number, letter in enumerate([*result, *reduced])}
     return Template(
-        tuple(_plain(index[x] for x in letters) for letters in operands),
-        (_plain(index[x] for x in result),),
+        tuple(_as_plain(index[x] for x in letters) for letters in operands),
+        (_as_plain(index[x] for x in result),),
         (None,) * len(index),
         reduction=tuple(index[x] for x in reduced),
     )

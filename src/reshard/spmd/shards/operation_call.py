@@ -47,7 +47,7 @@ from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement
 
 Attributes = Mapping[str, Any]
-Run = Callable[..., Any]
+RunCall = Callable[..., Any]
 REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
 """What a library raises for elements, or shapes, that it cannot work on."""
 
@@ -72,7 +72,7 @@ class Call:
     operands: tuple[ArrayType | None, ...]
     runs_with: tuple[ShardingSpec | None, ...]
     results: tuple[ArrayType, ...]
-    run: Run
+    run: RunCall
     factors: tuple[int, ...] = ()
 
 
@@ -130,29 +130,29 @@ def call(
     types = tuple([x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
     key = (name, *types)
     if attributes or options:
-        key = (*key, _key(attributes or {}), _key(options or {}))
-    runner = _runner(name, operands)
+        key = (*key, _freeze(attributes or {}), _freeze(options or {}))
+    runner = _find_runner(name, operands)
     found = runner.calls.get(key)
     if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
-        return _first(name, operands, attributes or {}, options or {}, runner, key)
+        return _compile(name, operands, attributes or {}, options or {}, runner, key)
     results = found.run(*operands)
     if recorders:
-        _tell(found, operands, results)
+        _notify(found, operands, results)
     return results
 
 
-def _key(values: Attributes) -> tuple[Any, ...]:
+def _freeze(values: Attributes) -> tuple[Any, ...]:
     """Equal for equal attributes only: 1, 1.0 and True are different ones."""
     return tuple([(name, repr(value)) for name, value in values.items()])
 
 
-def _tell(done: Call, operands: Sequence[Any], results: Any) -> None:
+def _notify(done: Call, operands: Sequence[Any], results: Any) -> None:
     made = results if isinstance(results, tuple) else (results,)
     for recorder in recorders:
         recorder.record(done, operands, made)
 
 
-def _runner(name: str, operands: Sequence[Any]) -> Runner:
+def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
     runner: Runner | None = None
     for operand in operands:
         if isinstance(operand, ArrayValue):
@@ -241,7 +241,7 @@ def laid_out(
     )
 
 
-def _first(
+def _compile(
     name: str,
     operands: Sequence[Any],
     attributes: Attributes,
@@ -276,10 +276,10 @@ def _first(
         key = (*key, "contributions combined before")
         found = runner.calls.get(key)
         if found is None:
-            return _first(name, operands, attributes, options, runner, key, False)
+            return _compile(name, operands, attributes, options, runner, key, False)
         made_again = found.run(*operands)
         if recorders:
-            _tell(found, operands, made_again)
+            _notify(found, operands, made_again)
         return made_again
     ranks = runner.ranks(mesh)
     movements = [
@@ -301,23 +301,23 @@ def _first(
     )
     functions = runner.functions(operator, work)
     columns = [
-        _column(operand, move, len(ranks))
+        _take_column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)
     ]
     is_told = operator.may_fail(work)
     try:
-        rows = _computed(name, functions, columns, operands, runner, is_told)
+        rows = _compute(name, functions, columns, operands, runner, is_told)
     except ReshardError as error:
         if layout is None:
             _check_shapes(operator, types, attributes, error)
         raise
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
-    results = _result_types(work, made, mesh, layout, runner)
+    results = _find_result_types(work, made, mesh, layout, runner)
     if layout is not None and layout.keeps_pending and not _may_pend(types, results):
-        return _first(name, operands, attributes, options, runner, key, False)
+        return _compile(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = _run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
+    run = _make_run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
     done = Call(name, attributes, options, types, runs_with, results, run, factors)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
@@ -326,11 +326,11 @@ def _first(
         wrap.of_shards(one, tuple(row[n] for row in made), runner) for n, one in enumerate(results)
     )
     if recorders:
-        _tell(done, operands, wrapped)
+        _notify(done, operands, wrapped)
     return wrapped[0] if is_single else wrapped
 
 
-def _computed(
+def _compute(
     name: str,
     functions: Sequence[Callable[..., Any]],
     columns: Sequence[Sequence[Any]],
@@ -344,7 +344,7 @@ def _computed(
     try:
         rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
     except REFUSALS as error:
-        failure = _refusal(name, operands, runner, error)
+        failure = _make_refusal(name, operands, runner, error)
     if is_told:
         failure = runner.failure_of_any(failure)
     if failure is not None:
@@ -369,7 +369,9 @@ def _check_shapes(
         raise SpecError(f"{said}{given}: {text}") from refusal
 
 
-def _refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
+def _make_refusal(
+    name: str, operands: Sequence[Any], runner: Runner, error: Exception
+) -> Exception:
     """What a library raised, as an error that names the operation and its operands."""
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
         return error
@@ -384,7 +386,7 @@ def _refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exceptio
 
 
 def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
-    raise _refusal(name, operands, runner, error)
+    raise _make_refusal(name, operands, runner, error)
 
 
 def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
@@ -404,13 +406,13 @@ def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]
     return not wraps and not narrows
 
 
-def _column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
+def _take_column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
     if not isinstance(operand, ArrayValue):
         return (operand,) * count
     return operand._shards if move is None else move(operand._shards)
 
 
-def _result_types(
+def _find_result_types(
     work: LocalWork,
     made: list[tuple[Any, ...]],
     mesh: DeviceMesh | None,
@@ -442,7 +444,7 @@ def _result_types(
     return tuple(types)
 
 
-def _run(
+def _make_run(
     name: str,
     functions: Sequence[Callable[..., Any]],
     movements: Sequence[Movement | None],
@@ -452,7 +454,7 @@ def _run(
     runner: Runner,
     wrap: type[ArrayValue],
     is_told: bool,
-) -> Run:
+) -> RunCall:
     """What carries a compiled operation out. The common cases have the shortest way."""
     result = results[0]
     new = wrap.__new__
@@ -490,9 +492,10 @@ def _run(
 
     def run(*operands: Any) -> Any:
         columns = [
-            _column(operand, move, count) for operand, move in zip(operands, movements, strict=True)
+            _take_column(operand, move, count)
+            for operand, move in zip(operands, movements, strict=True)
         ]
-        rows = _computed(name, functions, columns, operands, runner, is_told)
+        rows = _compute(name, functions, columns, operands, runner, is_told)
         if is_single:
             return wrap.of_shards(result, tuple(rows), runner)
         return tuple(

@@ -43,7 +43,7 @@ def kept_pending(
     if len(reductions) != 1:
         return (), None
     (reduction,) = reductions
-    pending = [_pending_of(one) for one in operands]
+    pending = [_find_pending(one) for one in operands]
     best: tuple[Axis, ...] = ()
     for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
         axes = tuple(
@@ -56,7 +56,7 @@ def kept_pending(
     return best, reduction if best else None
 
 
-def _pending_of(one: ArrayType | None) -> tuple[Axis, ...]:
+def _find_pending(one: ArrayType | None) -> tuple[Axis, ...]:
     return () if one is None or one.spec is None else one.spec.partial_axes
 
 

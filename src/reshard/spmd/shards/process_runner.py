@@ -39,7 +39,7 @@ class OverProcesses(Runner):
         self.group = group
         self.rank = dist.get_rank()
 
-    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         if self.rank not in mesh.devices:
             raise MeshError(
                 f"rank {self.rank} is not in {mesh!r}; every process that computes needs a place "
@@ -47,16 +47,16 @@ class OverProcesses(Runner):
             )
         return (self.rank,)
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
+    def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             return copies(plan, ranks, ranks, self.library)
         program = chosen_program(source, spec)
         if any(isinstance(step, Exchange) for step in program.steps):
-            return self._exchanged(source, spec.layout(source.shape))
-        return self._by_collectives(program, source.dtype.itemsize_bytes)
+            return self._move_by_exchange(source, spec.layout(source.shape))
+        return self._move_by_collectives(program, source.dtype.itemsize_bytes)
 
-    def _by_collectives(self, program: Program, itemsize_bytes: int) -> Movement:
+    def _move_by_collectives(self, program: Program, itemsize_bytes: int) -> Movement:
         ranks = dist.get_world_size(self.group)
         extra_bytes = max(DEFAULT_EXTRA_BYTES, least_extra_bytes(program, itemsize_bytes, ranks))
 
@@ -74,7 +74,7 @@ class OverProcesses(Runner):
 
         return moved
 
-    def _exchanged(self, source: ArrayType, target: Layout) -> Movement:
+    def _move_by_exchange(self, source: ArrayType, target: Layout) -> Movement:
         def moved(shards: Shards) -> Shards:
             own = torch.as_tensor(shards[0]).contiguous()
             found = redistribute(own, target, source=source.layout, group=self.group)
@@ -95,13 +95,13 @@ class OverProcesses(Runner):
             return None
         every: list[tuple[type[Exception], str] | None]
         every = [None] * dist.get_world_size(self.group)
-        own = None if failure is None else (_kind(failure), str(failure))
+        own = None if failure is None else (_choose_error(failure), str(failure))
         with run_errors("an operation was not finished"):
             dist.all_gather_object(every, own, self.group)
         kind, text = next(one for one in every if one is not None)
-        told = kind(text)
-        told.__cause__ = failure
-        return told
+        repeated = kind(text)
+        repeated.__cause__ = failure
+        return repeated
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
         if source.spec is None:
@@ -110,7 +110,7 @@ class OverProcesses(Runner):
         whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
         if source.layout is whole:
             return shards[0]
-        return self._exchanged(source, whole)(shards)[0]
+        return self._move_by_exchange(source, whole)(shards)[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UsageError(
@@ -122,7 +122,7 @@ class OverProcesses(Runner):
         return f"over_processes() of rank {self.rank}"
 
 
-def _kind(failure: Exception) -> type[Exception]:
+def _choose_error(failure: Exception) -> type[Exception]:
     """The class to raise on every rank: one that is made of a text."""
     return type(failure) if isinstance(failure, ReshardError) else RunError
 

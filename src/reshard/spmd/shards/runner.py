@@ -56,7 +56,7 @@ class Runner:
         """
         found = self._ranks.get(mesh)
         if found is None and mesh is not None:
-            found = self._ranks[mesh] = self._ranks_here(mesh)
+            found = self._ranks[mesh] = self._find_ranks(mesh)
         return found or ()
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
@@ -86,7 +86,7 @@ class Runner:
         before, after = source.layout, spec.layout(source.shape)
         if before is after:
             return lambda shards: shards
-        return self._between(source, spec, LayoutChange(before, after))
+        return self._make_movement(source, spec, LayoutChange(before, after))
 
     def on_any_rank(self, is_so: bool) -> bool:
         """Whether something is so on any rank. All ranks ask, and get the same answer."""
@@ -96,10 +96,10 @@ class Runner:
         """Why some rank failed to compute; None where all could. All ranks get the same."""
         return failure
 
-    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
+    def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         raise NotImplementedError
 
     def dense(self, source: ArrayType, shards: Shards) -> Any:
@@ -114,10 +114,10 @@ class InProcess(Runner):
         super().__init__(library)
         self._gathers: dict[ArrayType, Movement] = {}
 
-    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
+    def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         ranks = self.ranks(spec.mesh)
         return copies(plan, ranks, ranks, self.library)
 

@@ -87,7 +87,7 @@ class AbstractRunner(Runner):
 
         @lru_cache(typed=True)
         def make(*numbers: Any) -> Any:
-            dtypes, is_single = _result_dtypes(operator, work, numbers, len(result_shapes))
+            dtypes, is_single = _find_result_types(operator, work, numbers, len(result_shapes))
             columns = [
                 self._shards(ArrayType(shape, dtype, spec), work.ranks)
                 for shape, dtype, spec in zip(result_shapes, dtypes, specs, strict=True)
@@ -100,10 +100,10 @@ class AbstractRunner(Runner):
 
         return [partial(function, place) for place in range(len(work.ranks))]
 
-    def _ranks_here(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def _find_ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
         return mesh.devices
 
-    def _between(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
+    def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
         shards = self._shards(source.with_spec(spec), self.ranks(spec.mesh))
         return lambda _: shards
 
@@ -131,7 +131,7 @@ _FEW = 2
 """Elements along a dimension that tell the type of a result."""
 
 
-def _result_dtypes(
+def _find_result_types(
     operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
 ) -> tuple[tuple[DType, ...], bool]:
     """The results' element types, and whether there is one result that stands by itself."""
@@ -144,11 +144,11 @@ def _result_dtypes(
         for one in work.operands
     )
     here = LocalWork(
-        work.name, _with_stand_ins(work.attributes), few, (), (), (0,), library("numpy")
+        work.name, _replace_types(work.attributes), few, (), (), (0,), library("numpy")
     )
     (function,) = operator.local_functions(here)
     waiting = list(numbers)
-    arrays = [waiting.pop(0) if one is None else _elements(one) for one in few]
+    arrays = [waiting.pop(0) if one is None else _make_elements(one) for one in few]
     with np.errstate(all="ignore"):
         found = function(*arrays)
     is_single = not isinstance(found, tuple | list)
@@ -157,7 +157,7 @@ def _result_dtypes(
     return tuple(meant(one.dtype, [*asked, *given]) for one in results), is_single
 
 
-def _elements(kind: ArrayType) -> Any:
+def _make_elements(kind: ArrayType) -> Any:
     """Ones, and unit matrices, of which decompositions and quotients are found; indices of 0."""
     numpy = stand_in(kind.dtype)
     if numpy.kind in "iub":
@@ -168,7 +168,7 @@ def _elements(kind: ArrayType) -> Any:
     return np.broadcast_to(unit, kind.shape)
 
 
-def _with_stand_ins(attributes: dict[str, Any]) -> dict[str, Any]:
+def _replace_types(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: as_dtype(stand_in(value)) if isinstance(value, DType) else value
         for name, value in attributes.items()

@@ -34,10 +34,12 @@ def with_compute(
         ranks: of the mesh, in its order.
         device: of each rank.
     """
-    return tuple(replace(one, compute_s=_seconds(one, ranks, device)) for one in operations)
+    return tuple(
+        replace(one, compute_s=_estimate_seconds(one, ranks, device)) for one in operations
+    )
 
 
-def _seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tuple[float, ...]:
+def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tuple[float, ...]:
     if one.operation.operator == WITH_SHARDING:
         return (0.0,) * len(ranks)
     read = [
@@ -53,11 +55,11 @@ def _seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tuple[float,
     for here in zip(*shapes, strict=True):
         if here not in found:
             sizes_bytes = [math.prod(s) * width for s, width in zip(here, widths, strict=True)]
-            found[here] = _of_shapes(one, here, sizes_bytes, dtypes, device)
+            found[here] = _estimate_shapes(one, here, sizes_bytes, dtypes, device)
     return tuple(found[here] for here in zip(*shapes, strict=True))
 
 
-def _of_shapes(
+def _estimate_shapes(
     one: TracedOperation,
     shapes: tuple[Shape, ...],
     sizes_bytes: Sequence[int],
@@ -105,10 +107,10 @@ def shapes_of(kind: ArrayType, ranks: Ranks) -> tuple[Shape, ...]:
     """
     if kind.spec is None:
         return (kind.shape,) * len(ranks)
-    return tuple(_shape(kind, rank) for rank in ranks)
+    return tuple(_find_shape(kind, rank) for rank in ranks)
 
 
-def _shape(kind: ArrayType, rank: int) -> Shape:
+def _find_shape(kind: ArrayType, rank: int) -> Shape:
     here = kind.layout.local_shape(rank)
     if here is None:
         return (0,) * kind.ndim

@@ -35,9 +35,9 @@ def trace_document(trace: TraceRecord) -> str:
         "mesh": axes,
         "ranks": list(trace.ranks),
         "inputs": [
-            {"value": number, "name": name, **_array(kind)} for number, name, kind in inputs
+            {"value": number, "name": name, **_write_array(kind)} for number, name, kind in inputs
         ],
-        "operations": [_operation(one, is_timed) for one in trace.operations],
+        "operations": [_write_operation(one, is_timed) for one in trace.operations],
         "outputs": list(trace.graph.outputs),
         "moved_bytes": trace.moved_bytes,
         "peak_bytes": list(trace.peak_bytes.values()),
@@ -48,7 +48,7 @@ def trace_document(trace: TraceRecord) -> str:
     return json.dumps(document, indent=1)
 
 
-def _array(kind: ArrayType | None) -> dict[str, Any]:
+def _write_array(kind: ArrayType | None) -> dict[str, Any]:
     """A number has no shape."""
     if kind is None:
         return {}
@@ -56,16 +56,16 @@ def _array(kind: ArrayType | None) -> dict[str, Any]:
     return {"dtype": kind.dtype.name, "shape": list(kind.shape), "sharding": sharding}
 
 
-def _operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
+def _write_operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
     results = zip(one.operation.results, one.results, strict=True)
     return {
         "operator": one.operation.operator,
-        "attributes": {name: _plain(value) for name, value in one.operation.attributes.items()},
+        "attributes": {name: _as_plain(value) for name, value in one.operation.attributes.items()},
         "operands": list(one.operation.operands),
         "runs_with": [None if spec is None else str(spec) for spec in one.runs_with],
-        "results": [{"value": number, **_array(kind)} for number, kind in results],
-        "before": [_reshard(reshard) for reshard in one.before],
-        "after": [_reshard(reshard) for reshard in one.after],
+        "results": [{"value": number, **_write_array(kind)} for number, kind in results],
+        "before": [_write_reshard(reshard) for reshard in one.before],
+        "after": [_write_reshard(reshard) for reshard in one.after],
         "live_bytes": list(one.live_bytes),
         "compute_s": list(one.compute_s) or None,
         "inserted_s": one.inserted_s if is_timed else None,
@@ -73,13 +73,13 @@ def _operation(one: TracedOperation, is_timed: bool) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_as_plain(one) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _reshard(one: InsertedReshard) -> dict[str, Any]:
+def _write_reshard(one: InsertedReshard) -> dict[str, Any]:
     return {
         "value": one.value,
         "source": str(one.program.source),

@@ -40,7 +40,7 @@ WITH_SHARDING = "with_sharding"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValuePlace:
     """Where an array stands in arguments or results: the number of its value."""
 
     value: int
@@ -68,7 +68,7 @@ def abstract(
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class RecordedCall:
     """What carries an operation of a graph out.
 
     Args:
@@ -92,7 +92,7 @@ class Recording:
         names: what the function calls its inputs, in their order.
         types: of its inputs in their order, with the shardings given; None for a number.
         constants: inputs that the function brings along: arrays and numbers, by value number.
-        actions: one an operation.
+        recorded_calls: one an operation.
         arguments: what the function was called with, the places of arrays being their values.
         results: what it returned, likewise.
     """
@@ -101,7 +101,7 @@ class Recording:
     names: tuple[str, ...]
     types: tuple[ArrayType | None, ...]
     constants: Mapping[int, Any]
-    actions: tuple[Action, ...]
+    recorded_calls: tuple[RecordedCall, ...]
     arguments: Any
     results: Any
 
@@ -117,29 +117,29 @@ class _GraphRecorder:
         self.types: list[ArrayType | None] = []
         self.constants: dict[int, Any] = {}
         self.operations: list[Operation] = []
-        self.actions: list[Action] = []
+        self.recorded_calls: list[RecordedCall] = []
         self._number_of: dict[Any, int] = {}
         # Arrays are known by their identity, so none of them may be freed.
         self._kept: list[Any] = []
 
     def input(self, array: Any, kind: ArrayType | None, name: str) -> int:
         """A new input of the graph."""
-        index = self._made(array, () if kind is None else kind.shape, _dtype_name(array, kind))
+        index = self._add_value(array, () if kind is None else kind.shape, _dtype_name(array, kind))
         self.inputs.append(index)
         self.names.append(name)
         self.types.append(kind)
         return index
 
-    def _made(self, array: Any, shape: tuple[int, ...], dtype: str) -> int:
+    def _add_value(self, array: Any, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.values)
         self.values.append(Value(index, shape, dtype))
-        self._number_of[_key(array)] = index
+        self._number_of[_identify(array)] = index
         self._kept.append(array)
         return index
 
     def value_of(self, array: Any) -> int:
         """The number of an array; one that is not known is a constant."""
-        found = self._number_of.get(_key(array))
+        found = self._number_of.get(_identify(array))
         if found is not None:
             return found
         kind = array.type if isinstance(array, ArrayValue) else None
@@ -153,7 +153,7 @@ class _GraphRecorder:
             return
         shapes = [() if one is None else one.shape for one in call.operands]
         rule = operator_of(call.name).rule(shapes, **call.attributes)
-        action = Action(call.name, call.attributes, call.options)
+        action = RecordedCall(call.name, call.attributes, call.options)
         self._add(action, operands, results, rule, call.attributes)
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
@@ -163,30 +163,32 @@ class _GraphRecorder:
             return
         mapping = tuple((dim,) for dim in range(operand.type.ndim))
         rule = OpShardingRule([mapping], [mapping], operand.type.shape)
-        action = Action(WITH_SHARDING, {}, {}, spec)
+        action = RecordedCall(WITH_SHARDING, {}, {}, spec)
         self._add(action, [operand], [result], rule, {"sharding": str(spec)})
 
     def _add(
         self,
-        action: Action,
+        action: RecordedCall,
         operands: Sequence[Any],
         results: Sequence[ArrayValue],
         rule: OpShardingRule,
         attributes: Attributes,
     ) -> None:
         reads = tuple([self.value_of(one) for one in operands])
-        makes = tuple([self._made(one, one.type.shape, one.type.dtype.name) for one in results])
-        said = {name: _said(value) for name, value in attributes.items()}
+        makes = tuple(
+            [self._add_value(one, one.type.shape, one.type.dtype.name) for one in results]
+        )
+        said = {name: _as_text(value) for name, value in attributes.items()}
         self.operations.append(Operation(action.name, reads, makes, rule, MappingProxyType(said)))
-        self.actions.append(action)
+        self.recorded_calls.append(action)
 
 
-def _key(array: Any) -> Any:
+def _identify(array: Any) -> Any:
     """Arrays are told apart by their identity, numbers by what they are."""
     return id(array) if isinstance(array, ArrayValue) else repr(array)
 
 
-def _said(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     return value.name if isinstance(value, DType) else value
 
 
@@ -209,10 +211,12 @@ def type_of(leaf: Any) -> ArrayType | None:
 
 def filled(tree: Any, arrays: Mapping[int, Any] | Sequence[Any]) -> Any:
     """Arguments or results with the arrays of their values at their places."""
-    return replaced(tree, lambda leaf: arrays[leaf.value] if isinstance(leaf, Place) else leaf)
+    return replaced(tree, lambda leaf: arrays[leaf.value] if isinstance(leaf, ValuePlace) else leaf)
 
 
-def _named(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def _name_leaves(
+    function: Callable[..., Any], arguments: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
     """Each leaf of the arguments, with what the function calls it."""
     try:
         bound = inspect.signature(function).bind(*arguments)
@@ -249,7 +253,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
     runner = AbstractRunner()
     recorder = _GraphRecorder(runner)
     arrays: list[Any] = []
-    names = [name for name, _ in _named(function, arguments)]
+    names = [name for name, _ in _name_leaves(function, arguments)]
 
     def entered(leaf: Any) -> Any:
         name = names.pop(0)
@@ -258,7 +262,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
             return leaf
         plain = kind if kind.spec is None else kind.with_spec(plain_spec(kind.spec))
         arrays.append(runner.array(plain, ShardedArray))
-        return Place(recorder.input(arrays[-1], kind, name))
+        return ValuePlace(recorder.input(arrays[-1], kind, name))
 
     places = replaced(list(arguments), entered)
     given = filled(places, arrays)
@@ -271,7 +275,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
                 f"the function returned {leaf!r}, which is no array in shards; return arrays, or "
                 "lists, tuples and dictionaries of them"
             )
-        return Place(recorder.value_of(leaf))
+        return ValuePlace(recorder.value_of(leaf))
 
     results = replaced(returned, left)
     graph = Graph(
@@ -285,7 +289,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
         tuple(recorder.names),
         tuple(recorder.types),
         MappingProxyType(recorder.constants),
-        tuple(recorder.actions),
+        tuple(recorder.recorded_calls),
         places,
         results,
     )

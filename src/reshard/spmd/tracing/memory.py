@@ -51,7 +51,7 @@ def with_memory(
     held: dict[int, IntArray] = {}
     found = []
     for place, one in enumerate(operations):
-        meanwhile, after = _around(one, ranks)
+        meanwhile, after = _count_around(one, ranks)
         found.append(
             replace(
                 one,
@@ -71,48 +71,48 @@ def with_memory(
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
     """What arrays of these types take on each rank; None is a number, which takes nothing."""
     nothing = np.zeros(len(ranks), dtype=np.int64)
-    held = sum((_held(kind, ranks) for kind in kinds if kind is not None), nothing)
+    held = sum((_count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
     return tuple(held.tolist())
 
 
-def _around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
+def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
     """The most that an operation holds beyond what is live, and what each result then is."""
     most = beside = np.zeros(len(ranks), dtype=np.int64)
     for reshard in one.before:
-        beside = beside + _held(reshard.result, ranks)
-        most = np.maximum(most, beside + _extra(reshard, ranks))
-    made = [_held(kind, ranks) for kind in one.computed]
+        beside = beside + _count_held(reshard.result, ranks)
+        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+    made = [_count_held(kind, ranks) for kind in one.computed]
     if one.operation.operator != WITH_SHARDING:
         beside = beside + sum(made)
         most = np.maximum(most, beside)
     for reshard in one.after:
-        beside = beside + _held(reshard.result, ranks)
-        most = np.maximum(most, beside + _extra(reshard, ranks))
-    after = [_held(kind, ranks) for kind in one.results]
+        beside = beside + _count_held(reshard.result, ranks)
+        most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
+    after = [_count_held(kind, ranks) for kind in one.results]
     return np.maximum(most, sum(after, np.zeros_like(most))), after
 
 
 @lru_cache(maxsize=4096)
-def _held(kind: ArrayType, ranks: Ranks) -> IntArray:
+def _count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
     """Bytes of an array's shard on each rank."""
     if kind.spec is None:
         size_bytes = math.prod(kind.shape) * kind.dtype.itemsize_bytes
         return np.full(len(ranks), size_bytes, dtype=np.int64)
-    return _elements(kind.layout, ranks) * kind.dtype.itemsize_bytes
+    return _count_elements(kind.layout, ranks) * kind.dtype.itemsize_bytes
 
 
-def _elements(layout: Layout, ranks: Ranks) -> IntArray:
+def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
     total = np.zeros(max(layout.slots, *ranks) + 1, dtype=np.int64)
     np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1))
     return total[list(ranks)]
 
 
-def _extra(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
-    return _extra_elements(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
+def _count_extra_bytes(reshard: InsertedReshard, ranks: Ranks) -> IntArray:
+    return _count_extra(reshard.program, ranks) * reshard.source.dtype.itemsize_bytes
 
 
 @lru_cache(maxsize=4096)
-def _extra_elements(program: Program, ranks: Ranks) -> IntArray:
+def _count_extra(program: Program, ranks: Ranks) -> IntArray:
     """The most elements each rank holds beyond its source and target: shards on the way, buffers.
 
     See `Program.extra_bytes`, which is that of the fullest rank.
@@ -121,9 +121,9 @@ def _extra_elements(program: Program, ranks: Ranks) -> IntArray:
     for number, step in enumerate(program.steps):
         here = np.zeros(len(ranks), dtype=np.int64)
         if number:
-            here += _elements(step.source_layout, ranks)
+            here += _count_elements(step.source_layout, ranks)
         if number < len(program.steps) - 1:
-            here += _elements(step.target_layout, ranks)
+            here += _count_elements(step.target_layout, ranks)
         if not isinstance(step, Permute):
             here += (step.sent_elements + step.received_elements)[list(ranks)]
         most = np.maximum(most, here)

@@ -58,13 +58,13 @@ def trace_page(trace: TraceRecord, title: str = "") -> str:
         heading,
         [
             element("h1", escaped(heading)),
-            figures_html(_figures(trace)),
+            figures_html(_draw_figures(trace)),
             element("h2", "Memory"),
-            *_memory(trace),
+            *_draw_memory(trace),
             element("h2", "Operations"),
-            _operations(trace),
-            *_ranks(trace),
-            *_reshards(trace),
+            _draw_operations(trace),
+            *_draw_ranks(trace),
+            *_draw_reshards(trace),
             element("h2", "Graph"),
             element(
                 "details",
@@ -76,7 +76,7 @@ def trace_page(trace: TraceRecord, title: str = "") -> str:
     )
 
 
-def _figures(trace: TraceRecord) -> list[Figure]:
+def _draw_figures(trace: TraceRecord) -> list[Figure]:
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     peak = max(trace.peak_bytes.values())
@@ -101,7 +101,7 @@ def _figures(trace: TraceRecord) -> list[Figure]:
     return figures
 
 
-def _memory(trace: TraceRecord) -> list[str]:
+def _draw_memory(trace: TraceRecord) -> list[str]:
     peaks = list(trace.peak_bytes.values())
     place = int(np.argmax(peaks))
     numbers = number_texts(trace)
@@ -123,12 +123,12 @@ def _memory(trace: TraceRecord) -> list[str]:
     ]
 
 
-def _operations(trace: TraceRecord) -> str:
+def _draw_operations(trace: TraceRecord) -> str:
     heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
     heads += time_headers(trace)
     numbers = number_texts(trace)
     rows = [
-        _row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
+        _draw_row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
         if kind is not None
     ]
@@ -145,7 +145,7 @@ def _operations(trace: TraceRecord) -> str:
             first = (str(place), f"%{number}", call_text(one.operation, numbers))
             words = first if not index else ("", f"%{number}", "")
             rest = texts if not index else []
-            rows.append(_row(*words, str(kind), sharding_text(kind), heads, rest))
+            rows.append(_draw_row(*words, str(kind), sharding_text(kind), heads, rest))
     returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
     listed = element(
         "table",
@@ -167,7 +167,7 @@ def _operations(trace: TraceRecord) -> str:
     )
 
 
-def _row(
+def _draw_row(
     place: str,
     value: str,
     operation: str,
@@ -187,7 +187,7 @@ def _row(
     return element("tr", element("th", place, scope="row"), *cells)
 
 
-def _ranks(trace: TraceRecord) -> list[str]:
+def _draw_ranks(trace: TraceRecord) -> list[str]:
     """What each rank sends, receives and holds; those alike in one row."""
     span = max(trace.ranks) + 1
     sent, received = np.zeros(span, dtype=np.int64), np.zeros(span, dtype=np.int64)
@@ -230,7 +230,7 @@ def _ranks(trace: TraceRecord) -> list[str]:
     ]
 
 
-def _reshards(trace: TraceRecord) -> list[str]:
+def _draw_reshards(trace: TraceRecord) -> list[str]:
     """The reshards that move most, drawn; equal ones once."""
     count: Counter[tuple[ArrayType, ShardingSpec]] = Counter()
     found: dict[tuple[ArrayType, ShardingSpec], tuple[TracedOperation, InsertedReshard]] = {}

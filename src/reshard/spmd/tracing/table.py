@@ -44,7 +44,7 @@ def trace_table(trace: TraceRecord) -> str:
     ]
     count = len(rows)
     for one in trace.operations:
-        rows += _rows(one, numbers)
+        rows += _write_rows(one, numbers)
     wide = len(headers) - len(HEADERS)
     times = [[""] * wide] * count
     for one in trace.operations:
@@ -60,7 +60,7 @@ def trace_table(trace: TraceRecord) -> str:
     )
 
 
-def _rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
+def _write_rows(one: TracedOperation, numbers: Mapping[int, str]) -> list[list[str]]:
     """A row a result, the first of which says all of the operation."""
     rows = []
     for number, kind in zip(one.operation.results, one.results, strict=True):

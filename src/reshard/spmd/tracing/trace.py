@@ -113,7 +113,7 @@ class Trace(TraceRecord):
             if kind.spec is None and found.spec is not None:
                 arrays[number] = arrays[number].to_dense()
             arrays[number] = array(arrays[number], kind.spec, runner=keeper)
-        values = _carried_out(self._recording, self._shardings, arrays)
+        values = _carry_out(self._recording, self._shardings, arrays)
         return filled(self._recording.results, values)
 
     def html(self, title: str = "") -> str:
@@ -177,11 +177,11 @@ def trace(
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
     recorded = record(function, arguments)
-    mesh = _mesh(recorded)
+    mesh = _find_mesh(recorded)
     shardings = (
-        _as_given(recorded)
+        _keep_given(recorded)
         if strategy == "eager"
-        else _propagated(recorded, strategy, mesh, Machine(topology, library))
+        else _propagate(recorded, strategy, mesh, Machine(topology, library))
     )
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
@@ -195,7 +195,7 @@ def trace(
         if known is not None:
             arrays[number] = runner.array(known, ShardedArray)
     watcher = _Watcher(topology, library)
-    values = _carried_out(recorded, shardings, arrays, watcher)
+    values = _carry_out(recorded, shardings, arrays, watcher)
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
     if topology is not None and topology.device is not None:
         operations = with_compute(operations, ranks, topology.device)
@@ -213,9 +213,9 @@ def trace(
     )
 
 
-def _mesh(recorded: Recording) -> DeviceMesh | None:
+def _find_mesh(recorded: Recording) -> DeviceMesh | None:
     given = [kind.spec for kind in recorded.types if kind is not None]
-    given += [action.target for action in recorded.actions]
+    given += [action.target for action in recorded.recorded_calls]
     meshes = list(dict.fromkeys(spec.mesh for spec in given if spec is not None))
     if len(meshes) > 1:
         raise MeshError(
@@ -225,7 +225,7 @@ def _mesh(recorded: Recording) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def _as_given(recorded: Recording) -> Shardings:
+def _keep_given(recorded: Recording) -> Shardings:
     """Inputs as they were given; the rest as operations make it."""
     graph = recorded.graph
     values: list[Spec] = [None] * len(graph.values)
@@ -235,19 +235,19 @@ def _as_given(recorded: Recording) -> Shardings:
     return Shardings(tuple(values), tuple((None,) * len(o.operands) for o in graph.operations))
 
 
-def _propagated(
+def _propagate(
     recorded: Recording, strategy: str, mesh: DeviceMesh | None, machine: Machine
 ) -> Shardings:
     """Shardings of all values, from those of the inputs and the `with_sharding`s."""
     if mesh is None:
-        return _as_given(recorded)
+        return _keep_given(recorded)
     graph = recorded.graph
     known = {
         number: kind.spec
         for number, kind in zip(graph.inputs, recorded.types, strict=True)
         if kind is not None and kind.spec is not None
     }
-    for operation, action in zip(graph.operations, recorded.actions, strict=True):
+    for operation, action in zip(graph.operations, recorded.recorded_calls, strict=True):
         if action.target is not None:
             known[operation.results[0]] = action.target
     if strategy == "cost":
@@ -261,7 +261,7 @@ def _propagated(
     return Shardings(values, explicit_reshards(found).operands)
 
 
-def _carried_out(
+def _carry_out(
     recorded: Recording,
     shardings: Shardings,
     inputs: Mapping[int, Any],
@@ -270,10 +270,10 @@ def _carried_out(
     """All values of a recorded function, from its inputs. A watcher sees every operation."""
     values = dict(inputs)
     for operation, action, wanted in zip(
-        recorded.graph.operations, recorded.actions, shardings.operands, strict=True
+        recorded.graph.operations, recorded.recorded_calls, shardings.operands, strict=True
     ):
         given = [values[number] for number in operation.operands]
-        placed = [_resharded(x, spec) for x, spec in zip(given, wanted, strict=True)]
+        placed = [_reshard(x, spec) for x, spec in zip(given, wanted, strict=True)]
         specs = [shardings.values[number] for number in operation.results]
         if action.target is not None:
             made, specs = placed, [action.target]
@@ -281,14 +281,14 @@ def _carried_out(
             with nullcontext() if watcher is None else recording(watcher):
                 found = call(action.name, placed, action.attributes, action.options)
             made = list(found) if isinstance(found, tuple) else [found]
-        results = [_resharded(x, spec) for x, spec in zip(made, specs, strict=True)]
+        results = [_reshard(x, spec) for x, spec in zip(made, specs, strict=True)]
         if watcher is not None:
             watcher.saw(operation, given, placed, made, results)
         values.update(zip(operation.results, results, strict=True))
     return values
 
 
-def _resharded(x: Any, spec: Spec) -> Any:
+def _reshard(x: Any, spec: Spec) -> Any:
     if spec is None or not isinstance(x, ShardedArray) or x.type.spec is spec:
         return x
     return x.shard(spec)
@@ -328,10 +328,10 @@ class _Watcher:
             operation.operands, given, placed, runs_with, strict=True
         ):
             if isinstance(x, ArrayValue):
-                before += self._inserted(number, x.type, there.type.spec)
-                before += self._inserted(number, there.type, spec)
+                before += self._find_inserted(number, x.type, there.type.spec)
+                before += self._find_inserted(number, there.type, spec)
         for number, x, there in zip(operation.results, made, results, strict=True):
-            after += self._inserted(number, x.type, there.type.spec)
+            after += self._find_inserted(number, x.type, there.type.spec)
         self.found.append(
             TracedOperation(
                 operation,
@@ -344,7 +344,7 @@ class _Watcher:
             )
         )
 
-    def _inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
+    def _find_inserted(self, value: int, source: ArrayType, target: Spec) -> list[InsertedReshard]:
         if target is None or source.spec is target:
             return []
         before = source.spec or replicated(target.mesh, source.ndim)
