@@ -37,6 +37,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_BYTES_WITHOUT_LOCK", 1)
     monkeypatch.setattr(copy_columns, "BYTES_FOR_A_THREAD", 8)
     monkeypatch.setattr(copy_columns, "_ELEMENTS_FOR_A_WINDOW", 1)
+    monkeypatch.setattr(copy_columns, "_MOST_BOXES", 1)
 
 
 def memory_of(shape: tuple[int, ...], how: str) -> NDArray[np.float64]:

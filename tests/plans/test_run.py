@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from execution.example_arrays import (
 )
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import PlanError, ShardError
+from reshard.execution import copy_columns
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Box, Layout
 from reshard.plans.run import run_change, run_rank
@@ -258,6 +260,15 @@ def test_rank_by_rank_is_as_at_once(case: Any) -> None:
     if not shards:
         return
     expected = run_change(change, shards)
+    # By windows and by lists of positions, where few boxes are copied one by one.
+    for elements in (1, 1 << 30):
+        with (
+            patch.object(copy_columns, "_MOST_BOXES", 1),
+            patch.object(copy_columns, "_ELEMENTS_FOR_A_WINDOW", elements),
+        ):
+            found_again = run_change(change, shards)
+        for rank, array in found_again.items():
+            assert array.tobytes() == expected[rank].tobytes()
     for rank in target.holders:
         found, copied = run_rank(change, rank, shards)
         assert found.tobytes() == expected[rank].tobytes()

@@ -6,7 +6,7 @@ where they begin in the cell that is read and in the cell that is written::
     rows of the source    0 1 | . . | 2 3 | . . | 4 5 | . .     3 pieces of 2 rows, 4 apart
     rows of the target    0 1   2 3   4 5                       the same, 2 apart
 
-1. Most rows have one piece in each dimension, a box. Their slices are made for all rows at once.
+1. Most rows are one box, or few. The slices of all of these are made at once.
 2. The pieces of other rows become windows (`windows`): a row is the product of the windows of its
    dimensions, one NumPy copy each.
 3. Where that makes copies of few elements, a row is copied at once, by lists of positions.
@@ -28,10 +28,12 @@ from reshard.execution.windows import Window, find_windows, view_windows
 from reshard.geometry.overlap import Pieces
 from reshard.geometry.routes import Routes
 from reshard.geometry.transfers import Transfers
-from reshard.runs import IntArray, ragged_arange
+from reshard.runs import IntArray, ragged_arange, ragged_ranges
 
 # What a copy by windows takes to set up, in elements copied by lists of positions.
 _ELEMENTS_FOR_A_WINDOW = 1024
+# A strided view takes as long to make as the slices of so many boxes.
+_MOST_BOXES = 16
 
 Cells = Mapping[int, Storage]
 
@@ -77,13 +79,14 @@ class CopyColumns:
 
         `combine` is what becomes of an element that is there and one of a later contribution.
         """
-        boxes = np.ones(len(self.order), dtype=bool)
+        count = np.ones(len(self.order), dtype=np.int64)
         for pieces in self.pieces:
-            boxes &= pieces.count == 1
-        found = self._copies_of_boxes(np.flatnonzero(boxes), sources, targets, combine)
+            count *= pieces.count
+        few = count <= _MOST_BOXES
+        found = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
         # Most rows share the pieces of a dimension with others.
         known: dict[tuple[int, int, int], list[Window]] = {}
-        for row in np.flatnonzero(~boxes).tolist():
+        for row in np.flatnonzero(~few).tolist():
             dims = []
             for dimension, pieces in enumerate(self.pieces):
                 key = (dimension, int(pieces.begin[row]), int(pieces.count[row]))
@@ -96,15 +99,20 @@ class CopyColumns:
     def _copies_of_boxes(
         self, rows: IntArray, sources: Cells, targets: Cells, combine: Combine
     ) -> list[Copy]:
-        at = [pieces.begin[rows] for pieces in self.pieces]
+        # The rows written out: of each box its row, and its piece in every dimension.
+        at: list[IntArray] = []
+        for pieces in self.pieces:
+            of, piece = ragged_ranges(pieces.begin[rows], pieces.count[rows])
+            if not isinstance(of, slice):
+                at = [earlier[of] for earlier in at]
+                rows = rows[of]
+            at.append(piece)
         columns = list(zip(self.pieces, at, strict=True))
-        length = [pieces.length[rows] for pieces, rows in columns]
-        into = _Boxes(
-            targets, self.target_cell[rows], [c.target_local[rows] for c, rows in columns], length
-        )
-        out_of = _Boxes(
-            sources, self.source_cell[rows], [c.source_local[rows] for c, rows in columns], length
-        )
+        length = [pieces.length[piece] for pieces, piece in columns]
+        begin = [pieces.target_local[piece] for pieces, piece in columns]
+        into = _Boxes(targets, self.target_cell[rows], begin, length)
+        begin = [pieces.source_local[piece] for pieces, piece in columns]
+        out_of = _Boxes(sources, self.source_cell[rows], begin, length)
         places: Iterable[tuple[int | None, int | None]] = itertools.repeat((None, None), len(rows))
         if len(rows) and int(self.elements.sum()) * into.itemsize >= BYTES_FOR_A_THREAD:
             places = zip(into.addresses(), out_of.addresses(), strict=True)
