@@ -113,19 +113,19 @@ def once_for_each_row() -> NDArray[Any]:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (dict, r"no array for slot 0 in out; the target holds data on slots \[0, 1, 2, 3, 5, 7\]"),
+        (dict, r"no array for rank 0 in out; the target holds data on ranks \[0, 1, 2, 3, 5, 7\]"),
         (
             lambda: columns(r3=np.zeros((2, 4), np.float32)),
-            r"slot 3 in out has shape \[2, 4\], but the target layout says \[4, 2\]",
+            r"rank 3 in out has shape \[2, 4\], but the target layout says \[4, 2\]",
         ),
         (
             lambda: columns(r3=np.zeros((4, 2), np.float64)),
-            "slot 3 in out is NumpyArrays of float64, the sources are NumpyArrays of float32",
+            "rank 3 in out is NumpyArrays of float64, the sources are NumpyArrays of float32",
         ),
-        (lambda: columns(r3=torch.zeros((4, 2))), "slot 3 in out is TorchTensors of float32"),
-        (lambda: columns(r3=[[0.0, 0.0]] * 4), "slot 3 in out is a list"),
-        (lambda: columns(r3=read_only()), "slot 3 in out is read-only"),
-        (lambda: columns(r3=once_for_each_row()), "slot 3 in out has several elements in one"),
+        (lambda: columns(r3=torch.zeros((4, 2))), "rank 3 in out is TorchTensors of float32"),
+        (lambda: columns(r3=[[0.0, 0.0]] * 4), "rank 3 in out is a list"),
+        (lambda: columns(r3=read_only()), "rank 3 in out is read-only"),
+        (lambda: columns(r3=once_for_each_row()), "rank 3 in out has several elements in one"),
     ],
 )
 def test_arrays_that_cannot_be_written_to_are_refused(
@@ -137,7 +137,7 @@ def test_arrays_that_cannot_be_written_to_are_refused(
 
 def test_a_scalar_that_is_no_array_cannot_be_written() -> None:
     plan = plan_of("", "", ())
-    with pytest.raises(ShardError, match="for slot 0 in out is read-only"):
+    with pytest.raises(ShardError, match="for rank 0 in out is read-only"):
         plan.run(
             dict.fromkeys(MESH.devices, np.float32(1)), dict.fromkeys(MESH.devices, np.float32(0))
         )
@@ -154,10 +154,10 @@ def test_what_torch_computes_when_it_is_read_cannot_be_written(lazy: Callable[[A
 def test_memory_that_two_arrays_share_is_refused_before_a_byte_is_written() -> None:
     held = rows()
     twice = columns(r3=held[5].reshape(4, 2))
-    with pytest.raises(ShardError, match=r"slot 3 in out shares memory with the source of slot 5"):
+    with pytest.raises(ShardError, match=r"rank 3 in out shares memory with the source of rank 5"):
         ROWS_TO_COLUMNS.run(held, twice)
     one = np.zeros((4, 3), np.float32)
-    with pytest.raises(ShardError, match=r"slot (1|7) in out shares memory with .* slot (1|7) in"):
+    with pytest.raises(ShardError, match=r"rank (1|7) in out shares memory with .* rank (1|7) in"):
         ROWS_TO_COLUMNS.run(rows(), columns(r1=one[:, :2], r7=one[:, 1:]))
     same = dict.fromkeys(MESH.devices, one[:, :2])
     with pytest.raises(ShardError, match="shares memory"):
@@ -257,25 +257,25 @@ def test_a_number_of_threads_may_be_numpys() -> None:
 @pytest.mark.parametrize(
     ("arrays", "out", "message"),
     [
-        (None, None, "what is given is a NoneType; give arrays by tensor and slot"),
+        (None, None, "what is given is a NoneType; give arrays by tensor and rank"),
         ({"b": {}, 1: {}}, None, r"no arrays for tensor 'a'; got \['b', 1\]"),
-        ({"a": {}}, None, "no array of 'a' for slot 0; the source holds data on slots"),
+        ({"a": {}}, None, "no array of 'a' for rank 0; the source holds data on ranks"),
         ({"a": [np.zeros(2)]}, None, "what is given of 'a' is a list"),
-        ({"a": rows() | {3: np.zeros(2)}}, None, r"the array of slot 3 of 'a' has shape \[2\]"),
-        ({"a": rows() | {3: None}}, None, "the array of slot 3 of 'a' is a NoneType"),
+        ({"a": rows() | {3: np.zeros(2)}}, None, r"the array of rank 3 of 'a' has shape \[2\]"),
+        ({"a": rows() | {3: None}}, None, "the array of rank 3 of 'a' is a NoneType"),
         (
             {"a": {rank: torch.zeros((2, 4), device="meta") for rank in MESH.devices}},
             None,
-            "the array of slot 0 of 'a' is a tensor on device meta",
+            "the array of rank 0 of 'a' is a tensor on device meta",
         ),
         (
             {"a": {rank: array.astype(int) for rank, array in rows().items()}},
             None,
             "arrays of 'a' of int64 for a plan of float32",
         ),
-        ({"a": rows()}, [columns()], "out is a list; give arrays by tensor and slot"),
+        ({"a": rows()}, [columns()], "out is a list; give arrays by tensor and rank"),
         ({"a": rows()}, {"b": columns(), 1: {}}, r"'a' in out; got \['b', 1\]"),
-        ({"a": rows()}, {"a": {}}, "no array of 'a' for slot 0 in out"),
+        ({"a": rows()}, {"a": {}}, "no array of 'a' for rank 0 in out"),
     ],
 )
 def test_arrays_that_do_not_fit_a_job_are_refused_by_the_tensors_name(
@@ -314,11 +314,11 @@ def test_a_job_writes_to_given_arrays_of_all_its_tensors() -> None:
             assert array is out[name][rank] and np.array_equal(array, expected[name][rank])
     with pytest.raises(ShardError, match=r"no arrays for tensor 'b' in out; got \['a'\]"):
         job.run(arrays, {"a": out["a"]})
-    with pytest.raises(ShardError, match=r"the array of 'b' for slot 0 in out is .* of float32"):
+    with pytest.raises(ShardError, match=r"the array of 'b' for rank 0 in out is .* of float32"):
         job.run(arrays, {"a": out["a"], "b": out["a"]})
     # What is one tensor's source must not be another's target.
     shared = arrays["a"][0].view(np.int8).reshape(-1)[:8].reshape(4, 2)
-    message = "'b' for slot 3 in out shares memory with the source of 'a' on slot 0"
+    message = "'b' for rank 3 in out shares memory with the source of 'a' on rank 0"
     with pytest.raises(ShardError, match=message):
         job.run(arrays, {**out, "b": {**out["b"], 3: shared}})
 
@@ -356,12 +356,12 @@ def test_a_program_writes_to_given_arrays(
     for rank, array in found.items():
         assert array is given[rank]
         assert np.array_equal(out[rank], expected[rank])
-    with pytest.raises(ShardError, match=r"for slot \d in out shares memory"):
+    with pytest.raises(ShardError, match=r"for rank \d in out shares memory"):
         program.run(held, {**given, 5: given[7].reshape(out[5].shape)}, stepwise=stepwise)
     if held[0].shape == out[5].shape:
-        with pytest.raises(ShardError, match=r"for slot 5 in out .* the source of slot 0"):
+        with pytest.raises(ShardError, match=r"for rank 5 in out .* the source of rank 0"):
             program.run(held, {**given, 5: held[0]}, stepwise=stepwise)
-    with pytest.raises(ShardError, match="no array for slot 0 in out"):
+    with pytest.raises(ShardError, match="no array for rank 0 in out"):
         program.run(held, {}, stepwise=stepwise)
 
 
@@ -440,5 +440,5 @@ def test_arrays_that_have_no_slots_are_refused() -> None:
 def test_a_masked_array_is_refused() -> None:
     shards = rows()
     shards[0] = np.ma.masked_array(shards[0], mask=True)
-    with pytest.raises(ShardError, match="the array of slot 0 is masked"):
+    with pytest.raises(ShardError, match="the array of rank 0 is masked"):
         ROWS_TO_COLUMNS.run(shards)

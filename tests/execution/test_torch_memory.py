@@ -64,7 +64,7 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "message"), BAD)
 def test_a_source_without_memory_is_refused(make: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ShardError, match=f"the array of slot 3 {message}"):
+    with pytest.raises(ShardError, match=f"the array of rank 3 {message}"):
         ROWS_TO_COLUMNS.run(rows() | {3: make(2, 4)})
 
 
@@ -73,7 +73,7 @@ def test_a_target_without_memory_is_refused_before_a_byte_is_written(
     make: Callable[..., Any], message: str
 ) -> None:
     out = columns()
-    with pytest.raises(ShardError, match=f"the array for slot 3 in out {message}"):
+    with pytest.raises(ShardError, match=f"the array for rank 3 in out {message}"):
         ROWS_TO_COLUMNS.run(rows(), out | {3: make(4, 2)})
     assert not any(array.any() for array in out.values())
 
@@ -94,5 +94,5 @@ def test_a_transform_of_torch_cannot_see_through_a_run() -> None:
         found: torch.Tensor = ROWS_TO_COLUMNS.run(dict.fromkeys(MESH.devices, rows_of_all))[0]
         return found.sum()
 
-    with pytest.raises(ShardError, match="the array of slot 0 is a Tensor whose memory cannot be"):
+    with pytest.raises(ShardError, match="the array of rank 0 is a Tensor whose memory cannot be"):
         torch.func.grad(first)(torch.ones((2, 4)))

@@ -179,32 +179,32 @@ def replaced(rank: int, array: Any) -> Shards:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        (dict, r"no array for slot 0; the source holds data on slots \[0, 1, 2, 3, 5, 7\]"),
+        (dict, r"no array for rank 0; the source holds data on ranks \[0, 1, 2, 3, 5, 7\]"),
         (
             lambda: {rank: array for rank, array in good_shards().items() if rank != 5},
-            r"no array for slot 5; .* got \[0, 1, 2, 3, 7\]",
+            r"no array for rank 5; .* got \[0, 1, 2, 3, 7\]",
         ),
-        (lambda: {"0": np.zeros((2, 4)), 1: np.zeros((2, 4))}, r"slot 0; .* got \['0', 1\]"),
+        (lambda: {"0": np.zeros((2, 4)), 1: np.zeros((2, 4))}, r"rank 0; .* got \['0', 1\]"),
         (
             lambda: replaced(3, np.zeros((4, 2), np.float32)),
-            r"array of slot 3 has shape \[4, 2\], but the source layout says \[2, 4\]",
+            r"array of rank 3 has shape \[4, 2\], but the source layout says \[2, 4\]",
         ),
         (
             lambda: replaced(3, np.zeros((2, 4), np.float64)),
-            "slot 3 is NumpyArrays of float64, that of slot 0 NumpyArrays of float32",
+            "rank 3 is NumpyArrays of float64, that of rank 0 NumpyArrays of float32",
         ),
         (
             lambda: replaced(3, torch.zeros((2, 4))),
-            "slot 3 is TorchTensors of float32, that of slot 0 NumpyArrays",
+            "rank 3 is TorchTensors of float32, that of rank 0 NumpyArrays",
         ),
-        (lambda: replaced(3, [[0.0] * 4] * 2), "the array of slot 3 is a list"),
+        (lambda: replaced(3, [[0.0] * 4] * 2), "the array of rank 3 is a list"),
         (
             lambda: replaced(3, np.full((2, 4), None)),
-            "the array of slot 3: dtype 'object'",
+            "the array of rank 3: dtype 'object'",
         ),
         (
             lambda: replaced(3, np.zeros((2, 4), ">f4")),
-            "the array of slot 3: .* other order",
+            "the array of rank 3: .* other order",
         ),
         (
             lambda: {rank: torch.zeros((2, 4), device="meta") for rank in MESH.devices},

@@ -222,6 +222,6 @@ def _name_outputs(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
 def _name_sources(every: Sequence[_Memory]) -> Iterator[NamedStorage]:
     for memory in every:
         name = memory.arrays.name
-        of = "the source of slot" if name is None else f"the source of {name!r} on slot"
+        of = "the source of rank" if name is None else f"the source of {name!r} on rank"
         for slot, storage in memory.held.items():
             yield NamedStorage(f"{of} {slot}", storage)

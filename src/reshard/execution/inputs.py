@@ -17,17 +17,17 @@ from reshard.layout import Layout
 
 
 def check_by_slot(arrays: object, name: str) -> None:
-    """Raise ShardError for what is no table of arrays by slot.
+    """Raise ShardError for what is no table of arrays by rank.
 
     >>> import numpy as np
     >>> check_by_slot([np.zeros(2)], "out")
     Traceback (most recent call last):
         ...
-    reshard.errors.ShardError: out is a list; give arrays by slot, such as {0: array}
+    reshard.errors.ShardError: out is a list; give arrays by rank, such as {0: array}
     """
     if not isinstance(arrays, Mapping):
         raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by slot, such as {{0: array}}"
+            f"{name} is a {type(arrays).__name__}; give arrays by rank, such as {{0: array}}"
         )
 
 
@@ -38,12 +38,12 @@ def check_by_name(arrays: object, name: str) -> None:
     >>> check_by_name([{0: np.zeros(2)}], "out")
     Traceback (most recent call last):
         ...
-    reshard.errors.ShardError: out is a list; give arrays by tensor and slot, such as {'w': {0:
+    reshard.errors.ShardError: out is a list; give arrays by tensor and rank, such as {'w': {0:
     array}}
     """
     if not isinstance(arrays, Mapping):
         raise ShardError(
-            f"{name} is a {type(arrays).__name__}; give arrays by tensor and slot, such as "
+            f"{name} is a {type(arrays).__name__}; give arrays by tensor and rank, such as "
             "{'w': {0: array}}"
         )
 
@@ -82,7 +82,7 @@ def check_shards(
     missing = [slot for slot in holders if slot not in shards]
     if missing:
         raise ShardError(
-            f"no array{tensor} for slot {missing[0]}; the source holds data on slots "
+            f"no array{tensor} for rank {missing[0]}; the source holds data on ranks "
             f"{list(holders)}, got {sort_for_reading(shards)}"
         )
     if not holders:
@@ -99,7 +99,7 @@ def check_shards(
         if other.dtype is not kind.dtype or type(other) is not type(kind):
             raise ShardError(
                 f"{source_name(slot, tensor)} is {type(other).__name__} of {other.dtype.name}, "
-                f"that of slot {holders[0]} {type(kind).__name__} of {kind.dtype.name}; "
+                f"that of rank {holders[0]} {type(kind).__name__} of {kind.dtype.name}; "
                 "all must be alike"
             )
     if dtype is not None and kind.dtype is not dtype:
@@ -125,4 +125,4 @@ def source_storages(
 
 def source_name(slot: int, tensor: str = "") -> str:
     """What an error calls the array that was given for a slot."""
-    return f"the array of slot {slot}{tensor}"
+    return f"the array of rank {slot}{tensor}"

@@ -64,7 +64,7 @@ def given_storages(
     missing = [slot for slot in layout.holders if slot not in out]
     if missing:
         raise ShardError(
-            f"no array{tensor} for slot {missing[0]} in out; the target holds data on slots "
+            f"no array{tensor} for rank {missing[0]} in out; the target holds data on ranks "
             f"{list(layout.holders)}, got {sort_for_reading(out)}"
         )
     found = {}
@@ -93,7 +93,7 @@ def given_storages(
 
 def output_name(slot: int, tensor: str = "") -> str:
     """What an error calls the array given for a slot."""
-    return f"the array{tensor} for slot {slot} in out"
+    return f"the array{tensor} for rank {slot} in out"
 
 
 def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -> None:
