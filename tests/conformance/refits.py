@@ -8,7 +8,7 @@ import reshard
 from conformance.checked_movement import Side, check
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.tensor_pairs import Reconciled
+from reshard.megatron.tensor_pairs import TensorPair
 from reshard.sharding import ShardingSpec
 from reshard.testing.oracle import contents_of_spec
 
@@ -19,7 +19,7 @@ def side(spec: ShardingSpec, shape: Shape) -> Side:
     return Side(spec.layout(shape), contents_of_spec(spec, shape))
 
 
-def moved(pair: Reconciled) -> reshard.Plan:
+def moved(pair: TensorPair) -> reshard.Plan:
     """The plan of a tensor, checked and run."""
     return check(side(pair.source, pair.shape), side(pair.target, pair.shape))
 

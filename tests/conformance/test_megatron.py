@@ -23,7 +23,7 @@ from reshard.megatron.layers import PipelineLayers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.tensor_pairs import Reconciled, reconcile, reconcile_all
+from reshard.megatron.tensor_pairs import TensorPair, reconcile, reconcile_all
 from reshard.sharding import DimSpec, Level, ShardingSpec
 from reshard.testing.oracle import contents_of_spec, shards_of
 
@@ -410,7 +410,7 @@ def embedding(ranks: MegatronRanks, stage: int) -> MegatronParameter:
     return MegatronParameter(ranks, (16 // ranks.tp, 4), True, stages=(stage,))
 
 
-def run_all(pairs: dict[str, Reconciled], served: dict[str, str]) -> None:
+def run_all(pairs: dict[str, TensorPair], served: dict[str, str]) -> None:
     """Every tensor moved from the data of the name that serves it."""
     data = {name: numbered((16, 4), seed) for seed, name in enumerate(set(served.values()))}
     for name, pair in pairs.items():

@@ -15,7 +15,7 @@ import reshard
 from reshard.errors import LayoutError, RuleError, SpecError
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.ranks import MegatronRanks
-from reshard.megatron.tensor_pairs import Reconciled, reconcile, reconcile_all
+from reshard.megatron.tensor_pairs import TensorPair, reconcile, reconcile_all
 
 
 def cut(tp: int, *shape: int, **attributes: Any) -> MegatronParameter:
@@ -26,7 +26,7 @@ def whole(tp: int, *shape: int, **attributes: Any) -> MegatronParameter:
     return MegatronParameter(MegatronRanks(tp=tp), shape, **attributes)
 
 
-def texts(pair: Reconciled) -> tuple[str, str]:
+def texts(pair: TensorPair) -> tuple[str, str]:
     return str(pair.source), str(pair.target)
 
 

@@ -12,7 +12,7 @@ from reshard.notation.registry import public_names
 
 
 def test_the_names_are_those_of_the_notations() -> None:
-    eager = {"NOTATIONS", "Notation", "ParsedSharding", "read_sharding"}
+    eager = {"NOTATIONS", "Notation", "ParsedSharding", "read_sharding", "write_sharding"}
     assert set(notation.__all__) == eager | set(public_names())
     for name, module in public_names().items():
         assert getattr(notation, name).__module__ == module

@@ -27,7 +27,7 @@ def test_every_index_is_one_of_a_member(shares: list[int], groups: int, times: i
     ]
     found: list[str] = []
     counts = dict.fromkeys(members, 0)
-    for stretch in fusion.stretches(len(expected)):
+    for stretch in fusion.member_slices(len(expected)):
         assert stretch.start == len(found)
         assert stretch.member_start == counts[stretch.member]
         size = stretch.stop - stretch.start
@@ -40,9 +40,9 @@ def test_every_index_is_one_of_a_member(shares: list[int], groups: int, times: i
 def test_lengths_that_do_not_divide() -> None:
     for length, fusion in ((5, Fusion(("a", "b"))), (6, Fusion(("a", "b"), (1, 1), 2))):
         with pytest.raises(RecipeError, match=f"length {length} cannot be cut"):
-            fusion.stretches(length)
+            fusion.member_slices(length)
     with pytest.raises(RecipeError, match=r"needs numbers of a config\.json"):
-        Fusion(("a", "b"), groups="heads").stretches(4)
+        Fusion(("a", "b"), groups="heads").member_slices(4)
     with pytest.raises(RecipeError, match="groups of 0"):
         Fusion(("a", "b"), groups=0)
 

@@ -7,7 +7,7 @@ import pytest
 from reshard.errors import UsageError
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe, shipped_recipes
-from reshard.recipes.name_patterns import by_pattern, called
+from reshard.recipes.name_patterns import find_by_pattern, find_foreign_name
 
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 4}
 
@@ -24,10 +24,10 @@ def test_shipped_tables_are_read_back(recipe: str, convention: str) -> None:
         members = own.members if isinstance(own, Fusion) else (own,)
         for member in members:
             name = member.replace("*", "3")
-            found = called(name, table)
+            found = find_foreign_name(name, table)
             assert found is not None
             meaning = (
-                by_pattern(found.name, table) if found.name not in table else table[found.name]
+                find_by_pattern(found.name, table) if found.name not in table else table[found.name]
             )
             assert meaning == (name if found.fusion is None else found.fusion)
             assert name in (found.fusion.members if found.fusion else [name])
@@ -38,23 +38,23 @@ def test_shipped_tables_are_read_back(recipe: str, convention: str) -> None:
 
 def test_the_first_entry_counts() -> None:
     table = {"a.*": "x.*", "b.*": "x.*", "c": "y"}
-    assert called("x.7", table) == ("a.7", None)
-    assert called("y", table) == ("c", None)
-    assert called("z", table) is None
-    assert called("xy.7", table) is None
+    assert find_foreign_name("x.7", table) == ("a.7", None)
+    assert find_foreign_name("y", table) == ("c", None)
+    assert find_foreign_name("z", table) is None
+    assert find_foreign_name("xy.7", table) is None
 
 
 def test_numbers_of_layers_and_experts_keep_their_places() -> None:
     table = {"d.*.fc1.weight*": Fusion(("m.*.e.*.gate", "m.*.e.*.up"))}
-    found = called("m.3.e.12.up", table)
+    found = find_foreign_name("m.3.e.12.up", table)
     assert found is not None and found.fusion is not None
     assert (found.name, found.fusion.members) == (
         "d.3.fc1.weight12",
         ("m.3.e.12.gate", "m.3.e.12.up"),
     )
-    assert by_pattern("d.3.fc1.weight12", table) == found.fusion
+    assert find_by_pattern("d.3.fc1.weight12", table) == found.fusion
 
 
 def test_a_name_that_cannot_be_filled_in() -> None:
     with pytest.raises(UsageError, match="more `\\*` than the pattern"):
-        called("x", {"a.*": "x"})
+        find_foreign_name("x", {"a.*": "x"})

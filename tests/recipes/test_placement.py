@@ -103,14 +103,18 @@ def test_roles_are_given_to_axes_of_the_mesh() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("tp=2", {"ep": "dp"}, "axis 'ep' cannot be played by 'dp': unknown axis 'dp'"),
-        ("tp=2", {"ep": "t-p"}, "axis 'ep' cannot be played by 't-p': cannot read the axis"),
+        ("tp=2", {"ep": "dp"}, "axis 'ep' cannot be mapped to 'dp': unknown axis 'dp'"),
+        ("tp=2", {"ep": "t-p"}, "axis 'ep' cannot be mapped to 't-p': cannot read the axis"),
         ("tp=6", {"ep": "tp"}, "axis tp is used in dimension 0 and the restricted axes"),
-        ("x=6", {"ep": "x:(1)2"}, r"dealt out by axis 'ep', played by x:\(1\)2; let whole axes"),
+        (
+            "x=6",
+            {"ep": "x:(1)2"},
+            r"dealt out by axis 'ep', mapped to x:\(1\)2; map it to whole axes",
+        ),
         (
             "a=2,b=3",
             {"pp": "a b"},
-            r"coordinates \[0, 5\] of axis 'pp', played by a b, are no product",
+            r"coordinates \[0, 5\] of axis 'pp', mapped to a b, are no product",
         ),
         ("pp=2", {"layer": "sizes[1,2]"}, "'mine', layer: sizes .* add up to 3, but the length"),
     ],
@@ -224,7 +228,7 @@ def test_options_name_what_there_is() -> None:
         ({"numbers": {"n": Numbering("zp", "n")}}, "number 'n' is of axis 'zp'; its axes are tp"),
         ({"stand_ins": {"zp": "tp"}}, "a stand-in is of axis 'zp'"),
         ({"stand_ins": {"tp": "zp"}}, "a stand-in is of axis 'zp'"),
-        ({"roles": {"zp": "tp"}}, "a role is of axis 'zp'"),
+        ({"mesh_axes": {"zp": "tp"}}, "a mapping is of axis 'zp'"),
     ],
 )
 def test_recipes_that_cannot_be(more: dict[str, dict[str, object]], message: str) -> None:
@@ -235,7 +239,7 @@ def test_recipes_that_cannot_be(more: dict[str, dict[str, object]], message: str
 def test_stand_ins_in_a_circle_end() -> None:
     stand_ins = {"tp": "etp", "etp": "tp"}
     recipe = Recipe("r", "", (), ("tp", "etp"), (Rule("*", "tp, ..."),), stand_ins=stand_ins)
-    assert recipe.players(DeviceMesh.of(x=2)) == {"tp": (), "etp": ()}
+    assert recipe.map_axes(DeviceMesh.of(x=2)) == {"tp": (), "etp": ()}
     assert str(assign({"a": (2,)}, DeviceMesh.of(etp=2), (), recipe).specs["a"]) == "etp"
 
 

@@ -30,8 +30,8 @@ from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Box, Layout
-from reshard.recipes.fusion import Fusion, Stretch
-from reshard.recipes.name_patterns import Called, Meaning, by_pattern, called
+from reshard.recipes.fusion import Fusion, MemberSlice
+from reshard.recipes.name_patterns import ForeignName, Meaning, find_by_pattern, find_foreign_name
 from reshard.recipes.recipe import Recipe
 
 MOST_BOXES = 100_000
@@ -103,7 +103,7 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
-        meaning = table[name] if name in table else by_pattern(name, table)
+        meaning = table[name] if name in table else find_by_pattern(name, table)
         if isinstance(meaning, str):
             new.add(dataclasses.replace(tensor, name=meaning), name)
             continue
@@ -134,7 +134,7 @@ def in_names_of(
     new = _Tensors(checkpoint)
     fused: dict[str, Fusion] = {}
     for name, tensor in checkpoint.tensors.items():
-        theirs = called(name, table) or Called(name)
+        theirs = find_foreign_name(name, table) or ForeignName(name)
         if theirs.fusion is None:
             new.add(dataclasses.replace(tensor, name=theirs.name), name)
         elif fused.setdefault(theirs.name, theirs.fusion) != theirs.fusion:
@@ -289,9 +289,9 @@ def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 
 
-def _stretches(name: str, fusion: Fusion, length: int) -> tuple[Stretch, ...]:
+def _stretches(name: str, fusion: Fusion, length: int) -> tuple[MemberSlice, ...]:
     try:
-        return fusion.stretches(length)
+        return fusion.member_slices(length)
     except RecipeError as error:
         raise RecipeError(f"the fused parameter {name!r}: {error}") from None
 

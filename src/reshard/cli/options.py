@@ -113,7 +113,7 @@ option_option = click.option(
     "options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes that play one "
+    help="Of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes of one "
     "of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
 )
 _CONVERSION_OPTIONS = (

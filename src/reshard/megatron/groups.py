@@ -62,15 +62,15 @@ class MegatronGrids:
         if not groups:
             raise MeshError("no rank says its process groups; give those of at least one")
         known = {axis for of in groups.values() for axis in of}
-        for problem in _misfits(groups, known):
+        for problem in _find_misfits(groups, known):
             raise MeshError(problem)
         dense, expert = dict.fromkeys(DENSE_AXES, ""), dict.fromkeys(EXPERT_AXES, "")
         for grid in (dense, expert):
             grid.update({axis: axis for axis in grid if axis in known})
         expert["etp"] = expert["etp"] or dense["tp"]
-        return cls(_grid(groups, dense, "dp"), _grid(groups, expert, "edp"))
+        return cls(_build_grid(groups, dense, "dp"), _build_grid(groups, expert, "edp"))
 
-    def _size(self, axis: str) -> int:
+    def _find_size(self, axis: str) -> int:
         for mesh in (self.dense, self.expert):
             if axis in mesh.axis_names:
                 return mesh.shape[mesh.axis_names.index(axis)]
@@ -79,30 +79,30 @@ class MegatronGrids:
     @property
     def tp(self) -> int:
         """Ranks that share a tensor."""
-        return self._size("tp")
+        return self._find_size("tp")
 
     @property
     def pp(self) -> int:
         """Pipeline stages."""
-        return self._size("pp")
+        return self._find_size("pp")
 
     @property
     def dp(self) -> int:
         """Ranks that hold copies of a tensor's part, and read different data."""
-        return self._size("dp")
+        return self._find_size("dp")
 
     @property
     def ep(self) -> int:
         """Ranks that share the experts between them."""
-        return self._size("ep")
+        return self._find_size("ep")
 
     @property
     def expert_tp(self) -> int:
         """Ranks that share one expert."""
-        return self._size("etp")
+        return self._find_size("etp")
 
 
-def _misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
+def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
     """What is wrong with the groups by themselves."""
     for axis in sorted(known - set(GROUP_AXES)):
         yield f"a process group along {axis!r}; the axes are {', '.join(GROUP_AXES)}"
@@ -129,7 +129,7 @@ def _misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
                     )
 
 
-def _grid(groups: Mapping[int, Groups], named: Mapping[str, str], copies: str) -> DeviceMesh:
+def _build_grid(groups: Mapping[int, Groups], named: Mapping[str, str], copies: str) -> DeviceMesh:
     """One grid: axes with the name of the group that says their places; empty for none."""
     places: dict[tuple[int, ...], dict[int, int]] = {}
     for rank in sorted(groups):
@@ -148,14 +148,16 @@ def _grid(groups: Mapping[int, Groups], named: Mapping[str, str], copies: str) -
         sizes = ", ".join(f"{axis} {size}" for axis, size in zip(named, shape, strict=True))
         raise MeshError(
             f"the process groups of {len(groups)} ranks make no grid of {sizes}: "
-            + _unlike(places, shape)
+            + _describe_conflict(places, shape)
         )
     # As in MegatronRanks, the first axis of a grid varies fastest.
     devices = [next(iter(places[at])) for at in sorted(places, key=lambda at: tuple(reversed(at)))]
     return DeviceMesh("mesh", tuple(reversed(shape)), tuple(reversed(list(named))), devices)
 
 
-def _unlike(places: Mapping[tuple[int, ...], Mapping[int, int]], shape: Sequence[int]) -> str:
+def _describe_conflict(
+    places: Mapping[tuple[int, ...], Mapping[int, int]], shape: Sequence[int]
+) -> str:
     """The first place that no rank has, or two."""
     for at, ranks in places.items():
         if len(ranks) > 1:

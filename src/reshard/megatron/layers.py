@@ -115,7 +115,7 @@ class PipelineLayers:
         """How many model chunks a stage has."""
         return len(self.counts)
 
-    def _starts(self) -> list[int]:
+    def _find_starts(self) -> list[int]:
         """Where every stretch begins, chunk by chunk and stage by stage, and the end."""
         return [0, *itertools.accumulate(itertools.chain.from_iterable(self.counts))]
 
@@ -123,7 +123,7 @@ class PipelineLayers:
         """Where a layer is, counted from 0. Raises RuleError for one that is not there."""
         if not 0 <= layer < self.layers:
             raise RuleError(f"layer {layer} of {self.layers}; layers are counted from 0")
-        for index, (start, stop) in enumerate(itertools.pairwise(self._starts())):
+        for index, (start, stop) in enumerate(itertools.pairwise(self._find_starts())):
             if start <= layer < stop:
                 chunk, stage = divmod(index, self.pp)
                 return LayerPlace(stage, chunk, layer - start)
@@ -136,7 +136,7 @@ class PipelineLayers:
                 f"stage {stage}, chunk {chunk} of a pipeline of {self.pp} stages with {self.vpp} "
                 "chunks each"
             )
-        starts = self._starts()
+        starts = self._find_starts()
         index = chunk * self.pp + stage
         return range(starts[index], starts[index + 1])
 

@@ -97,10 +97,10 @@ class MegatronNames:
             if self.layers is None:
                 return number
             held = self.layers.layers_of(self._place("pp", rank), chunk)
-            return held[_within(number, len(held), f"layer of chunk {chunk}", name, rank)]
+            return held[_check_within(number, len(held), f"layer of chunk {chunk}", name, rank)]
 
         def expert(number: int) -> int:
-            _within(number, self.experts_per_rank, "expert", name, rank)
+            _check_within(number, self.experts_per_rank, "expert", name, rank)
             return self._place("ep", rank) * self.experts_per_rank + number
 
         return self._renumber(name, layer, expert)
@@ -119,11 +119,13 @@ class MegatronNames:
         def layer(number: int) -> int:
             if self.layers is None:
                 return number
-            _within(number, self.layers.layers, "layer", name)
+            _check_within(number, self.layers.layers, "layer", name)
             return self.layers.place(number).number
 
         def expert(number: int) -> int:
-            return _within(number, self.num_experts or 0, "expert", name) % self.experts_per_rank
+            return (
+                _check_within(number, self.num_experts or 0, "expert", name) % self.experts_per_rank
+            )
 
         return self._renumber(name, layer, expert)
 
@@ -156,17 +158,17 @@ class MegatronNames:
         layer = self.layer(name)
         if layer is None or self.layers is None:
             return None
-        return self.layers.place(_within(layer, self.layers.layers, "layer", name)).stage
+        return self.layers.place(_check_within(layer, self.layers.layers, "layer", name)).stage
 
     def expert_rank(self, name: str) -> int | None:
         """The `ep` coordinate that has the expert of a global name; None for what is of none."""
         expert = self.expert(name)
         if expert is None:
             return None
-        return _within(expert, self.num_experts or 0, "expert", name) // self.experts_per_rank
+        return _check_within(expert, self.num_experts or 0, "expert", name) // self.experts_per_rank
 
 
-def _within(number: int, count: int, what: str, name: str, rank: int | None = None) -> int:
+def _check_within(number: int, count: int, what: str, name: str, rank: int | None = None) -> int:
     if number >= count:
         where = "in the model" if rank is None else f"on rank {rank}"
         raise NotationError(

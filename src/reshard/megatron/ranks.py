@@ -180,11 +180,11 @@ def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMe
             raise MeshError(f"order {order!r} leaves out {axis}, whose size is {sizes[axis]}")
     axes += [axis for axis in sizes if axis not in axes]
     axes.reverse()
-    return _grid(tuple(axes), tuple(sizes[axis] for axis in axes), offset)
+    return _build_grid(tuple(axes), tuple(sizes[axis] for axis in axes), offset)
 
 
 @lru_cache(maxsize=256)
-def _grid(axes: tuple[str, ...], shape: tuple[int, ...], offset: int) -> DeviceMesh:
+def _build_grid(axes: tuple[str, ...], shape: tuple[int, ...], offset: int) -> DeviceMesh:
     return DeviceMesh("mesh", shape, axes, range(offset, offset + math.prod(shape)))
 
 

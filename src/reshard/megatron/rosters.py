@@ -110,10 +110,10 @@ def gather_parameters(
                         "local names become global ones by the layers and experts that names has"
                     )
                 held[rank] = local
-    return {name: _parameter(names, name, held) for name, held in found.items()}
+    return {name: _combine(names, name, held) for name, held in found.items()}
 
 
-def _parameter(
+def _combine(
     names: MegatronNames, name: str, held: Mapping[int, LocalParameter]
 ) -> MegatronParameter:
     ranks = names.ranks
@@ -157,7 +157,7 @@ def _parameter(
             f"rank {min(absent)} has no {name!r}, which rank {first_rank} of its group has; every "
             "rank of a stage (and of an expert rank) lists it"
         )
-    by_part = _by_part(name, at["etp" if first.is_expert else "tp"], held)
+    by_part = _group_by_part(name, at["etp" if first.is_expert else "tp"], held)
     shapes = tuple(local.shape for local in by_part)
     sizes = tuple(local.partition_sizes for local in by_part)
     says = asdict(first) | {
@@ -171,7 +171,7 @@ def _parameter(
     return MegatronParameter(ranks, **says, stages=stages, expert_ranks=expert_ranks)
 
 
-def _by_part(
+def _group_by_part(
     name: str, part: Mapping[int, int], held: Mapping[int, LocalParameter]
 ) -> list[LocalParameter]:
     """What each tensor-parallel rank says; copies of one must say the same."""

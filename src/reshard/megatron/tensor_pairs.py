@@ -33,7 +33,7 @@ from reshard.megatron.parameters import MegatronParameter, Shape
 from reshard.sharding import ShardingSpec
 
 
-class Reconciled(NamedTuple):
+class TensorPair(NamedTuple):
     """One tensor, as both sides mean it."""
 
     shape: Shape
@@ -43,7 +43,7 @@ class Reconciled(NamedTuple):
 
 def reconcile(
     source: MegatronParameter, target: MegatronParameter, *, cast: str | None = None
-) -> Reconciled:
+) -> TensorPair:
     """The shape of a tensor and its sharding on both sides.
 
     Args:
@@ -73,17 +73,17 @@ def reconcile(
 @lru_cache(maxsize=4096)
 def _reconcile(
     source: MegatronParameter, target: MegatronParameter, cast: str | None
-) -> Reconciled:
+) -> TensorPair:
     _check_types(source, target, cast)
     if source.is_expert != target.is_expert:
         raise SpecError(
             f"the source says is_expert={source.is_expert}, the target {target.is_expert}; a "
             "parameter belongs to an expert on both sides or on neither"
         )
-    source, target = _read(source, target)
+    source, target = _choose_reading(source, target)
     _check_outside(source, target)
-    source, target = _with_common_blocks(source, target)
-    return Reconciled(source.global_shape, source.spec(), target.spec())
+    source, target = _share_blocks(source, target)
+    return TensorPair(source.global_shape, source.spec(), target.spec())
 
 
 def _check_types(source: MegatronParameter, target: MegatronParameter, cast: str | None) -> None:
@@ -101,7 +101,7 @@ def _check_types(source: MegatronParameter, target: MegatronParameter, cast: str
         raise SpecError(f"cast={cast!r}, but the target is {target.dtype}; cast to that")
 
 
-def _read(
+def _choose_reading(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
     """Both sides with the marks by which they have one length along the cut."""
@@ -170,7 +170,7 @@ def _check_outside(source: MegatronParameter, target: MegatronParameter) -> None
             )
 
 
-def _with_common_blocks(
+def _share_blocks(
     source: MegatronParameter, target: MegatronParameter
 ) -> tuple[MegatronParameter, MegatronParameter]:
     """Both sides with block sizes, where one has them."""
@@ -212,7 +212,7 @@ def reconcile_all(
     *,
     cast: Mapping[str, str] | str | None = None,
     ties: Mapping[str, str] | None = None,
-) -> dict[str, Reconciled]:
+) -> dict[str, TensorPair]:
     """Every tensor of the target with the one of the source that it is, by global name.
 
     Args:
@@ -232,9 +232,9 @@ def reconcile_all(
     >>> list(found)
     ['word', 'out']
     """
-    sources, targets = _by_name(source, "source"), _by_name(target, "target")
+    sources, targets = _index_by_name(source, "source"), _index_by_name(target, "target")
     known = dict(ties or {})
-    serves = {name: _serving(name, sources, known) for name in targets}
+    serves = {name: _find_source(name, sources, known) for name in targets}
     missing = [name for name, served_by in serves.items() if served_by is None]
     if missing:
         raise SpecError(
@@ -242,8 +242,8 @@ def reconcile_all(
             f"{f' (nor {len(missing) - 1} others)' if missing[1:] else ''}; give the parameter, or "
             "declare the name it is tied to in ties"
         )
-    used = {_root(name, known) for name in targets}
-    unused = [name for name in sources if _root(name, known) not in used]
+    used = {_find_root(name, known) for name in targets}
+    unused = [name for name in sources if _find_root(name, known) not in used]
     if unused:
         raise SpecError(
             f"the target has no {unused[0]!r}, which the source has"
@@ -254,13 +254,13 @@ def reconcile_all(
     for name, served_by in serves.items():
         to, of = targets[name], sources[served_by or name]
         try:
-            found[name] = reconcile(of, to, cast=_cast_of(name, of, to, cast))
+            found[name] = reconcile(of, to, cast=_choose_cast(name, of, to, cast))
         except LayoutError as error:
             raise type(error)(f"parameter {name!r}: {error}") from error
     return found
 
 
-def _by_name(
+def _index_by_name(
     parameters: Mapping[str, MegatronParameter] | Iterable[tuple[str, MegatronParameter]], side: str
 ) -> dict[str, MegatronParameter]:
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
@@ -275,7 +275,7 @@ def _by_name(
     return found
 
 
-def _root(name: str, ties: Mapping[str, str]) -> str:
+def _find_root(name: str, ties: Mapping[str, str]) -> str:
     """The name that a chain of ties ends in."""
     seen = [name]
     while seen[-1] in ties:
@@ -285,16 +285,16 @@ def _root(name: str, ties: Mapping[str, str]) -> str:
     return seen[-1]
 
 
-def _serving(
+def _find_source(
     name: str, sources: Mapping[str, MegatronParameter], ties: Mapping[str, str]
 ) -> str | None:
     """The source name that a target name is filled from."""
-    root = _root(name, ties)
-    tied = [other for other in ties if _root(other, ties) == root]
+    root = _find_root(name, ties)
+    tied = [other for other in ties if _find_root(other, ties) == root]
     return next((other for other in (name, root, *tied) if other in sources), None)
 
 
-def _cast_of(
+def _choose_cast(
     name: str,
     source: MegatronParameter,
     target: MegatronParameter,

@@ -53,7 +53,7 @@ def sharding_of_jax(
                 raise NotationError("a single device; give the shape of the tensor it holds")
             return ShardingSpec(DeviceMesh("mesh", (), (), [device.id]), [()] * len(shape))
         if kind == "NamedSharding":
-            return _of_partition_spec(sharding.spec, mesh_of(sharding.mesh), shape)
+            return _read_partition_spec(sharding.spec, mesh_of(sharding.mesh), shape)
         if kind not in PARTITION_SPECS:
             raise NotationError(
                 f"a {kind} names no mesh axes; give a PartitionSpec, NamedSharding or "
@@ -61,10 +61,10 @@ def sharding_of_jax(
             )
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh")
-        return _of_partition_spec(sharding, mesh, shape)
+        return _read_partition_spec(sharding, mesh, shape)
 
 
-def _of_partition_spec(
+def _read_partition_spec(
     partition_spec: Any, mesh: DeviceMesh, shape: Sequence[int] | None
 ) -> ShardingSpec:
     # Older versions of JAX have no `partitions`, newer ones forbid to iterate without it.
@@ -73,14 +73,14 @@ def _of_partition_spec(
     is_open = type(partition_spec).UNCONSTRAINED
     return sharding_of_entries(
         mesh,
-        [None if entry is is_open else _names(entry) for entry in entries],
-        _names(tuple(getattr(partition_spec, "unreduced", None) or ())),
-        _names(tuple(getattr(partition_spec, "reduced", None) or ())),
+        [None if entry is is_open else _check_names(entry) for entry in entries],
+        _check_names(tuple(getattr(partition_spec, "unreduced", None) or ())),
+        _check_names(tuple(getattr(partition_spec, "reduced", None) or ())),
         shape,
     )
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _check_names(entry: Any) -> tuple[str, ...]:
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     for axis in axes:
         if not isinstance(axis, str):
@@ -97,7 +97,7 @@ def mesh_of(mesh: Any) -> DeviceMesh:
     kind = type(mesh).__name__
     if not is_jax(mesh) or kind not in ("Mesh", "AbstractMesh"):
         raise NotationError(f"{kind} is no mesh of JAX; give a Mesh or an AbstractMesh")
-    names = _names(tuple(mesh.axis_names))
+    names = _check_names(tuple(mesh.axis_names))
     if kind == "AbstractMesh":
         return DeviceMesh("mesh", mesh.axis_sizes, names)
     if mesh.empty:
@@ -115,7 +115,7 @@ def to_partition_spec(spec: ShardingSpec) -> Any:
         NotationError: a part of the sharding that JAX cannot say.
     """
     entries, unreduced = entries_of(spec)
-    partition_spec = _jax().sharding.PartitionSpec
+    partition_spec = _import_jax().sharding.PartitionSpec
     open_entry = partition_spec.UNCONSTRAINED
     items = [open_entry if entry is None else entry or None for entry in entries]
     return partition_spec(*items, **({"unreduced": set(unreduced)} if unreduced else {}))
@@ -133,7 +133,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
         NotationError: a part of the sharding that JAX cannot say, a rank without a device.
     """
     partition_spec = to_partition_spec(spec)
-    jax = _jax()
+    jax = _import_jax()
     by_id = {device.id: device for device in (jax.devices() if devices is None else devices)}
     missing = [rank for rank in spec.mesh.devices if rank not in by_id]
     if missing:
@@ -158,7 +158,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
         raise NotationError(f"JAX refuses the sharding `{spec}`: {error}") from error
 
 
-def _jax() -> Any:
+def _import_jax() -> Any:
     try:
         import jax
     except ImportError as error:

@@ -177,7 +177,7 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
         raise NotationError(
             "halo_sizes and sharded_dims_offsets together; MLIR allows one of the two"
         )
-    dims = [[_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
+    dims = [[_find_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
     if shape is not None:
         while len(dims) > len(shape) and not dims[-1]:
             dims.pop()
@@ -187,16 +187,16 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
                 "a dimension"
             )
         dims += [[] for _ in range(len(shape) - len(dims))]
-    rules = _rules(words, [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes])
+    rules = _make_rules(words, [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes])
     return ShardingSpec(
         mesh,
         [DimSpec([Level(axes, next(rules))]) if axes else DimSpec() for axes in dims],
-        partial_axes=[_axis(number, mesh) for number in words.partial_axes],
+        partial_axes=[_find_axis(number, mesh) for number in words.partial_axes],
         reduction=words.reduction,
     )
 
 
-def _axis(number: int, mesh: DeviceMesh) -> Axis:
+def _find_axis(number: int, mesh: DeviceMesh) -> Axis:
     if not 0 <= number < len(mesh.axis_names):
         raise NotationError(
             f"mesh axis {number} of a mesh of {len(mesh.axis_names)} axes ({mesh.text}); they are "
@@ -205,7 +205,7 @@ def _axis(number: int, mesh: DeviceMesh) -> Axis:
     return Axis(mesh.axis_names[number])
 
 
-def _rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
+def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
     """The rules of the sharded dimensions, which have these numbers of parts."""
     if words.halo_sizes:
         sizes = words.halo_sizes
@@ -243,26 +243,26 @@ def mlir_text(spec: ShardingSpec) -> str:
     '[[1, 0], []] partial = max[2]'
     """
     _VOCABULARY.check(spec)
-    lists = [[_number(axis, spec.mesh) for axis in dim.axes] for dim in spec.dim_specs]
+    lists = [[_find_number(axis, spec.mesh) for axis in dim.axes] for dim in spec.dim_specs]
     words = [str(lists or [[]])]
     if spec.reduction is not None:
-        numbers = [_number(axis, spec.mesh) for axis in spec.partial_axes]
+        numbers = [_find_number(axis, spec.mesh) for axis in spec.partial_axes]
         words.append(f"partial = {_WORDS[spec.reduction]}{numbers}")
     levels = [level for dim in spec.dim_specs for level in dim.levels]
     if any(isinstance(level.rule, Halo) for level in levels):
-        widths = [width for level in levels for width in _halo(level, spec)]
+        widths = [width for level in levels for width in _find_halo(level, spec)]
         words.append(f"halo_sizes = {widths}")
     elif any(isinstance(level.rule, Sizes) for level in levels):
-        offsets = [offset for level in levels for offset in _offsets(level, spec)]
+        offsets = [offset for level in levels for offset in _find_offsets(level, spec)]
         words.append(f"sharded_dims_offsets = {offsets}")
     return " ".join(words)
 
 
-def _number(axis: Axis, mesh: DeviceMesh) -> int:
+def _find_number(axis: Axis, mesh: DeviceMesh) -> int:
     return mesh.axis_names.index(axis.name)
 
 
-def _halo(level: Level, spec: ShardingSpec) -> tuple[int, int]:
+def _find_halo(level: Level, spec: ShardingSpec) -> tuple[int, int]:
     rule = level.rule
     if rule.is_default:
         return (0, 0)
@@ -282,7 +282,7 @@ def _halo(level: Level, spec: ShardingSpec) -> tuple[int, int]:
     return (rule.before, rule.after)
 
 
-def _offsets(level: Level, spec: ShardingSpec) -> list[int]:
+def _find_offsets(level: Level, spec: ShardingSpec) -> list[int]:
     if not isinstance(level.rule, Sizes):
         why = "offsets are given for every sharded dimension or none; cut this one by sizes too"
         raise _VOCABULARY.refusal(spec, str(level), why)

@@ -172,9 +172,9 @@ def parse_scalapack(
     DeviceMesh('grid', row=2,column=3, devices=[0, 2, 4, 1, 3, 5])
     """
     try:
-        numbers, named = _words(text)
-        grid = _grid(named.pop("grid", None), named.pop("order", None), mesh)
-        descriptor = _descriptor(numbers, named)
+        numbers, named = _read_words(text)
+        grid = _choose_grid(named.pop("grid", None), named.pop("order", None), mesh)
+        descriptor = _make_descriptor(numbers, named)
         sizes = (descriptor.m, descriptor.n)
         if shape is not None and (
             len(shape) != 2
@@ -189,7 +189,7 @@ def parse_scalapack(
         raise type(error)(f"{error} (in the descriptor `{text}`)") from None
 
 
-def _words(text: str) -> tuple[list[int], dict[str, str]]:
+def _read_words(text: str) -> tuple[list[int], dict[str, str]]:
     """The numbers without and the values with a name."""
     numbers: list[int] = []
     named: dict[str, str] = {}
@@ -216,7 +216,7 @@ def _words(text: str) -> tuple[list[int], dict[str, str]]:
     return numbers, named
 
 
-def _descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
+def _make_descriptor(numbers: list[int], named: dict[str, str]) -> Descriptor:
     if numbers and named:
         raise NotationError(
             f"numbers {numbers} and names {', '.join(named)}; give one or the other"
@@ -248,10 +248,10 @@ def _is_number(text: str) -> bool:
     return text.lstrip("-").isdecimal()
 
 
-def _grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
+def _choose_grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> DeviceMesh:
     """The grid that the text says; the mesh where it says none, or says the same one."""
     if text is not None:
-        found = _grid_of_ranks(text, order) if "[" in text else _grid_of_sizes(text, order)
+        found = _read_grid_ranks(text, order) if "[" in text else _read_grid_sizes(text, order)
         is_same = mesh is not None and (mesh.shape, mesh.devices) == (found.shape, found.devices)
         return mesh if mesh is not None and is_same else found
     if mesh is None:
@@ -268,14 +268,14 @@ def _grid(text: str | None, order: str | None, mesh: DeviceMesh | None) -> Devic
     return mesh
 
 
-def _grid_of_sizes(text: str, order: str | None) -> DeviceMesh:
+def _read_grid_sizes(text: str, order: str | None) -> DeviceMesh:
     sizes = _SIZES.fullmatch(text)
     if not sizes:
         raise NotationError(f"grid={text}; write rows and columns, such as grid=2x3")
     return process_grid(int(sizes[1]), int(sizes[2]), order or "row")
 
 
-def _grid_of_ranks(text: str, order: str | None) -> DeviceMesh:
+def _read_grid_ranks(text: str, order: str | None) -> DeviceMesh:
     if order is not None:
         raise NotationError(f"grid={text} has every rank, so order={order} is left out")
     rows = [re.findall(r"\d+", row) for row in re.findall(r"\[([\s\d,]*)\]", text)]
@@ -310,16 +310,16 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
     """
     mesh = spec.mesh
     if spec.ndim != 2:
-        raise _cannot_say(f"a tensor of {spec.ndim} dimensions", "it is for matrices")
+        raise _refuse(f"a tensor of {spec.ndim} dimensions", "it is for matrices")
     if shape is not None and len(shape) != 2:
         raise NotationError(f"shape {list(shape)} is no matrix's; give rows and columns")
     if spec.partial_axes or spec.only or any(d.is_open or d.priority for d in spec.dim_specs):
-        raise _cannot_say(f"`{spec}`", "every element is on one process, and there are no marks")
+        raise _refuse(f"`{spec}`", "every element is on one process, and there are no marks")
     lengths = (None, None) if shape is None else tuple(shape)
-    rules = [_block_cyclic(spec, dim, length) for dim, length in enumerate(lengths)]
+    rules = [_find_block_cyclic(spec, dim, length) for dim, length in enumerate(lengths)]
     axes = [dim.axes[0].name for dim in spec.dim_specs]
     if sorted(axes) != sorted(mesh.axis_names):
-        raise _cannot_say(
+        raise _refuse(
             f"`{spec}` over the mesh {mesh.text}", "it has no copies; use every axis of the mesh"
         )
     ranks = np.array(mesh.devices).reshape(mesh.shape)
@@ -327,15 +327,15 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
     sizes = "" if shape is None else f"m={shape[0]} n={shape[1]} "
     return (
         f"{sizes}mb={rules[0].block} nb={rules[1].block} rsrc={rules[0].first} "
-        f"csrc={rules[1].first} {_grid_text(ranks.tolist())}"
+        f"csrc={rules[1].first} {_write_grid(ranks.tolist())}"
     )
 
 
-def _block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
+def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCyclic:
     """The rule of a dimension, as a block-cyclic one."""
     levels = spec.dim_specs[dim].levels
     if len(levels) != 1 or len(levels[0].axes) != 1 or not levels[0].axes[0].is_full:
-        raise _cannot_say(
+        raise _refuse(
             f"`{spec.dim_specs[dim]}` of dimension {dim}",
             "each dimension is cut over one whole axis of the grid",
         )
@@ -349,7 +349,7 @@ def _block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCycl
         found = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
         if found.table(length, parts) is table:
             return found
-    raise _cannot_say(
+    raise _refuse(
         f"the rule `{rule.text or 'ceil'}` of dimension {dim}",
         "blocks are dealt in turn; give a shape, for which other cuts may be the same"
         if length is None
@@ -357,7 +357,7 @@ def _block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> BlockCycl
     )
 
 
-def _grid_text(ranks: list[list[int]]) -> str:
+def _write_grid(ranks: list[list[int]]) -> str:
     """`grid=2x3 order=row`, or every rank where they are in neither order."""
     rows, columns = len(ranks), len(ranks[0])
     for order in ORDERS:
@@ -367,5 +367,5 @@ def _grid_text(ranks: list[list[int]]) -> str:
     return f"grid={ranks}".replace(" ", "")
 
 
-def _cannot_say(part: str, because: str) -> NotationError:
+def _refuse(part: str, because: str) -> NotationError:
     return NotationError(f"a ScaLAPACK descriptor cannot say {part}: {because}")

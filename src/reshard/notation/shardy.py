@@ -259,41 +259,41 @@ def shardy_text(spec: ShardingSpec) -> str:
     for axis in (*used, *spec.replicated_axes, *spec.partial_axes):
         if axis.size == 1:
             raise _VOCABULARY.refusal(spec, str(axis), "it has no sub-axes of size 1; leave it out")
-    words = [symbol_text(spec.mesh.name), _dims_text(spec)]
+    words = [symbol_text(spec.mesh.name), _write_dims(spec)]
     if spec.replicated_axes:
-        words.append(f"replicated={_axes_text(spec.replicated_axes)}")
+        words.append(f"replicated={_write_axes(spec.replicated_axes)}")
     if spec.reduction is not None:
         reduction = "" if spec.reduction == "sum" else spec.reduction
         # In the order of the mesh, sub-axes may follow one another that did not before.
         ordered = in_mesh_order(spec.mesh, spec.partial_axes)
         axes = ShardingSpec(spec.mesh, [], partial_axes=ordered).partial_axes
-        words.append(f"unreduced={reduction}{_axes_text(axes)}")
+        words.append(f"unreduced={reduction}{_write_axes(axes)}")
     return f"#sdy.sharding<{', '.join(words)}>"
 
 
-def _dims_text(spec: ShardingSpec) -> str:
+def _write_dims(spec: ShardingSpec) -> str:
     if spec.mesh.axis_names:
-        return f"[{', '.join(_dim_text(spec, dim) for dim in spec.dim_specs)}]"
+        return f"[{', '.join(_write_dim(spec, dim) for dim in spec.dim_specs)}]"
     for dim in spec.dim_specs:
         if dim.is_open or dim.priority:
             raise _VOCABULARY.refusal(spec, str(dim), "on a mesh without axes it has no dimensions")
     return "[]"
 
 
-def _dim_text(spec: ShardingSpec, dim: DimSpec) -> str:
+def _write_dim(spec: ShardingSpec, dim: DimSpec) -> str:
     if dim.priority and not dim.axes and not dim.is_open:
         why = "it gives no priority to a dimension that is empty and closed; leave it out"
         raise _VOCABULARY.refusal(spec, str(dim), why)
-    words = [_axis_text(axis) for axis in dim.axes] + ["?"] * dim.is_open
+    words = [_write_axis(axis) for axis in dim.axes] + ["?"] * dim.is_open
     return f"{{{', '.join(words)}}}" + (f"p{dim.priority}" if dim.priority else "")
 
 
-def _axis_text(axis: Axis) -> str:
+def _write_axis(axis: Axis) -> str:
     return f'"{axis.name}"' if axis.size is None else f'"{axis.name}":({axis.pre}){axis.size}'
 
 
-def _axes_text(axes: Iterable[Axis]) -> str:
-    return f"{{{', '.join(map(_axis_text, axes))}}}"
+def _write_axes(axes: Iterable[Axis]) -> str:
+    return f"{{{', '.join(map(_write_axis, axes))}}}"
 
 
 def shardy_mesh_text(mesh: DeviceMesh) -> str:

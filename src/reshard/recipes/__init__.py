@@ -3,7 +3,7 @@
     recipe, rules, variables, recipe_file    a recipe, its rules, and the TOML file they are in
     shipped/, library                        the recipes that come with reshard: one file each
     assignment                               rules and a mesh give every tensor a layout
-    axis_roles, numbering, local_names       its parts: mesh axes, layers and experts, their ranks
+    axis_mapping, numbering, local_names     its parts: mesh axes, layers and experts, their ranks
     fusion, fused_sharding, name_patterns    names of other programs, and fused parameters
     strategies                               layouts without rules: whole tensors in turn, by size
     resharding/                              strategies that also carry it out, over arrays

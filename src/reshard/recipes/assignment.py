@@ -5,7 +5,7 @@
 2. The rule's variables become numbers of the model's config and cuts of the recipe, and `...`
    as many `-` as the tensor's rank asks for.
 3. A rule given by hand is read over the mesh as it is. A recipe's rule is read over the
-   recipe's own axes, in whose place then come the axes of the mesh that play them::
+   recipe's own axes, in whose place then come the axes of the mesh that they are mapped to::
 
        mesh dp=2            recipe axes tp             rule "tp@heads12, -"   ->   "-, -"
        mesh dp=2,tp=4       recipe axes tp             rule "tp@heads12, -"   ->   itself
@@ -31,7 +31,7 @@ from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.axis_roles import coordinates_on_mesh, on_mesh, size_of
+from reshard.recipes.axis_mapping import joint_size, map_coordinates, map_sharding
 from reshard.recipes.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
@@ -40,7 +40,7 @@ from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
 
 # For each number of a recipe the coordinates, along the axis that deals it out.
-_Lives = tuple[tuple[str, tuple[int, ...]], ...]
+_Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class _Match(NamedTuple):
     numbers: tuple[tuple[str, int], ...]
 
 
-class _Ruling:
+class _AssignmentBuilder:
     """One assignment under way: rules over a mesh, for one model."""
 
     def __init__(
@@ -101,8 +101,8 @@ class _Ruling:
         from_recipe = [rule for rule in recipe.rules if rule.counts(config)] if recipe else []
         self.rules = (*rules, *from_recipe)
         self.by_hand = len(rules)
-        self.players = recipe.players(mesh) if recipe else {}
-        sizes = [size_of(mesh, self.players[axis]) for axis in recipe.axes] if recipe else []
+        self.mapping = recipe.map_axes(mesh) if recipe else {}
+        sizes = [joint_size(mesh, self.mapping[axis]) for axis in recipe.axes] if recipe else []
         self.recipe_mesh = (
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
@@ -118,7 +118,9 @@ class _Ruling:
         self, name: str, shape: tuple[int, ...], match: _Match
     ) -> AbstractContextManager[None]:
         """Say of an error which tensor and which rule it is about."""
-        return _naming(f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}")
+        return _name_in_errors(
+            f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
+        )
 
     def match(self, name: str) -> _Match | None:
         """The first rule that matches a tensor."""
@@ -128,37 +130,37 @@ class _Ruling:
                 return _Match(number, tuple(found.items()))
         return None
 
-    def sharding(self, number: int, ndim: int, lives: _Lives = ()) -> ShardingSpec:
+    def sharding(self, number: int, ndim: int, lives: _Coordinates = ()) -> ShardingSpec:
         """A rule's sharding for tensors of `ndim` dimensions that live where `lives` says."""
         rule = self.rules[number]
         if self.recipe_mesh is None or number < self.by_hand:
             text = fill_in(rule.spec, self.config)
-            written, players = spec(self.mesh, text, ndim=ndim), None
+            written, mapping = spec(self.mesh, text, ndim=ndim), None
         else:
             text = fill_in(rule.spec, self.config, self.recipe.cuts if self.recipe else {})
-            written, players = spec(self.recipe_mesh, text, ndim=ndim), self.players
-        restricted = [*coordinates_on_mesh(self.mesh, written.only, players)]
-        restricted += coordinates_on_mesh(self.mesh, lives, self.players)
-        return on_mesh(self.mesh, written, players, restricted)
+            written, mapping = spec(self.recipe_mesh, text, ndim=ndim), self.mapping
+        restricted = [*map_coordinates(self.mesh, written.only, mapping)]
+        restricted += map_coordinates(self.mesh, lives, self.mapping)
+        return map_sharding(self.mesh, written, mapping, restricted)
 
     def _lay_out(
-        self, number: int, shape: tuple[int, ...], lives: _Lives
+        self, number: int, shape: tuple[int, ...], lives: _Coordinates
     ) -> tuple[ShardingSpec, Layout]:
         sharding = self.sharding(number, len(shape), lives)
         return sharding, sharding.layout(shape)
 
-    def lives(self, match: _Match) -> _Lives:
+    def lives(self, match: _Match) -> _Coordinates:
         """Where what a rule decides lives, for the numbers whose places are known."""
         found: dict[str, tuple[int, ...]] = {}
         for what, number in match.numbers:
             if what in self.places:
-                self._add(found, what, self.places[what].of_number(number))
+                self._add_coordinates(found, what, self.places[what].of_number(number))
         for what, ends in self.rules[match.number].at:
             if what in self.places:
-                self._add(found, what, self.places[what].of_ends(ends))
+                self._add_coordinates(found, what, self.places[what].of_ends(ends))
         return tuple(found.items())
 
-    def _add(
+    def _add_coordinates(
         self, found: dict[str, tuple[int, ...]], what: str, coordinates: tuple[int, ...]
     ) -> None:
         axis = self.recipe.numbers[what].axis if self.recipe else what
@@ -180,13 +182,13 @@ class _Ruling:
             raise RecipeError(f"no recipe says what {{{what}}} in a rule's pattern numbers")
         for by_bytes in (False, True):
             for what, numbering in numbers.items():
-                parts = size_of(self.mesh, self.players[numbering.axis])
+                parts = joint_size(self.mesh, self.mapping[numbering.axis])
                 if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
                     continue
-                with _naming(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
+                with _name_in_errors(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
                     count = number_in(self.config, tuple(numbering.count.split("|")))
                     if by_bytes:
-                        first, *things, last = self._weights(
+                        first, *things, last = self._weigh(
                             what, count, shapes, matches, itemsizes_bytes
                         )
                         rule: CutRule = sizes_by_weight(things, parts, first, last)
@@ -194,7 +196,7 @@ class _Ruling:
                         rule = check_cut(numbering.cut)
                     self.places[what] = Places.cut(rule, count, parts, numbering.beyond_last)
 
-    def _weights(
+    def _weigh(
         self,
         what: str,
         count: int,
@@ -249,14 +251,14 @@ def assign(
     >>> print(found.specs["up.weight"], found.specs["up.bias"], found.unmatched, sep=" | ")
     tp, - | tp | ('norm',)
     """
-    ruling = _Ruling(mesh, rules, recipe, config)
+    builder = _AssignmentBuilder(mesh, rules, recipe, config)
     for number in range(len(rules)):
         # A wrong rule given by hand is a mistake even where it matches nothing.
-        with _naming(ruling.name_of(number)):
-            ruling.sharding(number, ndim=0)
-    found = {name: ruling.match(name) for name in shapes}
+        with _name_in_errors(builder.name_of(number)):
+            builder.sharding(number, ndim=0)
+    found = {name: builder.match(name) for name in shapes}
     matches = {name: match for name, match in found.items() if match is not None}
-    ruling.find_places(shapes, matches, itemsizes_bytes)
+    builder.find_places(shapes, matches, itemsizes_bytes)
     specs: dict[str, ShardingSpec] = {}
     layouts: dict[str, Layout] = {}
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
@@ -266,35 +268,35 @@ def assign(
             specs[name] = replicated(len(shape))
             layouts[name] = specs[name].layout(shape)
             continue
-        with ruling.naming(name, shape, match):
-            specs[name], layouts[name] = ruling.lay_out(match.number, shape, ruling.lives(match))
+        with builder.naming(name, shape, match):
+            specs[name], layouts[name] = builder.lay_out(match.number, shape, builder.lives(match))
     used = {match.number for match in matches.values()}
-    unused = [n for n in range(len(ruling.rules)) if n not in used]
-    used_axes = {axis for sharding in set(specs.values()) for axis in _used_axes(sharding)}
+    unused = [n for n in range(len(builder.rules)) if n not in used]
+    used_axes = {axis for sharding in set(specs.values()) for axis in _find_used_axes(sharding)}
     return Assignment(
         specs,
         layouts,
-        {name: ruling.rules[match.number] for name, match in matches.items()},
+        {name: builder.rules[match.number] for name, match in matches.items()},
         unmatched=tuple(name for name in shapes if name not in matches),
-        unused_rules=tuple(ruling.rules[n] for n in unused if n < ruling.by_hand),
-        unused_recipe_rules=tuple(ruling.rules[n] for n in unused if n >= ruling.by_hand),
+        unused_rules=tuple(builder.rules[n] for n in unused if n < builder.by_hand),
+        unused_recipe_rules=tuple(builder.rules[n] for n in unused if n >= builder.by_hand),
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),
-        notes=_notes(ruling, matches),
+        notes=_collect_notes(builder, matches),
     )
 
 
-def _notes(ruling: _Ruling, matches: Mapping[str, _Match]) -> tuple[str, ...]:
+def _collect_notes(builder: _AssignmentBuilder, matches: Mapping[str, _Match]) -> tuple[str, ...]:
     """The notes of rules that decided tensors, and whose places are not all the same."""
     notes: dict[str, str] = {}
     for name, match in matches.items():
-        rule = ruling.rules[match.number]
-        if rule.note and all(what in ruling.places for what, _ in rule.at):
+        rule = builder.rules[match.number]
+        if rule.note and all(what in builder.places for what, _ in rule.at):
             notes.setdefault(rule.note, name)
     return tuple(f"{name}: {note}" for note, name in notes.items())
 
 
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
+def _name_in_errors(where: str) -> Iterator[None]:
     """Say of an error what it is about."""
     try:
         yield
@@ -302,7 +304,7 @@ def _naming(where: str) -> Iterator[None]:
         raise RecipeError(f"{where}: {error}") from error
 
 
-def _used_axes(sharding: ShardingSpec) -> set[str]:
+def _find_used_axes(sharding: ShardingSpec) -> set[str]:
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
     used = {axis.name for axis in (*axes, *sharding.partial_axes)}
     return used | {axis for axis, _ in sharding.only}

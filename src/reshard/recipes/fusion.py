@@ -1,4 +1,4 @@
-"""Which stretches of a fused parameter are which other tensors?
+"""Fused parameters: which slices of one are which other tensors.
 
 Frameworks keep tensors that are multiplied by the same input in one parameter. A `Fusion` says
 which, and how they lie in it: one dimension is made of equal groups, and in each group the members
@@ -9,8 +9,8 @@ have their shares one behind the other::
 
     | q q k v | q q k v |                  | g g g | u u u |        | q q q q | k k | v v |
 
-So a fused parameter is one more cut of its members: a *stretch* of it is a stretch of one of them,
-and converting between fused and separate tensors is the same copy as any other change of layout.
+So a fused parameter is one more cut of its members: a slice of it is a slice of one of them, and
+converting between fused and separate tensors is the same copy as any other change of layout.
 
 Sources: `linear_qkv` and `linear_fc1` of Megatron-core, `qkv_proj` and `gate_up_proj` of vLLM.
 """
@@ -28,7 +28,7 @@ from reshard.recipes.variables import number_in
 Number = int | str
 
 
-class Stretch(NamedTuple):
+class MemberSlice(NamedTuple):
     """Indices `start:stop` of the fused dimension, which begin at `member_start` of `member`."""
 
     member: str
@@ -52,10 +52,9 @@ class Fusion:
         RecipeError: fewer than two members, one twice, or shares and groups that are no whole
             numbers of at least 1.
 
-    >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).stretches(8)[:4]
-    (Stretch(member='q', member_start=0, start=0, stop=2), Stretch(member='k', member_start=0,
-    start=2, stop=3), Stretch(member='v', member_start=0, start=3, stop=4), Stretch(member='q',
-    member_start=2, start=4, stop=6))
+    >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).member_slices(8)[2:4]
+    (MemberSlice(member='v', member_start=0, start=3, stop=4),
+    MemberSlice(member='q', member_start=2, start=4, stop=6))
     """
 
     members: tuple[str, ...]
@@ -102,8 +101,8 @@ class Fusion:
 
         return replace(self, shares=tuple(map(number, self.shares)), groups=number(self.groups))
 
-    def stretches(self, length: int) -> tuple[Stretch, ...]:
-        """The stretches of a fused dimension of `length`, in order.
+    def member_slices(self, length: int) -> tuple[MemberSlice, ...]:
+        """The slices of a fused dimension of `length` that are members', in order.
 
         Raises RecipeError for a length that groups and shares do not divide, and for numbers that
         only a config knows.
@@ -123,7 +122,7 @@ class Fusion:
         start = 0
         for group in range(groups):
             for member, size in zip(self.members, sizes, strict=True):
-                found.append(Stretch(member, group * size, start, start + size))
+                found.append(MemberSlice(member, group * size, start, start + size))
                 start += size
         return tuple(found)
 
@@ -134,6 +133,6 @@ class Fusion:
         (3, 3)
         """
         found = dict.fromkeys(self.members, 0)
-        for stretch in self.stretches(length):
-            found[stretch.member] += stretch.stop - stretch.start
+        for one in self.member_slices(length):
+            found[one.member] += one.stop - one.start
         return tuple(found.values())

@@ -48,7 +48,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     if isinstance(name_or_path, Path) or _is_path(name_or_path):
         return _load_file(Path(name_or_path), ())
     if name_or_path not in shipped_recipes():
-        raise RecipeError(_unknown(name_or_path))
+        raise RecipeError(_describe_unknown(name_or_path))
     return _load_shipped(name_or_path)
 
 
@@ -87,7 +87,7 @@ def _load_shipped(name: str) -> Recipe:
     return read_recipe(SHIPPED / f"{name}.toml", f"{name}.toml", load_recipe)
 
 
-def _unknown(name: str) -> str:
+def _describe_unknown(name: str) -> str:
     shipped = shipped_recipes()
     near = difflib.get_close_matches(name.casefold(), shipped)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

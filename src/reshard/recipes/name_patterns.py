@@ -1,4 +1,4 @@
-"""What is a name in other names, by a table of patterns, and the other way round?
+"""Names of other programs: what a name is in a recipe's names, by a table of patterns, and back.
 
 A table says of names of one convention what they are in a recipe's: `*` in a pattern stands for any
 text, and takes the place of the same `*` in the entry. An entry is a name, or a `Fusion` of names::
@@ -23,58 +23,60 @@ from reshard.recipes.fusion import Fusion
 Meaning = str | Fusion
 
 
-class Called(NamedTuple):
+class ForeignName(NamedTuple):
     """What a name is called: a name, or the fused parameter of that name, of these members."""
 
     name: str
     fusion: Fusion | None = None
 
 
-def by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
+def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning]) -> Meaning:
     """The entry of the first pattern that a name fits, filled in; the name where none fits.
 
-    >>> by_pattern("layers.3.up", {"layers.*": "decoder.*"})
+    >>> find_by_pattern("layers.3.up", {"layers.*": "decoder.*"})
     'decoder.3.up'
     """
     for pattern, entry in table.items():
         if "*" not in pattern:
             continue
-        found = expression(pattern).fullmatch(name)
+        found = compile_pattern(pattern).fullmatch(name)
         if found and isinstance(entry, str):
-            return _filled_in(entry, found.groups())
+            return _fill_in(entry, found.groups())
         if found and isinstance(entry, Fusion):
-            return _fusion_filled_in(entry, found.groups())
+            return _fill_in_fusion(entry, found.groups())
     return name
 
 
-def called(name: str, table: Mapping[str, Meaning]) -> Called | None:
+def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
     """What a table's convention calls the name of a recipe; None where it says nothing of it.
 
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
-    >>> called("layers.3.down", table).name, called("layers.3.up", table).fusion.members
-    ('layers.3.fc2', ('layers.3.gate', 'layers.3.up'))
+    >>> find_foreign_name("layers.3.down", table).name
+    'layers.3.fc2'
+    >>> find_foreign_name("layers.3.up", table).fusion.members
+    ('layers.3.gate', 'layers.3.up')
     """
     for theirs, own in table.items():
         for member in own.members if isinstance(own, Fusion) else (own,):
-            found = expression(member).fullmatch(name)
+            found = compile_pattern(member).fullmatch(name)
             if found is None:
                 continue
-            fusion = _fusion_filled_in(own, found.groups()) if isinstance(own, Fusion) else None
-            return Called(_filled_in(theirs, found.groups()), fusion)
+            fusion = _fill_in_fusion(own, found.groups()) if isinstance(own, Fusion) else None
+            return ForeignName(_fill_in(theirs, found.groups()), fusion)
     return None
 
 
 @lru_cache(maxsize=1024)
-def expression(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern, with a group for what each `*` stands for."""
     return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
 
 
-def _fusion_filled_in(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
-    return replace(fusion, members=tuple(_filled_in(member, found) for member in fusion.members))
+def _fill_in_fusion(fusion: Fusion, found: tuple[str, ...]) -> Fusion:
+    return replace(fusion, members=tuple(_fill_in(member, found) for member in fusion.members))
 
 
-def _filled_in(entry: str, found: tuple[str, ...]) -> str:
+def _fill_in(entry: str, found: tuple[str, ...]) -> str:
     first, *others = entry.split("*")
     if len(others) > len(found):
         raise UsageError(f"{entry!r} has more `*` than the pattern it stands for, {len(found)}")

@@ -2,12 +2,12 @@
 
 A recipe is a list of rules under a name. It is data, kept in a TOML file (see
 `reshard.recipes.recipe_file`), and says nothing of a mesh but the names of its own axes: `tp`,
-`fsdp`, `ep`... On a mesh, each of them is played by some of the mesh's axes:
+`fsdp`, `ep`... On a mesh, each of them is mapped to some of the mesh's axes:
 
-1. by those that the user names for it, if any;
-2. by the mesh's axis of the same name;
-3. by those of its stand-in: experts are cut over `tp` where the mesh has no `etp`;
-4. by none: the axis then falls out of the rules, and what it would have cut is not cut.
+1. to those that the user names for it, if any;
+2. to the mesh's axis of the same name;
+3. to those of its stand-in: experts are cut over `tp` where the mesh has no `etp`;
+4. to none: the axis then falls out of the rules, and what it would have cut is not cut.
 
 So one recipe serves every mesh, and an axis it knows nothing of holds copies.
 
@@ -40,14 +40,14 @@ class Recipe:
         rules: in order; the first that matches a tensor decides it.
         cuts: cut rules by name, for rules that say `tp@{name}`.
         numbers: what the numbers in its patterns count, by their names.
-        stand_ins: for an axis, the one that plays it where the mesh lacks it.
-        roles: for an axis, the axes of the mesh that play it, separated by spaces.
+        stand_ins: for an axis, the one whose mesh axes it takes where the mesh lacks it.
+        mesh_axes: for an axis, the axes of the mesh that it is mapped to, separated by spaces.
         names: by convention, what each name or pattern of it is in the recipe's names: a name, or
             a `Fusion` of names.
 
     Raises:
         RecipeError: no name, no rules, axes that cannot be, or a name in a rule, a numbering, a
-            stand-in or a role that is not there.
+            stand-in or a mapping that is not there.
 
     >>> Recipe("rows", "", (), ("tp",), (Rule("*", "tp, ..."),)).axes
     ('tp',)
@@ -61,7 +61,7 @@ class Recipe:
     cuts: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, Numbering] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
-    roles: Mapping[str, str] = field(default_factory=dict)
+    mesh_axes: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Recipe:
         for what, axis in (
             *((f"number {name!r}", numbering.axis) for name, numbering in self.numbers.items()),
             *(("a stand-in", axis) for pair in self.stand_ins.items() for axis in pair),
-            *(("a role", axis) for axis in self.roles),
+            *(("a mapping", axis) for axis in self.mesh_axes),
         ):
             if axis not in self.axes:
                 raise RecipeError(
@@ -100,7 +100,7 @@ class Recipe:
                     )
 
     def with_options(self, options: Mapping[str, str]) -> Recipe:
-        """The recipe with what a user chooses: cuts, cuts of numbers, and who plays its axes.
+        """The recipe with what a user chooses: cuts, cuts of numbers, and axes of the mesh.
 
         Raises:
             RecipeError: a name that is none of these, or a cut that is none.
@@ -110,20 +110,20 @@ class Recipe:
         >>> recipe.with_options({"vocabulary": "pad128"}).cuts
         {'vocabulary': 'pad128'}
         """
-        cuts, numbers, roles = dict(self.cuts), dict(self.numbers), dict(self.roles)
+        cuts, numbers, mesh_axes = dict(self.cuts), dict(self.numbers), dict(self.mesh_axes)
         for name, value in options.items():
             if name in cuts:
                 cuts[name] = value
             elif name in numbers:
                 numbers[name] = dataclasses.replace(numbers[name], cut=value)
             elif name in self.axes:
-                roles[name] = value
+                mesh_axes[name] = value
             else:
                 known = ", ".join([*cuts, *numbers, *self.axes])
                 raise RecipeError(
                     f"recipe {self.name!r} has no option {name!r}; its options are {known}"
                 )
-        return dataclasses.replace(self, cuts=cuts, numbers=numbers, roles=roles)
+        return dataclasses.replace(self, cuts=cuts, numbers=numbers, mesh_axes=mesh_axes)
 
     def naming(
         self, convention: str, config: Mapping[str, object] | None = None
@@ -156,29 +156,29 @@ class Recipe:
             for theirs, own in self.names[convention].items()
         }
 
-    def players(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:
-        """The axes of a mesh that play each axis of the recipe, major to minor.
+    def map_axes(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:
+        """The axes of a mesh that each axis of the recipe is mapped to, major to minor.
 
         Raises:
-            RecipeError: a role for an axis that the mesh has not.
+            RecipeError: a mapping to an axis that the mesh has not.
 
         >>> rules = (Rule("*", "..."),)
         >>> recipe = Recipe("r", "", (), ("tp", "etp"), rules, stand_ins={"etp": "tp"})
-        >>> recipe.players(DeviceMesh.of(tp=2))
+        >>> recipe.map_axes(DeviceMesh.of(tp=2))
         {'tp': (tp,), 'etp': (tp,)}
         """
-        return {axis: self._players(mesh, axis, self.axes) for axis in self.axes}
+        return {axis: self._map_axis(mesh, axis, self.axes) for axis in self.axes}
 
-    def _players(self, mesh: DeviceMesh, axis: str, others: tuple[str, ...]) -> tuple[Axis, ...]:
-        if axis in self.roles:
+    def _map_axis(self, mesh: DeviceMesh, axis: str, others: tuple[str, ...]) -> tuple[Axis, ...]:
+        if axis in self.mesh_axes:
             try:
-                found = tuple(Axis.parse(word) for word in self.roles[axis].split())
-                for player in found:
-                    mesh.axis_size(player)
+                found = tuple(Axis.parse(word) for word in self.mesh_axes[axis].split())
+                for one in found:
+                    mesh.axis_size(one)
             except LayoutError as error:
                 raise RecipeError(
-                    f"recipe {self.name!r}: axis {axis!r} cannot be played by "
-                    f"{self.roles[axis]!r}: {error}"
+                    f"recipe {self.name!r}: axis {axis!r} cannot be mapped to "
+                    f"{self.mesh_axes[axis]!r}: {error}"
                 ) from error
             return found
         if axis in mesh.axis_names:
@@ -186,7 +186,7 @@ class Recipe:
         stand_in = self.stand_ins.get(axis)
         if stand_in is None or stand_in not in others:
             return ()
-        return self._players(mesh, stand_in, tuple(name for name in others if name != axis))
+        return self._map_axis(mesh, stand_in, tuple(name for name in others if name != axis))
 
 
 def parse_options(options: Mapping[str, str] | Iterable[str]) -> dict[str, str]:

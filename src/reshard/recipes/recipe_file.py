@@ -11,7 +11,7 @@
     [cuts]                              # optional: cut rules that users may replace
     vocabulary = "ceil"
 
-    [stand_ins]                         # optional: who plays an axis that the mesh lacks
+    [stand_ins]                         # optional: in place of an axis that the mesh lacks
     etp = "tp"
 
     [numbers.layer]                     # optional: what {layer} in a pattern counts
@@ -84,10 +84,10 @@ def read_recipe(file: _ReadableFile, where: str, load: Callable[[str], Recipe]) 
         ) from error
     except ValueError as error:
         raise RecipeError(f"recipe file {where} is not TOML: {error}; correct it there") from error
-    return _Reader(where).recipe(table, load)
+    return _TableReader(where).recipe(table, load)
 
 
-class _Reader:
+class _TableReader:
     """Turns tables into values; `where` names the file in errors."""
 
     def __init__(self, where: str) -> None:
@@ -99,97 +99,106 @@ class _Reader:
         required = ("name",) if extends else _REQUIRED_KEYS
         optional = (*_OPTIONAL_KEYS, "axes", "rules") if extends else _OPTIONAL_KEYS
         self._check_keys(table, required, optional)
-        base = load(self._text(table["extends"], "extends")) if extends else None
-        rules = self._rules(table.get("rules", []))
+        base = load(self._expect_text(table["extends"], "extends")) if extends else None
+        rules = self._read_rules(table.get("rules", []))
         try:
             return Recipe(
-                self._text(table["name"], "name"),
-                self._text(table.get("description", ""), "description"),
-                self._texts(table.get("model_types", []), "model_types"),
-                self._texts(table["axes"], "axes") if "axes" in table or not base else base.axes,
+                self._expect_text(table["name"], "name"),
+                self._expect_text(table.get("description", ""), "description"),
+                self._expect_texts(table.get("model_types", []), "model_types"),
+                self._expect_texts(table["axes"], "axes")
+                if "axes" in table or not base
+                else base.axes,
                 rules + (base.rules if base else ()),
-                dict(base.cuts if base else {}) | self._text_table(table, "cuts"),
-                dict(base.numbers if base else {}) | self._numbers(table),
-                dict(base.stand_ins if base else {}) | self._text_table(table, "stand_ins"),
-                names=self._names(table, base.names if base else {}),
+                dict(base.cuts if base else {}) | self._expect_text_table(table, "cuts"),
+                dict(base.numbers if base else {}) | self._read_numbers(table),
+                dict(base.stand_ins if base else {}) | self._expect_text_table(table, "stand_ins"),
+                names=self._read_names(table, base.names if base else {}),
             )
         except RecipeError as error:
             if self._where in str(error):
                 raise
             raise RecipeError(f"recipe file {self._where}: {error}") from error
 
-    def _rules(self, value: object) -> tuple[Rule, ...]:
+    def _read_rules(self, value: object) -> tuple[Rule, ...]:
         if not isinstance(value, list):
-            raise self._wrong("rules", value, "tables, each beginning with [[rules]]")
+            raise self._make_error("rules", value, "tables, each beginning with [[rules]]")
         rules = []
         for number, table in enumerate(value, start=1):
             key = f"rules[{number}]"
             if not isinstance(table, dict):
-                raise self._wrong(key, table, "a table with `pattern` and `spec`")
+                raise self._make_error(key, table, "a table with `pattern` and `spec`")
             self._check_keys(table, *_RULE_KEYS, f"{key}.")
             texts = {
-                word: self._text(table[word], f"{key}.{word}")
+                word: self._expect_text(table[word], f"{key}.{word}")
                 for word in ("pattern", "spec", "when", "note")
                 if word in table
             }
-            places = self._table(table.get("at", {}), f"{key}.at")
-            at = [(name, self._texts(ends, f"{key}.at.{name}")) for name, ends in places.items()]
+            places = self._expect_table(table.get("at", {}), f"{key}.at")
+            at = [
+                (name, self._expect_texts(ends, f"{key}.at.{name}"))
+                for name, ends in places.items()
+            ]
             try:
                 rules.append(Rule(at=tuple(at), **texts))
             except RecipeError as error:
                 raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
         return tuple(rules)
 
-    def _numbers(self, table: dict[str, Any]) -> dict[str, Numbering]:
+    def _read_numbers(self, table: dict[str, Any]) -> dict[str, Numbering]:
         numbers = {}
-        for name, fields in self._table(table.get("numbers", {}), "numbers").items():
+        for name, fields in self._expect_table(table.get("numbers", {}), "numbers").items():
             key = f"numbers.{name}"
-            fields = self._table(fields, key)
+            fields = self._expect_table(fields, key)
             self._check_keys(fields, *_NUMBER_KEYS, f"{key}.")
             beyond = fields.get("beyond_last", False)
             if not isinstance(beyond, bool):
-                raise self._wrong(f"{key}.beyond_last", beyond, "true or false")
+                raise self._make_error(f"{key}.beyond_last", beyond, "true or false")
             numbers[name] = Numbering(
-                self._text(fields["axis"], f"{key}.axis"),
-                self._text(fields["count"], f"{key}.count"),
-                self._text(fields.get("cut", "ceil"), f"{key}.cut"),
+                self._expect_text(fields["axis"], f"{key}.axis"),
+                self._expect_text(fields["count"], f"{key}.count"),
+                self._expect_text(fields.get("cut", "ceil"), f"{key}.cut"),
                 beyond,
             )
         return numbers
 
-    def _names(
+    def _read_names(
         self, table: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
     ) -> dict[str, Mapping[str, str | Fusion]]:
         """The names of every convention; own ones before those of the recipe that is extended."""
         found = dict(base)
-        for convention, given in self._table(table.get("names", {}), "names").items():
+        for convention, given in self._expect_table(table.get("names", {}), "names").items():
             key = f"names.{convention}"
             own = {
-                theirs: self._fusion(value, f"{key}.{theirs}")
+                theirs: self._read_fusion(value, f"{key}.{theirs}")
                 if isinstance(value, dict)
-                else self._text(value, f"{key}.{theirs}")
-                for theirs, value in self._table(given, key).items()
+                else self._expect_text(value, f"{key}.{theirs}")
+                for theirs, value in self._expect_table(given, key).items()
             }
             found[convention] = own | {
                 n: v for n, v in found.get(convention, {}).items() if n not in own
             }
         return found
 
-    def _fusion(self, table: dict[str, Any], key: str) -> Fusion:
+    def _read_fusion(self, table: dict[str, Any], key: str) -> Fusion:
         self._check_keys(table, *_FUSION_KEYS, f"{key}.")
         shares, groups = table.get("shares", []), table.get("groups", 1)
         dimension = table.get("dimension", 0)
         if not isinstance(shares, list):
-            raise self._wrong(f"{key}.shares", shares, "a list of numbers or keys of config.json")
+            raise self._make_error(
+                f"{key}.shares", shares, "a list of numbers or keys of config.json"
+            )
         for what, value, kinds in (
             *(("shares", share, int | str) for share in shares),
             ("groups", groups, int | str),
             ("dimension", dimension, int),
         ):
             if not isinstance(value, kinds) or isinstance(value, bool):
-                raise self._wrong(f"{key}.{what}", value, "a number or a key of config.json")
+                raise self._make_error(f"{key}.{what}", value, "a number or a key of config.json")
         try:
-            return Fusion(self._texts(table["members"], key), tuple(shares), groups, dimension)
+            return Fusion(
+                self._expect_texts(table["members"], key), tuple(shares), groups, dimension
+            )
         except RecipeError as error:
             raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 
@@ -213,26 +222,26 @@ class _Reader:
                     f"recipe file {self._where}: the key `{prefix}{key}` is missing; add it"
                 )
 
-    def _text(self, value: object, key: str) -> str:
+    def _expect_text(self, value: object, key: str) -> str:
         if not isinstance(value, str):
-            raise self._wrong(key, value, "text in quotes")
+            raise self._make_error(key, value, "text in quotes")
         return value
 
-    def _texts(self, value: object, key: str) -> tuple[str, ...]:
+    def _expect_texts(self, value: object, key: str) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, 'a list of texts such as ["tp"]')
+            raise self._make_error(key, value, 'a list of texts such as ["tp"]')
         return tuple(value)
 
-    def _table(self, value: object, key: str) -> dict[str, Any]:
+    def _expect_table(self, value: object, key: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "a table")
+            raise self._make_error(key, value, "a table")
         return value
 
-    def _text_table(self, table: dict[str, Any], key: str) -> dict[str, str]:
-        items = self._table(table.get(key, {}), key).items()
-        return {name: self._text(value, f"{key}.{name}") for name, value in items}
+    def _expect_text_table(self, table: dict[str, Any], key: str) -> dict[str, str]:
+        items = self._expect_table(table.get(key, {}), key).items()
+        return {name: self._expect_text(value, f"{key}.{name}") for name, value in items}
 
-    def _wrong(self, key: str, value: object, expected: str) -> RecipeError:
+    def _make_error(self, key: str, value: object, expected: str) -> RecipeError:
         return RecipeError(
             f"recipe file {self._where}: `{key}` is {value!r}, {expected} was expected"
         )

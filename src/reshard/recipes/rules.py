@@ -106,11 +106,11 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches the whole of a tensor's name."""
-        return _expression(self.pattern).match(name) is not None
+        return _compile_pattern(self.pattern).match(name) is not None
 
     def numbers_in(self, name: str) -> dict[str, int] | None:
         """The numbers of a tensor's name; None where the pattern does not match it."""
-        match = _expression(self.pattern).match(name)
+        match = _compile_pattern(self.pattern).match(name)
         return None if match is None else {key: int(n) for key, n in match.groupdict().items()}
 
     def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
@@ -120,7 +120,7 @@ class Rule:
         >>> rule.with_numbers("model.layers.12.up", {"layer": 0})
         'model.layers.0.up'
         """
-        match = _expression(self.pattern).match(name)
+        match = _compile_pattern(self.pattern).match(name)
         if match is None:
             return name
         spans = {match.span(what): number for what, number in numbers.items()}
@@ -137,18 +137,21 @@ class Rule:
 
 
 @lru_cache(maxsize=4096)
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern: globs, with a group for each number."""
     parts = _NUMBER.split(pattern)
-    pieces = [_glob(part) if i % 2 == 0 else _digits(part) for i, part in enumerate(parts)]
+    pieces = [
+        _translate_glob(part) if i % 2 == 0 else _translate_number(part)
+        for i, part in enumerate(parts)
+    ]
     return re.compile(rf"(?s:{''.join(pieces)})\Z")
 
 
-def _digits(name: str) -> str:
+def _translate_number(name: str) -> str:
     # Beside a `*`, a number is all of its digits.
     return rf"(?<!\d)(?P<{name}>\d+)(?!\d)"
 
 
-def _glob(pattern: str) -> str:
+def _translate_glob(pattern: str) -> str:
     translated = fnmatch.translate(pattern)
     return translated[translated.index(":") + 1 : translated.rindex(")")]

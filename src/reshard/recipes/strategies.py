@@ -181,10 +181,10 @@ def sharded(tensors: Tensors, world_size: int, config: Config | None = None) -> 
     >>> [layout.local_shape(rank) for rank in range(4)]
     [(2, 2), (2, 2), (1, 2), None]
     """
-    return {name: _rows(shape, world_size) for name, (_, shape) in tensors.items()}
+    return {name: _cut_rows(shape, world_size) for name, (_, shape) in tensors.items()}
 
 
-def _rows(shape: tuple[int, ...], world_size: int) -> Layout:
+def _cut_rows(shape: tuple[int, ...], world_size: int) -> Layout:
     if not shape or 0 in shape:
         return Layout.whole(shape, [0], world_size)
     chunk = -(-shape[0] // world_size)

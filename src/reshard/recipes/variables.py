@@ -38,15 +38,15 @@ def variables(spec: str) -> tuple[tuple[str, ...], ...]:
     for braces in _BRACES.finditer(spec):
         names = tuple(name.strip() for name in braces[1].split("|"))
         if not all(_NAME.fullmatch(name) for name in names):
-            raise RecipeError(_unreadable(spec, braces[0]))
+            raise RecipeError(_describe_unreadable(spec, braces[0]))
         found.append(names)
     lone = re.search(r"[{}]", _BRACES.sub("", spec))
     if lone:
-        raise RecipeError(_unreadable(spec, lone[0]))
+        raise RecipeError(_describe_unreadable(spec, lone[0]))
     return tuple(found)
 
 
-def _unreadable(spec: str, braces: str) -> str:
+def _describe_unreadable(spec: str, braces: str) -> str:
     return (
         f"cannot read {braces!r} in the spec `{spec}`; write a key of the model's config.json in "
         "braces, such as {num_attention_heads}, with `|` between alternatives"

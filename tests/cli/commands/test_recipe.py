@@ -152,7 +152,7 @@ def test_options_reach_conversions() -> None:
         (("check", "tiny", *MESH, "--option", "layer"), "the option 'layer' has no name or no"),
         (("check", "tiny", *MESH, "--option", "ep=a", "--option", "ep=b"), "is given twice"),
         (("check", "tiny", *MESH, "--option", "vocabulary=x"), "the cut 'x' is not a cut rule"),
-        (("check", "tiny", *MESH, "--option", "ep=dp"), "axis 'ep' cannot be played by 'dp': unkn"),
+        (("check", "tiny", *MESH, "--option", "ep=dp"), "axis 'ep' cannot be mapped to 'dp': unkn"),
         (("check", "tiny", *MESH, "--option", "layer=sizes[3]"), "1 sizes for 2 parts"),
         (("check", "tiny", *MESH, "--rule", "x=-", "--option", "tp="), "--option is of a recipe"),
     ],

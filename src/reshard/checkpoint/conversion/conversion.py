@@ -274,7 +274,7 @@ def plan_conversion(
     mesh, assignment, planned = request.mesh, None, {}
     if mesh is not None and request.is_by_rules:
         assignment = assign_tensors(by_own_names, mesh, request.parsed_rules, recipe)
-        storage_axes = recipe.players(mesh).get("fsdp", ()) if recipe is not None else ()
+        storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
         shapes = {name: tensor.shape for name, tensor in by_own_names.tensors.items()}
         for name, tensor in checkpoint.tensors.items():
             spec, layout = assignment.specs[names[name]], assignment.layouts[names[name]]

@@ -238,7 +238,7 @@ def _recipe_lines(one: Recipe) -> list[str]:
         options.append((f"{name}={numbering.cut}", what))
     for axis in one.axes:
         stand_in = f"; if it has none, {one.stand_ins[axis]}" if axis in one.stand_ins else ""
-        options.append((f"{axis}={axis}", f"axes of the mesh that play {axis}{stand_in}"))
+        options.append((f"{axis}={axis}", f"axes of the mesh for {axis}{stand_in}"))
     rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in one.rules]
     lines = [
         f"{one.name}: {one.description}" if one.description else one.name,

@@ -25,7 +25,7 @@ Argument = int | str | tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlacementCall:
     """A placement as it is written: a name, arguments, and `[order]` where it is given."""
 
     name: str
@@ -77,7 +77,7 @@ _SPEC = re.compile(r"Spec\(\w+(?:\[[^\]]*\])?\((.*)\)\)", re.DOTALL)
 _DEEPEST = 3
 
 
-def read_calls(text: str) -> list[Call]:
+def read_calls(text: str) -> list[PlacementCall]:
     """The placements that `text` writes, one for each mesh axis, as calls.
 
     Raises:
@@ -86,15 +86,15 @@ def read_calls(text: str) -> list[Call]:
     >>> [call.name for call in read_calls("[Shard(dim=0), Replicate()]")]
     ['Shard', 'Replicate']
     >>> read_calls("S(0)[1]S(0)[0]")[0]
-    Call(name='Shard', arguments=(0,), named=(), order=1)
+    PlacementCall(name='Shard', arguments=(0,), named=(), order=1)
     """
     body = text.strip()
     wrapped = _SPEC.fullmatch(body)
     body = wrapped[1].strip() if wrapped else body
     if body[:1] + body[-1:] in ("[]", "()"):
         body = body[1:-1]
-    calls: list[Call] = []
-    at = _end(_BETWEEN, body, 0)
+    calls: list[PlacementCall] = []
+    at = _skip(_BETWEEN, body, 0)
     while at < len(body):
         name = _NAME.match(body, at)
         if not name:
@@ -111,12 +111,12 @@ def read_calls(text: str) -> list[Call]:
         order = _ORDER.match(body, at)
         at = order.end() if order else at
         number = int(order[1]) if order else None
-        calls.append(Call(_NAMES[name[1]], tuple(arguments), tuple(named), number))
-        at = _end(_BETWEEN, body, at)
+        calls.append(PlacementCall(_NAMES[name[1]], tuple(arguments), tuple(named), number))
+        at = _skip(_BETWEEN, body, at)
     return calls
 
 
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
     return match.end() if match else at
 
@@ -127,63 +127,63 @@ def _read_arguments(
     arguments: list[Argument] = []
     named: list[tuple[str, Argument]] = []
     while True:
-        token, after = _token(body, at, text)
+        token, after = _read_token(body, at, text)
         if token == ")":
             return arguments, named, after
-        follows, behind = _token(body, after, text)
+        follows, behind = _read_token(body, after, text)
         if follows == "=":
             value, at = _read_value(body, behind, text, 0)
             named.append((token, value))
         else:
             value, at = _read_value(body, at, text, 0)
             arguments.append(value)
-        follows, after = _token(body, at, text)
+        follows, after = _read_token(body, at, text)
         if follows == ",":
             at = after
         elif follows != ")":
-            raise _unreadable(follows, text)
+            raise _make_error(follows, text)
 
 
 def _read_value(body: str, at: int, text: str, depth: int) -> tuple[Argument, int]:
-    token, at = _token(body, at, text)
+    token, at = _read_token(body, at, text)
     if token in ("(", "["):
         closing = ")" if token == "(" else "]"
         items: list[Argument] = []
         while True:
-            following, after = _token(body, at, text)
+            following, after = _read_token(body, at, text)
             if following == closing:
                 return tuple(items), after
             if depth == _DEEPEST:
-                raise _unreadable(following, text)
+                raise _make_error(following, text)
             item, at = _read_value(body, at, text, depth + 1)
             items.append(item)
-            following, after = _token(body, at, text)
+            following, after = _read_token(body, at, text)
             if following == ",":
                 at = after
             elif following != closing:
-                raise _unreadable(following, text)
+                raise _make_error(following, text)
     if token in (")", "]", ",", "="):
-        raise _unreadable(token, text)
+        raise _make_error(token, text)
     if token[0] in "'\"":
         return token[1:-1], at
-    return (_number(token, text) if token.lstrip("-")[0].isdigit() else token), at
+    return (_read_number(token, text) if token.lstrip("-")[0].isdigit() else token), at
 
 
-def _number(token: str, text: str) -> int:
+def _read_number(token: str, text: str) -> int:
     # Python refuses to read more digits than this by itself, with an error of its own.
     if len(token) > 20:
-        raise _unreadable(token, text)
+        raise _make_error(token, text)
     return int(token)
 
 
-def _token(body: str, at: int, text: str) -> tuple[str, int]:
+def _read_token(body: str, at: int, text: str) -> tuple[str, int]:
     match = _TOKEN.match(body, at)
     if not match:
-        raise _unreadable(body[at:], text)
+        raise _make_error(body[at:], text)
     return match[1], match.end()
 
 
-def _unreadable(what: str, text: str) -> NotationError:
+def _make_error(what: str, text: str) -> NotationError:
     where = f"at {what[:40]!r} " if what else "at its end "
     return NotationError(
         f"cannot read the placements `{text}` {where}; arguments are numbers, words and lists of "

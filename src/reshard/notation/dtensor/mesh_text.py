@@ -52,7 +52,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
     if begin < 0:
         return mesh, text
     before = text[:begin]
-    end = _closing(text, begin + len("DeviceMesh"))
+    end = _find_closing(text, begin + len("DeviceMesh"))
     if end is None or not _BEFORE.fullmatch(before):
         raise NotationError(
             f"cannot read the mesh in `{text}`; write DeviceMesh('cpu', [[0, 1], [2, 3]]) in front "
@@ -61,10 +61,10 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
     rest = text[end + 1 :].strip().removeprefix(",").strip()
     if "(" in before:
         rest = re.sub(r"^placements\s*=\s*", "", rest).removesuffix(")").strip()
-    return _mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
+    return _read_mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
 
 
-def _closing(text: str, at: int) -> int | None:
+def _find_closing(text: str, at: int) -> int | None:
     """Where the bracket that opens at `at` closes."""
     depth = 0
     for place in range(at, len(text)):
@@ -74,7 +74,7 @@ def _closing(text: str, at: int) -> int | None:
     return None
 
 
-def _mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
+def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     named = _NAMES.search(body)
     names = [name.strip(" '\"") for name in named[1].split(",") if name.strip()] if named else []
     stride = _STRIDE.search(body)
@@ -83,7 +83,7 @@ def _mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     shape: tuple[int, ...] = ()
     devices: list[int] | None = None
     if listed:
-        ranks = _ranks(listed[0], text)
+        ranks = _read_ranks(listed[0], text)
         shape, devices = ranks.shape, ranks.reshape(-1).tolist()
     sizes = _SIZES.search(body)
     if sizes:
@@ -110,7 +110,7 @@ def _mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     return DeviceMesh("torch", shape, names or [f"dim{d}" for d in range(len(shape))], devices)
 
 
-def _ranks(listed: str, text: str) -> IntArray:
+def _read_ranks(listed: str, text: str) -> IntArray:
     """The ranks in nested brackets: each depth is an axis."""
     try:
         return np.array(json.loads(listed), dtype=np.int64)

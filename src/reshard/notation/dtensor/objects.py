@@ -22,7 +22,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor.placements import Partial, Placement, Shard, StridedShard
 from reshard.notation.dtensor.text import (
-    OrderedPlacements,
+    DTensorPlacements,
     cannot_say,
     placements_of,
     sharding_of_placements,
@@ -76,7 +76,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
     found = placements_of(spec)
     placements = found.placements
     if not found.is_left_to_right:
-        placements = _strided(found, spec, shape)
+        placements = _find_strided(found, spec, shape)
     try:
         from torch.distributed.tensor import placement_types
     except ImportError as error:
@@ -99,8 +99,8 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
     return tuple(objects)
 
 
-def _strided(
-    found: OrderedPlacements, spec: ShardingSpec, shape: Sequence[int] | None
+def _find_strided(
+    found: DTensorPlacements, spec: ShardingSpec, shape: Sequence[int] | None
 ) -> tuple[Placement, ...]:
     """Placements to be applied from left to right that give the layout of ordered ones.
 
@@ -122,7 +122,7 @@ def _strided(
             if blocks > 1 and placements[axis] == Shard(dim):
                 placements[axis] = StridedShard(dim, blocks)
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
-    if not _hold_the_same(strided.layout(shape), spec.layout(shape)):
+    if not _are_equal(strided.layout(shape), spec.layout(shape)):
         raise cannot_say(
             f"`{spec}` for shape {list(shape)}",
             "axes cut a dimension in another order than the mesh's, and `_StridedShard` cuts this "
@@ -131,7 +131,7 @@ def _strided(
     return tuple(placements)
 
 
-def _hold_the_same(one: Layout, other: Layout) -> bool:
+def _are_equal(one: Layout, other: Layout) -> bool:
     """Whether every rank holds the same elements in the same order; parts may be numbered anew."""
     for dim in range(one.ndim):
         pairs = np.stack((one.cell_part[:, dim], other.cell_part[:, dim]), axis=1)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from reshard.errors import NotationError
-from reshard.notation.dtensor.calls import Argument, Call, is_numbers
+from reshard.notation.dtensor.calls import Argument, PlacementCall, is_numbers
 from reshard.notation.dtensor.partitioned import PartitionedShard, Splits
 
 REDUCTION_OF_OPERATION = {
@@ -110,22 +110,22 @@ class Partial:
 Placement = Shard | StridedShard | PartitionedShard | Replicate | Partial
 
 
-def placement_of_call(call: Call) -> Placement:
+def placement_of_call(call: PlacementCall) -> Placement:
     """The placement that a call means.
 
     Raises:
         NotationError: a name that is no placement of DTensor, or arguments of another form.
 
-    >>> print(placement_of_call(Call("_StridedShard", (0,), (("sf", 2),))))
+    >>> print(placement_of_call(PlacementCall("_StridedShard", (0,), (("sf", 2),))))
     _StridedShard(0, split_factor=2)
     """
     match call.name:
         case "Shard":
-            return Shard(_integer(call, call.bound("dim"), "dim"))
+            return Shard(_expect_integer(call, call.bound("dim"), "dim"))
         case "_StridedShard":
             bound = call.bound("dim", "split_factor", sf="split_factor")
             return StridedShard(
-                _integer(call, bound, "dim"), _integer(call, bound, "split_factor", 1)
+                _expect_integer(call, bound, "dim"), _expect_integer(call, bound, "split_factor", 1)
             )
         case "Replicate":
             call.bound()
@@ -135,10 +135,10 @@ def placement_of_call(call: Call) -> Placement:
         case "PartitionedShard":
             bound = call.bound("dim", "num_partitions", "splits", "aligned")
             return PartitionedShard(
-                _integer(call, bound, "dim"),
-                _integer(call, bound, "num_partitions"),
-                _splits(call, bound.get("splits")),
-                _truth(call, bound.get("aligned", "False")),
+                _expect_integer(call, bound, "dim"),
+                _expect_integer(call, bound, "num_partitions"),
+                _expect_splits(call, bound.get("splits")),
+                _expect_truth(call, bound.get("aligned", "False")),
             )
     raise NotationError(
         f"{call.name} cuts several dimensions as one, which a sharding cannot say; read it with "
@@ -146,8 +146,8 @@ def placement_of_call(call: Call) -> Placement:
     )
 
 
-def _integer(
-    call: Call, bound: Mapping[str, Argument], name: str, default: int | None = None
+def _expect_integer(
+    call: PlacementCall, bound: Mapping[str, Argument], name: str, default: int | None = None
 ) -> int:
     value = bound.get(name, default)
     if not isinstance(value, int):
@@ -155,7 +155,7 @@ def _integer(
     return value
 
 
-def _splits(call: Call, value: Argument | None) -> Splits:
+def _expect_splits(call: PlacementCall, value: Argument | None) -> Splits:
     if is_numbers(value) or (isinstance(value, tuple) and all(map(is_numbers, value))):
         return cast(Splits, value)
     raise NotationError(
@@ -164,7 +164,7 @@ def _splits(call: Call, value: Argument | None) -> Splits:
     )
 
 
-def _truth(call: Call, value: Argument) -> bool:
+def _expect_truth(call: PlacementCall, value: Argument) -> bool:
     if value not in ("True", "False"):
         raise NotationError(f"{call.name} needs True or False for aligned, got {value!r}")
     return value == "True"

@@ -37,7 +37,7 @@ import numpy as np
 from reshard.errors import LayoutError, NotationError
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.mesh import DeviceMesh
-from reshard.notation.dtensor.calls import Call, is_numbers, read_calls
+from reshard.notation.dtensor.calls import PlacementCall, is_numbers, read_calls
 from reshard.notation.dtensor.mesh_text import split_mesh
 from reshard.notation.dtensor.placements import Replicate, as_placement, placement_of_call
 from reshard.notation.dtensor.text import sharding_of_placements
@@ -142,7 +142,7 @@ def parse_ragged(
         raise type(error)(f"{error} (in the placements `{text}`)") from None
 
 
-def _read_ragged(call: Call) -> RaggedShard:
+def _read_ragged(call: PlacementCall) -> RaggedShard:
     bound = call.bound("dims", "local_units", "split_factor")
     dims, units = bound.get("dims"), bound.get("local_units")
     if not is_numbers(dims) or not is_numbers(units):

@@ -49,7 +49,7 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedPlacements:
+class DTensorPlacements:
     """One placement for each mesh axis, and which axis cuts a dimension before which.
 
     Attributes:
@@ -112,7 +112,7 @@ def parse_dtensor(
                 f"placements do not say the tensor's {missing}; give a {missing} beside them"
             )
         placements = [placement_of_call(call) for call in calls]
-        order = _order_of_steps(placements, [call.order for call in calls], len(shape))
+        order = _order_steps(placements, [call.order for call in calls], len(shape))
         return sharding_of_placements(mesh, placements, len(shape), order)
     except LayoutError as error:
         if f"`{text}`" in str(error):
@@ -210,8 +210,8 @@ def sharding_of_placements(
             partial.append(axis)
             reductions.append(value.reduction)
         elif not isinstance(value, Replicate):
-            level = _level(axis, value, mesh.shape[number])
-            by_dim[_dimension(value, ndim)][number] = level
+            level = _make_level(axis, value, mesh.shape[number])
+            by_dim[_check_dimension(value, ndim)][number] = level
     if len(set(reductions)) > 1:
         raise NotationError(
             f"contributions are reduced in several ways, {' and '.join(sorted(set(reductions)))}; "
@@ -222,7 +222,7 @@ def sharding_of_placements(
     return ShardingSpec(mesh, dim_specs, (), partial, reductions[0] if reductions else "sum")
 
 
-def _level(axis: str, value: Shard | StridedShard | PartitionedShard, size: int) -> Level:
+def _make_level(axis: str, value: Shard | StridedShard | PartitionedShard, size: int) -> Level:
     if isinstance(value, PartitionedShard):
         if value.by_rank is not None and len(value.by_rank) != size:
             raise NotationError(
@@ -233,7 +233,7 @@ def _level(axis: str, value: Shard | StridedShard | PartitionedShard, size: int)
     return Level([axis], Strided(value.split_factor) if isinstance(value, StridedShard) else None)
 
 
-def _dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int:
+def _check_dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int:
     if not -ndim <= value.dim < ndim:
         raise NotationError(
             f"{value} cuts dimension {value.dim} of a tensor that has {ndim}; give one from "
@@ -245,7 +245,7 @@ def _dimension(value: Shard | StridedShard | PartitionedShard, ndim: int) -> int
     return value.dim % ndim
 
 
-def _order_of_steps(
+def _order_steps(
     placements: Sequence[Placement], steps: Sequence[int | None], ndim: int
 ) -> ShardOrder | None:
     """The order that the numbers behind placements give, `S(0)[1]S(0)[0]`; None without any."""
@@ -254,7 +254,7 @@ def _order_of_steps(
     by_dim: dict[int, list[int]] = {}
     for number, (value, step) in enumerate(zip(placements, steps, strict=True)):
         if not isinstance(value, Replicate | Partial):
-            by_dim.setdefault(_dimension(value, ndim), []).append(number)
+            by_dim.setdefault(_check_dimension(value, ndim), []).append(number)
         elif step is not None:
             raise NotationError(
                 f"{value}[{step}] on mesh axis {number}: only axes that cut have an order"
@@ -289,7 +289,7 @@ def _check_order(
     return rising | order
 
 
-def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> OrderedPlacements:
+def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPlacements:
     """The placements of a sharding, and the order in which the axes of a dimension cut.
 
     Args:
@@ -316,8 +316,8 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> OrderedPl
                 f"`{dim_spec}` of dimension {dim}", "placements have no marks for propagation"
             )
         for level in dim_spec.levels:
-            axis = _whole_axis(level, dim)
-            found[axis] = _placement_of_level(level, dim, mesh.axis_size(axis), partitioned)
+            axis = _expect_whole_axis(level, dim)
+            found[axis] = _find_placement(level, dim, mesh.axis_size(axis), partitioned)
         axes = tuple(mesh.axis_names.index(level.axes[0].name) for level in dim_spec.levels)
         if axes:
             order.append((dim, axes))
@@ -332,14 +332,14 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> OrderedPl
     if spec.reduction is not None:
         found |= dict.fromkeys(partial, Partial(OPERATION_OF_REDUCTION[spec.reduction]))
     placements = tuple(found.get(axis, Replicate()) for axis in mesh.axis_names)
-    return OrderedPlacements(placements, tuple(order))
+    return DTensorPlacements(placements, tuple(order))
 
 
 def cannot_say(part: str, because: str) -> NotationError:
     return NotationError(f"DTensor cannot say {part}: {because}")
 
 
-def _whole_axis(level: Level, dim: int) -> str:
+def _expect_whole_axis(level: Level, dim: int) -> str:
     if len(level.axes) > 1:
         nested = " / ".join(map(str, level.axes))
         raise cannot_say(
@@ -354,7 +354,7 @@ def _whole_axis(level: Level, dim: int) -> str:
     return level.axes[0].name
 
 
-def _placement_of_level(
+def _find_placement(
     level: Level, dim: int, size: int, partitioned: bool
 ) -> Shard | StridedShard | PartitionedShard:
     if level.rule.is_default:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from reshard.errors import UsageError
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.name_patterns import Meaning, by_pattern, expression
+from reshard.recipes.name_patterns import Meaning, compile_pattern, find_by_pattern
 
 Naming = Mapping[str, str] | Mapping[str, Meaning] | Callable[[str], Meaning]
 Value = TypeVar("Value")
@@ -53,7 +53,7 @@ def meaning(name: str, naming: Naming | None) -> Meaning:
         return name
     found: object = name
     if isinstance(naming, Mapping):
-        found = naming[name] if name in naming else by_pattern(name, naming)
+        found = naming[name] if name in naming else find_by_pattern(name, naming)
     elif callable(naming):
         found = naming(name)
     else:
@@ -77,7 +77,7 @@ def member_pattern(name: str, stacks: Mapping[str, str] | None) -> str | None:
     """
     if not stacks:
         return None
-    found = stacks[name] if name in stacks else by_pattern(name, stacks)
+    found = stacks[name] if name in stacks else find_by_pattern(name, stacks)
     if found == name:
         return None
     if not isinstance(found, str):
@@ -98,7 +98,7 @@ def fitting(name: str, table: Mapping[str, Value]) -> Value | None:
     if name in table:
         return table[name]
     patterns = (pattern for pattern in table if "*" in pattern)
-    return next((table[one] for one in patterns if expression(one).fullmatch(name)), None)
+    return next((table[one] for one in patterns if compile_pattern(one).fullmatch(name)), None)
 
 
 def serving_name(name: str, available: Collection[str], ties: Mapping[str, str]) -> str | None:

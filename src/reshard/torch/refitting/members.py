@@ -130,7 +130,7 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
     if dimension >= len(shape):
         raise ShardError(f"{name}: shape {list(shape)}, but its dimension {dimension} is fused")
     places: dict[str, list[MemberRange]] = {member: [] for member in fusion.members}
-    for stretch in fusion.stretches(shape[dimension]):
+    for stretch in fusion.member_slices(shape[dimension]):
         places[stretch.member].append(
             MemberRange(stretch.member_start, stretch.start, stretch.stop)
         )

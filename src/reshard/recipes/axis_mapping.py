@@ -1,0 +1,105 @@
+"""The axes of a recipe mapped to those of a mesh, and shardings over the one to the other.
+
+Each axis of a recipe is mapped to axes of the mesh: most often to the one of its name, to none
+where the mesh lacks it, or to several (`Recipe.map_axes`)::
+
+    mapping  ep -> dp tp    etp -> none      "ep, etp, -"           ->   "dp tp, -, -"
+    dp=2, tp=4                               "-, - | only(ep=5)"    ->   "-, - | only(dp=1 tp=1)"
+
+Flax calls such a mapping *logical axis rules*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from reshard.errors import RecipeError
+from reshard.mesh import Axis, DeviceMesh
+from reshard.sharding import DimSpec, Level, ShardingSpec
+
+AxisMapping = Mapping[str, tuple[Axis, ...]]
+
+
+def joint_size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
+    """How many coordinates axes have together."""
+    return math.prod(mesh.axis_size(axis) for axis in axes)
+
+
+def map_sharding(
+    mesh: DeviceMesh,
+    written: ShardingSpec,
+    mapping: AxisMapping | None,
+    only: Sequence[tuple[str, tuple[int, ...]]],
+) -> ShardingSpec:
+    """`written` over `mesh`, its axes mapped to those of the mesh; levels of none fall out.
+
+    Without a `mapping` it names axes of the mesh itself. Its tensors live at the coordinates
+    `only` of axes of the mesh.
+    """
+
+    def map_all(axes: Iterable[Axis]) -> list[Axis]:
+        return [found for axis in axes for found in _map_axis(axis, mapping)]
+
+    dim_specs = []
+    for dim in written.dim_specs:
+        levels = [(map_all(level.axes), level.rule) for level in dim.levels]
+        found = [Level(axes, rule) for axes, rule in levels if axes]
+        dim_specs.append(DimSpec(found, dim.is_open, dim.priority))
+    return ShardingSpec(
+        mesh,
+        dim_specs,
+        map_all(written.replicated_axes),
+        map_all(written.partial_axes),
+        written.reduction or "sum",
+        only,
+    )
+
+
+def _map_axis(axis: Axis, mapping: AxisMapping | None) -> tuple[Axis, ...]:
+    """The mesh's axes in place of one that a rule names."""
+    if mapping is None:
+        return (axis,)
+    found = mapping[axis.name]
+    if axis.is_full or not found:
+        return found
+    if len(found) > 1 or not found[0].is_full:
+        raise RecipeError(
+            f"the part {axis} of an axis that is mapped to {' '.join(map(str, found))}; map it to "
+            "one whole axis of the mesh"
+        )
+    return (Axis(found[0].name, axis.pre, axis.size),)
+
+
+def map_coordinates(
+    mesh: DeviceMesh, only: Iterable[tuple[str, tuple[int, ...]]], mapping: AxisMapping | None
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Coordinates of a recipe's axes as coordinates of the mesh's.
+
+    Raises:
+        RecipeError: axes of the mesh that cannot say it.
+
+    >>> mesh = DeviceMesh.of(dp=2, tp=4)
+    >>> list(map_coordinates(mesh, [("ep", (5,))], {"ep": (Axis("dp"), Axis("tp"))}))
+    [('dp', (1,)), ('tp', (1,))]
+    """
+    for axis, coordinates in only:
+        found = _map_axis(Axis(axis), mapping)
+        if not found:
+            continue
+        if not all(one.is_full for one in found):
+            raise RecipeError(
+                f"tensors are dealt out by axis {axis!r}, mapped to {' '.join(map(str, found))}; "
+                "map it to whole axes of the mesh"
+            )
+        columns = np.unravel_index(coordinates, [mesh.axis_size(one) for one in found])
+        chosen = [tuple(sorted({int(at) for at in column})) for column in columns]
+        if math.prod(map(len, chosen)) != len(coordinates):
+            raise RecipeError(
+                f"coordinates {list(coordinates)} of axis {axis!r}, mapped to "
+                f"{' '.join(map(str, found))}, are no product of coordinates of these; map it to "
+                "one axis"
+            )
+        yield from ((one.name, at) for one, at in zip(found, chosen, strict=True))
