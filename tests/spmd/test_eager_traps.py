@@ -12,7 +12,7 @@ import reshard.spmd as sp
 from reshard import DeviceMesh, DimSpec, ShardingSpec, spec
 from reshard.collectives import ReduceScatter, find_program
 from reshard.errors import ShardError, SpecError, UsageError
-from reshard.spmd.shards.operation_call import Call, call
+from reshard.spmd.shards.operation_call import CompiledCall, call
 
 MESH = DeviceMesh.of(x=2, y=3)
 RANDOM = np.random.default_rng(3)
@@ -143,10 +143,10 @@ class Calls:
     """A recorder that keeps what it sees."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[CompiledCall] = []
         self.reshards: list[tuple[Any, Any]] = []
 
-    def record(self, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    def record(self, call: CompiledCall, operands: Sequence[Any], results: Sequence[Any]) -> None:
         self.calls.append(call)
 
     def record_reshard(self, operand: Any, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""How do axes and their parts overlap, and which sequence of them begins another?
+"""Axes in integers: how parts of axes overlap, and which sequence of them begins another.
 
 Propagation asks this thousands of times, so it counts with integers: a `Part` is an axis of the
 mesh by its number, and the range of it that is meant, as in `mesh.Axis`::

@@ -1,4 +1,4 @@
-"""How is each factor cut while an operator runs, where its tensors disagree?
+"""Common axes: what cuts each factor while an operator runs, where its tensors disagree.
 
 All tensors of an operator must be cut alike along a factor, no axis may cut two factors, and a
 factor that each device needs whole is not cut. What cuts each factor is chosen thus:

@@ -1,4 +1,4 @@
-"""Which shardings may a value have, and in which cuts may an operator run?
+"""Candidates of the cost strategy: shardings of a value, and cuts in which an operator runs.
 
 The third strategy of propagation chooses among these. The mesh's axes are taken in the pieces in
 which annotations use them. An operator may run with each piece

@@ -1,4 +1,4 @@
-"""How long do operators and movements between shardings take?
+"""Cost model: estimated seconds of operators and of movements between shardings.
 
 What the third strategy of propagation compares. Estimates, not measurements:
 

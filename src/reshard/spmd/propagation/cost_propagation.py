@@ -1,4 +1,4 @@
-"""Which shardings take the least time?
+"""Propagation by cost: the shardings of least estimated time.
 
 The third strategy of propagation weighs what the other two decide by rules: whose operand moves
 where two disagree, whether contributions are combined at once or later, whether a device may do

@@ -1,4 +1,4 @@
-"""How do axes that cut a tensor's dimensions cut the factors those are made of, and back?
+"""Factor shardings: from the axes that cut dimensions to those that cut factors, and back.
 
 *Collect* hands a dimension's axes to its factors, from the major one on. A factor that is not the
 last takes axes while they divide it, a part of an axis where only a part does::

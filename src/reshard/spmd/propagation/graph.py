@@ -1,4 +1,4 @@
-"""Which operations make which values of which others?
+"""Graphs: values, and the operations that make them of others.
 
 A `Graph` is a traced function: values by number, of which some are its inputs, operations in an
 order in which each finds its operands, and outputs. Its text says all of it::

@@ -1,4 +1,4 @@
-"""Which choice for each variable makes a sum of tables least?
+"""Least sums of tables: one choice for each variable, by elimination or descent.
 
 Each variable has a number of choices, each table gives seconds for the choices of a few of them.
 

@@ -1,4 +1,4 @@
-"""Which operators propagate first, and in which direction?
+"""Operator priorities: which operators propagate first, and in which direction.
 
 Operators through which data passes unchanged come first: what they carry costs nothing. The
 stages, each of which adds to those before it:

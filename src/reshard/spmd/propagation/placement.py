@@ -1,4 +1,4 @@
-"""Once every value has its sharding, what has to move?
+"""Placement: what has to move once every value has its sharding.
 
 Operations run on tensors that are cut alike along each factor (`common_axes`). So each operand
 that is not is resharded before, each result after, contributions are combined where they are not

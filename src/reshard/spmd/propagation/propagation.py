@@ -1,4 +1,4 @@
-"""Which shardings of all other values follow from those of a few?
+"""Propagation by rules: the shardings of all other values from those of a few.
 
 A user says how some values are cut. Propagation extends that over operators, forwards from
 operands to results, backwards and sideways, until nothing changes:
@@ -149,7 +149,7 @@ def propagate_by_rules(
     nothing = (None,) * len(graph.values)
     if mesh is None:
         return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
-    run = _Run(graph, AxisTable.of(mesh), merge)
+    run = _Propagation(graph, AxisTable.of(mesh), merge)
     places = {number: run.interned(spec) for number, spec in annotations.items()}
     places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
     specs = {**annotations, **{-1 - place: spec for place, spec in asked.items()}}
@@ -286,7 +286,7 @@ def _check_rank(spec: ShardingSpec, graph: Graph, number: int) -> None:
         )
 
 
-class _Run:
+class _Propagation:
     """One propagation over a graph.
 
     Shardings have numbers here, so that a question asked before is answered by one look-up: a

@@ -1,4 +1,4 @@
-"""Which factors do the dimensions of an array have in common before and after a reshape?
+"""Factors of a reshape: those that dimensions have in common before and after it.
 
 Both shapes are read from the major dimension to the minor one, taking factors off until nothing
 is left. What a side has left at or below its place is its *stride*::

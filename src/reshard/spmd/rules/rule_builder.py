@@ -1,4 +1,4 @@
-"""How is a rule built, one factor at a time?
+"""Rule builder: a rule, one factor at a time.
 
 A factor is added by the dimension it has in each operand and in each result, where it has one.
 A dimension that several factors are given has their product, major to minor. What nobody spoke

@@ -1,4 +1,4 @@
-"""What do operators have in common in reading axes and shapes?"""
+"""Axes and shapes, as operators read them: counted from the start, and broadcast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the dimensions of an operator's operands and results hang together?
+"""Sharding rules: how the dimensions of operands and results are made of common factors.
 
 An `OpShardingRule` names *factors*, as einsum does, and says which factors make up each
 dimension, major to minor. A matrix product, and a reshape that merges two dimensions::

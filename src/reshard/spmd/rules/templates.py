@@ -1,4 +1,4 @@
-"""What do the rules of the common families of operators look like, before shapes are known?
+"""Templates: rules of families of operators, before shapes are known.
 
 A `Template` is a rule whose factors have no sizes yet; `template.rule(*shapes)` reads them off
 the operands' shapes. The names of the templates are those of nabla's sharding module.

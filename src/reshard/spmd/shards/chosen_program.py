@@ -1,4 +1,4 @@
-"""By which collectives do the shards of an array become those of another sharding?
+"""Chosen programs: the collectives between two shardings of an array.
 
 By the program that moves the fewest elements, or by the direct exchange where that moves fewer
 still.

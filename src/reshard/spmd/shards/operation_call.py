@@ -1,4 +1,4 @@
-"""What does one operation do on shards, and how is it done again without asking twice?
+"""Operation calls: carrying an operation out on shards, compiled once for types of operands.
 
 `call(name, operands, attributes)` is the one place where operations are carried out:
 
@@ -53,7 +53,7 @@ REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompiledCall:
     """An operation, compiled for operands of certain types.
 
     Args:
@@ -79,7 +79,9 @@ class Call:
 class Recorder(Protocol):
     """Sees operations, in the order in which they are carried out."""
 
-    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
         """Called after an operation."""
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
@@ -146,7 +148,7 @@ def _freeze(values: Attributes) -> tuple[Any, ...]:
     return tuple([(name, repr(value)) for name, value in values.items()])
 
 
-def _notify(done: Call, operands: Sequence[Any], results: Any) -> None:
+def _notify(done: CompiledCall, operands: Sequence[Any], results: Any) -> None:
     made = results if isinstance(results, tuple) else (results,)
     for recorder in recorders:
         recorder.record(done, operands, made)
@@ -318,7 +320,7 @@ def _compile(
         return _compile(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = _make_run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
-    done = Call(name, attributes, options, types, runs_with, results, run, factors)
+    done = CompiledCall(name, attributes, options, types, runs_with, results, run, factors)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
     runner.calls[key] = done

@@ -1,4 +1,4 @@
-"""Which partial sums may an operation leave pending, and which must be reduced before it?
+"""Pending sums: which of them an operation may leave, and which are reduced before it.
 
 An array is pending along the axes whose devices hold contributions to it. An operation `f` may be
 applied to each contribution by itself where that gives contributions to its result:

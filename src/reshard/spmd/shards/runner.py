@@ -144,11 +144,11 @@ class InProcess(Runner):
 
 def replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
     """The sharding that has a whole copy on every device."""
-    return _replicated(mesh, ndim)
+    return _make_replicated(mesh, ndim)
 
 
 @lru_cache(maxsize=1024)
-def _replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
+def _make_replicated(mesh: DeviceMesh, ndim: int) -> ShardingSpec:
     return ShardingSpec(mesh, [DimSpec()] * ndim)
 
 

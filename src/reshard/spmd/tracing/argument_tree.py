@@ -1,4 +1,4 @@
-"""Which arrays are in a function's arguments, and how is the same put together of others?
+"""Argument trees: the arrays in lists, tuples and dictionaries, and the same put together again.
 
 Arguments and results are arrays, and lists, tuples and dictionaries of such, as deep as wanted.
 """

@@ -1,4 +1,4 @@
-"""Which graph does a Python function make of its arguments?
+"""Graph recording: the graph that a Python function makes of its arguments.
 
 The function is called once with arrays that have no elements (`abstract_runner`). A recorder sees
 every operation, as eager arrays carry them out, and writes it down:
@@ -32,7 +32,7 @@ from reshard.spmd.operators.table import operator_of
 from reshard.spmd.propagation.graph import Graph, Operation, Value
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import Attributes, Call, recording
+from reshard.spmd.shards.operation_call import Attributes, CompiledCall, recording
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves, replaced
 
@@ -147,7 +147,9 @@ class _GraphRecorder:
         self.constants[index] = array
         return index
 
-    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
         """An operation; one on constants alone was carried out, and its result is a constant."""
         if results[0].runner is not self.runner:
             return

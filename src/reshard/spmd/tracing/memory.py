@@ -1,4 +1,4 @@
-"""How much memory does each rank need at every operation of a traced function?
+"""Memory: what each rank holds at every operation of a traced function.
 
 A value has memory of its own from the operation that makes it to the last one that reads it. The
 arguments are the caller's, who keeps them; results are kept to the end. Around an operation:

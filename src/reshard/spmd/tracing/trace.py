@@ -1,4 +1,4 @@
-"""What will a function on arrays in shards do, before any of it is done?
+"""Traces: what a function on arrays in shards will do, before any of it is done.
 
 `trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
 arrays without elements. That tells, for every operation, on which shards it runs, what is
@@ -29,7 +29,7 @@ from reshard.spmd.propagation.graph import Operation
 from reshard.spmd.propagation.placement import explicit_reshards
 from reshard.spmd.propagation.strategies import propagate_graph
 from reshard.spmd.shards.array_value import ArrayValue
-from reshard.spmd.shards.operation_call import Call, call, recording
+from reshard.spmd.shards.operation_call import CompiledCall, call, recording
 from reshard.spmd.shards.runner import Runner, replicated, runner_for
 from reshard.spmd.tracing.abstract_runner import AbstractRunner
 from reshard.spmd.tracing.argument_tree import leaves
@@ -301,9 +301,11 @@ class _Watcher:
         self.found: list[TracedOperation] = []
         self.topology = topology
         self.library = library
-        self._call: Call | None = None
+        self._call: CompiledCall | None = None
 
-    def record(self, call: Call, operands: Sequence[Any], results: Sequence[ArrayValue]) -> None:
+    def record(
+        self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
+    ) -> None:
         """The call that carries an operation out."""
         self._call = call
 

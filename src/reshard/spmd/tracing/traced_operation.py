@@ -1,4 +1,4 @@
-"""What does one operation of a traced function do: shardings, what moves before and after it?"""
+"""Traced operations: their shardings, and what moves before and after them."""
 
 from __future__ import annotations
 
