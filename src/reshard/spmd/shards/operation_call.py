@@ -40,6 +40,7 @@ from reshard.spmd.shards.pending_sums import (
     are_finite,
     factors_of,
     kept_pending,
+    types_may_pend,
     with_pending,
     without_pending,
 )
@@ -316,7 +317,7 @@ def _compile(
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _find_result_types(work, made, mesh, layout, runner)
-    if layout is not None and layout.keeps_pending and not _may_pend(types, results):
+    if layout is not None and layout.keeps_pending and not types_may_pend(types, results):
         return _compile(name, operands, attributes, options, runner, key, False)
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
     run = _make_run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
@@ -389,23 +390,6 @@ def _make_refusal(
 
 def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
     raise _make_refusal(name, operands, runner, error)
-
-
-def _may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
-    """Whether the element types allow an operation on contributions.
-
-    Whole numbers and truth values wrap around in their own type, and not in the floating or wider
-    one of a result; a narrower type rounds each contribution; a truth value is none of a
-    contribution.
-    """
-    pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
-    made = {result.dtype for result in results}
-    if made == pending:
-        return True
-    wraps = any(dtype.name.startswith(("bool", "int", "uint")) for dtype in pending)
-    widest = max(dtype.itemsize_bytes for dtype in pending)
-    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
-    return not wraps and not narrows
 
 
 def _take_column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:

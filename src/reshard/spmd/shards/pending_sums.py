@@ -123,3 +123,20 @@ def with_pending(spec: ShardingSpec, axes: Sequence[Axis], reduction: str | None
         partial_axes=(*axes, *spec.partial_axes),
         reduction=reduction or "sum",
     )
+
+
+def types_may_pend(operands: Sequence[ArrayType | None], results: Sequence[ArrayType]) -> bool:
+    """Whether the element types allow an operation on contributions.
+
+    Whole numbers and truth values wrap around in their own type, and not in the floating or wider
+    one of a result; a narrower type rounds each contribution; a truth value is none of a
+    contribution.
+    """
+    pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
+    made = {result.dtype for result in results}
+    if made == pending:
+        return True
+    wraps = any(dtype.name.startswith(("bool", "int", "uint")) for dtype in pending)
+    widest = max(dtype.itemsize_bytes for dtype in pending)
+    narrows = any(dtype.itemsize_bytes < widest or dtype.name == "bool" for dtype in made)
+    return not wraps and not narrows
