@@ -1,6 +1,6 @@
 """Addresses of the shards of a layout, and how each shard lies in memory there.
 
-A `Binding` gives the slots of a layout their addresses: the memory of a rank, a range of a
+A `Binding` gives the ranks of a layout their addresses: the memory of a rank, a range of a
 file, or another tensor's name. A shard that is not dense and row major has a `View` as well.
 """
 
@@ -96,7 +96,7 @@ Address = RankMemory | FileRange | TensorName
 
 
 class OwnRanks(Mapping[int, Address]):
-    """Every slot of a layout in the memory of the rank of its number; made when asked for.
+    """Every rank of a layout in its own memory; an address is made when it is asked for.
 
     >>> OwnRanks(Layout.whole((4,), [2], 3))[2], len(OwnRanks(Layout.whole((4,), [2], 3)))
     (RankMemory(rank=2), 1)
@@ -123,14 +123,14 @@ class OwnRanks(Mapping[int, Address]):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where the slots of a layout are: an address and a view for each slot that has one.
+    """Where the shards of a layout are: an address and a view for each rank that has one.
 
-    A slot without a view is dense and row major. A slot without an address is not there: two
-    slots that hold the same cell may share one copy, which then has one address. A slot whose
+    The shard of a rank without a view is dense and row major. A rank without an address is not
+    there: two that hold the same cell may share one copy, which then has one address. A rank whose
     cells lie apart has a tuple of addresses, one for each cell in order, and so has its view.
 
     Raises:
-        LayoutError: an address for a slot that holds nothing, or a view of the wrong rank.
+        LayoutError: an address for a rank that holds nothing, or a view that does not fit its shard.
     """
 
     layout: Layout
@@ -168,11 +168,11 @@ class Binding:
 
     @classmethod
     def to_ranks(cls, layout: Layout) -> Binding:
-        """Every slot in the memory of the rank of the same number."""
+        """Every shard in the memory of its rank."""
         return cls(layout, OwnRanks(layout), {})
 
     def view(self, slot: int) -> View | tuple[View, ...]:
-        """How a slot's shard lies behind its address; a tuple where its cells lie apart."""
+        """How a rank's shard lies behind its address; a tuple where its cells lie apart."""
         shape = self.layout.local_shape(slot)
         if shape is None:
             raise LayoutError(f"rank {slot} holds nothing of the tensor")

@@ -338,7 +338,7 @@ class ShardingSpec(Interned):
         return len(self.dim_specs)
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """Where the elements of a tensor of `shape` are. The layout's slots are ranks.
+        """Where the elements of a tensor of `shape` are. Its ranks are the mesh's devices.
 
         Raises:
             SpecError: a shape with another number of dimensions.

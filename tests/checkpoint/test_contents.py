@@ -53,7 +53,7 @@ def test_a_part_that_is_stored_nowhere() -> None:
 
 def test_an_address_that_is_no_file() -> None:
     layout = Layout.whole((2,), [0], 1)
-    with pytest.raises(CheckpointError, match="slot 0 of 'w'"):
+    with pytest.raises(CheckpointError, match="rank 0 of 'w'"):
         StoredTensor("w", dtype("float32"), Binding.to_ranks(layout))
 
 

@@ -178,10 +178,10 @@ def test_an_element_that_nobody_holds() -> None:
     assert not find_holders(source).is_grid
     target = Layout.flat_ranges((4, 4), {0: (0, 3), 1: (3, 16)})
     plan = LayoutChange(source, target)
-    with pytest.raises(PlanError, match="only 11 of the 12 elements that slot 1 of the target"):
+    with pytest.raises(PlanError, match="only 11 of the 12 elements that rank 1 of the target"):
         _ = plan.transfers
     assert len(plan.routes_into(0).target_cell) == 1
-    with pytest.raises(PlanError, match="only 11 of the 12 elements that slot 1 of the target"):
+    with pytest.raises(PlanError, match="only 11 of the 12 elements that rank 1 of the target"):
         find_needs(source, target)
 
 

@@ -107,9 +107,9 @@ def test_a_source_that_leaves_elements_out_is_refused() -> None:
     table = RunTable(6, 1, [(0, 0, 4, 0)])
     partial = Layout((6,), [table], 1, [0], [[0]])
     plan = reshard.plan(partial, Layout.replicated((6,), 2))
-    with pytest.raises(PlanError, match=r"only 4 of the 6 elements that slot 0 .*index 4 of dim"):
+    with pytest.raises(PlanError, match=r"only 4 of the 6 elements that rank 0 .*index 4 of dim"):
         _ = plan.transfers
-    with pytest.raises(PlanError, match="slot 1"):
+    with pytest.raises(PlanError, match="rank 1"):
         plan.for_rank(1)
 
 

@@ -55,7 +55,7 @@ class StoredTensor:
             for one in address if isinstance(address, tuple) else (address,):
                 if not isinstance(one, FileRange):
                     raise CheckpointError(
-                        f"slot {slot} of {self.name!r} is bound to {one}, no file"
+                        f"rank {slot} of {self.name!r} is bound to {one}, no file"
                     )
 
     @property

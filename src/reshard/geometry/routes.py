@@ -256,7 +256,7 @@ class RouteFinder:
             cell = int(cells[short[0]])
             slot = int(self.target.cell_slot[cell])
             raise PlanError(
-                f"the source holds only {found[cell]} of the {needed[short[0]]} elements that slot "
+                f"the source holds only {found[cell]} of the {needed[short[0]]} elements that rank "
                 f"{slot} of the target needs{self._example(cell)}; every element of the tensor "
                 "must be held somewhere in the source"
             )

@@ -47,7 +47,7 @@ def verify_transfers(
 
 def _fail(transfers: Transfers, row: int, problem: str) -> None:
     raise PlanError(
-        f"transfer {row}, {transfers.box(row)} from slot {transfers.source_slot[row]} to slot "
+        f"transfer {row}, {transfers.box(row)} from rank {transfers.source_slot[row]} to rank "
         f"{transfers.target_slot[row]}: {problem}"
     )
 
@@ -63,7 +63,7 @@ def check_slots(source: Layout, target: Layout, transfers: Transfers) -> None:
             _fail(transfers, int(np.flatnonzero(bad)[0]), f"its {name} cell does not exist")
         other = np.flatnonzero(layout.cell_slot[cell] != slot)
         if len(other):
-            _fail(transfers, int(other[0]), f"the {name} slot has no such cell")
+            _fail(transfers, int(other[0]), f"the {name} rank has no such cell")
     empty = np.flatnonzero((transfers.shape < 1).any(axis=1))
     if len(empty):
         _fail(transfers, int(empty[0]), "it is empty")
@@ -107,7 +107,7 @@ def _check_stays(source: Layout, transfers: Transfers) -> None:
     same = transfers.source_slot == transfers.target_slot
     wrong = np.flatnonzero(same != transfers.stays)
     if len(wrong):
-        _fail(transfers, int(wrong[0]), "it must stay exactly when both slots are one")
+        _fail(transfers, int(wrong[0]), "it must stay exactly when both ranks are one")
     # Every transfer that moves, with every cell that its receiver has of the same contribution.
     moving = np.flatnonzero(~transfers.stays & (transfers.target_slot < source.slots))
     slot = transfers.target_slot[moving]
@@ -159,7 +159,7 @@ def _check_cell(
             )
         if int(mine.elements.sum()) != elements or not _disjoint(mine):
             raise PlanError(
-                f"slot {target.cell_slot[cell]} receives {int(mine.elements.sum())} elements of "
+                f"rank {target.cell_slot[cell]} receives {int(mine.elements.sum())} elements of "
                 f"contribution {contribution} for a cell of {elements}; each must come once"
             )
 

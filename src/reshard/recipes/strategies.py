@@ -76,7 +76,7 @@ class Strategy:
             if layout.shape != tuple(shape) or layout.slots != world_size:
                 raise RecipeError(
                     f"strategy {self.name!r} lays out tensor {name!r} with shape "
-                    f"{list(layout.shape)} over {layout.slots} slots; shape {list(shape)} over "
+                    f"{list(layout.shape)} over {layout.slots} ranks; shape {list(shape)} over "
                     f"{world_size}, one a rank, was expected"
                 )
         return layouts

@@ -232,7 +232,7 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
         shard, carried = shards[slot], contents.contribution[slot]
         if shard.shape != elements.shape:
             raise ShardError(
-                f"slot {slot} has shape {list(shard.shape)}, expected {list(elements.shape)}"
+                f"rank {slot} has shape {list(shard.shape)}, expected {list(elements.shape)}"
             )
         real = elements != NO_ELEMENT
         for element, value in zip(elements[real].tolist(), shard[real], strict=True):
@@ -243,7 +243,7 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
                 and not (value != value and known != known)
             ):
                 raise ShardError(
-                    f"element {element} is {value} on slot {slot} and {known} elsewhere"
+                    f"element {element} is {value} on rank {slot} and {known} elsewhere"
                 )
             dense[carried][element] = value
             seen[carried, element] = True

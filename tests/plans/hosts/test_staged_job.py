@@ -241,7 +241,7 @@ def test_jobs_that_cannot_be_staged_are_refused() -> None:
         StagedJob(Job([JobItem("w", item.dtype, item.change, source, item.target)]), ON_HOSTS)
     hole = Layout.flat_ranges((4,), {0: (0, 2)})
     holed = Job([JobItem.between_ranks("w", dtype("int8"), hole, Layout.whole((4,), [5], 6))])
-    with pytest.raises(PlanError, match="only 2 of the 4 elements that slot 5"):
+    with pytest.raises(PlanError, match="only 2 of the 4 elements that rank 5"):
         StagedJob(holed, ON_HOSTS).fragments  # noqa: B018
     with pytest.raises(ShardError, match="no arrays for tensor 'w'; got"):
         StagedJob(job, ON_HOSTS).run({})

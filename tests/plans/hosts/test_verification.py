@@ -29,7 +29,7 @@ STAGED = StagedJob(
     ("change", "message"),
     [
         (lambda a, b: (a.take(slice(1, None)), b), "the exchange brings 0 of its 32 elements"),
-        (lambda a, b: (a, b.take(slice(1, None))), "slot 5 receives 96 elements .* of 128"),
+        (lambda a, b: (a, b.take(slice(1, None))), "rank 5 receives 96 elements .* of 128"),
         (lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b), "the exchange brings 64"),
         (lambda a, b: (a, b.take(np.append(np.arange(len(b)), 0))), "receives 160 elements"),
         (
@@ -48,7 +48,7 @@ STAGED = StagedJob(
         ),
         (
             lambda a, b: (a, b.replace(source_slot=b.source_slot[::-1].copy())),
-            "the source slot has no such cell",
+            "the source rank has no such cell",
         ),
         (
             lambda a, b: (a.replace(source_start=np.add(a.source_start, [0, 1])), b),
@@ -108,5 +108,5 @@ def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
         target_cell=np.array([0]),
     )
     verify_stages(plan, plan.transfers, stays.take(slice(0, 0)))
-    with pytest.raises(PlanError, match="exactly when both slots are one"):
+    with pytest.raises(PlanError, match="exactly when both ranks are one"):
         verify_stages(plan, moves, back)

@@ -116,7 +116,7 @@ def test_a_source_that_leaves_elements_out_is_refused(sources: Sources) -> None:
     source = Layout.from_boxes((4,), [(2, reshard.Box((0,), (3,)))])
     job = Job([JobItem.between_ranks("a", dtype("int8"), source, Layout.replicated((4,)))], sources)
     for ask in (job.verify, lambda: job.for_rank(0), lambda: job.sent_bytes):
-        with pytest.raises(PlanError, match=r"only 3 of the 4 elements that slot 0 .* index 3"):
+        with pytest.raises(PlanError, match=r"only 3 of the 4 elements that rank 0 .* index 3"):
             ask()
 
 

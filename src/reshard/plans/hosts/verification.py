@@ -49,7 +49,7 @@ def _trace_fan_out(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) 
     if len(short):
         at = int(short[0])
         raise PlanError(
-            f"the fan-out sends {fan_out.box(at)} from slot {fan_out.source_slot[at]} to slot "
+            f"the fan-out sends {fan_out.box(at)} from rank {fan_out.source_slot[at]} to rank "
             f"{fan_out.target_slot[at]}, but the exchange brings {brought[at]} of its "
             f"{due[at]} elements there"
         )

@@ -28,7 +28,7 @@ SlotLabel = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Writes the holders of a box: by number, or by a text of the caller's for each slot.
+    """Writes the holders of a box: by number, or by a text of the caller's for each rank.
 
     >>> held = frozenset(Holding(0, 0, False, slot) for slot in (0, 4))
     >>> Labels().lines(held, (), 20), Labels("device {}\\nof 8".format).lines(held, (), 20)
@@ -78,7 +78,7 @@ def holders_text(holdings: Iterable[Holding]) -> str:
     parts_of_slot: dict[int, list[int]] = {}
     for holding in everything:
         parts_of_slot.setdefault(holding.slot, []).append(holding.hidden_part)
-    # A slot may hold several of the parts that are not drawn; it is written once, with them all.
+    # A rank may hold several of the parts that are not drawn; it is written once, with them all.
     by_parts: dict[tuple[int, ...], set[Holding]] = {}
     for holding in everything:
         key = tuple(parts_of_slot[holding.slot])

@@ -3,7 +3,7 @@
 1. Along each drawn dimension, the starts and stops of all runs cut it into intervals no run
    begins or ends inside of. Where there are very many, those in the middle are left out.
 2. Every pair of parts (one of the row dimension, one of the column dimension) that cells take
-   covers some intervals of each; the slots of those cells hold these rectangles.
+   covers some intervals of each; the ranks of those cells hold these rectangles.
 3. Intervals that are held alike all along become one again.
 
 ::
@@ -15,7 +15,7 @@
       1   0    1        intervals of columns: 0:2, 2:4
       2   1    1
 
-The dimensions that are not drawn remain in a holding as a number: equal for slots that hold
+The dimensions that are not drawn remain in a holding as a number: equal for ranks that hold
 the same part of them.
 """
 
@@ -35,7 +35,7 @@ MOST_INTERVALS = 64
 
 
 class Holding(NamedTuple):
-    """One slot that holds a rectangle: which part of the other dimensions, and how."""
+    """One rank that holds a rectangle: which part of the other dimensions, and how."""
 
     hidden_part: int
     contribution: int
@@ -115,7 +115,7 @@ def region_grid(
     column_dimension: int | None,
     most_intervals: int = MOST_INTERVALS,
 ) -> RegionGrid:
-    """The rectangles of two dimensions of a layout and the slots that hold them.
+    """The rectangles of two dimensions of a layout and the ranks that hold them.
 
     Where a dimension has more than `most_intervals` intervals, those in the middle are left out.
 
@@ -150,7 +150,7 @@ def region_grid(
 
 
 def _without_own_halos(place: set[Holding]) -> Holdings:
-    """A slot that owns a rectangle holds it, even if it has a halo copy of it too."""
+    """A rank that owns a rectangle holds it, even if it has a halo copy of it too."""
     return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
 
 
@@ -204,7 +204,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
 def _holdings(
     layout: Layout, row_dimension: int | None, column_dimension: int | None
 ) -> dict[tuple[int, int], set[Holding]]:
-    """The slots of each pair of parts, those left out whose cell has no element."""
+    """The ranks of each pair of parts, those left out whose cell has no element."""
     drawn = (row_dimension, column_dimension)
     hidden = [d for d in range(layout.ndim) if d not in drawn]
     contents: list[list[object]] = [
