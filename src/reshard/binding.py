@@ -130,7 +130,7 @@ class Binding:
     cells lie apart has a tuple of addresses, one for each cell in order, and so has its view.
 
     Raises:
-        LayoutError: an address for a rank that holds nothing, or a view that does not fit its shard.
+        LayoutError: an address for a rank that holds nothing, or a view that does not fit.
     """
 
     layout: Layout
