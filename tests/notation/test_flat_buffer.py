@@ -139,10 +139,15 @@ def test_a_buffer_is_a_value() -> None:
     ("wrong", "message"),
     [
         (lambda: FlatBuffer([("a", (1,)), ("a", (2,))], 2), "'a' is twice in a flat buffer"),
-        (lambda: FlatBuffer({"a": (-1,)}, 2), r"'a' of a flat buffer has the shape \[-1\]"),
-        (lambda: FlatBuffer({"a": (1,)}, 0), "over 0 ranks.*must be at least 1"),
-        (lambda: FlatBuffer({"a": (1,)}, 1, alignment=0), "aligned to 0"),
-        (lambda: FlatBuffer({"a": (1,)}, 1, rank_multiple=-1), "in multiples of -1"),
+        (lambda: FlatBuffer({"a": (-1,)}, 2), r"'a' in a flat buffer \[-1\] must not be negative"),
+        (lambda: FlatBuffer({"a": (1.5,)}, 2), r"'a' in a flat buffer \[1\.5\] must be a list"),  # type: ignore
+        (lambda: FlatBuffer({"a": (1,)}, 2.7), r"a flat buffer's ranks 2\.7 must be a whole"),  # type: ignore
+        (lambda: FlatBuffer({"a": (1,)}, 0), "a flat buffer's ranks 0 must be at least 1"),
+        (lambda: FlatBuffer({"a": (1,)}, 1, alignment=0), "alignment 0 must be at least 1"),
+        (
+            lambda: FlatBuffer({"a": (1,)}, 1, rank_multiple=-1),
+            "rank_multiple -1 must be at least 1",
+        ),
         (lambda: FlatBuffer({"a": (1,)}, 2).pieces(2), "rank 2 of a flat buffer over 2 ranks"),
         (lambda: FlatBuffer({"a": (1,)}, 2).layout("b"), "'b' is not in the flat buffer"),
         (lambda: FlatBuffer({}, 2).layout("b"), "which has no tensors"),

@@ -73,6 +73,9 @@ def test_attributes_that_cannot_be() -> None:
     marked = attributes((8, 4), tensor_model_parallel=True, partition_dim=2)
     with pytest.raises(SpecError, match="partition_dim=2 of a parameter of 2 dimensions"):
         sharding_of(marked, ranks)
+    marked = attributes((8, 4), tensor_model_parallel=True, partition_dim=0.5)
+    with pytest.raises(SpecError, match=r"partition_dim 0\.5 must be a whole number"):
+        sharding_of(marked, ranks)
     marked = attributes((8, 4), tensor_model_parallel=True, partition_sizes=(1, 2))
     with pytest.raises(RuleError, match="add up to 3"):
         sharding_of(marked, ranks)

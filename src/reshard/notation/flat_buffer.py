@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from reshard.cut_rules import ceil_divide
 from reshard.errors import NotationError
+from reshard.integers import as_integer, as_integers
 from reshard.layout import Layout
 
 
@@ -73,26 +74,22 @@ class FlatBuffer:
         rank_multiple: int = 1,
     ) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        given = tuple((name, tuple(int(size) for size in shape)) for name, shape in pairs)
+        given = tuple(
+            (name, as_integers(shape, f"the shape of {name!r} in a flat buffer", NotationError))
+            for name, shape in pairs
+        )
+        object.__setattr__(self, "tensors", given)
         for name, value in (
-            ("tensors", given),
-            ("ranks", int(ranks)),
-            ("alignment", int(alignment)),
-            ("rank_multiple", int(rank_multiple)),
+            ("ranks", ranks),
+            ("alignment", alignment),
+            ("rank_multiple", rank_multiple),
         ):
-            object.__setattr__(self, name, value)
+            number = as_integer(value, f"a flat buffer's {name}", NotationError, least=1)
+            object.__setattr__(self, name, number)
         counts = Counter(name for name, _ in given)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise NotationError(f"{twice[0]!r} is twice in a flat buffer; give every tensor once")
-        for name, shape in given:
-            if any(size < 0 for size in shape):
-                raise NotationError(f"{name!r} of a flat buffer has the shape {list(shape)}")
-        if min(self.ranks, self.alignment, self.rank_multiple) < 1:
-            raise NotationError(
-                f"a flat buffer over {ranks} ranks, aligned to {alignment}, in multiples of "
-                f"{rank_multiple}; each must be at least 1"
-            )
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ import numpy as np
 
 from reshard.block_rules import BlockCyclic
 from reshard.errors import LayoutError, NotationError
+from reshard.integers import as_integer, as_integers
 from reshard.mesh import DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
 
@@ -76,8 +77,9 @@ class Descriptor:
         least = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
         for name, bound in least.items():
             value = getattr(self, name)
-            if value is not None and value < bound:
-                raise NotationError(f"{name}={value} of a descriptor must be at least {bound}")
+            if value is not None or name not in ("m", "n", "lld"):
+                number = as_integer(value, f"a descriptor's {name}", NotationError, least=bound)
+                object.__setattr__(self, name, number)
 
     @classmethod
     def from_array(cls, entries: Sequence[int]) -> Descriptor:
@@ -86,7 +88,7 @@ class Descriptor:
         Raises:
             NotationError: another length, or a matrix that is not dense and in memory.
         """
-        values = [int(entry) for entry in entries]
+        values = as_integers(entries, "a descriptor", NotationError, least=None)
         if len(values) != len(_ENTRIES):
             raise NotationError(
                 f"a descriptor of {len(values)} numbers; a dense one has 9, {' '.join(_ENTRIES)}"

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import LayoutError, NotationError
+from reshard.integers import as_integers
 from reshard.layout import Box, Layout, flat_range_boxes
 from reshard.mesh import DeviceMesh
 from reshard.notation.dtensor.calls import PlacementCall, is_numbers, read_calls
@@ -72,8 +73,10 @@ class RaggedShard:
     local_units: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dims", tuple(int(dim) for dim in self.dims))
-        object.__setattr__(self, "local_units", tuple(int(unit) for unit in self.local_units))
+        for name in ("dims", "local_units"):
+            what = f"{name} of a RaggedShard"
+            numbers = as_integers(getattr(self, name), what, NotationError, least=None)
+            object.__setattr__(self, name, numbers)
         if not self.dims or self.dims != tuple(range(len(self.dims))):
             raise NotationError(
                 f"{self} takes dimensions {self.dims}; it takes the leading ones, such as (0, 1)"
