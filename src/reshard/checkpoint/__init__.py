@@ -41,7 +41,7 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.registry import register_format
+from reshard.checkpoint.formats.registry import all_formats, register_format
 from reshard.checkpoint.loading import load, read_tensor
 
 __all__ = [
@@ -75,6 +75,9 @@ __all__ = [
 ]
 
 open = open_checkpoint
+
+# Imported here, so that the first call does not take the time.
+all_formats()
 
 
 def convert(

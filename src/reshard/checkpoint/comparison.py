@@ -114,7 +114,7 @@ def compare(
     """
     a = left if isinstance(left, Checkpoint) else open_checkpoint(left)
     b = right if isinstance(right, Checkpoint) else open_checkpoint(right)
-    differences = _described_differences(a, b)
+    differences = _compare_descriptions(a, b)
     unequal = {difference.name for difference in differences}
     names = [name for name in a.tensors if name in b.tensors and name not in unequal]
     total = sum(a[name].size_bytes for name in names)
@@ -122,7 +122,7 @@ def compare(
     readers = lru_cache(maxsize=64)(
         lambda name: (BlockReader(a[name], files_a), BlockReader(b[name], files_b))
     )
-    sizes = _workspace_sizes([a, b], names)
+    sizes = _find_workspace_sizes([a, b], names)
 
     def work(task: tuple[str, int], memory: _PairWorkspace) -> tuple[str, int, bytes, int, int]:
         name, block = task
@@ -144,9 +144,9 @@ def compare(
     blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
     found: dict[str, tuple[int, int, int]] = {}
     done = 0
-    results = run_in_threads(_tasks(a, names), work, new_memory, threads)
+    results = run_in_threads(_list_tasks(a, names), work, new_memory, threads)
     try:
-        differences += _different_items(a, b, files_a, files_b)
+        differences += _compare_items(a, b, files_a, files_b)
         for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
@@ -177,7 +177,7 @@ def compare(
     return Comparison(tuple(differences), digests, done)
 
 
-def _described_differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+def _compare_descriptions(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     """What differs without a look at the bytes."""
     differences = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
@@ -194,14 +194,14 @@ def _described_differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     return differences
 
 
-def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, int]]:
+def _list_tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, int]]:
     for name in names:
         tensor = checkpoint[name]
         for block in range(BlockGrid.of(tensor.shape, tensor.dtype.itemsize_bytes).count):
             yield name, block
 
 
-def _workspace_sizes(checkpoints: list[Checkpoint], names: list[str]) -> tuple[int, int]:
+def _find_workspace_sizes(checkpoints: list[Checkpoint], names: list[str]) -> tuple[int, int]:
     block = span = 0
     for checkpoint in checkpoints:
         files = open_sources(checkpoint)
@@ -247,7 +247,7 @@ def check_digests(
     seen = source_checksums(own)
     watch = seen.add if own else None
     readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files, watch))
-    sizes = _workspace_sizes([checkpoint], names)
+    sizes = _find_workspace_sizes([checkpoint], names)
     total = sum(checkpoint[name].size_bytes for name in names)
 
     def work(task: tuple[str, int], memory: Workspace) -> tuple[str, int, bytes]:
@@ -256,15 +256,19 @@ def check_digests(
 
     blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
     done = 0
-    results = run_in_threads(_tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads)
+    results = run_in_threads(
+        _list_tasks(checkpoint, names), work, lambda: Workspace(*sizes), threads
+    )
     try:
         for name, block, digest in results:
             blocks[name][block] = digest
             done += readers(name).grid.size_bytes(block)
             if progress is not None:
                 progress(Progress(done, total, 0, name))
-        damaged += [_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)]
-        damaged += _damaged_items(checkpoint, files)
+        damaged += [
+            _describe_damaged_range(one, found) for one, found in damaged_ranges(own, seen, files)
+        ]
+        damaged += _find_damaged_items(checkpoint, files)
     finally:
         results.close()
         files.close()
@@ -318,7 +322,7 @@ def _find_damaged_sources(
     return sorted(damaged, key=lambda block: (order[block.tensor], block.places))
 
 
-def _damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
+def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
     """The items that have another digest than was recorded."""
     damaged = []
     for name, item in checkpoint.items.items():
@@ -331,7 +335,7 @@ def _damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list
     return damaged
 
 
-def _different_items(
+def _compare_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
 ) -> list[Difference]:
     """What differs in items that are no tensors, where both formats have such."""
@@ -352,7 +356,7 @@ def _can_hold_items(name: str) -> bool:
     return format is not None and Holding.ITEMS in format.can_hold
 
 
-def _damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
+def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
     """A range of a file that has another checksum than the file itself says."""
     start = one.place.start_bytes
     place = f"{one.place.path} bytes {start}:{start + one.size_bytes}"

@@ -129,7 +129,7 @@ class StoredTensor:
             CoverageError: shards that leave part of the tensor out, naming the first box.
         """
         stored = self.stored_layout
-        plan = LayoutChange(stored, _whole(self.shape, stored.slots))
+        plan = LayoutChange(stored, _make_whole(self.shape, stored.slots))
         try:
             _ = plan.routes
         except PlanError:
@@ -138,14 +138,14 @@ class StoredTensor:
                 f"tensor {self.name!r} of shape {list(self.shape)}: no shard holds "
                 f"{hole if hole is not None else 'a part of it'}; a shard file is missing, or the "
                 f"checkpoint was not written completely (found shards of ranks "
-                f"{_listed(self.stored_slots)})"
+                f"{_list_numbers(self.stored_slots)})"
             ) from None
         return plan
 
 
 # Many tensors of a model have one shape.
 @lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...], slot: int) -> Layout:
+def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
     """All of a tensor on the slot behind those that it is stored on."""
     return Layout.whole(shape, [slot], slot + 1)
 
@@ -304,6 +304,6 @@ def missing_box(layout: Layout) -> Box | None:
     return Box(start, tuple(int(edge[i + 1]) for edge, i in zip(edges, at, strict=True)))
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _list_numbers(numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:16]))
     return shown + (f", ... {len(numbers) - 16} more" if len(numbers) > 16 else "")

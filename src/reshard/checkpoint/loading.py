@@ -130,16 +130,16 @@ def load(
     reads: list[_Read] = []
     for name, layout in layouts.items():
         tensor = checkpoint[name]
-        shape = _local_shape(tensor, layout, rank)
+        shape = _find_local_shape(tensor, layout, rank)
         if shape is None:
             continue
         array = (
             np.zeros(shape, dtype=tensor.dtype.storage)
             if out is None
-            else _given(tensor, out, shape)
+            else _check_given(tensor, out, shape)
         )
         arrays[name] = array
-        for read in _reads(tensor, layout, rank, array):
+        for read in _list_reads(tensor, layout, rank, array):
             reads += _split(read)
     for name in arrays if out is not None else ():
         # Only now does every array fit.
@@ -155,7 +155,7 @@ def load(
     # In the order of the files, so that a disk reads forward.
     reads.sort(key=_place)
     try:
-        for _ in run_in_threads(reads, work, _new_buffer, threads):
+        for _ in run_in_threads(reads, work, _make_buffer, threads):
             pass
     finally:
         files.close()
@@ -164,11 +164,11 @@ def load(
     return {name: array.view(checkpoint[name].dtype.numpy) for name, array in arrays.items()}
 
 
-def _new_buffer() -> AlignedBuffer:
+def _make_buffer() -> AlignedBuffer:
     return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
 
 
-def _local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, ...] | None:
+def _find_local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, ...] | None:
     if not isinstance(layout, Layout):
         raise UsageError(
             f"the layout of {tensor.name!r} is {layout!r}; a sharding becomes one with the shape: "
@@ -187,7 +187,7 @@ def _local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[int, 
     return layout.local_shape(rank) if 0 <= rank < layout.slots else None
 
 
-def _given(
+def _check_given(
     tensor: StoredTensor, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[Any]:
     array = out.get(tensor.name)
@@ -210,7 +210,9 @@ def _given(
     return array.view(tensor.dtype.storage)
 
 
-def _reads(tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any]) -> Iterator[_Read]:
+def _list_reads(
+    tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any]
+) -> Iterator[_Read]:
     """Every box that is read to fill a rank's array."""
     stored = tensor.stored_layout
     cells = layout.cells_of(rank)

@@ -86,7 +86,7 @@ class Manifest:
             "files": {
                 file.name: {"size_bytes": file.size_bytes, "rank": file.rank} for file in self.files
             },
-            "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: _describe_tensor(tensor) for name, tensor in self.tensors.items()},
             "carried": self.carried,
         }
         if self.items:
@@ -94,29 +94,29 @@ class Manifest:
         return json.dumps(content, indent=1) + "\n"
 
 
-def _tensor_json(tensor: ManifestTensor) -> dict[str, Any]:
+def _describe_tensor(tensor: ManifestTensor) -> dict[str, Any]:
     layout = tensor.layout
     content: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": layout.shape}
     if tensor.spec is not None:
         content["spec"] = tensor.spec
     else:
-        content["boxes"] = [(slot, box.start, box.stop) for slot, box in _boxes(layout)]
+        content["boxes"] = [(slot, box.start, box.stop) for slot, box in _list_boxes(layout)]
     if tensor.digest is not None:
         content["digest"] = tensor.digest.tensor.hex()
         content["block_digests"] = b"".join(tensor.digest.blocks).hex()
     return content
 
 
-def _boxes(layout: Layout) -> list[tuple[int, Box]]:
+def _list_boxes(layout: Layout) -> list[tuple[int, Box]]:
     """The boxes of every slot, an empty one where the slot has a shard without elements."""
     return [
         (slot, box)
         for slot in layout.holders
-        for box in layout.boxes(slot) or [_empty_box(layout, slot)]
+        for box in layout.boxes(slot) or [_make_empty_box(layout, slot)]
     ]
 
 
-def _empty_box(layout: Layout, slot: int) -> Box:
+def _make_empty_box(layout: Layout, slot: int) -> Box:
     shape = layout.local_shape(slot) or ()
     return Box((0,) * layout.ndim, shape if len(shape) == layout.ndim else (0,) * layout.ndim)
 
@@ -129,7 +129,7 @@ def can_describe(layout: Layout) -> bool:
     """
     if layout.is_padded:
         return False
-    return Layout.from_boxes(layout.shape, _boxes(layout), layout.slots) is layout
+    return Layout.from_boxes(layout.shape, _list_boxes(layout), layout.slots) is layout
 
 
 def manifest_of(
@@ -189,35 +189,37 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     if content["mesh"] is not None:
         fields = content["mesh"]
         mesh = DeviceMesh(
-            _text(fields["name"], "the name of the mesh"),
-            _numbers(fields["shape"], "the shape of the mesh"),
-            [_text(name, "an axis name") for name in fields["axis_names"]],
-            _numbers(fields["devices"], "the devices of the mesh"),
+            _expect_text(fields["name"], "the name of the mesh"),
+            _expect_numbers(fields["shape"], "the shape of the mesh"),
+            [_expect_text(name, "an axis name") for name in fields["axis_names"]],
+            _expect_numbers(fields["devices"], "the devices of the mesh"),
         )
     files = []
     for name, fields in content["files"].items():
         if not is_plain_name(name):
             raise FormatError(f"the file name {name!r} leads outside the checkpoint")
-        size_bytes = _number(fields["size_bytes"], f"the size of {name}")
-        files.append(StoredFile(name, size_bytes, _number(fields["rank"], f"the rank of {name}")))
+        size_bytes = _expect_number(fields["size_bytes"], f"the size of {name}")
+        files.append(
+            StoredFile(name, size_bytes, _expect_number(fields["rank"], f"the rank of {name}"))
+        )
     if not files:
         raise FormatError("no files are listed, at least one was expected")
     return Manifest(
-        _text(content["format"], "the format"),
-        _text(content["conversion_id"], "the conversion's identity"),
+        _expect_text(content["format"], "the format"),
+        _expect_text(content["conversion_id"], "the conversion's identity"),
         mesh,
         tuple(files),
         {name: _parse_tensor(mesh, files, name, item) for name, item in content["tensors"].items()},
-        tuple(_text(name, "a carried file") for name in content["carried"]),
-        {name: _digests(item, 1, name)[0] for name, item in content.get("items", {}).items()},
+        tuple(_expect_text(name, "a carried file") for name in content["carried"]),
+        {name: _parse_digests(item, 1, name)[0] for name, item in content.get("items", {}).items()},
     )
 
 
 def _parse_tensor(
     mesh: DeviceMesh | None, files: list[StoredFile], name: str, item: Mapping[str, Any]
 ) -> ManifestTensor:
-    shape = tuple(_numbers(item["shape"], f"the shape of {name!r}"))
-    dtype = as_dtype(_text(item["dtype"], f"the dtype of {name!r}"))
+    shape = tuple(_expect_numbers(item["shape"], f"the shape of {name!r}"))
+    dtype = as_dtype(_expect_text(item["dtype"], f"the dtype of {name!r}"))
     size_bytes = math.prod(shape) * dtype.itemsize_bytes
     total_bytes = sum(file.size_bytes for file in files)
     if size_bytes > total_bytes:
@@ -229,14 +231,14 @@ def _parse_tensor(
     if text is not None:
         if mesh is None:
             raise FormatError(f"tensor {name!r} has a sharding {text!r} without a mesh")
-        layout = spec(mesh, _text(text, f"the sharding of {name!r}")).layout(shape)
+        layout = spec(mesh, _expect_text(text, f"the sharding of {name!r}")).layout(shape)
     else:
         boxes = [
             (
-                _number(slot, f"a rank of {name!r}"),
+                _expect_number(slot, f"a rank of {name!r}"),
                 Box(
-                    tuple(_numbers(start, f"a box of {name!r}")),
-                    tuple(_numbers(stop, f"a box of {name!r}")),
+                    tuple(_expect_numbers(start, f"a box of {name!r}")),
+                    tuple(_expect_numbers(stop, f"a box of {name!r}")),
                 ),
             )
             for slot, start, stop in item["boxes"]
@@ -250,32 +252,32 @@ def _parse_tensor(
     digest = None
     if "digest" in item:
         expected = BlockGrid.of(shape, dtype.itemsize_bytes).count
-        blocks = _digests(item["block_digests"], expected, f"the blocks of {name!r}")
-        (whole,) = _digests(item["digest"], 1, name)
+        blocks = _parse_digests(item["block_digests"], expected, f"the blocks of {name!r}")
+        (whole,) = _parse_digests(item["digest"], 1, name)
         digest = TensorDigest(whole, blocks)
     return ManifestTensor(dtype, layout, text, digest)
 
 
-def _text(value: Any, what: str) -> str:
+def _expect_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise FormatError(f"{what} is {value!r}, expected text")
     return value
 
 
-def _number(value: Any, what: str) -> int:
+def _expect_number(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < _TOO_LARGE:
         raise FormatError(f"{what} is {value!r}, expected a whole number of 0 or more")
     return value
 
 
-def _numbers(values: Any, what: str) -> list[int]:
+def _expect_numbers(values: Any, what: str) -> list[int]:
     if not isinstance(values, list):
         raise FormatError(f"{what} is {values!r}, expected a list of numbers")
-    return [_number(value, what) for value in values]
+    return [_expect_number(value, what) for value in values]
 
 
-def _digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
-    joined = _text(value, f"the digest of {what}")
+def _parse_digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
+    joined = _expect_text(value, f"the digest of {what}")
     if len(joined) != count * _DIGEST_CHARACTERS or _NO_DIGIT.search(joined):
         raise FormatError(
             f"the digest of {what} is {joined[:40]!r}, expected {count} times "

@@ -81,7 +81,7 @@ def names_of(
     return NameTable(f"{text} ({found})", table)
 
 
-class _Lying(NamedTuple):
+class _StoredBox(NamedTuple):
     """A box of a tensor, of the rank `slot`, that begins at `place` and has `strides` there."""
 
     slot: int
@@ -107,7 +107,7 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
         if isinstance(meaning, str):
             new.add(dataclasses.replace(tensor, name=meaning), name)
             continue
-        for member in _apart(tensor, meaning):
+        for member in _split_into_members(tensor, meaning):
             new.add(member, name)
     new.expect_change(table)
     return new.checkpoint()
@@ -143,13 +143,13 @@ def in_names_of(
                 f"{list(theirs.fusion.members)}; correct the table of names"
             )
         elif theirs.name not in new.made_of:
-            members = [_member(checkpoint, theirs.name, one) for one in theirs.fusion.members]
-            new.add(_together(theirs.name, theirs.fusion, members), *theirs.fusion.members)
+            members = [_find_member(checkpoint, theirs.name, one) for one in theirs.fusion.members]
+            new.add(_fuse_members(theirs.name, theirs.fusion, members), *theirs.fusion.members)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
 
 
-def _member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:
+def _find_member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:
     if name not in checkpoint.tensors:
         raise RecipeError(
             f"{fused!r} is fused of tensors of which {checkpoint.folder} has no {name!r}; complete "
@@ -227,15 +227,15 @@ class _Tensors:
         )
 
 
-def _apart(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
+def _split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
     """The members of a fused parameter."""
     at = fusion.dimension
     if at >= len(tensor.shape):
         raise RecipeError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, and is fused along dimension {at}"
         )
-    stretches = _stretches(tensor.name, fusion, tensor.shape[at])
-    boxes, itemsize_bytes = list(_lying(tensor)), tensor.dtype.itemsize_bytes
+    stretches = _find_stretches(tensor.name, fusion, tensor.shape[at])
+    boxes, itemsize_bytes = list(_list_stored_boxes(tensor)), tensor.dtype.itemsize_bytes
     for member in fusion.members:
         own = [stretch for stretch in stretches if stretch.member == member]
         shape = list(tensor.shape)
@@ -244,26 +244,28 @@ def _apart(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
             piece
             for one in own
             for box in boxes
-            for piece in _moved(
+            for piece in _move_box(
                 box, itemsize_bytes, at, one.start, one.stop, one.member_start - one.start
             )
         ]
-        yield _bound(member, tensor, tuple(shape), moved)
+        yield _bind_boxes(member, tensor, tuple(shape), moved)
 
 
-def _together(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredTensor:
+def _fuse_members(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredTensor:
     """The fused parameter of members."""
     at, first = fusion.dimension, members[0]
     lengths = {}
     for one in members:
-        is_alike = one.dtype is first.dtype and _without(one.shape, at) == _without(first.shape, at)
+        is_alike = one.dtype is first.dtype and _drop_dimension(one.shape, at) == _drop_dimension(
+            first.shape, at
+        )
         if not is_alike or at >= len(one.shape):
             raise RecipeError(
                 f"{name!r} cannot be fused of {first.name!r}, {first.dtype.name} "
                 f"{list(first.shape)}, and {one.name!r}, {one.dtype.name} {list(one.shape)}"
             )
         lengths[one.name] = one.shape[at]
-    stretches = _stretches(name, fusion, sum(lengths.values()))
+    stretches = _find_stretches(name, fusion, sum(lengths.values()))
     for one in members:
         end = max(s.member_start + s.stop - s.start for s in stretches if s.member == one.name)
         if end != one.shape[at]:
@@ -273,30 +275,32 @@ def _together(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredT
                 f"{':'.join(map(str, fusion.shares))}; correct config.json"
             )
     shape = (*first.shape[:at], sum(lengths.values()), *first.shape[at + 1 :])
-    moved: list[_Lying] = []
+    moved: list[_StoredBox] = []
     for one in members:
-        boxes = list(_lying(one))
+        boxes = list(_list_stored_boxes(one))
         for stretch in stretches:
             if stretch.member == one.name:
                 begin, size = stretch.member_start, stretch.stop - stretch.start
                 ahead = stretch.start - begin
                 for box in boxes:
-                    moved += _moved(box, one.dtype.itemsize_bytes, at, begin, begin + size, ahead)
-    return _bound(name, first, shape, moved)
+                    moved += _move_box(
+                        box, one.dtype.itemsize_bytes, at, begin, begin + size, ahead
+                    )
+    return _bind_boxes(name, first, shape, moved)
 
 
-def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
+def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 
 
-def _stretches(name: str, fusion: Fusion, length: int) -> tuple[MemberSlice, ...]:
+def _find_stretches(name: str, fusion: Fusion, length: int) -> tuple[MemberSlice, ...]:
     try:
         return fusion.member_slices(length)
     except RecipeError as error:
         raise RecipeError(f"the fused parameter {name!r}: {error}") from None
 
 
-def _lying(tensor: StoredTensor) -> Iterator[_Lying]:
+def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
     """The boxes that a tensor is put together from, each element in one of them."""
     for tile in source_tiles(tensor.assembly).tiles:
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
@@ -313,12 +317,12 @@ def _lying(tensor: StoredTensor) -> Iterator[_Lying]:
             start = tuple(begin for begin, _, _ in pieces)
             stop = tuple(begin + length for begin, length, _ in pieces)
             here = FileRange(place.path, start_bytes)
-            yield _Lying(tile.slot, Box(start, stop), here, view.strides)
+            yield _StoredBox(tile.slot, Box(start, stop), here, view.strides)
 
 
-def _moved(
-    lying: _Lying, itemsize_bytes: int, dimension: int, start: int, stop: int, ahead: int
-) -> Iterator[_Lying]:
+def _move_box(
+    lying: _StoredBox, itemsize_bytes: int, dimension: int, start: int, stop: int, ahead: int
+) -> Iterator[_StoredBox]:
     """What of a box is at `start:stop` of a dimension, `ahead` indices further there."""
     box, place = lying.box, lying.place
     low, high = max(start, box.start[dimension]), min(stop, box.stop[dimension])
@@ -330,8 +334,8 @@ def _moved(
         yield lying._replace(box=Box(tuple(begin), tuple(end)), place=here)
 
 
-def _bound(
-    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[_Lying]
+def _bind_boxes(
+    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[_StoredBox]
 ) -> StoredTensor:
     """A tensor of boxes, of the type and the ranks of another."""
     boxes: list[tuple[int, Box]] = []

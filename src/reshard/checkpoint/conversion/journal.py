@@ -163,7 +163,7 @@ class Journal(Closing):
             if record is None:
                 record = _create(path, conversion_id, description)
             if record.conversion_id != conversion_id:
-                raise RunError(_another_conversion(path, record, conversion_id, description))
+                raise RunError(_explain_other_conversion(path, record, conversion_id, description))
             journal = cls(path, record, resumed)
             try:
                 journal._cut_torn_tail()
@@ -179,7 +179,7 @@ class Journal(Closing):
         Raises `UsageError` for an index out of range or a digest that has not 16 bytes, and
         `RunError` where the journal cannot be written; it takes no more records then.
         """
-        payload = b"".join(_packed_block(*block) for block in blocks)
+        payload = b"".join(_pack_block(*block) for block in blocks)
         if payload:
             self._append(_BLOCKS_KIND, payload)
 
@@ -201,7 +201,7 @@ class Journal(Closing):
                     f"the journal {self.path} is closed\n"
                     "expected no record after it was closed or could not be written"
                 )
-            frame, checksum = _frame(kind, payload, self._checksum)
+            frame, checksum = _make_frame(kind, payload, self._checksum)
             try:
                 write_all(self._descriptor, frame, self._end)
                 os.fdatasync(self._descriptor)
@@ -230,7 +230,7 @@ def read_journal(path: Path) -> JournalRecord | None:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-    frames = _good_frames(data)
+    frames = _read_good_frames(data)
     try:
         kind, payload, end, checksum = next(frames)
         header = json.loads(payload) if kind == _HEADER_KIND else None
@@ -270,7 +270,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
         "conversion_id": conversion_id,
         "description": description,
     }
-    frame, checksum = _frame(_HEADER_KIND, json.dumps(header).encode(), zlib.crc32(_MAGIC))
+    frame, checksum = _make_frame(_HEADER_KIND, json.dumps(header).encode(), zlib.crc32(_MAGIC))
     unfinished = path.with_name(path.name + ".new")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -290,7 +290,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
     )
 
 
-def _frame(kind: int, payload: bytes, previous_checksum: int) -> tuple[bytes, int]:
+def _make_frame(kind: int, payload: bytes, previous_checksum: int) -> tuple[bytes, int]:
     checksum = _checksum(kind, payload, previous_checksum)
     return _FRAME.pack(len(payload), kind, checksum) + payload, checksum
 
@@ -300,7 +300,7 @@ def _checksum(kind: int, payload: bytes, previous_checksum: int) -> int:
     return zlib.crc32(payload, zlib.crc32(start, previous_checksum))
 
 
-def _good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
+def _read_good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
     """Every `(kind, payload, end, checksum)` up to the first frame that is not good."""
     if not data.startswith(_MAGIC):
         return
@@ -315,7 +315,7 @@ def _good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
         position, previous = end, checksum
 
 
-def _packed_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
+def _pack_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
     if not (0 <= tensor_index < _TENSOR_LIMIT and 0 <= block_index < _BLOCK_LIMIT):
         raise UsageError(
             f"block {block_index} of tensor {tensor_index} cannot be recorded\n"
@@ -330,12 +330,12 @@ def _packed_block(tensor_index: int, block_index: int, digest: bytes) -> bytes:
     return _BLOCK_STRUCT.pack(tensor_index, block_index, digest)
 
 
-def _another_conversion(
+def _explain_other_conversion(
     path: Path, record: JournalRecord, conversion_id: str, description: Any
 ) -> str:
     # The earlier description has been through JSON; so must this one be, to compare alike.
     now = json.loads(json.dumps(description))
-    differences = list(_differences("", record.description, now))
+    differences = list(_list_differences("", record.description, now))
     if not differences:
         differences = [
             f"the files it reads: fingerprint then {record.conversion_id}, now {conversion_id}"
@@ -353,10 +353,11 @@ def _another_conversion(
     )
 
 
-def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
+def _list_differences(name: str, then: Any, now: Any) -> Iterator[str]:
     """One line for each value, at any depth, in which two descriptions differ.
 
-    >>> list(_differences("", {"to": "tp=2", "rules": {"a": "dp"}}, {"to": "tp=4", "rules": {}}))
+    >>> then = {"to": "tp=2", "rules": {"a": "dp"}}
+    >>> list(_list_differences("", then, {"to": "tp=4", "rules": {}}))
     ["to: then 'tp=2', now 'tp=4'", "rules.a: then 'dp', now absent"]
     """
     absent = "absent"
@@ -368,6 +369,6 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
             elif key not in then:
                 yield f"{inner}: then {absent}, now {now[key]!r}"
             else:
-                yield from _differences(inner, then[key], now[key])
+                yield from _list_differences(inner, then[key], now[key])
     elif then != now:
         yield f"{name or 'description'}: then {then!r}, now {now!r}"

@@ -148,7 +148,7 @@ class FolderLock(Closing):
                 except FileNotFoundError:
                     continue  # removed by its earlier holder since the line above
                 try:
-                    if _locked(descriptor, folder):
+                    if _lock_and_sign(descriptor, folder):
                         return cls(folder, descriptor)
                 except BaseException:
                     os.close(descriptor)
@@ -179,7 +179,7 @@ class FolderLock(Closing):
             self._descriptor = None
 
 
-def _locked(descriptor: int, folder: Path) -> bool:
+def _lock_and_sign(descriptor: int, folder: Path) -> bool:
     """Lock the open file and sign it; False where its name has gone to another file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -123,7 +123,7 @@ class SourceFile(Closing):
         self._descriptor = self._direct = -1
         try:
             self._descriptor = os.open(opened, os.O_RDONLY)
-            self.identity = self._identity_now()
+            self.identity = self._look_at_identity()
             if expected is not None:
                 self.identity = expected
                 self.check_unchanged()
@@ -189,13 +189,13 @@ class SourceFile(Closing):
     def check_unchanged(self) -> None:
         """Raise `SourceChangedError` unless the file is what it was when it was opened."""
         try:
-            now = self._identity_now()
+            now = self._look_at_identity()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be looked at: {reason(error)}") from error
         if now != self.identity:
             raise SourceChangedError(
-                f"{self.path}: changed since it was opened: expected {_described(self.identity)}, "
-                f"found {_described(now)}; wait until nobody writes it and start over"
+                f"{self.path}: changed since it was opened: expected {_describe(self.identity)}, "
+                f"found {_describe(now)}; wait until nobody writes it and start over"
             )
 
     def find_damage(self, offset_bytes: int) -> Damage | None:
@@ -213,7 +213,7 @@ class SourceFile(Closing):
     def __repr__(self) -> str:
         return f"SourceFile({str(self.path)!r}, {self.size_bytes} bytes)"
 
-    def _identity_now(self) -> FileIdentity:
+    def _look_at_identity(self) -> FileIdentity:
         state = os.fstat(self._descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise RunError(f"{self.path}: not a regular file: expected a file with the bytes in it")
@@ -275,7 +275,7 @@ class SourceFile(Closing):
             filled += count
 
 
-def _described(identity: FileIdentity) -> str:
+def _describe(identity: FileIdentity) -> str:
     return (
         f"{identity.size_bytes} bytes modified at {identity.modified_ns} ns "
         f"(inode {identity.inode})"

@@ -179,7 +179,7 @@ class TargetFile(Closing):
 
     def _refused(self, action: str, error: OSError) -> RunError:
         if error.errno in _FULL:
-            free = _free_or_none(self.path.parent)
+            free = _find_free_bytes(self.path.parent)
             found = "" if free is None else f": {free} bytes are free"
             advice = f"{found}; free space and {CONTINUES}"
         elif error.errno in _FORBIDDEN:
@@ -194,7 +194,7 @@ def _address(view: memoryview) -> int:
     return address
 
 
-def _free_or_none(path: Path) -> int | None:
+def _find_free_bytes(path: Path) -> int | None:
     try:
         return free_bytes(path)
     except RunError:

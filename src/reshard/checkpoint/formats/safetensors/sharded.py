@@ -214,7 +214,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
             )
         offsets = None
         if SHARDING_INFO_KEY in header.metadata:
-            offsets = _offsets(folder / file.name, header)
+            offsets = _read_offsets(folder / file.name, header)
         for entry in header.tensors:
             described = manifest.tensors.get(entry.name)
             if described is None:
@@ -287,10 +287,10 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
         files.append(StoredFile(name, header.file_size_bytes, rank))
         metadata.update(header.metadata)
         counts[name] = header.metadata.get(FILES_KEY)
-        offsets = _offsets(folder / name, header)
+        offsets = _read_offsets(folder / name, header)
         for entry in header.tensors:
             shards.setdefault(entry.name, []).append((rank, name, entry, offsets[entry.name]))
-    tensors = {name: _joined(folder, name, pieces) for name, pieces in shards.items()}
+    tensors = {name: _join_shards(folder, name, pieces) for name, pieces in shards.items()}
     notes = _check_file_counts(folder, counts)
     return Checkpoint(
         folder, FORMAT.name, tensors, tuple(files), None, drop_convention(metadata), notes=notes
@@ -334,7 +334,7 @@ def _check_file_numbers(folder: Path, names: list[str]) -> None:
             )
 
 
-def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
+def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     text = header.metadata.get(SHARDING_INFO_KEY)
     if text is None:
         raise FormatError(
@@ -362,7 +362,7 @@ def _offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
     return offsets
 
 
-def _joined(
+def _join_shards(
     folder: Path, name: str, pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]]
 ) -> StoredTensor:
     """The tensor that shards make together, proven to cover it once."""

@@ -107,7 +107,7 @@ class ChunkReader(Closing):
 
     def stored(self, name: str, described: DcpTensor) -> StoredTensor:
         """A tensor bound to its chunks, proven to be covered by them once."""
-        chunks = _needed_chunks(described)
+        chunks = _select_chunks(described)
         if not chunks:
             raise CoverageError(
                 f"tensor {name!r} of shape {list(described.shape)} has no chunk in "
@@ -121,7 +121,7 @@ class ChunkReader(Closing):
         strided: set[int] = set()
         for chunk in chunks:
             self.check_inside(name, chunk.place)
-            file, archived = self._archived(name, described, chunk)
+            file, archived = self._find_archived(name, described, chunk)
             rank = self._ranks[chunk.place.file]
             start_bytes = archived.start_bytes
             view = archived.view
@@ -157,7 +157,7 @@ class ChunkReader(Closing):
         _ = tensor.assembly
         return tensor
 
-    def _archived(
+    def _find_archived(
         self, name: str, described: DcpTensor, chunk: DcpChunk
     ) -> tuple[str, ArchivedTensor]:
         """The file of a chunk's elements and where they are in it, checked against `.metadata`."""
@@ -196,7 +196,7 @@ class ChunkReader(Closing):
         return file, dataclasses.replace(archived, start_bytes=start_bytes)
 
 
-def _needed_chunks(tensor: DcpTensor) -> list[DcpChunk]:
+def _select_chunks(tensor: DcpTensor) -> list[DcpChunk]:
     """The chunks that hold something; one that holds nothing, for a tensor of no elements."""
     filled = [chunk for chunk in tensor.chunks if chunk.box.elements]
     return filled or list(tensor.chunks[:1])

@@ -101,7 +101,7 @@ def look_into(
         FormatError: no such archive, or one of more than `tensor_bytes`.
     """
     packed = RangeStream(read, place.start_bytes, packed_bytes)
-    stream = unpacked(packed, transforms, _most_bytes(tensor_bytes), label)
+    stream = unpacked(packed, transforms, _bound_bytes(tensor_bytes), label)
     front = read_archive_front(stream.read(FRONT_BYTES), label)
     if front.storage_bytes > tensor_bytes:
         raise FormatError(
@@ -111,7 +111,7 @@ def look_into(
     return PackedArchive(label, place, packed_bytes, transforms, front)
 
 
-def _most_bytes(storage_bytes: int) -> int:
+def _bound_bytes(storage_bytes: int) -> int:
     return FRONT_BYTES + storage_bytes + _MOST_TAIL_BYTES
 
 
@@ -158,18 +158,18 @@ class UnpackedFile(SourceFile):
         try:
             self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise self._no_room(error) from error
+            raise self._explain_no_room(error) from error
         try:
             self._scratch.truncate(archives[-1].next_start_bytes)
             super().__init__(path, descriptor=self._scratch.fileno())
         except OSError as error:
             self._scratch.close()
-            raise self._no_room(error) from error
+            raise self._explain_no_room(error) from error
         except RunError:
             self._scratch.close()
             raise
 
-    def _no_room(self, error: OSError) -> RunError:
+    def _explain_no_room(self, error: OSError) -> RunError:
         return RunError(f"cannot unpack {self._packed.path} into {self._room}: {reason(error)}")
 
     @property
@@ -221,7 +221,7 @@ class UnpackedFile(SourceFile):
         """Unpack an archive and prove it: its storage into the file, the rest in memory."""
         storage_bytes = archive.front.storage_bytes
         packed = RangeStream(self._read_packed, archive.place.start_bytes, archive.packed_bytes)
-        most_bytes = _most_bytes(storage_bytes)
+        most_bytes = _bound_bytes(storage_bytes)
         stream = unpacked(packed, archive.transforms, most_bytes, archive.label)
         front = stream.read(archive.front.start_bytes)
         checksum = self._unpack_storage(stream, archive)
@@ -268,7 +268,7 @@ class UnpackedFile(SourceFile):
                 while written < len(piece):
                     written += os.pwrite(self._scratch.fileno(), piece[written:], at + written)
             except OSError as error:
-                raise self._no_room(error) from error
+                raise self._explain_no_room(error) from error
             at += len(piece)
         return checksum
 

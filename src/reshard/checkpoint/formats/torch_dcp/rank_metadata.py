@@ -110,7 +110,7 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
                 items[name] = place
         paths = {**part.paths, **paths}
         unlike |= dict.fromkeys(part.other_attributes)
-    attributes, differing = _joined_attributes([part for _, part in parts])
+    attributes, differing = _join_attributes([part for _, part in parts])
     other_attributes = (*unlike, *(name for name in differing if name not in unlike))
     metadata = DcpMetadata(tensors, items, paths, other_attributes, attributes)
     return MergedMetadata(metadata, copies, tuple(others))
@@ -125,7 +125,7 @@ def _check_same_kind(name: str, file: str, origin: dict[str, str], *, is_same: b
     origin.setdefault(name, file)
 
 
-def _joined_attributes(
+def _join_attributes(
     parts: Sequence[DcpMetadata],
 ) -> tuple[Mapping[str, object], tuple[str, ...]]:
     """Attributes of all ranks, dicts joined; and the names of those that contradict each other."""

@@ -85,9 +85,9 @@ def read(folder: Path) -> Checkpoint:
     merged = None
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
-        merged = merged_metadata([(name, _metadata(folder / name)) for name in names])
-    metadata = merged.metadata if merged else _metadata(folder / METADATA_NAME)
-    files = _files(folder, metadata, merged.other_items if merged else ())
+        merged = merged_metadata([(name, _read_metadata_file(folder / name)) for name in names])
+    metadata = merged.metadata if merged else _read_metadata_file(folder / METADATA_NAME)
+    files = _list_files(folder, metadata, merged.other_items if merged else ())
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
     tensors = {}
@@ -103,7 +103,7 @@ def read(folder: Path) -> Checkpoint:
             rank = ranks[place.file]
             items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
         if merged:
-            others += _other_items(merged, chunks, ranks)
+            others += _list_other_items(merged, chunks, ranks)
     unread = [
         (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
         for name in metadata.other_attributes
@@ -118,7 +118,7 @@ def read(folder: Path) -> Checkpoint:
         )
     packed = {name: PackedFile(tuple(found)) for name, found in chunks.packed.items()}
     if packed:
-        notes.append(_packed_note(packed))
+        notes.append(_describe_packed(packed))
     return Checkpoint(
         folder,
         FORMAT_NAME,
@@ -134,7 +134,7 @@ def read(folder: Path) -> Checkpoint:
     )
 
 
-def _other_items(
+def _list_other_items(
     merged: MergedMetadata, chunks: ChunkReader, ranks: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
     """Bytes of ranks that are others than those that are taken, or may be."""
@@ -152,7 +152,7 @@ def _other_items(
         )
 
 
-def _packed_note(packed: Mapping[str, PackedFile]) -> str:
+def _describe_packed(packed: Mapping[str, PackedFile]) -> str:
     archives = [archive for found in packed.values() for archive in found.archives]
     size_bytes = sum(archive.front.storage_bytes for archive in archives)
     transforms = sorted({name for archive in archives for name in archive.transforms})
@@ -182,7 +182,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
             f"them has {what}. If the files were saved again, delete the manifest"
         )
     tensors = {
-        name: _as_described(folder, tensor, manifest.tensors[name])
+        name: _bind_as_described(folder, tensor, manifest.tensors[name])
         for name, tensor in found.tensors.items()
     }
     items = {
@@ -195,7 +195,9 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     )
 
 
-def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor) -> StoredTensor:
+def _bind_as_described(
+    folder: Path, tensor: StoredTensor, described: ManifestTensor
+) -> StoredTensor:
     """A tensor in the layout of the manifest, its ranks' chunks those of the layout."""
     layout, found = described.layout, tensor.layout
     wrong = FormatError(
@@ -225,7 +227,7 @@ def _as_described(folder: Path, tensor: StoredTensor, described: ManifestTensor)
     return bound
 
 
-def _metadata(path: Path) -> DcpMetadata:
+def _read_metadata_file(path: Path) -> DcpMetadata:
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_METADATA_BYTES + 1)
@@ -238,7 +240,7 @@ def _metadata(path: Path) -> DcpMetadata:
     return read_metadata(content, str(path))
 
 
-def _files(
+def _list_files(
     folder: Path, metadata: DcpMetadata, other_items: Iterable[tuple[str, StoredBytes]]
 ) -> tuple[StoredFile, ...]:
     """The files that items lie in, each with its rank, in the order of ranks."""
