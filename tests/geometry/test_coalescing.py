@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,8 +59,9 @@ def test_what_is_cut_apart_is_joined_again(movement: Movement) -> None:
     behind = np.zeros_like(first)
     behind[:, dimension] = first[:, dimension]
     parts = [
-        transfers.replace(shape=first),
-        transfers.replace(
+        replace(transfers, shape=first),
+        replace(
+            transfers,
             shape=second,
             start=transfers.start + behind,
             source_start=transfers.source_start + behind,

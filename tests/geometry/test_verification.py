@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def changed(transfers: Transfers, row: int, **values: object) -> Transfers:
         column = getattr(transfers, name).copy()
         column[row] = value
         columns[name] = column
-    return transfers.replace(**columns)
+    return replace(transfers, **columns)
 
 
 @mutation("mesh transposed")
@@ -258,7 +258,7 @@ def two_contributions_swapped(
         return None
     here = transfers.target_cell == transfers.target_cell[row]
     order = np.where(here & (transfers.order < 2), 1 - transfers.order, transfers.order)
-    return transfers.replace(order=order)
+    return replace(transfers, order=order)
 
 
 @mutation("partial sums")

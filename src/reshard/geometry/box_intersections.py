@@ -1,4 +1,4 @@
-"""Which boxes of one list share an element with which of another?
+"""Intersections of two lists of boxes: which share an element with which.
 
 Boxes that form no grid (flat ranges, ragged shards, chunk lists) are compared on a line:
 

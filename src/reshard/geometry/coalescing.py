@@ -1,4 +1,4 @@
-"""Which boxes continue one another, and can be copied as one?
+"""Coalescing: boxes that continue one another are copied as one.
 
 Where the parts of a source overlap, an element's holders change from stretch to stretch, and what
 one rank sends to another comes in a box for each::
@@ -13,6 +13,8 @@ one rank sends to another comes in a box for each::
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,4 +68,4 @@ def _join_along(
     first = np.flatnonzero(np.append(True, ~follows))
     shape = transfers.shape[first].copy()
     shape[:, dimension] = np.add.reduceat(length, first)
-    return transfers.take(first).replace(shape=shape), np.minimum.reduceat(place, first)
+    return replace(transfers.take(first), shape=shape), np.minimum.reduceat(place, first)

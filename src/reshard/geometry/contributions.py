@@ -1,4 +1,4 @@
-"""Which contributions of a partial source does each contribution of the target add up?
+"""Contributions of partial layouts: which of the source each one of the target adds up.
 
 A tensor that is not partial is one contribution. The answer keeps data where it is: each
 source contribution goes to the target contribution that most of its holders carry

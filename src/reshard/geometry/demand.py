@@ -1,4 +1,4 @@
-"""What do the copies of each part of a target need, and which slots hold it?
+"""Demand of a target: what the copies of each part need, and which slots hold it.
 
 Target cells that are copies of each other need the same, so needs are found once for each
 target key and not for each rank. A *need* is a target key, a contribution, and a pair of each

@@ -1,4 +1,4 @@
-"""Who holds each element of the source?
+"""Holders of each element of a source layout.
 
 An element may be held by many: replicas, parts that overlap (key/value heads), halos that are
 declared fresh. The question is answered one dimension at a time, by stretches of indices that

@@ -1,4 +1,4 @@
-"""Which keys of the source does each cell of a target meet?
+"""Intersections of target cells with the keys of a source that forms no grid.
 
 This answers for cells that form no grid. Where they do, each cell meets what the product of its
 dimensions says (`routes`), and nothing has to be compared.

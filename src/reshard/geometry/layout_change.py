@@ -1,11 +1,12 @@
-"""The change from one layout of a tensor to another: what has to move?
+"""The change from one layout of a tensor to another: what moves, what stays, and the least.
 
 A `LayoutChange` is geometry: for one shape and two layouts, which boxes go from which slot to
 which. It is a value, found without looking at any data, the same on every rank.
 
 1. `holders`: who holds each element of the source;
 2. `overlap`: along each dimension, what each target part takes from whom;
-3. `routes`: the product of the dimensions, and a sender for each;
+3. `routes`: the product of the dimensions, and a canonical sender for each, which says where the
+   elements can be read; who sends them in an exchange is decided by `reshard.plans`;
 4. `transfers`: routes written out as boxes, for one rank or for all.
 """
 
@@ -151,11 +152,7 @@ class LayoutChange(Interned):
         sent = self.expand(self.routes_out_of(rank))
         if not len(sent):
             return received
-        columns = {
-            name: np.concatenate((getattr(received, name), getattr(sent, name)))
-            for name in Transfers.__dataclass_fields__
-        }
-        return Transfers(**columns)
+        return Transfers.joined((received, sent))
 
     def _sum_by(self, layout: Layout, cell: IntArray) -> IntArray:
         moving = ~self.routes.stays

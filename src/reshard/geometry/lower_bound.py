@@ -1,4 +1,4 @@
-"""How few elements can possibly move?
+"""Bounds of what moves: the fewest elements that can, and an all-gather as the baseline.
 
 Every rank must receive what its part of the target needs and it does not hold: for each
 element and each contribution that is combined there, one copy. A direct exchange that never

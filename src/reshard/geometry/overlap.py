@@ -1,4 +1,4 @@
-"""Along one dimension, what does each target part take from each set of source holders?
+"""Overlap of one dimension: what each target part takes from each set of source holders.
 
 Both sides are sorted lists of intervals, so their overlap is a merge::
 

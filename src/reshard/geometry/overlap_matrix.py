@@ -1,4 +1,4 @@
-"""How much does each rank hold of what each place of the target needs?
+"""The overlap matrix: how much each rank holds of what each rank of the target needs.
 
 No transfer is built, and the ranks of both layouts are compared with one another whatever
 their numbers:

@@ -1,4 +1,4 @@
-"""Which runs do two parts of one dimension share an index in?
+"""Runs of the parts of one dimension, and those of two parts that share an index.
 
 Parts are asked about in pairs that are given, so that the work grows with the pairs that matter
 and not with all there are.

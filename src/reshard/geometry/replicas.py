@@ -1,4 +1,4 @@
-"""Which cells are copies of each other, and on which slots do they lie?
+"""Replicas: which cells are copies of each other, and on which slots they lie.
 
 Cells that carry the same contribution and take the same part of every dimension hold the same
 elements, whatever the lengths of the dimensions: they are copies of one *key*. A replicated

@@ -1,4 +1,4 @@
-"""Which cell of the source feeds which cell of the target?
+"""Routes: which cell of the source feeds which cell of the target.
 
 A *route* is one target cell, one contribution, one holder set a dimension, and the source
 cell chosen among the holders. It stands for a product of pieces, which stay unexpanded.
@@ -7,11 +7,13 @@ cell chosen among the holders. It stands for a product of pieces, which stay une
    contribution it combines: their product is what the cell needs, each element once. Where the
    source is no grid, take the keys that the cell meets (`key_meetings`).
 2. Look up who holds each of them; what nobody holds is an error, found by volume.
-3. If the target's own slot holds it, it stays. Otherwise the holders take turns (`turns`).
+3. If the target's own slot holds it, it stays. Otherwise the route names a *canonical* holder:
+   the holders take turns (`replicas.replica_turns`).
 
 Nothing here depends on what moves to other slots, so one rank's part is found without building
-the others', and every rank finds the same. It does not look at bytes either: a job does, which
-knows all tensors (`line`).
+the others', and every rank finds the same. The canonical holder is for readers of files and of
+arrays in one process, where it does not matter who sends, and for the steps of collectives. Who
+sends in an exchange between ranks is chosen by bytes, above geometry (`reshard.plans.senders`).
 """
 
 from __future__ import annotations

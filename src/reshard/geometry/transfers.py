@@ -6,7 +6,9 @@ dimension first, and only then multiplied, all as columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -61,8 +63,15 @@ class Transfers:
         """Only those between different slots."""
         return self.take(~self.stays)
 
+    @classmethod
+    def joined(cls, parts: Iterable[Transfers]) -> Transfers:
+        """Transfers one behind the other; at least one part."""
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
     def take(self, index: Any) -> Transfers:
         """The chosen rows, in the order asked for."""
+        # Written out, for a loop over the columns would take twice as long for few rows.
         return Transfers(
             self.source_slot[index],
             self.target_slot[index],
@@ -79,11 +88,7 @@ class Transfers:
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
         """All columns, in the order of the fields."""
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    def replace(self, **columns: Any) -> Transfers:
-        """A copy with other columns."""
-        return replace(self, **columns)
+        return _COLUMNS_OF(self)
 
     def box(self, row: int) -> Box:
         """The box of the tensor that a row copies."""
@@ -96,6 +101,9 @@ class Transfers:
             verb = "keeps" if self.stays[row] else f"-> {self.target_slot[row]}"
             lines.append(f"{self.source_slot[row]} {verb} {self.box(row)}")
         return "\n".join(lines)
+
+
+_COLUMNS_OF: Callable[[Transfers], tuple[NDArray[Any], ...]] = attrgetter(*Transfers.__slots__)
 
 
 def expand(

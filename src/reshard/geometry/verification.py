@@ -1,4 +1,4 @@
-"""Do these transfers turn the source into the target, all of it, once?
+"""Verification: transfers turn the source into the target, all of it, once.
 
 The transfers are checked against the two layouts alone, not against how they were found:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,13 +34,14 @@ STAGED = StagedJob(
         (lambda a, b: (a.take(np.append(np.arange(len(a)), 0)), b), "the exchange brings 64"),
         (lambda a, b: (a, b.take(np.append(np.arange(len(b)), 0))), "receives 160 elements"),
         (
-            lambda a, b: (a, b.replace(start=np.add(b.start, [1, 0]))),
+            lambda a, b: (a, replace(b, start=np.add(b.start, [1, 0]))),
             "the relay does not have these indices of dimension 0",
         ),
         (
             lambda a, b: (
                 a,
-                b.replace(
+                replace(
+                    b,
                     start=np.subtract(b.start, [1, 0]),
                     source_start=np.subtract(b.source_start, [1, 0]),
                 ),
@@ -47,17 +49,18 @@ STAGED = StagedJob(
             "does not have these indices",
         ),
         (
-            lambda a, b: (a, b.replace(source_slot=b.source_slot[::-1].copy())),
+            lambda a, b: (a, replace(b, source_slot=b.source_slot[::-1].copy())),
             "the source rank has no such cell",
         ),
         (
-            lambda a, b: (a.replace(source_start=np.add(a.source_start, [0, 1])), b),
+            lambda a, b: (replace(a, source_start=np.add(a.source_start, [0, 1])), b),
             "the source does not have these indices",
         ),
         (
             lambda a, b: (
                 a,
-                b.replace(
+                replace(
+                    b,
                     source_slot=b.target_slot,
                     source_cell=b.target_cell,
                     target_slot=b.source_slot,
@@ -67,7 +70,7 @@ STAGED = StagedJob(
             "the exchange brings 0 of its 32",
         ),
         (
-            lambda a, b: (a.replace(shape=np.subtract(a.shape, [1, 0])), b),
+            lambda a, b: (replace(a, shape=np.subtract(a.shape, [1, 0])), b),
             "the exchange brings 24 of its 32",
         ),
     ],

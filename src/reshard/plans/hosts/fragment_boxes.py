@@ -11,7 +11,6 @@ by row. Most boxes lie inside the range; one that a cut goes through becomes a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,12 +112,6 @@ def fan_out_transfers(
         groups.target_start(relay_cell, boxes.start, boxes.piece),
         groups.target_start(target_cell, boxes.start, boxes.piece),
     )
-
-
-def joined_transfers(parts: Sequence[Transfers]) -> Transfers:
-    """Transfers one behind the other."""
-    names = Transfers.__dataclass_fields__
-    return Transfers(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def transfers_of_slot(transfers: Transfers, slot: int) -> Transfers:

@@ -41,7 +41,6 @@ from reshard.plans.hosts.fragment_boxes import (
     exchange_transfers,
     fan_out_transfers,
     find_boxes,
-    joined_transfers,
     transfers_of_slot,
 )
 from reshard.plans.hosts.fragments import Fragments, divide_flows
@@ -170,7 +169,7 @@ class StagedJob:
         kept = find_boxes(groups, group, np.zeros_like(group), groups.elements[group])
         source, target = flows.staying_source[keeps][kept.of], flows.staying_target[keeps][kept.of]
         exchange.append(exchange_transfers(groups, kept, source, target))
-        both = StageTransfers(joined_transfers(exchange), fan_out)
+        both = StageTransfers(Transfers.joined(exchange), fan_out)
         if rank is None:
             return both
         return StageTransfers(*(transfers_of_slot(part, rank) for part in both))

@@ -27,10 +27,7 @@ def verify_stages(plan: LayoutChange, exchange: Transfers, fan_out: Transfers) -
     for d in range(plan.target.ndim):
         check_ends(plan.target, fan_out.source_cell, fan_out.source_start, fan_out, d, "relay")
     traced = _trace_fan_out(plan, exchange, fan_out)
-    names = Transfers.__dataclass_fields__
-    whole = Transfers(
-        *(np.concatenate([getattr(part, name) for part in (exchange, traced)]) for name in names)
-    )
+    whole = Transfers.joined((exchange, traced))
     verify_transfers(plan.source, plan.target, plan.combines, whole)
 
 

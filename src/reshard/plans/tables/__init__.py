@@ -1,0 +1,1 @@
+"""Tables of plans and jobs as text. Start at `plan_table` and `job_table`, which `print` shows."""
