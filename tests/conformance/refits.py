@@ -26,7 +26,7 @@ def moved(pair: TensorPair) -> reshard.Plan:
 
 def operations(plan: reshard.Plan, rank: int, dim: int = 0) -> list[str]:
     """What a rank gets, its own included, in the order of the target's offset."""
-    found = plan.expand(plan.routes_into(rank))
+    found = plan.change.expand(plan.change.routes_into(rank))
     columns = (found.source_start, found.target_start, found.shape)
     starts = zip(found.source_slot.tolist(), *(c[:, dim].tolist() for c in columns), strict=True)
     return [

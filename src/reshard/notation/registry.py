@@ -201,7 +201,7 @@ def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> write_sharding(read_sharding("y, x", mesh).sharding, "jax")
-    "P('y', 'x')"
+    "PartitionSpec('y', 'x')"
     """
     if not isinstance(notation, str) or notation not in NOTATIONS:
         raise NotationError(f"no notation {notation!r}; {_list_examples()}")
