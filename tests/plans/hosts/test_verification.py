@@ -91,8 +91,11 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
     whole = reshard.spec(mesh, "-").layout((4,))
     plan = LayoutChange(whole, whole)
     stays = plan.transfers
-    again = stays.take([0]).replace(
-        target_slot=np.array([1]), target_cell=np.array([1]), stays=np.array([False])
+    again = replace(
+        stays.take([0]),
+        target_slot=np.array([1]),
+        target_cell=np.array([1]),
+        stays=np.array([False]),
     )
     verify_stages(plan, stays, stays.take(slice(0, 0)))
     with pytest.raises(PlanError, match="held it already"):
@@ -104,7 +107,8 @@ def test_what_the_receiver_holds_must_not_be_handed_to_it() -> None:
 def test_what_a_rank_sent_must_not_come_back_to_it() -> None:
     plan = LayoutChange(Layout.whole((4,), [0], 2), Layout.replicated((4,), 2))
     stays, moves = plan.transfers.take([0]), plan.transfers.take([1])
-    back = moves.replace(
+    back = replace(
+        moves,
         source_slot=np.array([1]),
         source_cell=np.array([1]),
         target_slot=np.array([0]),
