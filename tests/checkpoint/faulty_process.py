@@ -9,6 +9,7 @@ Run as a program, this file is the warm process: it takes one order a line, as J
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -209,10 +210,13 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    import reshard.checkpoint  # noqa: F401  (so that the children need not)
     import reshard.checkpoint.blocks.grid as blocks
+    from reshard.checkpoint.formats.registry import all_formats
 
+    # What a child would load and compute again, and its collections would pass over.
+    all_formats()
     blocks.block_digest(b"")
+    gc.freeze()
     for line in sys.stdin:
         reading, writing = os.pipe()
         child = os.fork()
