@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 DEMO := .demo
-PROCESSES ?= 2
+# One more than cores, by default two: many tests wait for disks, or for what must time out.
+PROCESSES ?= 3
 
 .PHONY: demo venv test check lint bench soak golden clean
 

@@ -46,11 +46,19 @@ def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK_BYTES)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of shards, of which every test has a copy."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", BLOCK_BYTES)
+        convert(write_model(folder / "whole"), folder / "source", **ROWS)
+    return folder / "source"
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A checkpoint of shards."""
-    convert(write_model(tmp_path / "whole"), tmp_path / "source", **ROWS)
-    return tmp_path / "source"
+def source(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "source"))
 
 
 @pytest.fixture

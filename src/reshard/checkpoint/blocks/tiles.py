@@ -250,7 +250,7 @@ def source_tiles(assembly: LayoutChange) -> Tiles:
         tuple(
             _tile(layout, cell, product)
             for cell, products in of_cell.items()
-            for product in _merged(products)
+            for product in _merge_products(products)
         )
     )
 
@@ -262,7 +262,7 @@ def _local(piece: tuple[int, int, int]) -> int:
     return piece[2]
 
 
-def _merged(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
+def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
     """Products of one cell, those that differ in one dimension only as one.
 
     Where shards overlap or form no grid, a shard is supplied in several stretches; read as one
@@ -276,7 +276,7 @@ def _merged(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
         products = [
             [
                 *map(list, others[:dimension]),
-                _joined(itertools.chain.from_iterable(pieces)),
+                _join_pieces(itertools.chain.from_iterable(pieces)),
                 *map(list, others[dimension:]),
             ]
             for others, pieces in groups.items()
@@ -284,7 +284,7 @@ def _merged(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
     return products
 
 
-def _joined(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
+def _join_pieces(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
     """Pieces in local order, those that continue one another as one."""
     joined: _Pieces = []
     for start, length, local in sorted(pieces, key=_local):

@@ -110,14 +110,14 @@ class GlooProcesses:
 
     def share(self, value: Any) -> Any:
         box = [value]
-        with self._explained():
+        with self._explain_errors():
             self._meet()
             self._distributed.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def collect(self, value: Value) -> list[Value]:
         values: list[Any] = [None] * self.size
-        with self._explained():
+        with self._explain_errors():
             self._meet()
             self._distributed.all_gather_object(values, value, group=self._group)
         return values
@@ -136,7 +136,7 @@ class GlooProcesses:
         if now_s - self._last_look_s < _BEAT_S:
             return
         self._last_look_s = now_s
-        with self._explained():
+        with self._explain_errors():
             self._look(now_s)
 
     def _look(self, now_s: float) -> None:
@@ -158,7 +158,7 @@ class GlooProcesses:
             self._store.set("failed", f"process {self.rank}: {message}")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

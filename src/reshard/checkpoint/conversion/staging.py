@@ -113,7 +113,7 @@ class Staging(Closing):
         no sense, and for what the file system refuses.
         """
         with refusals_explained("look at the target", target):
-            target = _checked_target(target, overwrite)
+            target = _check_target(target, overwrite)
             root = staging_folder(target)
             if not root.exists():
                 _refuse_existing(target, overwrite)
@@ -241,7 +241,7 @@ def staging_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.reshard-staging")
 
 
-def _checked_target(target: Path, overwrite: bool) -> Path:
+def _check_target(target: Path, overwrite: bool) -> Path:
     """The target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))
     parent = target.parent

@@ -84,7 +84,7 @@ class TargetFile(Closing):
                 self._direct = open_direct(self.path, os.O_WRONLY)
         except OSError as error:
             self.close()
-            raise self._refused(f"cannot create with {size_bytes} bytes", error) from error
+            raise self._explain_refusal(f"cannot create with {size_bytes} bytes", error) from error
 
     @property
     def written_bytes(self) -> int:
@@ -120,7 +120,7 @@ class TargetFile(Closing):
             self._write_buffered(view[start:], offset_bytes + start)
         except OSError as error:
             action = f"cannot write {size_bytes} bytes at offset {offset_bytes}"
-            raise self._refused(action, error) from error
+            raise self._explain_refusal(action, error) from error
         with self._counter:
             self._written_bytes += size_bytes
 
@@ -129,7 +129,7 @@ class TargetFile(Closing):
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:
-            raise self._refused("cannot sync", error) from error
+            raise self._explain_refusal("cannot sync", error) from error
 
     def close(self) -> None:
         """Close the file without syncing it; nobody may be writing it."""
@@ -177,7 +177,7 @@ class TargetFile(Closing):
                 raise OSError(errno.EIO, "the system took no bytes and gave no reason")
             view, offset = view[count:], offset + count
 
-    def _refused(self, action: str, error: OSError) -> RunError:
+    def _explain_refusal(self, action: str, error: OSError) -> RunError:
         if error.errno in _FULL:
             free = _find_free_bytes(self.path.parent)
             found = "" if free is None else f": {free} bytes are free"

@@ -143,7 +143,7 @@ def cases_of(
         found += _copies(elements)
         if ranks_per_host > 1:
             found += _pair(elements)
-            found += _shared(hosts, ranks_per_host, elements)
+            found += _list_shared(hosts, ranks_per_host, elements)
             found += _collectives(hosts, ranks_per_host, elements, kinds)
         if hosts > 1:
             found += _across(hosts, ranks_per_host, elements)
@@ -199,7 +199,7 @@ def _mesh(hosts: int, ranks: int, shift: tuple[int, int] = (0, 0)) -> DeviceMesh
     return DeviceMesh("job", (hosts, ranks), ("host", "rank"), devices)
 
 
-def _shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
+def _list_shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     mesh, shifted = _mesh(hosts, ranks), _mesh(hosts, ranks, (0, 1))
     rows, columns, whole = (
         spec(mesh, text) for text in ("host, rank, -", "host, -, rank", "host, -, -")

@@ -219,7 +219,7 @@ class _Lister:
                 if local is None:
                     continue
                 if fusion is not None:
-                    parameter = _fused(parameter, fusion)
+                    parameter = _fuse(parameter, fusion)
                 self._register(name, value, local)
                 shape = tuple(local.shape)
                 at = (own_name, number)
@@ -315,7 +315,7 @@ def tensors_of(model: torch.nn.Module | Mapping[str, Any]) -> Iterator[tuple[str
     )
 
 
-def _fused(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
+def _fuse(parameter: LocalParameter, fusion: Fusion) -> LocalParameter:
     """A parameter whose members are each cut over all ranks, also where it does not say so.
 
     Not every version of Megatron marks gate and up by their `partition_stride`.
@@ -413,7 +413,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
                 f"{name}: one tensor with {other} in the target; if it is to be, declare "
                 f"ties={{{name!r}: {other!r}}}"
             )
-    shared = _shared(before.locals, after.locals)
+    shared = _find_shared(before.locals, after.locals)
     if shared:
         problems.append(f"{shared} share memory; a target must not lie where a source is")
     after.roster = replace(
@@ -423,7 +423,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
     )
 
 
-def _shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
+def _find_shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
     """The first source and target that share memory; empty where none do."""
     spans = sorted(
         (str(tensor.device), *_find_addresses(tensor), number, name)

@@ -175,7 +175,7 @@ def _check_coverage(header: FileHeader) -> None:
     if len(misplaced):
         # Everything before the first misplaced tensor is in place, so it alone tells what is wrong.
         first = int(misplaced[0])
-        raise _misplaced(header, first, int(expected[first]))
+        raise _explain_place(header, first, int(expected[first]))
     end = int(expected[-1])
     if end > size:
         cut = tensors[int(np.flatnonzero(stops > size)[0])]
@@ -191,7 +191,7 @@ def _check_coverage(header: FileHeader) -> None:
         )
 
 
-def _misplaced(header: FileHeader, index: int, expected: int) -> FormatError:
+def _explain_place(header: FileHeader, index: int, expected: int) -> FormatError:
     tensor = header.tensors[index]
     found = (
         f"{header.label}: tensor {shown(tensor.name)} takes bytes {tensor.start_bytes} to "

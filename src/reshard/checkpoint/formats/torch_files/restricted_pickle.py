@@ -155,7 +155,7 @@ class _Reader:
         self._at = end
         return self._content[begin:end]
 
-    def _unsigned(self, size: int) -> int:
+    def _read_unsigned(self, size: int) -> int:
         return int.from_bytes(self._bytes(size), "little")
 
     def _line(self) -> str:
@@ -164,7 +164,7 @@ class _Reader:
         self._at = end + 1
         return line
 
-    def _marked(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         """What was put on the stack since the last mark."""
         stack = self._stack
         at = len(stack) - 1
@@ -191,7 +191,7 @@ class _Reader:
     # Opcodes.
 
     def protocol(self) -> None:
-        version = self._unsigned(1)
+        version = self._read_unsigned(1)
         if version > LATEST_PROTOCOL:
             raise self.damaged(f"protocol {version} is later than {LATEST_PROTOCOL}")
 
@@ -202,13 +202,13 @@ class _Reader:
         self._stack.append(value)
 
     def integer(self, size: int) -> None:
-        self._stack.append(self._unsigned(size))
+        self._stack.append(self._read_unsigned(size))
 
     def signed_integer(self) -> None:
         self._stack.append(int.from_bytes(self._bytes(4), "little", signed=True))
 
     def long_integer(self) -> None:
-        size = self._unsigned(1)
+        size = self._read_unsigned(1)
         if size > _LONGEST_INTEGER_BYTES:
             raise self.damaged(f"an integer of {size} bytes is no size or offset")
         self._stack.append(int.from_bytes(self._bytes(size), "little", signed=True))
@@ -218,13 +218,13 @@ class _Reader:
 
     def text(self, size: int) -> None:
         # Names may be any text Python has, half a UTF-16 pair included.
-        self._stack.append(self._bytes(self._unsigned(size)).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._bytes(self._read_unsigned(size)).decode("utf-8", "surrogatepass"))
 
     def binary(self, size: int) -> None:
-        self._stack.append(self._bytes(self._unsigned(size)))
+        self._stack.append(self._bytes(self._read_unsigned(size)))
 
     def tuple_of_marked(self) -> None:
-        self._stack.append(tuple(self._marked()))
+        self._stack.append(tuple(self._pop_to_mark()))
 
     def tuple_of(self, size: int) -> None:
         items = [self._pop() for _ in range(size)]
@@ -235,7 +235,7 @@ class _Reader:
         self._top(list).append(value)
 
     def append_marked(self) -> None:
-        values = self._marked()
+        values = self._pop_to_mark()
         self._top(list).extend(values)
 
     def set_item(self) -> None:
@@ -243,7 +243,7 @@ class _Reader:
         self._set_items([key, value])
 
     def set_marked_items(self) -> None:
-        self._set_items(self._marked())
+        self._set_items(self._pop_to_mark())
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -262,10 +262,10 @@ class _Reader:
         self._memo[len(self._memo)] = self._stack[-1]
 
     def remember_as(self, size: int) -> None:
-        self._memo[self._unsigned(size)] = self._stack[-1]
+        self._memo[self._read_unsigned(size)] = self._stack[-1]
 
     def recall(self, size: int) -> None:
-        self._stack.append(self._memo[self._unsigned(size)])
+        self._stack.append(self._memo[self._read_unsigned(size)])
 
     def name_in_lines(self) -> None:
         module = self._line()
