@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from reshard.plans.estimates import exchange_estimate
 from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 from reshard.plans.run import run_changes
+from reshard.plans.senders.selection import POLICIES
 from reshard.plans.senders.sender_assignment import SenderAssignment, TensorGroup, assign_senders
 from reshard.plans.senders.sender_transfers import (
     GroupTransfers,
@@ -44,8 +45,6 @@ from reshard.plans.tables.job_table import job_table
 from reshard.plans.traffic import Traffic
 from reshard.runs import IntArray
 from reshard.topology import Topology
-
-Sources = Literal["balanced", "stable"]
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,18 @@ class Job:
     """
 
     items: tuple[JobItem, ...]
-    sources: Sources
+    sources: str
 
-    def __init__(self, items: Iterable[JobItem], sources: Sources = "balanced") -> None:
+    def __init__(self, items: Iterable[JobItem], sources: str = "balanced") -> None:
         if not isinstance(items, Iterable):
             raise PlanError(f"a job of {items!r}; give its items, such as a list")
         object.__setattr__(self, "items", tuple(items))
         object.__setattr__(self, "sources", sources)
-        if sources not in ("balanced", "stable"):
+        if sources not in POLICIES:
+            others = "".join(f", or {name!r}" for name in [*POLICIES][2:])
             raise PlanError(
                 f"sources={sources!r}; senders are 'balanced', or 'stable' where ranks will be "
-                "added to the target"
+                f"added to the target{others}"
             )
         names: set[str] = set()
         for item in self.items:
@@ -103,7 +103,7 @@ class Job:
     @cached_property
     def transfers(self) -> JobTransfers:
         """The transfers of every tensor, by name; those that stay included."""
-        return self._named(transfers_of_all(self.assignment, self.sources == "stable"))
+        return self._named(transfers_of_all(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
         """What one rank receives, keeps and sends of every tensor, found without the others'.
@@ -119,7 +119,7 @@ class Job:
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
             raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
-        return self._named(transfers_of_rank(self.assignment, rank, self.sources == "stable"))
+        return self._named(transfers_of_rank(self.assignment, rank, POLICIES[self.sources]))
 
     def _named(self, found: Iterable[GroupTransfers]) -> JobTransfers:
         return JobTransfers(tuple(item.name for item in self.items), found)
@@ -140,7 +140,7 @@ class Job:
     def sent_bytes(self) -> IntArray:
         """Bytes each source slot sends to others: shape `(slots,)`."""
         slots = max((item.change.source.slots for item in self.items), default=0)
-        return sent_bytes(self.assignment, self.sources == "stable")[:slots]
+        return sent_bytes(self.assignment, POLICIES[self.sources])[:slots]
 
     @cached_property
     def received_bytes(self) -> IntArray:

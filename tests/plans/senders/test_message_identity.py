@@ -12,7 +12,7 @@ import reshard
 from plans.senders.test_sender_transfers import EVERY_KIND, jobs
 from reshard.dtypes import dtype
 from reshard.layout import Box, Layout
-from reshard.plans.job import Job, Sources
+from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.plans.job_transfers import JobTransfers
 
@@ -57,7 +57,7 @@ def replicas_of_halves(replicas: int, name: str, shape: tuple[int, ...]) -> JobI
 @pytest.mark.parametrize("sources", EVERY_KIND)
 @given(before=st.integers(1, 3), more=st.integers(1, 3), length=st.integers(4, 9))
 def test_further_target_ranks_leave_names_as_they_are(
-    sources: Sources, before: int, more: int, length: int
+    sources: str, before: int, more: int, length: int
 ) -> None:
     few, many = (
         Job([replicas_of_halves(count, name, (length, 3)) for name in "ab"], sources)

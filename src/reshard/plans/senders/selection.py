@@ -4,10 +4,13 @@
    so that the most loaded rank sends as little as possible (`sender_assignment`).
 2. *Stable* senders: the holders of a need take turns (`replicas.replica_turns`). Further ranks
    behind the others change nothing of that, and what other tensors need does not either.
+3. Any other policy is a row of `POLICIES`: a function that names one holder for each row and
+   receiver, the same on all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +18,9 @@ import numpy as np
 from reshard.geometry.replicas import replica_turns
 from reshard.plans.senders.sender_assignment import SenderAssignment
 from reshard.runs import IntArray, distinct, ragged_arange
+
+FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
+"""The rank that sends each row to each receiver, of those that hold it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +80,8 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     return Selection(row, receiver, first, last).take(some)
 
 
-def select_turns(assignment: SenderAssignment, rank: int) -> Selection:
-    """The rows and receivers whose turn it is to be sent by `rank`."""
+def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSenders) -> Selection:
+    """The rows and receivers that `rank` sends as a policy finds it."""
     rows = assignment.rows
     holds = np.zeros(len(assignment.set_begin) - 1, dtype=bool)
     of_set = np.repeat(np.arange(len(holds)), np.diff(assignment.set_begin))
@@ -83,7 +89,7 @@ def select_turns(assignment: SenderAssignment, rank: int) -> Selection:
     row = np.flatnonzero(holds[rows.holder_set] & ~rows.stays)
     count = assignment.rank_groups.size[rows.rank_group[row]]
     row, receiver = np.repeat(row, count), ragged_arange(count)
-    mine = np.flatnonzero(find_turns(assignment, row, receiver) == rank)
+    mine = np.flatnonzero(find_senders(assignment, row, receiver) == rank)
     return select_all_items(assignment, row[mine], receiver[mine])
 
 
@@ -103,3 +109,7 @@ def find_turns(assignment: SenderAssignment, row: IntArray, receiver: IntArray) 
     holders = rows.holder_set[row]
     begin = assignment.set_begin[holders]
     return assignment.set_slot[begin + turn % (assignment.set_begin[holders + 1] - begin)]
+
+
+# By the name that is a job's `sources`. Balanced senders are found on the byte line, not by rows.
+POLICIES: dict[str, FindSenders | None] = {"balanced": None, "stable": find_turns}

@@ -24,11 +24,11 @@ import numpy as np
 from reshard.geometry.transfers import Transfers
 from reshard.plans.senders.box_parts import BoxParts, rounding_elements
 from reshard.plans.senders.selection import (
+    FindSenders,
     Selection,
-    find_turns,
     select_all_items,
+    select_found,
     select_sent,
-    select_turns,
 )
 from reshard.plans.senders.sender_assignment import SenderAssignment, TensorGroup
 from reshard.runs import IntArray, ragged_arange, ragged_ranges
@@ -52,17 +52,19 @@ class GroupTransfers:
     first_element: IntArray
 
 
-def transfers_of_all(assignment: SenderAssignment, is_stable: bool) -> Iterator[GroupTransfers]:
+def transfers_of_all(
+    assignment: SenderAssignment, find_senders: FindSenders | None
+) -> Iterator[GroupTransfers]:
     """The transfers of all ranks, tensor group by tensor group."""
     for writer in _writers(assignment, _select_everything(assignment)):
-        yield writer.write(None, is_stable)
+        yield writer.write(None, find_senders)
 
 
-def sent_bytes(assignment: SenderAssignment, is_stable: bool) -> IntArray:
+def sent_bytes(assignment: SenderAssignment, find_senders: FindSenders | None) -> IntArray:
     """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
     total = np.zeros(len(assignment.rank_groups.group), dtype=np.int64)
     for writer in _writers(assignment, _select_everything(assignment)):
-        writer.add_sent(total, is_stable)
+        writer.add_sent(total, find_senders)
     return total
 
 
@@ -74,7 +76,7 @@ def _select_everything(assignment: SenderAssignment) -> Selection:
 
 
 def transfers_of_rank(
-    assignment: SenderAssignment, rank: int, is_stable: bool
+    assignment: SenderAssignment, rank: int, find_senders: FindSenders | None
 ) -> list[GroupTransfers]:
     """What one rank receives, keeps and sends."""
     if rank >= len(assignment.rank_groups.group):
@@ -82,14 +84,17 @@ def transfers_of_rank(
     wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])
     number = np.full(len(wanted), assignment.rank_groups.number[rank])
     received = select_all_items(assignment, wanted, number)
-    sent = select_turns(assignment, rank) if is_stable else select_sent(assignment, rank)
+    if find_senders is None:
+        sent = select_sent(assignment, rank)
+    else:
+        sent = select_found(assignment, rank, find_senders)
     chosen = Selection(
         *(
             np.concatenate((getattr(received, name), getattr(sent, name)))
             for name in Selection.__dataclass_fields__
         )
     )
-    return [writer.write(rank, is_stable) for writer in _writers(assignment, chosen)]
+    return [writer.write(rank, find_senders) for writer in _writers(assignment, chosen)]
 
 
 def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_Writer]:
@@ -153,10 +158,10 @@ class _Writer:
         self.stays = rows.stays[self.row]
         self.receiver = receiver
 
-    def write(self, rank: int | None, is_stable: bool) -> GroupTransfers:
+    def write(self, rank: int | None, find_senders: FindSenders | None) -> GroupTransfers:
         """The transfers of every item, or those of them that begin or end on `rank`."""
         items = len(self.tensors.items)
-        box, item, sender, parts = self._find_senders(is_stable)
+        box, item, sender, parts = self._find_senders(find_senders)
         if len(parts.of):
             whole = np.ones(len(box), dtype=bool)
             whole[parts.of] = False
@@ -179,22 +184,24 @@ class _Writer:
             *self._list_transfers(box, sender, parts, split),
         )
 
-    def add_sent(self, total: IntArray, is_stable: bool) -> None:
+    def add_sent(self, total: IntArray, find_senders: FindSenders | None) -> None:
         """Add to `total` the bytes that each slot sends of every item."""
-        box, _, sender, parts = self._find_senders(is_stable)
+        box, _, sender, parts = self._find_senders(find_senders)
         elements = np.where(self.stays, 0, self.elements)[box]
         elements[parts.of] = 0
         itemsize = self.tensors.dtype.itemsize_bytes
         np.add.at(total, sender, elements * itemsize)
         np.add.at(total, parts.sender, parts.shape.prod(axis=1) * itemsize)
 
-    def _find_senders(self, is_stable: bool) -> tuple[IntArray, IntArray, IntArray, BoxParts]:
+    def _find_senders(
+        self, find_senders: FindSenders | None
+    ) -> tuple[IntArray, IntArray, IntArray, BoxParts]:
         """Every box of every item, its item and sender, and the parts of those with several."""
         box, item = self._repeat_by_item(len(self.tensors.items))
-        if not is_stable:
+        if find_senders is None:
             return box, item, *self._cut_boxes(box, item)
-        turn = find_turns(self.assignment, self.row, self.receiver)
-        sender = np.where(self.stays, self.target_slot, turn)[box]
+        found = find_senders(self.assignment, self.row, self.receiver)
+        sender = np.where(self.stays, self.target_slot, found)[box]
         return box, item, sender, BoxParts.none(self.start.shape[1])
 
     def _repeat_by_item(self, items: int) -> tuple[IntArray, IntArray]:
