@@ -1,6 +1,6 @@
-"""Another way to choose senders is one module and one row: what that takes, and what has it then.
+"""Another way to choose senders is a function and a row: what that takes, and what has it then.
 
-The policy here lets the last holder send. Its module is this one.
+The policy here lets the last holder send.
 """
 
 from __future__ import annotations
