@@ -241,7 +241,13 @@ class Layout(Interned):
         """
         shape = as_integers(shape, "shape", LayoutError)
         expect_kind(boxes, Iterable, "boxes", "give a list of (rank, Box)", LayoutError)
-        pairs = [_check_box(pair, shape) for pair in boxes]
+        return cls._of_boxes(shape, [_check_box(pair, shape) for pair in boxes], slots)
+
+    @classmethod
+    def _of_boxes(
+        cls, shape: tuple[int, ...], pairs: list[tuple[int, Box]], slots: int | None
+    ) -> Layout:
+        """Boxes that were checked, or computed here: flat buffers have thousands."""
         slots = max((slot for slot, _ in pairs), default=0) + 1 if slots is None else slots
         tables, columns = [], []
         for dimension, size in enumerate(shape):
@@ -295,7 +301,7 @@ class Layout(Interned):
                 boxes.append((slot, Box((0,) * len(shape), (0,) * cut + shape[cut:])))
         if slots is None:
             slots = max(ranges, default=0) + 1
-        return cls.from_boxes(shape, boxes, slots)
+        return cls._of_boxes(shape, boxes, slots)
 
     @cached_property
     def fingerprint(self) -> bytes:
