@@ -1,4 +1,4 @@
-"""What an array is, without its elements: shape, element type and sharding, as one object."""
+"""Array types: shape, element type and sharding of an array, as one interned object."""
 
 from __future__ import annotations
 

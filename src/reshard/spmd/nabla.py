@@ -265,10 +265,11 @@ def slice_for_shard(
             f"device {index!r} of a mesh of {sharding.mesh.size}; give a whole number, from 0 on"
         )
     layout = sharding.layout(shape)
+    # None where the device has no part: an empty box then.
     boxes = layout.boxes(sharding.mesh.devices[index])
     if len(boxes) > 1:
         raise UsageError(
-            f"`{sharding}` gives device {index} {len(boxes)} pieces; x.shard(...) deals them out"
+            f"`{sharding}` gives device {index} {len(boxes)} pieces; x.shard(...) distributes them"
         )
     start, stop = (boxes[0].start, boxes[0].stop) if boxes else ((0,) * len(shape),) * 2
     return whole[tuple(map(slice, start, stop))]

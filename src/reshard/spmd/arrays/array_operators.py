@@ -244,5 +244,6 @@ _METHODS_OF_NUMPY = """
     flatten item max mean min nonzero prod ravel repeat reshape round searchsorted sort squeeze std
     sum swapaxes take tolist trace transpose var
 """
+# Set on the class once, so that an attribute that is there is found as quickly as ever.
 for _name in _METHODS_OF_NUMPY.split():
     setattr(ArrayOperators, _name, _Absent(_name))

@@ -48,6 +48,7 @@ def asarray(
 ) -> ShardedArray:
     """Data as an array in shards: see `array`. Raises UsageError where it cannot share memory."""
     check_device(device, obj if isinstance(obj, ArrayValue) else None)
+    # Lists and numbers have no memory to share.
     if copy is False and not isinstance(obj, ArrayValue) and not hasattr(obj, "shape"):
         raise UsageError(f"{type(obj).__name__} without a copy; leave out copy=False")
     if copy and hasattr(obj, "__array__") and not isinstance(obj, ArrayValue):
@@ -91,6 +92,8 @@ def full(
     check_device(device)
     sizes = _read_shape(shape)
     with explain_errors(f"full of {fill_value!r}", "give one number"):
+        # One element first: its type is that of the array, and a wrong value is refused before
+        # shards.
         value = np.full((), fill_value, dtype=_numpy_type(dtype))
         element = as_dtype(value.dtype)
     runner = runner_for()
@@ -98,6 +101,7 @@ def full(
         return array(np.full(sizes, value), runner=runner)
     plain = plain_spec(spec)
     kind = ArrayType(sizes, element, plain)
+    # Each rank makes its own shard: the whole array is never made.
     shards = tuple(
         runner.library.array(np.full(kind.layout.local_shape(rank) or (), value))
         for rank in runner.ranks(plain.mesh)

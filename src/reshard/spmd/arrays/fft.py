@@ -55,6 +55,7 @@ def _make_along_many(name: str, text: str) -> Callable[..., Any]:
         x: Any, /, *, s: Sequence[int] | None = None, axes: Axes = None, norm: str = "backward"
     ) -> Any:
         _check_norm(norm)
+        # As the standard says: lengths without axes are those of the last ones.
         if axes is None:
             axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
         places = tuple(axis_of(x.ndim, one) for one in axes)

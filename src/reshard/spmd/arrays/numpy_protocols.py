@@ -56,7 +56,7 @@ _BY_NAME = {"axis", "keepdims", "axes", "dtype"}
 
 
 def _raise_rank(x: Any, least: int) -> Any:
-    """With dimensions of size 1 ahead, so many that it has the least number of dimensions."""
+    """With dimensions of size 1 ahead, up to the least number of dimensions."""
     return manipulation.reshape(x, (1,) * (least - x.ndim) + x.shape) if x.ndim < least else x
 
 
@@ -142,10 +142,12 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
     Raises UsageError for what arrays in shards do not do, such as `out=`.
     """
     name = _OTHER_NAMES.get(ufunc.__name__, ufunc.__name__)
+    # 1. A plain call of an elementwise function.
     if method == "__call__" and not options:
         function = getattr(elementwise, name, None)
         if function is not None:
             return function(*inputs)
+    # 2. A reduction, whose axis is 0 by default as in NumPy; dtype=None is the same as none given.
     known = set(options) <= {"axis", "keepdims", "dtype"}
     if method == "reduce" and name in _REDUCED and known:
         given = {"axis": 0, **options}
@@ -161,11 +163,14 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
 def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """What a function of NumPy makes of arrays in shards. Raises UsageError for an unknown one."""
     sp = namespace.module()
+    # 1. What needs no function of its own: questions about values, and about shapes.
     if function.__name__ in _QUESTIONS:
         whole = [np.asarray(one) if isinstance(one, ArrayValue) else one for one in inputs]
         return function(*whole, **options)
+    # A view of one number of that shape: nothing is gathered.
     if function.__name__ in _ABOUT_SHAPES and inputs and isinstance(inputs[0], ArrayValue):
         return function(np.broadcast_to(0, inputs[0].type.shape), *inputs[1:], **options)
+    # 2. The function of the same meaning, in the namespace, its extensions or the ones made here.
     module = str(getattr(function, "__module__", ""))
     name = _OTHER_NAMES.get(function.__name__, function.__name__)
     place: Any = sp
@@ -182,6 +187,7 @@ def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, An
             f"numpy.{function.__name__} on an array in shards; use a function of reshard.spmd, or "
             "x.to_dense()"
         )
+    # 3. numpy.transpose without axes reverses all; the array API asks for the axes.
     if name == "permute_dims" and len(inputs) == 1 and not options:
         return found(inputs[0], tuple(reversed(range(inputs[0].ndim))))
     try:

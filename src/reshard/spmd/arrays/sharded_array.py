@@ -199,6 +199,8 @@ def plain_spec(spec: ShardingSpec) -> ShardingSpec:
             f"`{spec}` leaves out devices; every device computes its part of an operation, so "
             "give a sharding without only(...)"
         )
+    # Open dimensions, priorities and replicated axes are for propagation, not for where elements
+    # are.
     if not spec.replicated_axes and not any(d.is_open or d.priority for d in spec.dim_specs):
         return spec
     return ShardingSpec(
@@ -237,6 +239,7 @@ def array(
     {0: [[1, 2], [3, 4]], 1: [[5, 6]]}
     """
     if isinstance(data, ShardedArray):
+        # Arrays never change, so one of the same runner is not copied.
         if runner is None or runner is data.runner:
             kept = data if spec is None else data.shard(spec)
             if dtype is None or as_dtype(dtype) is kept.dtype:
@@ -247,6 +250,7 @@ def array(
     keeper = runner_for(data) if runner is None else runner
     wanted = None if dtype is None else as_dtype(dtype)
     try:
+        # ReshardError is caught by its base as well, and goes on as it is.
         whole = keeper.library.array(data, wanted)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ReshardError):
@@ -296,6 +300,7 @@ def from_shards(
         )
     arrays = tuple(keeper.library.array(shards[rank]) for rank in ranks)
     kind = ArrayType(shape, keeper.library.dtype_of(arrays[0]), plain)
+    # Shards of other shapes or types would fail only in some later operation, on one rank.
     for rank, one in zip(ranks, arrays, strict=True):
         expected = kind.layout.local_shape(rank)
         if tuple(one.shape) != expected or keeper.library.dtype_of(one) is not kind.dtype:

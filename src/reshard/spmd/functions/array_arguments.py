@@ -1,4 +1,4 @@
-"""Functions of arrays in shards, given something else: what is said of it."""
+"""Checks of arguments: errors that name what is no array, no whole number or no pair of them."""
 
 from __future__ import annotations
 

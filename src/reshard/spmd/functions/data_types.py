@@ -1,4 +1,4 @@
-"""Element types by the names of the array API: constants, and what is asked of types.
+"""Element types by the names of the array API: constants, and questions about types.
 
 Types are reshard's own `DType`s, the same for arrays of NumPy and of PyTorch.
 

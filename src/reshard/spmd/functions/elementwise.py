@@ -52,6 +52,8 @@ def _make_binary(operator: Operator) -> Function:
 
     def function(x1: Any, x2: Any, /) -> Any:
         try:
+            # The shortest way for two arrays whose operation is compiled. All else, numbers and
+            # other libraries' arrays too, goes by `call`.
             found = x1.runner.calls[name, x1.type, x2.type]
         except (KeyError, AttributeError, TypeError):
             found = None

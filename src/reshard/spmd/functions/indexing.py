@@ -72,6 +72,7 @@ def places_in(x: Any, axis: int, indices: Any) -> list[Any]:
         UsageError: what is no array of whole numbers.
     """
     size = x.shape[axis]
+    # Indices of NumPy are known before anything runs: checked and counted here, with no operation.
     if isinstance(indices, np.ndarray) and indices.dtype.kind in "iu":
         _check_known(indices, size)
         found = indices.astype(np.int64)
@@ -101,6 +102,7 @@ def getitem(x: Any, key: Any) -> Any:
     if any(_is_mask(item) for item in items):
         raise ShardError("an index with a mask beside others; give the mask alone, or use sp.where")
     arrays = [place for place, item in enumerate(items) if _is_array(item)]
+    # One array beside slices; then arrays and numbers for leading dimensions; then no arrays.
     if len(arrays) == 1 and not any(map(_is_number, items)):
         return _take_between(x, items, arrays[0])
     if arrays:
@@ -172,6 +174,7 @@ def _take_between(x: Any, items: list[Any], place: int) -> Any:
 
 def _gather(x: Any, items: list[Any]) -> Any:
     """Whole numbers in arrays, for the leading dimensions."""
+    # What takes all of the trailing dimensions says nothing.
     while items and items[-1] is Ellipsis:
         items.pop()
     while items and isinstance(items[-1], slice) and items[-1] == slice(None):
@@ -186,6 +189,7 @@ def _gather(x: Any, items: list[Any]) -> Any:
     for item, size in zip(items, x.shape, strict=False):
         _check_known(item, size)
     places = operands(x, *items)[1:]
+    # The place in the leading dimensions merged into one, in row-major order: one lookup for all.
     flat: Any = None
     for place, size in zip(places, x.shape, strict=False):
         if isinstance(place, ArrayValue):
@@ -231,6 +235,7 @@ def _read_slice(item: slice, size: int) -> Range:
 
 
 def _take_basic(x: Any, items: list[Any]) -> Any:
+    # 1. Spell `...` out, so that each item but None has a dimension.
     used = len(items) - items.count(None) - items.count(Ellipsis)
     if used > x.ndim:
         raise _refuse_indices(x, used)
@@ -243,6 +248,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (x.ndim - used)
+    # 2. Read the items: what is cut of each dimension, and which ones go, turn round or are new.
     cuts: dict[int, Range] = {}
     gone: list[int] = []
     turned: list[int] = []
@@ -258,6 +264,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
                 turned.append(dim)
                 count = len(range(start, stop, step))
                 if count:
+                    # The same elements in rising order; `flip` turns them round afterwards.
                     start, stop, step = start + (count - 1) * step, start + 1, -step
                 else:
                     start, stop, step = 0, 0, 1
@@ -267,6 +274,7 @@ def _take_basic(x: Any, items: list[Any]) -> Any:
             cuts[dim] = (index, index + 1, 1)
             gone.append(dim)
         dim += 1
+    # 3. Carry it out: each is an operation of its own, and only what is needed is done.
     found = take_ranges(x, cuts)
     if turned:
         found = flip(found, axis=tuple(turned))

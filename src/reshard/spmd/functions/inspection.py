@@ -1,4 +1,4 @@
-"""What the array API asks a namespace about itself."""
+"""Inspection of the namespace, as the array API defines it."""
 
 from __future__ import annotations
 

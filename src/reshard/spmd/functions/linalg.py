@@ -125,6 +125,7 @@ def cross(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         axis_of(one.ndim, axis)
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:
         raise SpecError(f"cross of shapes {list(x1.shape)}, {list(x2.shape)}: axis {axis} is not 3")
+    # a x b = (a1 b2 - a2 b1, ...): the next component of one by the one after next of the other.
     one = elementwise.multiply(roll(x1, -1, axis=axis), roll(x2, -2, axis=axis))
     other = elementwise.multiply(roll(x1, -2, axis=axis), roll(x2, -1, axis=axis))
     return elementwise.subtract(one, other)
@@ -181,6 +182,7 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
     """
     u, s, vh = svd(_check_matrices(x, "pinv", False), full_matrices=False)
     cutoff = _find_cutoff(x, s, rtol)
+    # Small values are replaced before the division, which would warn of 0.
     kept = elementwise.greater(s, cutoff)
     inverse = elementwise.where(kept, elementwise.divide(1.0, elementwise.where(kept, s, 1.0)), 0.0)
     v = elementwise.conj(matrix_transpose(vh))
@@ -259,6 +261,7 @@ def matrix_power(x: Any, n: int, /) -> Any:
     if n == 0:
         return broadcast_to(whole(x, np.eye(x.shape[-1], dtype=x.dtype.numpy)), x.shape)
     found = x
+    # Squares, from the second binary digit on; a digit of 1 multiplies once more.
     for digit in bin(n)[3:]:
         found = matmul(found, found)
         if digit == "1":

@@ -204,6 +204,7 @@ def tile(x: Any, repetitions: int | Sequence[int], /) -> Any:
     times = tuple(_read_sizes(repetitions))
     times = (1,) * (x.ndim - len(times)) + times
     shape = (1,) * (len(times) - x.ndim) + x.shape
+    # A dimension of repetitions before each of the array's, which broadcasting fills.
     pairs = [size for pair in zip(times, shape, strict=True) for size in pair]
     apart = reshape(x, [size if n % 2 else 1 for n, size in enumerate(pairs)])
     return reshape(broadcast_to(apart, pairs), [a * b for a, b in zip(times, shape, strict=True)])
@@ -224,6 +225,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
+    # Unequal repeats have no rule by factors; each element is looked up.
     places = _find_repeat_places(x, repeats, x.shape[place])
     return call("take", (x, places), {"axis": place})
 

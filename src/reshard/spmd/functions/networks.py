@@ -1,4 +1,4 @@
-"""What networks are made of: softmax, norms, losses, attention, lookups.
+"""Functions of neural networks: softmax, norms, losses, attention, lookups.
 
 They are composed of operations that work on shards, so that an axis that is cut stays so: a
 softmax over a cut axis exchanges its maximum and its sum, and never the array.
@@ -71,6 +71,7 @@ def logsumexp(x: Any, /, *, axis: Axis = -1, keepdims: bool = False) -> Any:
     if 0 in x.shape:
         nothing = statistics.sum(exp(x), axis=axis, keepdims=keepdims)
         return subtract(nothing, math.inf)
+    # The greatest one is taken off, so that no exponential is above 1.
     most = statistics.max(x, axis=axis, keepdims=True)
     # Where all are -inf, so is the result: nothing is taken off.
     most = where(elementwise.isfinite(most), most, 0.0)
@@ -168,6 +169,7 @@ def attention(
         is_causal: whether a query sees keys up to its own place only.
         scale: of the scores; `1 / sqrt(d)` when None.
     """
+    # 1. Shapes.
     for name, one in (("queries", queries), ("keys", keys), ("values", values)):
         if one.ndim < 3:
             raise SpecError(
@@ -186,6 +188,7 @@ def attention(
         )
     if not size and scale is None:
         raise UsageError("attention of queries without features has no scale; give scale=")
+    # 2. Scores. Queries are put into groups, so that keys broadcast and need no copies.
     if groups != heads:
         queries = reshape(queries, (*lead, groups, heads // groups, length, size))
         keys, values = expand_dims(keys, axis=-3), expand_dims(values, axis=-3)
@@ -193,6 +196,7 @@ def attention(
     scores = multiply(scores, 1 / math.sqrt(size) if scale is None else scale)
     if groups != heads:
         scores = reshape(scores, (*lead, heads, length, keys.shape[-2]))
+    # 3. What a query may not see gets -inf, whose exponential is 0.
     if is_causal:
         seen = np.tri(length, scores.shape[-1], dtype=bool)
         scores = where(whole(scores, seen), scores, -math.inf)
@@ -200,6 +204,7 @@ def attention(
         (allowed,) = operands(scores, mask)[1:]
         is_truth = allowed.dtype is data_types.bool
         scores = where(allowed, scores, -math.inf) if is_truth else add(scores, allowed)
+    # 4. The weighed values, groups and their heads merged again.
     weights = softmax(scores)
     if groups != heads:
         weights = reshape(weights, (*lead, groups, heads // groups, length, keys.shape[-2]))

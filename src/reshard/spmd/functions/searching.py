@@ -37,6 +37,7 @@ def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any
 def _find_place(name: str, x: Any, axis: int | None, keepdims: bool) -> Any:
     if axis is not None:
         return call(name, (x,), {"axis": axis_of(x.ndim, axis), "keepdims": bool(keepdims)})
+    # Without an axis: the place in the flattened array, in row-major order.
     found = call(name, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
     return reshape(found, (1,) * x.ndim) if keepdims else found
 
@@ -144,6 +145,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
         if one is None:
             continue
         (one,) = operands(x, one)[1:]
+        # Numbers and NumPy's arrays before or behind the array.
         if not isinstance(one, ArrayValue):
             one = whole(x, np.asarray(one))
         if one.ndim == 0:
@@ -154,6 +156,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
         size = found.shape[place]
         later = take_ranges(found, {place: (min(1, size), size, 1)})
         earlier = take_ranges(found, {place: (0, max(size - 1, 0), 1)})
+        # Truth values cannot be subtracted; they differ, or they do not.
         if found.dtype.name == "bool":
             found = elementwise.not_equal(later, earlier)
         else:
@@ -165,6 +168,7 @@ def diff(x: Any, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: 
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
     """Whether each of `x1` is one of `x2`."""
     x1, x2 = operands(x1, x2)
+    # Each of `x1` against all of `x2`, along a new last axis.
     flat = reshape(x2, (1,) * x1.ndim + (x2.size,))
     found = any_of(elementwise.equal(reshape(x1, (*x1.shape, 1)), flat), axis=-1)
     return elementwise.logical_not(found) if invert else found

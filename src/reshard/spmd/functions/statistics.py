@@ -96,6 +96,7 @@ def _as_truth(x: Any) -> Any:
 @of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
     """How many are not zero over axes, over all when None."""
+    # Truth values add up as int64.
     return sum(_as_truth(x), axis=axis, keepdims=keepdims)
 
 
@@ -140,6 +141,7 @@ def var(x: Any, /, *, axis: Axis = None, correction: float = 0.0, keepdims: bool
 def _take_var(x: Any, axis: Axis, correction: float, keepdims: bool) -> Any:
     if not isinstance(correction, int | float):
         raise UsageError(f"a correction {correction!r} of a variance; a number was expected")
+    # Two passes: the mean of squares less the square of the mean would cancel.
     apart = elementwise.subtract(x, _take_mean(x, axis, True))
     squares = elementwise.square(elementwise.abs(apart))
     count = _count_reduced(x.shape, axis) - correction
@@ -177,6 +179,7 @@ def _take_totals(name: str, x: Any, axis: int | None, dtype: object, include_ini
     wide = _find_total_type(name, x, dtype)
     x = data_types.astype(x, wide)
     place = axis_of(x.ndim, axis)
+    # One element more than the parts have: the operator works on the whole axis.
     if include_initial:
         return call(name, (x,), {"axis": place, "include_initial": True})
     return running_totals(name, x, place)

@@ -99,7 +99,7 @@ def pad(x: Any, /, pad_width: Sequence[Sequence[int]], *, constant_values: float
 
 @of_arrays
 def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any, ...]:
-    """Parts of an axis: so many equal ones, or those that begin at the given indices.
+    """Parts of an axis: a number of equal ones, or those that begin at the given indices.
 
     Indices are those of slices: below 0 they count from the end.
     """
@@ -109,6 +109,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
         count = whole_number("equal parts,", indices_or_sections, 1)
         if size % count:
             raise SpecError(f"{size} in {count} equal parts; give a divisor")
+        # Where each part but the last ends.
         ends = [size // count * (number + 1) for number in range(count - 1)]
     elif isinstance(indices_or_sections, Iterable):
         ends = [whole_number("a part beginning at", end, -size) for end in indices_or_sections]
@@ -116,6 +117,7 @@ def split(x: Any, indices_or_sections: Sizes, /, *, axis: int = 0) -> tuple[Any,
         raise UsageError(f"split at {indices_or_sections!r}; give whole numbers, or how many parts")
     parts = []
     for first, last in itertools.pairwise([0, *ends, size]):
+        # As NumPy: counted from the end where negative, clipped, and empty where they do not rise.
         start, stop, _ = slice(first, last).indices(size)
         parts.append(take_ranges(x, {place: (start, max(start, stop), 1)}))
     return tuple(parts)

@@ -1,4 +1,4 @@
-"""What each rank computes: local functions on its own parts, by a library.
+"""Local functions: what each rank computes on its own parts, by a library.
 
 `library.py` has NumPy and PyTorch under one set of names; `local_work.py` says what is computed and
 on which parts. The other modules hold the local functions, by the family of their operators: each

@@ -70,15 +70,19 @@ def _look_up_own_rows(
     def here(x: Any, indices: Any, start: int) -> Any:
         size = x.shape[axis]
         own = (indices >= start) & (indices < start + size)
+        # A rank without rows has nothing to look up: zeros of the result's shape.
         if not size:
             shape = indices.shape if is_along else None
             rest = x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
             return library.filled(rest if shape is None else shape, 0, x)
+        # Indices of others' rows look up the first one, which is then replaced by zero.
         found = whole(x, space.where(own, indices - start, 0 * indices))
         if not is_along:
+            # Spread over the dimensions around the axis, as the indices' are in the result.
             own = own.reshape((1,) * axis + own.shape + (1,) * (x.ndim - axis - 1))
         return space.where(own, found, library.filled((), 0, x))
 
+    # A function a rank: each begins elsewhere.
     starts = work.starts_here(0, axis)
     return [lambda x, indices, start=start: here(x, indices, start) for start in starts]
 
@@ -124,6 +128,7 @@ def scatter(work: LocalWork) -> Function:
     space = library.namespace
 
     def function(x: Any, indices: Any, updates: Any) -> Any:
+        # The axis goes first, and so do the indices' dimensions of the updates.
         made = space.moveaxis(space.asarray(x, copy=True), axis, 0)
         count = len(indices.shape)
         order = [*range(axis, axis + count), *range(axis)]
@@ -133,6 +138,7 @@ def scatter(work: LocalWork) -> Function:
         values = values.reshape((flat.shape[0], *made.shape[1:]))
         if mode == "set":
             made[flat] = values
+        # `made[flat] += values` would add only one update of equal indices.
         elif library.name == "numpy":
             space.add.at(made, flat, values)
         else:

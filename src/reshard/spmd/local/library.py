@@ -1,4 +1,4 @@
-"""Who computes with the shards: NumPy or PyTorch, by the names of the array API standard.
+"""Array libraries that compute with shards: NumPy and PyTorch, by names of the array API standard.
 
 Both libraries are used through one namespace each, with the standard's names. NumPy has them
 itself from 2.1 on; for PyTorch and older NumPy the package `array_api_compat` has them.
@@ -40,6 +40,7 @@ class Library:
 
     def dtype_of(self, array: Any) -> DType:
         """The element type of one of its arrays."""
+        # A look into a dictionary, since this is asked at each operation.
         own = array.dtype
         found = self._dtypes.get(own)
         if found is None:
@@ -68,6 +69,7 @@ class Library:
         """
         own = None if dtype is None else self.own_dtype(dtype)
         if self.name == "numpy":
+            # Without importing it: where it is not loaded, nothing is a tensor.
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(data, torch.Tensor):
                 data = _as_numpy(data)
@@ -129,12 +131,14 @@ def _as_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     """
     torch = import_module("torch")
     _check_memory(tensor)
+    # NumPy has no gradients, devices or lazy conjugates.
     plain = tensor.detach().cpu().resolve_conj()
     kind = as_dtype(tensor.dtype)
     found: np.ndarray[Any, Any]
     try:
         found = plain.numpy()
     except TypeError:
+        # A type that NumPy lacks goes over as integers of its width, then by its name in ml_dtypes.
         bits = getattr(torch, f"int{8 * kind.itemsize_bytes}")
         found = plain.contiguous().view(bits).numpy().view(kind.numpy)
     return found

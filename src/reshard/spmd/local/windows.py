@@ -49,14 +49,17 @@ def convolution(work: LocalWork) -> Function:
         window = kernel.shape[2:]
         counts = _count_windows(x.shape[2:], window, strides, dilation)
         outputs, each = kernel.shape[:2]
+        # From both operands, not from the attribute: a rank may have some of the groups only.
         groups = x.shape[1] // each if each else 1
         found = library.filled((x.shape[0], outputs, *counts), 0, x)
         if 0 in (*found.shape, groups, each):
             return found
+        # [groups, outputs a group, channels a group, *window]
         weights = kernel.reshape((groups, outputs // groups, each, *window))
         pixels = math.prod(counts)
         for places in itertools.product(*map(range, window)):
             part = _slice_windows(x, counts, places, strides, dilation)
+            # [batch, groups, channels a group, pixels], so that matmul is one product a group.
             part = part.reshape((x.shape[0], groups, each, pixels))
             found = found + space.matmul(weights[(..., *places)], part).reshape(found.shape)
         return found
@@ -72,6 +75,7 @@ def max_pool(work: LocalWork) -> Function:
 def avg_pool(work: LocalWork) -> Function:
     """The mean of each window over the last dimensions, padding counted as zeros."""
     pool = _pool(work, work.library.namespace.add, lambda x: 0)
+    # All places of a window count, also those in the padding.
     count = math.prod(work.attributes["window"])
     return lambda x: pool(x) / count
 

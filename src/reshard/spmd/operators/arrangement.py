@@ -23,6 +23,7 @@ def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
     """
     _check_some("concat", shapes)
     if axis is None:
+        # Elements of flattened arrays are at places that no part of them shares with the result.
         result = (sum(math.prod(shape) for shape in shapes),)
         return Inferred(replicated_rule(shapes, [result]), (result,))
     rank = len(shapes[0])
@@ -39,6 +40,7 @@ def concat(shapes: Sequence[Shape], axis: int | None = 0) -> Inferred:
         builder.factor(
             [dim] * len(shapes),
             [dim],
+            # Of the result's size: the operands' pieces end elsewhere than its parts.
             size=total if dim == place else None,
             kind="need_replication" if whole else "pass_through",
         )
@@ -105,6 +107,7 @@ def split(
         step = size // indices_or_sections
         cuts = [step * number for number in range(1, indices_or_sections)]
     else:
+        # As NumPy: counted from the end where negative, and clipped to the axis.
         cuts = [slice(where).indices(size)[1] for where in indices_or_sections]
     ends = zip([0, *cuts], [*cuts, size], strict=True)
     results = [(*shape[:place], max(stop - start, 0), *shape[place + 1 :]) for start, stop in ends]
@@ -185,6 +188,7 @@ def slice_(
     for start, limit, step, size in zip(starts, limits, steps, shape, strict=True):
         if not (0 <= start <= limit <= size and step > 0):
             raise SpecError(f"slice {start}:{limit}:{step} of {size}; it must lie inside")
+    # Divided rounding up: the last step may be a short one.
     result = tuple(
         -((start - limit) // step) for start, limit, step in zip(starts, limits, steps, strict=True)
     )
@@ -203,6 +207,7 @@ def tile(shapes: Sequence[Shape], repetitions: Sequence[int]) -> Inferred:
     times = (1,) * (rank - len(repetitions)) + tuple(repetitions)
     builder = RuleBuilder([shape], [tuple(a * b for a, b in zip(sizes, times, strict=True))])
     for dim in range(rank):
+        # Shapes and repetitions are lined up at the end; the shorter one is filled with ones.
         source = dim - rank + len(shape)
         if times[dim] != 1 or source < 0:
             builder.factor((), [dim], size=times[dim])
@@ -223,6 +228,7 @@ def repeat(
     size = math.prod(shape) if axis is None else shape[axis_of(len(shape), axis)]
     place = None if axis is None else axis_of(len(shape), axis)
     counts = [repeats] if isinstance(repeats, int) else list(repeats)
+    # Equal repeats are a minor factor of the dimension. Unequal ones have no common factor: whole.
     even = len(counts) == 1
     if not even and len(counts) != size:
         raise SpecError(f"{len(counts)} repeats of {size} elements; give one, or one for each")
@@ -255,9 +261,11 @@ def meshgrid(shapes: Sequence[Shape], indexing: str = "xy") -> Inferred:
     """
     if any(len(shape) > 1 for shape in shapes):
         raise SpecError(f"meshgrid of {', '.join(map(str, shapes))}; vectors were expected")
+    # The vector that each dimension of the result is of.
     order = list(range(len(shapes)))
     if indexing == "xy" and len(shapes) > 1:
         order[:2] = [1, 0]
+    # The product of a scalar's shape is 1: it spans a dimension of one element.
     result = tuple(math.prod(shapes[source]) for source in order)
     builder = RuleBuilder(shapes, [result] * len(shapes))
     for dim, source in enumerate(order):

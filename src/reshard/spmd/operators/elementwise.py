@@ -75,6 +75,7 @@ _UNARY = {
     "tan": "The tangent.",
     "tanh": "The hyperbolic tangent.",
 }
+# Linear over the reals: each contribution may be worked on by itself.
 _LINEAR_UNARY = {
     "negative": "The negative.",
     "real": "The real part.",
@@ -82,6 +83,7 @@ _LINEAR_UNARY = {
     "conj": "The complex conjugate.",
     "positive": "The same number.",
 }
+# The greatest element stays the greatest: these commute with "max" and "min".
 _MONOTONE_UNARY = {
     "ceil": "The least whole number that is not less.",
     "floor": "The greatest whole number that is not greater.",

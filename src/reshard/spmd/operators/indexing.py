@@ -32,6 +32,7 @@ def take(shapes: Sequence[Shape], axis: int | None = None) -> Inferred:
     builder = RuleBuilder(shapes, [result])
     for dim in range(place):
         builder.factor([dim], [dim])
+    # The indices' dimensions lie between those before the axis and those behind it.
     for dim in range(len(indices)):
         builder.factor([None, dim], [place + dim])
     for dim in range(place + 1, len(shape)):
@@ -106,6 +107,8 @@ def scatter(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> Inferr
     for dim in range(place):
         builder.factor([dim, None, dim], [dim])
     for dim in range(len(indices)):
+        # Any of the indices may fall into a device's part: indices and their updates are needed
+        # whole.
         builder.factor([None, dim, place + dim], kind="need_replication")
     for dim in range(place + 1, len(shape)):
         builder.factor([dim, None, dim - 1 + len(indices)], [dim])
@@ -142,6 +145,7 @@ def dynamic_slice(shapes: Sequence[Shape], sizes: Sequence[int]) -> Inferred:
         raise SpecError(f"dynamic slice of sizes {tuple(sizes)} from {shape}; it must fit inside")
     builder = RuleBuilder(shapes, [tuple(sizes)])
     for dim, size in enumerate(shape):
+        # Where a rectangle begins is a value: which part has it is not known before it runs.
         short = sizes[dim] != size
         builder.factor(
             [dim], [dim], kind="need_replication" if short else "pass_through", blocked=short

@@ -48,6 +48,8 @@ def matrix_rule(trailing: Trailing, *, square: bool = False) -> Infer:
         builder = RuleBuilder([shape], [shape[:lead] + tail for tail in tails])
         for dim in range(lead):
             builder.factor([dim], [dim] * len(tails))
+        # Rows and columns of the operand and the trailing dimensions of results have nothing in
+        # common.
         for dim in (lead, lead + 1):
             builder.factor([dim], kind="need_replication")
         for number, tail in enumerate(tails):
@@ -79,6 +81,7 @@ def solve(shapes: Sequence[Shape], **_: Any) -> Inferred:
     counted("solve", shapes, 2)
     left, right = shapes
     vector = len(right) == 1
+    # The dimension that is solved for, whose size is that of the matrices.
     inner = right[-1:] if vector else right[-2:-1]
     if len(left) < 2 or left[-1:] != left[-2:-1] or inner != left[-1:]:
         raise SpecError(f"solve of {left} and {right}; [..., m, m] and [..., m, n] were expected")
@@ -127,6 +130,7 @@ def cross(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     """
     counted("cross", shapes, 2)
     result = broadcast_shape(shapes)
+    # Counted from the end, since operands of other ranks broadcast to the left of it.
     back = axis if axis < 0 else axis - len(result)
     if any(len(shape) < -back or shape[back] != 3 for shape in shapes):
         raise SpecError(f"cross of {shapes[0]} and {shapes[1]}; axis {axis} must have size 3")
@@ -194,6 +198,7 @@ def fourier(kind: str) -> Infer:
         rank = len(shape)
         lengths = [n] if isinstance(n, int) else None if n is None else list(n)
         if axis is None:
+            # As NumPy: lengths without axes are those of the last dimensions.
             named = list(range(rank - len(lengths) if lengths else 0, rank))
         else:
             named = [axis_of(rank, one) for one in ([axis] if isinstance(axis, int) else axis)]
@@ -202,10 +207,12 @@ def fourier(kind: str) -> Infer:
         last = named[-1]
         result = list(shape)
         for number, dim in enumerate(named):
+            # irfft's default undoes rfft of an even number of elements, along the last axis alone.
             usual = 2 * (shape[dim] - 1) if kind == "whole" and dim == last else shape[dim]
             result[dim] = usual if lengths is None else lengths[number]
         if kind == "half":
             result[last] = result[last] // 2 + 1
+        # Along an axis that changes its length a cut of one side does not fit the other.
         changed = [dim for dim in named if result[dim] != shape[dim]]
         return kept(shape, tuple(result), whole=named, blocked=changed)
 
@@ -289,6 +296,8 @@ def _shift(name: str) -> Operator:
     )
 
 
+# Of factorisations the last entry is the leading term of their work, from the source that
+# `of_matrices` names.
 OPERATORS: tuple[Operator, ...] = (
     _factorisation("cholesky", same_matrix, _SQUARES, lambda m, n: n**3 / 3, **_SINGULAR),
     _factorisation("inv", same_matrix, _SQUARES, lambda m, n: 2 * n**3, **_SINGULAR),

@@ -61,6 +61,7 @@ def moveaxis(
     if len(given) != len(wanted) or len({*given}) != len(given) or len({*wanted}) != len(wanted):
         raise SpecError(f"moveaxis of {source} to {destination}; name as many axes, each once")
     order = [dim for dim in range(rank) if dim not in given]
+    # In rising order of places, so that no axis shifts one that was put in before.
     for place, dim in sorted(zip(wanted, given, strict=True)):
         order.insert(place, dim)
     return permute_dims(shapes, order)
@@ -78,6 +79,7 @@ def reshape(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
         others = math.prod(size for size in wanted if size != -1)
         if others == 0 or math.prod(given) % others:
             raise SpecError(f"shape {given} cannot be reshaped to {wanted}: -1 has no one size")
+        # -1 stands for what the other sizes leave.
         wanted = tuple(math.prod(given) // others if size == -1 else size for size in wanted)
     return _infer_by_template(reshape_template(given, wanted), given)
 
@@ -119,6 +121,7 @@ def squeeze(shapes: Sequence[Shape], axis: Axes = None) -> Inferred:
     builder = RuleBuilder([shape], [tuple(s for dim, s in enumerate(shape) if dim not in gone)])
     place = 0
     for dim in range(len(shape)):
+        # A dimension that goes has a factor of the operand alone, which `build` makes whole.
         builder.factor([dim], [None if dim in gone else place])
         place += dim not in gone
     return builder.build()

@@ -1,4 +1,4 @@
-"""What networks are made of: softmax, norms, losses, attention."""
+"""Operators of neural networks: softmax, norms, losses, attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def softmax(shapes: Sequence[Shape], axis: int | Sequence[int] = -1) -> Inferred
 
 
 def norm(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
-    """An array over the size of its last dimensions, with optional weight and bias of their shape.
+    """The norm over the last dimensions, with optional weight and bias of their shape.
 
     >>> print(norm([(4, 8), (8,)]).rule)
     ([i, j], [j]) -> ([i, j]) {i=4, j=8} need_replication={j}
@@ -38,6 +38,7 @@ def norm(shapes: Sequence[Shape], dims: int = 1) -> Inferred:
             "must have their sizes"
         )
     builder = RuleBuilder(shapes, [shape])
+    # Weight and bias have the normalised dimensions alone.
     others = len(shapes) - 1
     for dim in range(len(shape)):
         if dim < lead:
@@ -109,6 +110,7 @@ def attention(shapes: Sequence[Shape], is_causal: bool = False) -> Inferred:
             f"attention of {', '.join(map(str, shapes))}; [..., h, s, d], [..., g, t, d] and "
             "[..., g, t, e] were expected, g dividing h"
         )
+    # Heads are the product of groups and the heads of each, groups being the major factor.
     heads, groups = queries[lead], keys[lead]
     each = heads // max(groups, 1)
     scores = (*queries[:-1], keys[-2])
@@ -128,6 +130,7 @@ def attention(shapes: Sequence[Shape], is_causal: bool = False) -> Inferred:
         given = list(dims) if len(shapes) == 4 else list(dims)[:3]
         builder.factor(given, [result], **kind)  # type: ignore[arg-type]
 
+    # Batch, groups of heads, heads of a group, queries, and the elements of values pass through.
     for dim in range(lead):
         factor([dim, dim, dim, of_mask(dim)], dim)
     factor([lead, lead, lead, of_mask(lead)], lead, size=groups)
@@ -135,6 +138,8 @@ def attention(shapes: Sequence[Shape], is_causal: bool = False) -> Inferred:
         factor([lead, None, None, of_mask(lead)], lead, size=each)
     factor([rank - 2, None, None, of_mask(rank - 2)], rank - 2, adjusted=is_causal)
     factor([None, None, rank - 1, None], rank - 1)
+    # Scores must be complete before the softmax, and the softmax sees all keys: neither sum over a
+    # part can be combined later.
     factor([rank - 1, rank - 1, None, None], None, kind="need_replication")
     factor([None, rank - 2, rank - 2, of_mask(rank - 1)], None, kind="need_replication")
     return builder.build()

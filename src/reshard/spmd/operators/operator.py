@@ -73,11 +73,11 @@ class Operator:
         commutes: the other reductions whose contributions the operator may be applied to one by
             one, those of `linear` or else all operands together: `maximum` commutes with "max".
         linear_if: whether the attributes let the operator be so; always, when not given.
-        operator_class: by which it propagates; told by its rule when None.
+        operator_class: by which it propagates; derived from its rule when None.
         local: makes what each rank computes; the library's function of that name when not given.
         knows_place: whether the local function finds its own places along adjusted factors, so
             that these may be cut; never when None.
-        fails: whose elements may make it fail on one rank, so that others must be told.
+        fails: whose elements may make it fail on one rank alone, so that all ranks must agree.
         work: additions and multiplications, from the rule and the sizes of its factors on a rank.
         reads_part: whether it reads no more of its first operand than it writes.
         result_types: of the results' elements; as the library promotes when None.
@@ -151,9 +151,11 @@ class Operator:
         """
         if self.linear_if is not None and not self.linear_if(**attributes):
             return ()
+        # A tuple names the operands that are partial together; else all are.
         together = self.linear if isinstance(self.linear, tuple) else tuple(range(count))
         if reduction in self.commutes:
             return (together,)
+        # A mean is a sum over a constant, so that what is linear keeps both.
         if reduction not in ("sum", "mean") or self.linear == "none":
             return ()
         if self.linear == "one":
@@ -162,6 +164,7 @@ class Operator:
 
     def inferred(self, shapes: Sequence[Sequence[int]], **attributes: Any) -> Inferred:
         """The rule and the shapes of the results together; found once for equal questions."""
+        # Lists become tuples, and names an order, so that equal questions have equal keys.
         frozen = tuple(sorted((name, _freeze(value)) for name, value in attributes.items()))
         key = tuple(tuple(int(size) for size in shape) for shape in shapes)
         return _infer(self, key, _Attributes(frozen))
@@ -175,7 +178,7 @@ class Operator:
         return found if isinstance(found, list) else [found] * len(work.ranks)
 
     def may_fail(self, work: LocalWork) -> bool:
-        """Whether one rank's elements alone may make it fail, so that others must be told.
+        """Whether one rank's elements alone may make it fail, so that all ranks must agree.
 
         An index is out of range, a matrix singular, a whole number divided by 0.
         """

@@ -35,6 +35,7 @@ def matmul(shapes: Sequence[Shape]) -> Inferred:
     left, right = shapes
     if not left or not right:
         raise SpecError(f"matmul of {left} and {right}; a scalar is multiplied by multiply")
+    # The right operand's second to last dimension; a vector's only one.
     inner = max(len(right) - 2, 0)
     _check_same("matmul", left[-1], right[inner], shapes)
     batch = broadcast_shape([left[:-2], right[:-2]])
@@ -57,6 +58,8 @@ def vecdot(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
     ([i, j], [j]) -> ([i]) {i=4, j=8} reduction={j}
     """
     counted("vecdot", shapes, 2)
+    # Counted from the end, since operands are lined up there; an axis from the start is meant in
+    # the operand of fewer dimensions.
     back = axis_of(min(map(len, shapes)), axis) - min(map(len, shapes)) if axis >= 0 else axis
     dims = [axis_of(len(shape), back) for shape in shapes]
     _check_same("vecdot", shapes[0][dims[0]], shapes[1][dims[1]], shapes)
@@ -167,6 +170,7 @@ def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     text = re.sub(r"\s", "", subscripts)
     inputs = text.partition("->")[0].split(",")
     counted(f"einsum {subscripts!r}", shapes, len(inputs))
+    # 1. Letters for the dimensions of the longest ellipsis.
     spare = [letter for letter in _LETTERS if letter not in text]
     lengths = [
         len(shape) - len(own.replace("...", "")) if "..." in own else 0
@@ -174,11 +178,13 @@ def einsum(shapes: Sequence[Shape], subscripts: str) -> Inferred:
     ]
     most = max(lengths)
     ellipsis = spare[: max(most, 0)]
+    # 2. The result, which by default has the letters that are there once, in alphabetical order.
     if "->" in text:
         result = text.partition("->")[2]
     else:
         once = sorted(x for x in set("".join(inputs)) - {"."} if "".join(inputs).count(x) == 1)
         result = ("..." if any("..." in own for own in inputs) else "") + "".join(once)
+    # 3. Each ellipsis spelt out, lined up at the end as in broadcasting.
     inputs = [
         own.replace("...", "".join(ellipsis[most - length :]) if length > 0 else "")
         for own, length in zip(inputs, lengths, strict=True)

@@ -75,6 +75,7 @@ def operator_of(name: str) -> Operator:
     'one'
     """
     operator = row_of(name)
+    # Once a name: a layer that runs many times warns once.
     if not operator.has_rule and name not in _warned:
         _warned.add(name)
         warnings.warn(
@@ -182,6 +183,7 @@ def rule(
         raise SpecError(f"operator {name} has a rule of the package's; name yours differently")
 
     def add(function: RuleFunction) -> RuleFunction:
+        # What a user's function returns is checked at each use: it is not known before.
         def infer(shapes: Sequence[Shape], **attributes: Any) -> Inferred:
             found = function(shapes, **attributes)
             if isinstance(found, str):

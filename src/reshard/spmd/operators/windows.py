@@ -47,6 +47,7 @@ def window_sizes(
     for size, wide, step, gap, (before, after) in zip(
         sizes, window, steps, gaps, ends, strict=True
     ):
+        # From a window's first element to its last one.
         reach = gap * (wide - 1) + 1
         padded = size + before + after
         found.append((padded - reach) // step + 1 if padded >= reach else 0)
@@ -86,6 +87,8 @@ def convolution(
             f"convolution of {', '.join(map(str, shapes))} in {groups} groups of channels and "
             f"{batch_groups} of the batch; channels and outputs must divide into them"
         )
+    # The order of factors decides ties of propagation: groups of the batch, batch, space, channels,
+    # outputs. A group is the major factor of each dimension that it is in.
     places = window_sizes(image[2:], kernel[2:], strides, padding, dilation)
     builder = RuleBuilder(shapes, [(image[0] // batch_groups, outputs, *places)])
     if batch_groups > 1:
@@ -93,9 +96,12 @@ def convolution(
     is_shared = image[0] != batch_groups or batch_groups == 1
     builder.factor([0] if is_shared else [], [0], size=image[0] // batch_groups)
     for dim in range(space):
+        # Of the result's size: windows that step or reach over the end make the operand's another.
         builder.factor([2 + dim], [2 + dim], size=places[dim], kind="permutation")
     if groups > 1:
         builder.factor([1, 0], [1], size=groups)
+        # A depthwise kernel has one channel a group: its dimension of size 1 has no factor to
+        # share.
         inner = [None if kernel[1] == 1 else 1, 1]
         builder.factor(inner, size=kernel[1], kind="reduction")
     else:
@@ -126,6 +132,7 @@ def pooling(
     places = window_sizes(shape[lead:], window, steps, padding, dilation)
     builder = RuleBuilder([shape], [shape[:lead] + places])
     for dim in range(len(shape)):
+        # Leading dimensions, and windows of one element, need no neighbours.
         still = dim < lead or _is_still(dim - lead, window, steps, padding)
         builder.factor(
             [dim],
@@ -169,6 +176,8 @@ def cumulative(
             raise SpecError(f"parts {tuple(parts)} of {shape[place]}; they must make it up")
         builder = RuleBuilder([shape], [shape])
         for dim in range(len(shape)):
+            # `_begins_at_parts` tells whether a rank's part is one of those: only then may the axis
+            # be cut.
             builder.factor([dim], [dim], adjusted=dim == place)
         return builder.build()
     result = (*shape[:place], shape[place] + bool(include_initial), *shape[place + 1 :])

@@ -1,8 +1,8 @@
 """Work: additions and multiplications of an operator on one rank, which its row names.
 
-Products of matrices and what is made of them count two for each index of all factors together
+Products of matrices and operators built on them count two for each index of all factors together
 (einsum, convolution), attention those of its two products, factorisations the leading term of what
-LAPACK does. What only reads and writes counts none.
+LAPACK does. Operators that only read and write count none.
 """
 
 from __future__ import annotations

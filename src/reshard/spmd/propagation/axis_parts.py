@@ -77,6 +77,8 @@ def without(part: Part, used: Parts) -> Part | None:
     """
     for other in used:
         if other[0] == part[0] and not are_apart(part, other):
+            # Nothing is left before `other` begins, or what is left would be part of a level that
+            # must stay together.
             if part[1] >= other[1] or other[1] % part[1] or part[3]:
                 return None
             size = math.gcd(part[2], other[1] // part[1])
@@ -121,7 +123,7 @@ def size_of(parts: Parts) -> int:
 
 
 class Sharding(NamedTuple):
-    """A `ShardingSpec` in integers: parts of axes for each dimension, and what else it says."""
+    """A `ShardingSpec` in integers: parts of axes for each dimension, and its other fields."""
 
     dims: tuple[Parts, ...]
     is_closed: tuple[bool, ...]
@@ -183,6 +185,7 @@ class AxisTable:
     def axis(self, part: Part) -> Axis:
         """An axis from its integers."""
         name = self.mesh.axis_names[part[0]]
+        # A whole axis is written by its name alone.
         is_full = part[2] == self.mesh.shape[part[0]]
         return Axis(name) if is_full else Axis(name, part[1], part[2])
 
@@ -206,6 +209,7 @@ class AxisTable:
         found: list[Part] = []
         for depth, level in enumerate(dim.levels):
             number = 0
+            # A level below another is a cut of each part of that one, even by the default rule.
             if depth or not level.rule.is_default:
                 number = self._level_numbers.setdefault((depth, level), len(self.levels))
                 if number == len(self.levels):
@@ -214,7 +218,7 @@ class AxisTable:
         return tuple(found)
 
     def decoded(self, sharding: Sharding, priorities: tuple[int, ...] = ()) -> ShardingSpec:
-        """The sharding that integers say."""
+        """The sharding of these integers."""
         found = self._decoded.get((sharding, priorities))
         if found is None:
             if len(self._decoded) >= MOST_KEPT:
@@ -239,6 +243,7 @@ class AxisTable:
         return found
 
     def _decode_levels(self, parts: Parts) -> list[Level]:
+        # Parts numbered 0 are the flat level, which comes first; the others are looked up whole.
         flat = [self.axis(part) for part in parts if not part[3]]
         numbers = dict.fromkeys(part[3] for part in parts if part[3])
         own = [level for number in numbers if (level := self.levels[number]) is not None]

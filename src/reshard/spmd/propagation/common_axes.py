@@ -55,11 +55,13 @@ def common_axes(
     found = _find_agreed(rule, factors)
     if found is not None:
         return found
+    # Scalars have nothing to cut.
     arrays = [number for number, mapping in enumerate(rule.tensors) if mapping]
     has_compound = any(len(dim) > 1 for mapping in rule.tensors for dim in mapping)
     if len(arrays) == 2 and not rule.need_replication and not has_compound:
         return _follow_one(rule, factors, sizes, arrays)
     found = _Vote(rule, factors, sizes, mesh).axes()
+    # The vote may have cut these as well; their axes go elsewhere, or are unused.
     for factor in rule.need_replication:
         axes, found[factor] = found[factor], ()
         if axes and _is_everywhere(rule, factor):
@@ -103,6 +105,7 @@ def _follow_one(
         return (not moves, sizes[number], shards)
 
     first, second = arrays
+    # Of equals the first tensor is followed.
     if preference(first) < preference(second):
         first, second = second, first
     found: Axes = [()] * len(rule.sizes)
@@ -169,6 +172,8 @@ class _Vote:
         order = sorted(range(len(mesh.axis_names)), key=lambda axis: mesh.axis_names[axis])
         self.rank = {axis: place for place, axis in enumerate(order)}
         self.full = mesh.shape
+        # For each factor of a dimension of several, those right before it that are not single
+        # indices yet.
         self.needs: dict[int, set[int]] = {}
         for mapping in rule.tensors:
             for dim in mapping:
@@ -177,6 +182,8 @@ class _Vote:
         proposed: dict[tuple[int, Parts], None] = {}
         for tensor in factors:
             for factor, cut in tensor.items():
+                # Every beginning of a cut is a candidate, so that what is too long may be taken in
+                # part.
                 for count in range(len(cut.axes), 0, -1):
                     proposed[factor, cut.axes[:count]] = None
         self.candidates = []
@@ -206,6 +213,7 @@ class _Vote:
 
     def _remains(self, one: _Candidate, best: _Candidate, found: Axes) -> bool:
         if one.factor == best.factor:
+            # A longer cut of the same factor remains, counted by what it adds.
             one.shards = size_of(one.axes) // size_of(best.axes)
             return one is not best and begins_strictly(best.axes, one.axes)
         axes = _shorten(one.axes, best.axes)

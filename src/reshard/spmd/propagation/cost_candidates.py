@@ -132,6 +132,8 @@ def ways_of(
         in_any_order: whether pieces cut a factor in any order, not in that of the mesh alone.
     """
     rule = operation.rule
+    # First the operator on whole operands, which is always possible, then as other strategies run
+    # it: neither is lost where the list is cut off at MOST_WAYS.
     found: dict[RunOption, None] = {RunOption(((),) * len(rule.sizes)): None}
     elements = [_count_parts(shape) for shape in shapes]
     for shardings in known:
@@ -180,6 +182,7 @@ def _find_cuttable(rule: OpShardingRule, shapes: tuple[tuple[int, ...], ...]) ->
         for dim, size in zip(mapping, shape, strict=True):
             if _count_parts([rule.sizes[factor] for factor in dim]) != size:
                 whole.update(dim)
+    # Cut along a factor that it lacks and that is not reduced, a result would be incomplete.
     of_results = [{factor for dim in mapping for factor in dim} for mapping in rule.results]
     for factor in range(len(rule.sizes)):
         if factor not in rule.reduction and not all(factor in one for one in of_results):
@@ -199,6 +202,7 @@ def _may_run(rule: OpShardingRule, cuts: Sequence[Parts], cuttable: frozenset[in
         is_exact = factor in rule.reduction and rule.reduction_operator != "sum"
         if size % shards and (is_exact or _is_compound(rule, factor)):
             return False
+    # Within a dimension, a factor may be cut where all before it are cut to single indices.
     for mapping in rule.tensors:
         for dim in mapping:
             is_open = True
@@ -233,6 +237,7 @@ def _list_ways(
     ]
     found: dict[RunOption, None] = {}
     for ordered in itertools.permutations(pieces) if in_any_order else [pieces]:
+        # Each piece of the axes has one place: unused, a factor, or contributions of some operands.
         for chosen in itertools.product(places, repeat=len(ordered)):
             cuts: list[Parts] = [()] * len(rule.sizes)
             kept: dict[int, Parts] = {}
@@ -269,6 +274,7 @@ def shardings_of(
             return list(found)
     for sharding in itertools.chain(known, around):
         closed = sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
+        # An open annotation may be extended, a closed one has been returned above.
         if given is not None and not _extends(closed, given):
             continue
         if is_output and closed.partial:

@@ -96,6 +96,7 @@ class Machine:
         if self.topology is not None:
             return self.topology
         preset = load_preset("h100-8")
+        # As many hosts as the highest rank needs.
         hosts = -(-(max(mesh.devices) + 1) // preset.ranks_per_host)
         return preset.topology(hosts)
 
@@ -126,6 +127,8 @@ class CostModel:
         """The time in which a tensor of `shape` goes from one sharding to another, by formulas."""
         if are_alike(source, target):
             return 0.0
+        # 1. Axes that stop cutting a dimension, and those that begin to, wherever dimensions
+        # differ.
         leaving: list[Part] = []
         coming: set[tuple[int, int, int]] = set()
         for old, new in zip(source.dims, target.dims, strict=True):
@@ -133,12 +136,14 @@ class CostModel:
                 same = _count_same(old, new)
                 leaving += old[same:]
                 coming.update(part[:3] for part in new[same:])
+        # 2. Contributions that remain, and those that are combined.
         kept = target.partial if source.reduction == target.reduction else ()
         reduced = [part for part in source.partial if part not in kept]
         # Axes that nothing else uses cut at once, and all that follows is of what is left.
         taken = {part[:3] for part in (*reduced, *leaving)}
         held_bytes = local_elements(shape, source.dims) * itemsize_bytes
         held_bytes = -(-held_bytes // math.prod(part[2] for part in coming - taken))
+        # 3. Reduce-scatter, all-reduce, all-to-all, all-gather, each on what the one before leaves.
         scattered = tuple(part for part in reduced if part[:3] in coming)
         added = tuple(part for part in reduced if part[:3] not in coming)
         total = self._collective_seconds("reduce-scatter", scattered, held_bytes)
@@ -153,14 +158,15 @@ class CostModel:
     def bound_s(
         self, source: Sharding, target: Sharding, shape: Sequence[int], itemsize_bytes: int
     ) -> float:
-        """A time in which no program is done: what some rank lacks comes in one message at least.
+        """A lower bound for all programs: what some rank lacks comes in one message at least.
 
         Of contributions that are combined a rank lacks others' for all of its part. Where
-        contributions remain nothing is said, since they may lie as they like.
+        contributions remain the bound is 0: they may lie anywhere.
         """
         parts = itertools.chain.from_iterable((*source.dims, *target.dims))
         if are_alike(source, target) or target.partial or any(part[3] for part in parts):
             return 0.0
+        # An entry a device: the elements of its target part, and those of it that it has already.
         lacking = there = np.ones(self.table.mesh.size, dtype=np.int64)
         for size, old, new in zip(shape, source.dims, target.dims, strict=True):
             low, high = self._find_ranges(old, size)
@@ -180,6 +186,8 @@ class CostModel:
         found = self._of_devices.get((axes, size))
         if found is None:
             mesh = self.table.mesh
+            # The number of each device's part, in digits of mixed radix: its coordinates along the
+            # axes.
             place = np.zeros(mesh.size, dtype=np.int64)
             for axis, pre, count, _ in axes:
                 own = np.indices(mesh.shape)[axis].reshape(-1)
@@ -204,7 +212,7 @@ class CostModel:
     def program_s(
         self, source: Sharding, target: Sharding, shape: tuple[int, ...], element: DType
     ) -> float:
-        """The time in which it does so by the program that is run."""
+        """The time of the movement by the program that is run for it."""
         if are_alike(source, target):
             return 0.0
         before, after = (self.table.decoded(_is_plain_part(one)) for one in (source, target))
@@ -222,6 +230,7 @@ class CostModel:
             if groups is None:
                 groups = self.table.mesh.groups([self.table.axis(part) for part in axes])
                 self._groups[axes] = groups
+            # All groups work at once: the slowest one decides.
             found = max(
                 collective_cost(kind, ranks, size_bytes, topology, self.machine.library).seconds_s
                 for ranks in groups
@@ -243,6 +252,7 @@ class CostModel:
             cuts: axes of each factor.
             tensors: shapes of the whole operands and results, and their element types.
         """
+        # Sizes on the busiest device, which has a part rounded up of each factor.
         counts = [size_of(axes) for axes in cuts]
         sizes = [-(-size // count) for size, count in zip(rule.sizes, counts, strict=True)]
         sizes_bytes = [
@@ -261,7 +271,7 @@ class CostModel:
 
 
 def _is_plain_part(sharding: Sharding) -> Sharding:
-    """A sharding as an array has it: closed, with nothing said of other axes."""
+    """A sharding as an array has it: closed, without replicated axes."""
     return sharding._replace(is_closed=(True,) * len(sharding.dims), replicated=())
 
 

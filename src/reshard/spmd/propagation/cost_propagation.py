@@ -88,7 +88,7 @@ def propagate_by_cost(
 
     Args:
         graph: the function.
-        annotations: shardings of some values, by their numbers. They are kept.
+        annotations: shardings of some values, by their numbers; open ones may be extended.
         outputs: shardings in which outputs are asked for, by their position.
         machine: links and devices; hosts of eight H100 when None.
         exact: False never looks for the exact answer; else it is looked for first.
@@ -110,6 +110,7 @@ def propagate_by_cost(
     machine = Machine() if machine is None else machine
     if not isinstance(machine, Machine):
         raise UsageError(f"{machine!r} is no Machine; give sp.Machine(topology)")
+    # 1. What the other strategies say: candidates, starting points, and figures to compare with.
     bases = [
         propagate_by_rules(graph, annotations, outputs=outputs, strategy=strategy)
         for strategy in OTHERS
@@ -118,17 +119,22 @@ def propagate_by_cost(
     if mesh is None:
         return CostedGraph(bases[0], 0.0, True, dict.fromkeys(OTHERS, 0.0))
     table = AxisTable.of(mesh)
+    # 2. Candidates of values and operations.
     problem = _Problem(graph, table, CostModel(table, machine))
     problem.candidates(annotations, dict(outputs or {}), bases)
+    # 3. The exact answer, where the graph is small enough.
     found = None
     if exact is not False and len(graph.operations) <= MOST_JUDGED:
         found = _solve_exactly(problem, problem.sum(bounds=True))
     is_exact = found is not None
+    # 4. The other strategies' seconds. Operations are the inner variables: no table has two of
+    # them, so that each finds its best way by itself once the values are chosen.
     total = problem.sum()
     ways = range(len(graph.values), len(total.choices))
     starts = [problem.start(number) for number in range(len(bases))]
     others = [total.descended(start, ways, sweeps=0) for start in starts]
     problem.price(others)
+    # 5. Otherwise formulas choose, and prices of programs correct them.
     chosen = found if found is not None else _solve_nearly(problem, total, others, exact)
     return CostedGraph(
         problem.answer(chosen, bases[0]),
@@ -232,6 +238,7 @@ class _Problem:
         graph, table = self.graph, self.table
         given = {number: table.encoded(spec) for number, spec in annotations.items()}
         self.asked = {place: _close(table.encoded(spec)) for place, spec in asked.items()}
+        # The axes in the pieces that annotations use, and what the other strategies chose.
         pieces = pieces_of([*given.values(), *self.asked.values()])
         self.known = [
             [
@@ -248,12 +255,15 @@ class _Problem:
             places = (*operation.operands, *operation.results)
             known = tuple(tuple(base[value] for value in places) for base in self.known)
             shapes = [graph.values[value].shape for value in places]
+            # A model repeats its layers: equal operations in equal surroundings share one list of
+            # ways, which `_tabulate_compute` relies on.
             key = (operation.operator, operation.rule, str(operation.attributes), known)
             if key not in found:
                 found[key] = ways_of(
                     operation, shapes, pieces, known, table.mesh, reductions, is_small
                 )
             self.ways.append(found[key])
+            # What a way reads and makes becomes a candidate of the values around it.
             for way in found[key]:
                 reads, makes = self.run(operation.rule, way)
                 for value, sharding in zip(places, (*reads, *makes), strict=True):
@@ -287,6 +297,7 @@ class _Problem:
             for value, ends in self._find_ends(number):
                 tables.append(CostTable((value, count + number), self._tabulate_movements(ends)))
         for value, ends in self._find_asked():
+            # An output has one sharding that was asked for: the only column.
             tables.append(CostTable((value,), self._tabulate_movements(ends)[:, 0]))
         choices = (*map(len, self.values), *map(len, self.ways))
         return CostSum(choices, tables)
@@ -294,6 +305,7 @@ class _Problem:
     def price(self, answers: Iterable[Sequence[int]]) -> bool:
         """Price by its program each movement of some answers. Whether that was not done before."""
         count = len(self.graph.values)
+        # A dictionary for its order, so that prices are found in the same order each time.
         new: dict[ValueMovement, None] = {}
         for chosen in answers:
             for number in range(len(self.graph.operations)):
@@ -305,6 +317,7 @@ class _Problem:
         waiting = [one for one in new if one not in self._priced and not are_alike(*one[:2])]
         for movement in waiting:
             self._priced[movement] = self.model.program_s(*movement)
+            # The tables of the sum are changed in place: its next answer has the new price.
             for ends, table in self._tables.items():
                 ends.put(table, movement, self._priced[movement])
         return bool(waiting)
@@ -330,6 +343,7 @@ class _Problem:
             operation = self.graph.operations[number]
             runs = [self.run(operation.rule, way) for way in self.ways[number]]
             values = (*operation.operands, *operation.results)
+            # From rows, one a way, to columns, one a tensor: its sharding in each way.
             columns = zip(*((*reads, *makes) for reads, makes in runs), strict=True)
             found = self._ends_of[number] = [
                 (value, self._make_ends(value, others, position < len(operation.operands)))
@@ -372,6 +386,7 @@ class _Problem:
         chosen = []
         for number, shardings in enumerate(self.values):
             wanted = self.known[base][number]
+            # Compared by their cuts alone: candidates are closed and without replicated axes.
             place = next((i for i, one in enumerate(shardings) if one.dims == wanted.dims), 0)
             chosen.append(place)
         return (*chosen, *([0] * len(self.ways)))

@@ -56,14 +56,14 @@ def collected(
     *,
     closed_if_missing: bool = False,
 ) -> FactorShardings:
-    """The factors' cuts that a tensor's sharding says.
+    """The cuts of a tensor's factors under its sharding.
 
     Args:
         mapping: the tensor's dimensions in factors.
         sizes: of the factors.
-        sharding: of the tensor; None where nothing is said of it.
+        sharding: of the tensor; None where it has none.
         carriers: factors that carry levels with a rule of their own.
-        closed_if_missing: whether a tensor of which nothing is said may not be cut.
+        closed_if_missing: whether a tensor without a sharding may not be cut.
 
     >>> dims = (((0, 1, 4, 0),),)
     >>> found = collected(((0, 1),), (2, 4), Sharding(dims, (True,)), frozenset())
@@ -109,10 +109,13 @@ def _collect_compound(
             for part in waiting:
                 cut.axes = joined(cut.axes, part)
             continue
+        # Take axes while they divide what is left of the factor; of one that is too large, the part
+        # that divides it, and leave the rest to the next factor.
         left, taken = sizes[factor], []
         while waiting:
             part = waiting[0]
             common = math.gcd(left, part[2])
+            # The axis and what is left have no divisor in common: it overflows here.
             if part[2] != 1 and common == 1:
                 break
             if part[2] > common:
@@ -166,11 +169,13 @@ def updated(
             size = 1
             for place, part in enumerate(cut.axes):
                 size *= part[2]
+                # An axis that was split between two factors is one again.
                 axes = (*axes, part) if place else joined(axes, part)
             if cut.overflow:
                 for place, part in enumerate(cut.overflow):
                     axes = (*axes, part) if place else joined(axes, part)
                 break
+            # Not cut to single indices: a cut of the next factor would leave holes in the shards.
             if size < sizes[factor]:
                 break
         dims.append(axes)

@@ -1,7 +1,7 @@
 """Graphs: values, and the operations that make them of others.
 
 A `Graph` is a traced function: values by number, of which some are its inputs, operations in an
-order in which each finds its operands, and outputs. Its text says all of it::
+order in which each finds its operands, and outputs. Its text has all of it::
 
     %0: float32[4, 8], %1: float32[8, 16]
     %2: float32[4, 16] = matmul(%0, %1) ([i, k], [k, j]) -> ([i, j]) {i=4, j=16, k=8} reduction={k}
@@ -168,7 +168,7 @@ class Graph:
 
     @classmethod
     def parse(cls, text: str) -> Graph:
-        """The graph that a text says.
+        """The graph of a text.
 
         Raises:
             NotationError: a line that is not an operation.
@@ -221,6 +221,7 @@ def _parse_values(text: str) -> list[Value]:
         Value(int(number), tuple(int(size) for size in shape.split(",") if size.strip()), dtype)
         for number, dtype, shape in found
     ]
+    # findall skips what does not match; written again, the values show whether anything was.
     if ", ".join(map(str, values)) != text.strip():
         raise NotationError(f"{text!r} is not a list of values; write %0: float32[4, 8], %1: ...")
     return values
@@ -237,6 +238,8 @@ def _parse_attributes(text: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
+        # Read as keywords of a call, so that Python finds where each ends; only literals are
+        # evaluated.
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(text)

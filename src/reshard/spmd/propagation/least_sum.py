@@ -64,6 +64,7 @@ class CostSum:
 
     def value(self, chosen: Sequence[int]) -> float:
         """The sum for choices of all variables."""
+        # fsum rounds once, so that the sum does not depend on the order of the tables.
         return math.fsum(
             float(table.seconds_s[tuple(chosen[variable] for variable in table.variables)])
             for table in self.tables
@@ -71,6 +72,8 @@ class CostSum:
 
     def eliminated(self, largest: int = LARGEST_TABLE) -> tuple[int, ...] | None:
         """The choices of the least sum; None where a table would be larger than `largest`."""
+        # 1. The tables left, those of each variable, and a heap of variables by the size of their
+        # joined table.
         tables: dict[int, CostTable] = dict(enumerate(self.tables))
         of = [set(numbers) for numbers in self._of]
         waiting = [(self._count_joined(tables, of, v), v) for v in range(len(self.choices))]
@@ -81,12 +84,14 @@ class CostSum:
             size, variable = heapq.heappop(waiting)
             if is_out[variable]:
                 continue
+            # Sizes change as others are taken out; an entry that is out of date goes back.
             now = self._count_joined(tables, of, variable)
             if now != size:
                 heapq.heappush(waiting, (now, variable))
                 continue
             if size > largest:
                 return None
+            # 2. Join the variable's tables, an axis a variable, into one.
             numbers = sorted(of[variable])
             scope = sorted({v for number in numbers for v in tables[number].variables} | {variable})
             total = np.zeros([self.choices[v] for v in scope])
@@ -95,16 +100,20 @@ class CostSum:
                 for other in tables[number].variables:
                     of[other].discard(number)
                 del tables[number]
+            # 3. Take the variable out: the least over its axis, and where it is, for choices of the
+            # rest.
             rest = tuple(v for v in scope if v != variable)
             place = scope.index(variable)
             taken.append((variable, rest, np.asarray(total.argmin(axis=place))))
             is_out[variable] = True
             if rest:
+                # Beyond all numbers in use: each variable that is taken out adds one table at most.
                 new = len(self.tables) + len(taken)
                 tables[new] = CostTable(rest, total.min(axis=place))
                 for other in rest:
                     of[other].add(new)
                     heapq.heappush(waiting, (self._count_joined(tables, of, other), other))
+        # 4. Backwards: when a variable is read off, the rest of its table is chosen already.
         chosen = [0] * len(self.choices)
         for variable, rest, best in reversed(taken):
             chosen[variable] = int(best[tuple(chosen[v] for v in rest)])
@@ -166,6 +175,7 @@ class CostSum:
             if not is_inner or not any(is_inner[other] for other in table.variables):
                 costs += self._slice_table(table, (variable,), chosen)
         for other in self._find_beside(variable, is_inner) if is_inner else ():
+            # A row for each choice of the variable, a column for each of the inner one beside it.
             both = np.zeros((self.choices[variable], self.choices[other]))
             for number in self._of[other]:
                 table = self.tables[number]
@@ -183,6 +193,7 @@ class CostSum:
         at = tuple(slice(None) if v in free else chosen[v] for v in table.variables)
         found: FloatArray = table.seconds_s[at]
         kept = [v for v in table.variables if v in free]
+        # Tables have their variables in rising order, which need not be the order of `free`.
         return found.T if len(kept) == 2 and kept != list(free) else found
 
 

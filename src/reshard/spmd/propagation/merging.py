@@ -126,6 +126,7 @@ def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) ->
     if direction is Direction.NONE:
         return ()
     count = tensors.count_of_operands
+    # One direction: only the group it comes from may lengthen the answer, the other may shorten it.
     first, second = tensors.factors[:count], tensors.factors[count:]
     if direction is Direction.BACKWARD:
         first, second = second, first
@@ -153,10 +154,12 @@ def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]
         one, other = old[place], new[place]
         if one == other:
             continue
+        # `new` has only the beginning of this axis: the answer ends there if `new` goes on.
         if begins(other, one):
             if len(new) > place + 1:
                 return (*old[:place], other), False
             return old, can_extend
+        # The other way round: `old` ends within an axis of `new`, which may be taken as it is.
         if begins(one, other):
             if not can_extend or len(old) > place + 1:
                 return (*old[:place], one), False
@@ -241,15 +244,19 @@ def _fit_within(
     free = without(part, replicated)
     if free is None:
         return None
+    # Cut by it already.
     if any(covers(axis, free) for axis in cut.axes):
         return free
+    # Behind axes that overflow nothing can be added: they are the last of their dimension.
     if not cut.is_closed and not cut.overflow:
+        # The minor-most factor may be cut unevenly, all others only in parts that divide them.
         if cut.is_last:
             return free
         if size % before == 0:
             common = math.gcd(size // before, free[2])
             if common == free[2]:
                 return free
+            # A part of a level with a rule of its own cannot be shortened.
             if common != 1 and not free[3]:
                 return (free[0], free[1], common, 0)
     if cut.axes and begins(cut.axes[-1], free):
@@ -259,6 +266,8 @@ def _fit_within(
 
 def _sort_by_preference(tensors: OperatorTensors, agreed: Sequence[Parts]) -> list[int]:
     """The factors in the order in which they may take axes."""
+    # The elements and the number of each factor's source: the largest tensor that is cut so
+    # already.
     sizes = [-1] * len(agreed)
     indices = [-1] * len(agreed)
     for number, factors in enumerate(tensors.factors):

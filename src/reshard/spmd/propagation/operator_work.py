@@ -7,8 +7,8 @@ bytes        of operands read and results written, each once; of an operand of w
              reads a part alone (a slice, rows of a table) as many as it writes
 
 A device takes the longer of operations over its rate and bytes over its memory's speed: the
-roofline (Williams, Waterman, Patterson, 2009). Nominal speeds give a lower bound: kernels do not
-start for nothing, and few reach a peak.
+roofline (Williams, Waterman, Patterson, 2009). Nominal speeds give a lower bound: starting
+a kernel takes time, and few kernels reach a peak.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ wanted, and outputs become what was asked for::
     r = x @ w : [x, y] wanted                  the product is [x, -] and a sum over y
                                                it is reduced over y, and moves to [x, y]
 
-Nothing here says how a movement is done: `reshard.plan` and `find_program` do.
+How a movement is done is decided elsewhere: by `reshard.plan` and `find_program`.
 
 `reduction` of a `Movement` names axes whose contributions are combined; the other movements keep
 what they hold.
@@ -94,7 +94,7 @@ class PlacedGraph:
 def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
     """What moves in a graph whose values have their shardings.
 
-    Values without a sharding are whole on every device. On a mesh that nothing is over, nothing
+    Values without a sharding are whole on every device. Without any sharding nothing
     moves. Axes that overflow a factor, and levels with a rule of their own where they are not
     carried, are left by a reshard before the operation and restored behind it.
 
@@ -145,7 +145,7 @@ class _Placing:
         self.moved: list[Movement] = []
 
     def spec(self, sharding: Sharding) -> ShardingSpec:
-        """A sharding as people see it: closed, since nothing propagates any more."""
+        """A sharding as users see it: closed, since propagation is over."""
         closed = (True,) * len(sharding.dims)
         return self.table.decoded(sharding._replace(is_closed=closed))
 
@@ -164,6 +164,7 @@ class _Placing:
     def place(self, number: int, operation: Operation) -> None:
         """Decide what one operation runs with, and what moves for it."""
         rule = operation.rule
+        # 1. Contributions that pass through, and what cuts each factor beside them.
         wanted = self.state[operation.results[0]].partial if operation.results else ()
         kept = self._keep_partial(operation, wanted)
         shardings = self._add_partial(operation, kept)
@@ -173,6 +174,8 @@ class _Placing:
             kept = ()
             shardings = self._add_partial(operation, kept)
             chosen = self._choose(operation, shardings)
+        # 2. The shardings of all tensors under those cuts, and the axes along which results are
+        # partial.
         contributed = ordered((*kept, *(part for f in rule.reduction for part in chosen[f])))
         cut = [
             updated(
@@ -187,12 +190,14 @@ class _Placing:
             )
             for mapping, sharding in zip(rule.tensors, shardings, strict=True)
         ]
+        # 3. Operands: combine contributions that do not pass through, then reshard.
         count = len(operation.operands)
         for position, value in enumerate(operation.operands):
             at: Place = (number, "operand", position)
             less = self._find_reduced(value, at, self.state[value], kept)
             if less.dims != cut[position].dims:
                 self.move(value, at, less, cut[position])
+        # 4. Results: the same, from what the operation makes to what the value is to be.
         made = []
         for position, value in enumerate(operation.results):
             target = self.state[value]
@@ -229,6 +234,8 @@ class _Placing:
         ]
         for cuts in factors:
             for cut in cuts.values():
+                # They cut no factor, so that no other tensor can be cut alike: the reshard leaves
+                # them.
                 cut.overflow = ()
         places = (*operation.operands, *operation.results)
         sizes = [math.prod(self.graph.values[value].shape) for value in places]
@@ -281,9 +288,12 @@ class _Placing:
             return ()
         if len(reductions) > 1:
             return ()
+        # The operands that may have contributions together: (0, 1) of subtract, (0,) or (1,) of
+        # multiply.
         sets = known.partial_operands(
             len(partial), reductions.pop() or "sum", **operation.attributes
         )
+        # The intersection: wanted without what of it the operands have not.
         both = difference(wanted, difference(wanted, partial[having[0]]))
         return both if having in sets else ()
 
@@ -339,6 +349,8 @@ def difference(parts: Parts, other: Parts) -> Parts:
     for taken in other:
         kept: list[Part] = []
         for axis, pre, size, level in left:
+            # An axis part covers the strides from `pre` to `pre * size`; what is left of it lies
+            # before `low` or behind `high`.
             low, high = max(pre, taken[1]), min(pre * size, taken[1] * taken[2])
             if axis != taken[0] or low >= high:
                 kept.append((axis, pre, size, level))

@@ -1,6 +1,6 @@
 """Propagation by rules: the shardings of all other values from those of a few.
 
-A user says how some values are cut. Propagation extends that over operators, forwards from
+A user annotates some values with shardings. Propagation extends them over operators, forwards from
 operands to results, backwards and sideways, until nothing changes:
 
 1. for each user priority, lowest first: dimensions of that priority join in; those of higher
@@ -37,7 +37,7 @@ from reshard.spmd.propagation.operator_stages import ANY_STAGE, STAGES, class_of
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Known = Sequence[ShardingSpec | None]
-"""Shardings by the number of their value; None where nothing is said."""
+"""Shardings by the number of their value; None where nothing is known."""
 
 
 OperationShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
@@ -90,7 +90,7 @@ def propagate(
         operands, results: what is known of their shardings, None where nothing is.
         strategy: "basic" or "aggressive".
         direction: in which it may carry.
-        is_elementwise: whether the operator is; told by its rule when not given.
+        is_elementwise: whether the operator is; derived from its rule when not given.
 
     Raises:
         SpecError: shardings of several meshes, or of another number of dimensions; an unknown
@@ -114,6 +114,7 @@ def propagate(
         return tuple(operands), tuple(results)
     table = AxisTable.of(mesh)
     shardings = [None if spec is None else table.encoded(spec) for spec in known]
+    # Without an operator's name its class follows from the rule alone.
     kind = class_of("", rule) if is_elementwise is None else OperatorClass(int(is_elementwise))
     ways = tuple(
         Direction.NONE if factor in rule.blocked else direction for factor in range(len(rule.sizes))
@@ -142,6 +143,7 @@ def propagate_by_rules(
     merge = merge_of(strategy)
     if not isinstance(graph, Graph):
         raise SpecError(f"{graph!r} is no graph; give a Graph, as of Graph.parse or sp.trace")
+    # 1. Read and check what is given.
     asked = _read_mapping(outputs or {}, "outputs")
     annotations = _read_mapping(annotations, "annotations")
     _check_annotations(graph, annotations, asked)
@@ -149,6 +151,7 @@ def propagate_by_rules(
     nothing = (None,) * len(graph.values)
     if mesh is None:
         return PropagatedGraph(graph, None, nothing, (None,) * len(graph.outputs))
+    # 2. Number the shardings. Outputs have negative places, so that values keep their numbers.
     run = _Propagation(graph, AxisTable.of(mesh), merge)
     places = {number: run.interned(spec) for number, spec in annotations.items()}
     places |= {-1 - place: run.interned(spec) for place, spec in asked.items()}
@@ -160,6 +163,7 @@ def propagate_by_rules(
         run.state[place] = sharding
         if levels:
             run.state[place] = run.waiting(sharding, priorities_of(specs[place]))
+    # 3. For each user priority, and in it each stage of operators: carry until nothing changes.
     stages = range(STAGES) if operator_priorities else [ANY_STAGE]
     for level in [0, *levels]:
         if level:
@@ -205,7 +209,7 @@ def carried(
     merge: Strategy,
     is_elementwise: bool,
 ) -> list[Sharding | None]:
-    """The new shardings of an operator's tensors; None for one that stays as it is."""
+    """The new shardings of an operator's tensors; None for each that does not change."""
     carriers = carriers_of(rule)
     mappings = rule.tensors
     factors = [
@@ -221,6 +225,7 @@ def carried(
     for number in tensors.changed:
         old = shardings[number]
         new = updated(mappings[number], rule.sizes, factors[number], old)
+        # A tensor without a sharding stays without one as long as nothing cuts it.
         if new != old and (old is not None or new.is_cut):
             found[number] = new
     return found
@@ -291,7 +296,7 @@ class _Propagation:
 
     Shardings have numbers here, so that a question asked before is answered by one look-up: a
     model is a few layers, many times. `state` has the number of each value's sharding, and under
-    -1, -2 and so on those of the outputs; None where nothing is said.
+    -1, -2 and so on those of the outputs; None where a value has none.
     """
 
     def __init__(self, graph: Graph, table: AxisTable, merge: Strategy) -> None:
@@ -302,11 +307,14 @@ class _Propagation:
         self.state |= dict.fromkeys(range(len(graph.values)))
         self.shardings: list[Sharding] = []
         self._numbers: dict[Sharding, int] = {}
+        # By the operation's kind, the stage and the numbers of its tensors' shardings: what
+        # changes.
         self._answers: dict[tuple[int | None, ...], tuple[tuple[int, int], ...]] = {}
         self._kinds: dict[tuple[OpShardingRule, OperatorClass, bool], int] = {}
         self._maker: dict[int, int] = {}
         self._users: list[list[int]] = [[] for _ in graph.values]
         self._tensors = [(*one.operands, *one.results) for one in graph.operations]
+        # How often each value is used decides where an operator propagates to, see `_number_kind`.
         uses = [0] * len(graph.values)
         for number, operation in enumerate(graph.operations):
             for result in operation.results:
@@ -319,13 +327,15 @@ class _Propagation:
             uses[output] += 1
         self._kind_of = [self._number_kind(one, uses) for one in graph.operations]
         self._kind_list = list(self._kinds)
-        # Whoever is told of a change last is asked first: the maker, then users from the last on.
+        # The order in which a change puts operators on the stack of `_sweep`, from which the last
+        # one is taken first: the maker, then users from the last on.
         self._neighbours = [
             ([self._maker[value]] if value in self._maker else []) + self._users[value][::-1]
             for value in range(len(graph.values))
         ]
 
     def _number_kind(self, operation: Operation, uses: Sequence[int]) -> int:
+        # Scalars do not count: there is nothing in them to cut.
         is_shared = any(
             uses[operand] > 1 and self.graph.values[operand].shape for operand in operation.operands
         )
@@ -346,6 +356,8 @@ class _Propagation:
     def waiting(self, number: int, priorities: Sequence[int]) -> int:
         """The sharding without its dimensions of higher priorities, whose axes are reserved."""
         sharding = self.shardings[number]
+        # Reserved axes are entered as replicated, which keeps propagation from using them
+        # elsewhere.
         later = [place for place, priority in enumerate(priorities) if priority]
         reserved = [part for place in later for part in sharding.dims[place]]
         return self.number(
@@ -392,6 +404,7 @@ class _Propagation:
 
     def _sweep(self, stage: int) -> None:
         count = len(self.graph.operations)
+        # A stack, the first operation on top; what a change wakes up is asked before the rest.
         waiting = list(range(count - 1, -1, -1))
         is_waiting = [True] * count
         state, answers, tensors = self.state, self._answers, self._tensors
@@ -446,7 +459,7 @@ class _Propagation:
                 self.state[places[tensor]] = new
 
     def answer(self) -> PropagatedGraph:
-        """What came out."""
+        """The graph with the shardings that propagation found."""
         decoded = [
             None if number is None else self.table.decoded(self.shardings[number])
             for number in (self.state[place] for place in range(len(self.graph.values)))

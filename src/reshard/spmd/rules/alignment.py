@@ -80,6 +80,8 @@ def aligned(
 
 def _find_dim(factors: Sequence[int], cuts: Cuts) -> DimSpec:
     found = [cuts[factor] for factor in factors if factor in cuts]
+    # A single cut keeps its levels, which may be uneven or strided. Several are all plain:
+    # `_propose` gives factors of a dimension of several no other cut.
     if len(found) == 1:
         return found[0]
     return DimSpec([axis for one in found for axis in one.axes])
@@ -104,18 +106,23 @@ def _choose(
                 proposals.append((-math.prod(shape), number, factor, cut))
     cuts: Cuts = {}
     used: list[Axis] = []
+    # The largest operand first; ties by operand, then by factor, so that the answer is always the
+    # same.
     proposals = sorted((one for one in proposals if one[2] not in blocked), key=lambda one: one[:3])
     for _, _, factor, cut in proposals:
         free = _free_prefix(cut, used)
         if factor not in cuts and free is not None:
             cuts[factor] = free
             used += free.axes
+    # Cuts are made longer only when each factor has had its choice: an axis that makes one longer
+    # is not taken from a factor that would have none.
     for _, _, factor, cut in proposals:
         taken = cuts.get(factor)
         longer = None if taken is None else _continue(taken, cut, used)
         if longer is not None:
             used += longer.axes
             cuts[factor] = longer
+    # Without a cut, a major factor leaves its minor ones loose, and those theirs in other tensors.
     while True:
         loose = _without_major(rule, mesh, cuts)
         if not loose:
@@ -126,6 +133,7 @@ def _choose(
 
 def _free_prefix(cut: DimSpec, used: Sequence[Axis]) -> DimSpec | None:
     """The cut, or what is left of it before the first axis in use; None where that is nothing."""
+    # A beginning of a plain cut is a cut as well; of a level with a rule of its own it is not.
     taken = [any(_meet(axis, other) for other in used) for axis in cut.axes]
     if not any(taken):
         return cut
@@ -152,6 +160,7 @@ def _meet(one: Axis, other: Axis) -> bool:
         return False
     if one.size is None or other.size is None:
         return True
+    # Sub-axes of one split are disjoint where the lower one ends at, or before, the higher one.
     low, high = sorted((one, other), key=lambda axis: axis.pre)
     return high.pre % (low.pre * (low.size or 1)) != 0
 
@@ -166,6 +175,8 @@ def _whole_factors(rule: OpShardingRule, shapes: Sequence[Shape]) -> set[int]:
     found = {*rule.need_replication, *rule.permutation, *rule.blocked}
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for factors, size in zip(mapping, shape, strict=True):
+            # A tensor shorter than its factors (a slice): equal parts of it and of the others do
+            # not meet.
             if math.prod(rule.sizes[factor] for factor in factors) != size:
                 found.update(factors)
     return found
@@ -183,6 +194,7 @@ def _propose(
         return {}
     if len(factors) == 1 and factors[0] not in compound:
         return {factors[0]: DimSpec(dim.levels)} if _is_exact(dim, mesh, rule, factors[0]) else {}
+    # A level with a rule of its own cannot be split among factors.
     if any(not level.rule.is_default for level in dim.levels):
         return {}
     found: Cuts = {}
@@ -195,6 +207,7 @@ def _propose(
             if left % size == 0:
                 taken.append(waiting.pop(0))
                 left //= size
+            # The axis is larger than what is left of this factor: the rest of it cuts the next one.
             elif size % left == 0 and left > 1:
                 taken.append(Axis(axis.name, axis.pre, left))
                 waiting[0] = Axis(axis.name, axis.pre * left, size // left)
@@ -203,6 +216,7 @@ def _propose(
                 waiting = []
         if taken:
             found[factor] = DimSpec(taken)
+        # A more minor factor may only be cut where this one is cut to single indices.
         if left > 1:
             break
     return found
@@ -223,6 +237,7 @@ def _without_major(rule: OpShardingRule, mesh: DeviceMesh, cuts: Cuts) -> list[i
     found = []
     for mapping in rule.tensors:
         for dim in mapping:
+            # Whether all more major factors of the dimension are cut to single indices.
             is_whole = True
             for factor in dim:
                 if factor in cuts and not is_whole:

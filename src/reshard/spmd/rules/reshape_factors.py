@@ -88,11 +88,13 @@ class _Digits:
         return any(self.place[side] < len(shape) for side, shape in enumerate(self.shapes))
 
     def step(self) -> None:
+        # What each side has left of its dimension; 1 beyond the last one.
         here = [
             left[place] if place < len(left) else 1
             for left, place in zip(self.left, self.place, strict=True)
         ]
         common = math.gcd(*here)
+        # Step 2 of the module: both sides are at the same place of the element's number.
         if self.strides[0] == self.strides[1]:
             if common > 1:
                 self.take([0, 1], common)
@@ -100,11 +102,13 @@ class _Digits:
                 self.take([0], here[0])
                 self.take([1], here[1])
             return
+        # Step 3: the side at the larger stride steps until both are at one place again.
         ahead = 0 if self.strides[0] > self.strides[1] else 1
         ratio, rest = divmod(self.strides[ahead], self.strides[1 - ahead])
         size = here[ahead]
         if rest == 0 and size % ratio == 0:
             size = ratio
+        # `common` stays for a later match with the other side's dimension.
         elif size > common:
             size //= common
         self.take([ahead], size)
@@ -114,6 +118,7 @@ def _factor_nothing(
     in_shape: tuple[int, ...], out_shape: tuple[int, ...]
 ) -> tuple[Mapping, Mapping, tuple[int, ...]]:
     least = min(len(in_shape), len(out_shape))
+    # Equal dimensions at either end share a factor; those between have one on each side.
     head = 0
     while head < least and in_shape[head] == out_shape[head]:
         head += 1

@@ -1,8 +1,8 @@
 """Rule builder: a rule, one factor at a time.
 
 A factor is added by the dimension it has in each operand and in each result, where it has one.
-A dimension that several factors are given has their product, major to minor. What nobody spoke
-for gets a factor of its own when the rule is built:
+A dimension with several factors has the product of their sizes, major to minor. A dimension
+without any gets a factor of its own when the rule is built:
 
 1. A dimension of an operand without a factor: the operator needs it whole.
 2. A dimension of a result without a factor: each device computes its part of it.
@@ -25,9 +25,9 @@ Kind = Literal["pass_through", "reduction", "need_replication", "permutation"]
 
 
 class Inferred(NamedTuple):
-    """What shapes make of an operator: its rule, and the shapes of its results.
+    """An operator for certain shapes: its rule, and the shapes of its results.
 
-    A rule cannot say the shapes by itself: a slice's result is shorter than the factor that
+    A rule does not determine the shapes by itself: a slice's result is shorter than the factor that
     the operand's dimension and the result's share.
     """
 
@@ -99,6 +99,7 @@ class RuleBuilder:
 
     def build(self, reduction_operator: str = "sum") -> Inferred:
         """The rule, and the shapes of the results."""
+        # Steps 1 and 2 of the module: dimensions without a factor get one of their own.
         for tensor, operand in enumerate(self._operand_dims):
             for dim, factors in enumerate(operand):
                 if not factors:
@@ -107,6 +108,7 @@ class RuleBuilder:
             for dim, factors in enumerate(result):
                 if not factors:
                     self.factor((), [None] * tensor + [dim])
+        # Step 3: a factor that no result has and that is not reduced is needed whole.
         of_results = {f for result in self._result_dims for dim in result for f in dim}
         kinds = [
             "need_replication" if kind == "pass_through" and index not in of_results else kind

@@ -106,6 +106,7 @@ def broadcast_factors(
     """
     for dim, size in enumerate(result):
         back = len(result) - dim + skip
+        # The tensors that have the result's factor; those with a 1 there get a factor of their own.
         found: list[int | None] = [None] * len(builder.operands)
         for tensor in operands:
             shape = builder.operands[tensor]

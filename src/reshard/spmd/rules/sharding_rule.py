@@ -1,4 +1,4 @@
-"""Sharding rules: how the dimensions of operands and results are made of common factors.
+"""Sharding rules: the common factors of the dimensions of operands and results.
 
 An `OpShardingRule` names *factors*, as einsum does, and says which factors make up each
 dimension, major to minor. A matrix product, and a reshape that merges two dimensions::
@@ -33,6 +33,7 @@ Mapping = tuple[tuple[int, ...], ...]
 
 _KINDS = ("reduction", "need_replication", "permutation", "blocked")
 _NAME = r"[a-zA-Z](?:_\d+)?"
+# Shardy names factors in this order.
 _LETTERS = "ijklmnopqrstuvwxyz"
 
 
@@ -114,6 +115,7 @@ class OpShardingRule(Interned):
                 raise SpecError(f"factor name {name!r} must be a letter, or such as z_1")
             if size < 0:
                 raise SpecError(f"factor {name} has size {size}; 0 or more was expected")
+        # Factors of each tensor: known, once in it, and each in some tensor.
         used: set[int] = set()
         for mapping in (*self.operands, *self.results):
             factors = [factor for dim in mapping for factor in dim]
@@ -130,6 +132,7 @@ class OpShardingRule(Interned):
                 raise SpecError(f"factor {name} is in no tensor; leave it out")
         of_results = {factor for mapping in self.results for dim in mapping for factor in dim}
         seen: dict[int, str] = {}
+        # The first three kinds exclude one another; "blocked" may go with any of them.
         for kind in _KINDS[:3]:
             for factor in getattr(self, kind):
                 self._check_known(factor)
@@ -164,6 +167,7 @@ class OpShardingRule(Interned):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The text has all of a rule, and parsing interns it in the process that unpickles.
         return (OpShardingRule.parse, (str(self),))
 
     @property
@@ -173,12 +177,12 @@ class OpShardingRule(Interned):
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What the factors' sizes make of each operand's dimensions."""
+        """The operands' shapes, as products of the factors' sizes."""
         return tuple(self._find_shape(mapping) for mapping in self.operands)
 
     @property
     def result_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What the factors' sizes make of each result's dimensions."""
+        """The results' shapes, as products of the factors' sizes."""
         return tuple(self._find_shape(mapping) for mapping in self.results)
 
     def _find_shape(self, mapping: Mapping) -> tuple[int, ...]:
@@ -192,7 +196,7 @@ class OpShardingRule(Interned):
 
     @classmethod
     def parse(cls, text: str) -> OpShardingRule:
-        """The rule that a text says. Factors are numbered in the order in which sizes are given.
+        """The rule of a text. Factors are numbered in the order in which sizes are given.
 
         Raises:
             NotationError: a text that is not a rule.
@@ -203,6 +207,7 @@ class OpShardingRule(Interned):
         """
         if not isinstance(text, str):
             raise NotationError(f"{text!r} is no text of a sharding rule; give a str")
+        # 1. The parts of the text: operands, results, sizes, and the kinds behind them.
         found = re.fullmatch(
             r"\s*\((?P<operands>[^()]*)\)\s*->\s*\((?P<results>[^()]*)\)"
             r"\s*\{(?P<sizes>[^{}]*)\}(?P<kinds>(?:\s*\w+\s*=\s*\{[^{}]*\})*)\s*",
@@ -213,6 +218,7 @@ class OpShardingRule(Interned):
                 f"{text!r} is not a sharding rule; write it as "
                 "([i, k], [k, j]) -> ([i, j]) {i=4, k=8, j=16} reduction={k}"
             )
+        # 2. Sizes. Their order numbers the factors.
         sizes: dict[str, int] = {}
         for item in _read_items(found["sizes"]):
             size = re.fullmatch(rf"({_NAME})\s*=\s*(\d+)", item)
@@ -222,6 +228,7 @@ class OpShardingRule(Interned):
                 )
             sizes[size[1]] = int(size[2])
         index = {name: number for number, name in enumerate(sizes)}
+        # 3. Kinds; the operator of a reduction is written at its factors, `{k:max}`.
         kinds: dict[str, list[int]] = {}
         operator = "sum"
         for kind, content in re.findall(r"(\w+)\s*=\s*\{([^{}]*)\}", found["kinds"]):

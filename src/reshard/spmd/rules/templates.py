@@ -73,6 +73,8 @@ class Template:
                     f"{len(mapping)} dimensions; give a size for each"
                 )
             for dim, factors in enumerate(mapping):
+                # Only a dimension of one factor tells that factor's size. Templates with dimensions
+                # of several, as of reshapes, are made with their sizes.
                 if len(factors) == 1 and sizes[factors[0]] is None:
                     sizes[factors[0]] = shape[dim]
                 expected = math.prod(sizes[factor] or 0 for factor in factors)
@@ -183,6 +185,7 @@ def reduce_template(
         raise SpecError(
             f"unknown reduction {reduction_operator!r}; it is one of {', '.join(REDUCTIONS)}"
         )
+    # With keepdims a factor of size 1, of the result alone, stands for each reduced dimension.
     ones = {dim: rank + number for number, dim in enumerate(reduced)} if keepdims else {}
     result = [ones.get(dim, dim) for dim in range(rank) if keepdims or dim not in reduced]
     return Template(
@@ -224,6 +227,7 @@ def broadcast_with_shapes_template(in_shape: Sequence[int], out_shape: Sequence[
     for dim, size in enumerate(out_shape):
         source = dim - missing
         if source >= 0 and in_shape[source] != size:
+            # -1 marks shapes that do not broadcast, as it does for a longer operand.
             if in_shape[source] != 1:
                 missing = -1
                 break
@@ -281,6 +285,7 @@ def einsum_template(text: str) -> Template:
     reduced = [x for x in dict.fromkeys("".join(operands)) if x not in result]
     if not set(result) <= set("".join(operands)):
         raise SpecError(f"{text!r} has a letter in its result alone; broadcast it afterwards")
+    # Factors of the result come first: their numbers decide ties of propagation.
     index = {letter: number for number, letter in enumerate([*result, *reduced])}
     return Template(
         tuple(_as_plain(index[x] for x in letters) for letters in operands),

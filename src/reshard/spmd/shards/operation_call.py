@@ -86,7 +86,7 @@ class Recorder(Protocol):
         """Called after an operation."""
 
     def record_reshard(self, operand: ArrayValue, result: ArrayValue) -> None:
-        """Called after an array was resharded because the user said so."""
+        """Called after the user resharded an array."""
 
 
 recorders: list[Recorder] = []
@@ -130,12 +130,14 @@ def call(
         UsageError: operands of different runners, or none that is an array in shards.
         SpecError: shapes or attributes that the operator cannot have.
     """
+    # Numbers count by their class alone: their values are operands of the compiled operation.
     types = tuple([x.type if isinstance(x, ArrayValue) else x.__class__ for x in operands])
     key = (name, *types)
     if attributes or options:
         key = (*key, _freeze(attributes or {}), _freeze(options or {}))
     runner = _find_runner(name, operands)
     found = runner.calls.get(key)
+    # Factors are looked at each time, since their elements may differ where their types do not.
     if found is None or (found.factors and not are_finite(found.factors, operands, runner)):
         return _compile(name, operands, attributes or {}, options or {}, runner, key)
     results = found.run(*operands)
@@ -159,6 +161,8 @@ def _find_runner(name: str, operands: Sequence[Any]) -> Runner:
     runner: Runner | None = None
     for operand in operands:
         if isinstance(operand, ArrayValue):
+            # An abstract runner takes arrays with elements, the constants of a traced function, as
+            # operands.
             if runner is None or operand.runner.is_abstract:
                 runner = operand.runner
             elif operand.runner is not runner and not runner.is_abstract:
@@ -189,7 +193,7 @@ def common_mesh(name: str, types: Sequence[ArrayType | None]) -> DeviceMesh | No
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where an operation runs, before it was."""
+    """The shardings and shapes of an operation that is to run."""
 
     runs_with: tuple[ShardingSpec | None, ...]
     result_specs: tuple[ShardingSpec, ...]
@@ -206,7 +210,7 @@ def laid_out(
 ) -> _Layout:
     """The shardings of operands and results of an operation over a mesh.
 
-    Pending sums are reduced first where they may not be kept.
+    Pending sums are reduced first where the operator cannot work on contributions.
     """
     shapes = [() if one is None else one.shape for one in operands]
     inferred = operator.inferred(shapes, **attributes)
@@ -217,6 +221,7 @@ def laid_out(
         else without_pending(one.spec)
         for one, shape in zip(operands, shapes, strict=True)
     ]
+    # Adjusted factors are cut only where the local function finds the place of its part.
     knows_place = operator.knows_place
     is_known = knows_place is not None and knows_place(specs, shapes, attributes)
     placed, results = aligned(
@@ -254,6 +259,7 @@ def _compile(
     may_pend: bool = True,
 ) -> Any:
     """Compile an operation, carry it out for the first time, and keep it."""
+    # 1. Check the operands, and find the mesh and the operator.
     for operand in operands:
         if not isinstance(operand, ArrayValue | int | float | complex):
             raise UsageError(
@@ -268,12 +274,15 @@ def _compile(
         operator = operator_of(name)
         if operator.has_rule:
             layout = laid_out(operator, types, attributes, mesh, may_pend)
+    # 2. Without a rule or a mesh each rank works on whole operands.
     if layout is None:
         runs_with = tuple(
             None if one is None or mesh is None else replicated(mesh, one.ndim) for one in types
         )
     else:
         runs_with = layout.runs_with
+    # 3. Contributions wait only where what they are multiplied by is finite. The operation that
+    # combines them first is compiled under a key of its own, beside the one that does not.
     factors = factors_of(operands, runs_with) if layout and layout.keeps_pending else ()
     if factors and not are_finite(factors, operands, runner):
         key = (*key, "contributions combined before")
@@ -284,6 +293,7 @@ def _compile(
         if recorders:
             _notify(found, operands, made_again)
         return made_again
+    # 4. Movements of operands, and the function that each rank computes.
     ranks = runner.ranks(mesh)
     movements = [
         None if one is None or one.spec is spec or spec is None else runner.movement(one, spec)
@@ -307,20 +317,25 @@ def _compile(
         _take_column(operand, move, len(ranks))
         for operand, move in zip(operands, movements, strict=True)
     ]
-    is_told = operator.may_fail(work)
+    # 5. The first run, which shows the results' element types.
+    shares_failure = operator.may_fail(work)
     try:
-        rows = _compute(name, functions, columns, operands, runner, is_told)
+        rows = _compute(name, functions, columns, operands, runner, shares_failure)
     except ReshardError as error:
         if layout is None:
             _check_shapes(operator, types, attributes, error)
         raise
+    # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
     is_single = not isinstance(rows[0], tuple | list)
     made = [(row,) for row in rows] if is_single else [tuple(row) for row in rows]
     results = _find_result_types(work, made, mesh, layout, runner)
     if layout is not None and layout.keeps_pending and not types_may_pend(types, results):
         return _compile(name, operands, attributes, options, runner, key, False)
+    # 7. Keep what runs it the next time.
     wrap = next(type(x) for x in operands if isinstance(x, ArrayValue))
-    run = _make_run(name, functions, movements, types, results, is_single, runner, wrap, is_told)
+    run = _make_run(
+        name, functions, movements, types, results, is_single, runner, wrap, shares_failure
+    )
     done = CompiledCall(name, attributes, options, types, runs_with, results, run, factors)
     if len(runner.calls) >= MOST_KEPT:
         runner.calls.clear()
@@ -339,16 +354,17 @@ def _compute(
     columns: Sequence[Sequence[Any]],
     operands: Sequence[Any],
     runner: Runner,
-    is_told: bool,
+    shares_failure: bool,
 ) -> list[Any]:
-    """What every rank here computes; where one fails by its elements, others are told."""
+    """What every rank here computes; a failure by the elements of one rank is raised on all."""
     rows: list[Any] = []
     failure = None
     try:
         rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
     except REFUSALS as error:
         failure = _make_refusal(name, operands, runner, error)
-    if is_told:
+    # Every rank takes part, whether or not it failed: the others wait for it otherwise.
+    if shares_failure:
         failure = runner.failure_of_any(failure)
     if failure is not None:
         raise failure
@@ -376,6 +392,8 @@ def _make_refusal(
     name: str, operands: Sequence[Any], runner: Runner, error: Exception
 ) -> Exception:
     """What a library raised, as an error that names the operation and its operands."""
+    # Memory has nothing to do with the operands' elements: callers may catch the library's own
+    # error.
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
         return error
     given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
@@ -407,6 +425,7 @@ def _find_result_types(
 ) -> tuple[ArrayType, ...]:
     """The results' types, checked against what the ranks computed."""
     types = []
+    # Element types are read off the first rank's shards; shapes and shardings come from the rule.
     for number, array in enumerate(made[0]):
         dtype = runner.library.dtype_of(array)
         if layout is None:
@@ -439,7 +458,7 @@ def _make_run(
     is_single: bool,
     runner: Runner,
     wrap: type[ArrayValue],
-    is_told: bool,
+    shares_failure: bool,
 ) -> RunCall:
     """What carries a compiled operation out. The common cases have the shortest way."""
     result = results[0]
@@ -447,11 +466,14 @@ def _make_run(
     function = functions[0]
     is_same = all(one is function for one in functions)
     arrays_only = all(one is not None for one in types)
-    is_plain = is_single and is_same and arrays_only and not is_told
+    # One result, one function for all ranks, arrays only, nothing that may fail on one rank alone:
+    # elementwise operations on arrays that lie alike, which are most of a program.
+    is_plain = is_single and is_same and arrays_only and not shares_failure
     if is_plain and not any(movements) and len(types) <= 2:
         if len(types) == 1:
 
             def run_one(x: Any) -> Any:
+                # Written out, not by `of_shards`: one call less at each operation.
                 made = new(wrap)
                 made.type = result
                 try:
@@ -481,7 +503,7 @@ def _make_run(
             _take_column(operand, move, count)
             for operand, move in zip(operands, movements, strict=True)
         ]
-        rows = _compute(name, functions, columns, operands, runner, is_told)
+        rows = _compute(name, functions, columns, operands, runner, shares_failure)
         if is_single:
             return wrap.of_shards(result, tuple(rows), runner)
         return tuple(

@@ -48,10 +48,12 @@ def kept_pending(
     for chosen in operator.partial_operands(len(operands), str(reduction), **attributes):
         axes = tuple(
             axis
+            # Axes along which all chosen operands are pending; any of them names those.
             for axis in pending[min(chosen)]
             if all(axis in pending[number] for number in chosen)
             and not any(_uses(operands[n], axis) for n in range(len(operands)) if n not in chosen)
         )
+        # Of several sets the one that leaves most axes pending, of equals the first.
         best = max(best, axes, key=len)
     return best, reduction if best else None
 
@@ -64,6 +66,7 @@ def _uses(one: ArrayType | None, axis: Axis) -> bool:
     """Whether an operand differs between devices along an axis, or a part of it."""
     if one is None or one.spec is None:
         return False
+    # By name alone: a part of an axis and the whole of it are not distinguished.
     used = [a for dim in one.spec.dim_specs for a in dim.axes] + list(one.spec.partial_axes)
     return any(other.name == axis.name for other in used)
 
@@ -129,9 +132,10 @@ def types_may_pend(operands: Sequence[ArrayType | None], results: Sequence[Array
     """Whether the element types allow an operation on contributions.
 
     Whole numbers and truth values wrap around in their own type, and not in the floating or wider
-    one of a result; a narrower type rounds each contribution; a truth value is none of a
-    contribution.
+    one of a result; a narrower type rounds each contribution; the truth value of a contribution
+    is no contribution to that of the sum.
     """
+    # The same type before and after: each contribution is worked on as the whole would be.
     pending = {x.dtype for x in operands if x is not None and x.spec and x.spec.partial_axes}
     made = {result.dtype for result in results}
     if made == pending:

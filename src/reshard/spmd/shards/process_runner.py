@@ -48,6 +48,7 @@ class OverProcesses(Runner):
         return (self.rank,)
 
     def _make_movement(self, source: ArrayType, spec: ShardingSpec, plan: LayoutChange) -> Movement:
+        # Nothing moves, such as from a whole copy to a part of it: no message, nor any waiting.
         if not plan.moved_elements and plan.target.reduction is None:
             ranks = self.ranks(spec.mesh)
             return copies(plan, ranks, ranks, self.library)
@@ -93,6 +94,7 @@ class OverProcesses(Runner):
         """That of the first rank that failed."""
         if not self.on_any_rank(failure is not None):
             return None
+        # Texts, not the errors themselves: those of libraries may not be picklable.
         every: list[tuple[type[Exception], str] | None]
         every = [None] * dist.get_world_size(self.group)
         own = None if failure is None else (_choose_error(failure), str(failure))
@@ -107,6 +109,7 @@ class OverProcesses(Runner):
         if source.spec is None:
             return shards[0]
         everyone = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        # A copy on each process of the group, also on those that are not in the mesh.
         whole = Layout.whole(source.shape, everyone, max(everyone) + 1)
         if source.layout is whole:
             return shards[0]
@@ -123,7 +126,7 @@ class OverProcesses(Runner):
 
 
 def _choose_error(failure: Exception) -> type[Exception]:
-    """The class to raise on every rank: one that is made of a text."""
+    """The class to raise on every rank: one whose only argument is its text."""
     return type(failure) if isinstance(failure, ReshardError) else RunError
 
 

@@ -1,4 +1,4 @@
-"""Who has the shards: this process all of them, or each process one.
+"""Runners: one process has all shards of an array, or each process one.
 
 A runner keeps the shards of arrays and moves them between shardings. Operations ask it which
 ranks' shards are here (`ranks`), compute on those, and never look at the others: the same code
@@ -33,7 +33,7 @@ MOST_KEPT = 1 << 16
 
 
 class Runner:
-    """What is the same for every runner: what was worked out is kept by types.
+    """The base of all runners, which caches what depends on the operands' types alone.
 
     `calls` are the compiled operations, see `reshard.spmd.shards.operation_call`. An abstract
     runner has arrays without elements, and takes other runners' arrays as operands beside them.
@@ -75,6 +75,7 @@ class Runner:
     def _new_movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
         ranks = self.ranks(spec.mesh)
         if source.spec is None:
+            # One array without a mesh is a copy on each device: the same object for all of them.
             whole = source.with_spec(replicated(spec.mesh, source.ndim))
             move = self.movement(whole, spec)
             return lambda shards: move(shards * len(ranks))
@@ -89,7 +90,7 @@ class Runner:
         return self._make_movement(source, spec, LayoutChange(before, after))
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether something is so on any rank. All ranks ask, and get the same answer."""
+        """Whether a condition holds on any rank. All ranks ask, and get the same answer."""
         return is_so
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:

@@ -32,6 +32,8 @@ from reshard.spmd.local.library import Library
 
 Shards = tuple[Any, ...]
 Movement = Callable[[Shards], Shards]
+# Where a piece of a shard comes from and goes to: the source shard's number, the window in it
+# (None for all of it), the place in the target, and whether it is combined with what is there.
 _Piece = tuple[int, tuple[slice, ...] | None, tuple[slice, ...], bool]
 
 
@@ -53,6 +55,8 @@ def copies(
     position = {rank: number for number, rank in enumerate(sources)}
     makers: list[Callable[[Shards], Any]] = []
     which: list[int] = []
+    # Ranks with equal boxes share one array: each box has one maker, `which` names it for each
+    # rank.
     known: dict[bytes, int] = {}
     transfers = change.transfers
     for rank in targets:
@@ -63,6 +67,7 @@ def copies(
             rows = transfers.take(transfers.target_slot == rank)
             makers.append(_make_shard(change, rows, rank, position, library))
         which.append(known[box])
+    # Joining the whole copies all of it once: worth it where ranks take more than two pieces each.
     if len(transfers) > 2 * len(targets) > 2 and change.source.contributions == 1:
         through = _join_the_whole(change, sources, targets, library)
         if through is not None:
@@ -99,6 +104,7 @@ def _join_the_whole(
         return None
     (axis,) = axes
     parts = sorted(boxes, key=lambda box: box.start[axis])
+    # Boxes that overlap, or leave a gap, cannot be joined by one call.
     if any(a.stop[axis] != b.start[axis] for a, b in itertools.pairwise(parts)):
         return None
     order = [boxes[box] for box in parts]
@@ -113,6 +119,7 @@ def _join_the_whole(
 
 
 def _is_plain(change: LayoutChange) -> bool:
+    # Each holder has one cell: its shard is one box.
     single = all(layout.cells == len(layout.holders) for layout in (change.source, change.target))
     numerator, denominator = change.scale
     return (
@@ -144,11 +151,14 @@ def _make_shard(
     """A function that makes the shard of one rank."""
     shape = change.target.local_shape(rank) or ()
     pieces: list[_Piece] = []
+    # By contribution, then by place: pieces follow one another along an axis, and the first
+    # contribution is written before others are combined with it.
     order = np.lexsort((*rows.target_start.T[::-1], rows.order))
     for row in order.tolist():
         source = int(rows.source_slot[row])
         window: tuple[slice, ...] | None = _find_slices(rows.source_start[row], rows.shape[row])
         if tuple(rows.shape[row].tolist()) == change.source.local_shape(source):
+            # All of the shard: no view of it is needed.
             window = None
         place = _find_slices(rows.target_start[row], rows.shape[row])
         pieces.append((position[source], window, place, bool(rows.order[row])))

@@ -80,11 +80,14 @@ class AbstractRunner(Runner):
                 f"operator {work.name} has no sharding rule, so that the shape of its result is "
                 f'not known before it runs; give it one with @reshard.spmd.rule("{work.name}")'
             )
+        # Options change how the work is done, not what shape comes out: rules do not take them.
         asked = {k: value for k, value in work.attributes.items() if k not in work.options}
         shapes = [() if one is None else one.shape for one in work.operands]
         result_shapes = operator.result_shapes(shapes, **asked)
         specs: Sequence[ShardingSpec | None] = work.result_specs or (None,) * len(result_shapes)
 
+        # All ranks' shards are made at once and shared by the functions of the ranks. Typed, since
+        # 1, 1.0 and True are equal as keys, but promote differently.
         @lru_cache(typed=True)
         def make(*numbers: Any) -> Any:
             dtypes, is_single = _find_result_types(operator, work, numbers, len(result_shapes))
@@ -135,10 +138,12 @@ def _find_result_types(
     operator: Operator, work: LocalWork, numbers: Sequence[Any], count: int
 ) -> tuple[tuple[DType, ...], bool]:
     """The results' element types, and whether there is one result that stands by itself."""
+    # 1. Types that the operator's row names; the last one stands for all results that follow.
     given = [one.dtype for one in work.operands if one is not None]
     if operator.result_types is not None:
         named = operator.result_types(given, work.attributes, "numpy")
         return (*named, *named[-1:] * (count - len(named))), count == 1
+    # 2. Else the operator computes a few elements in NumPy, with stand-ins for types NumPy lacks.
     few = tuple(
         None if one is None else ArrayType([min(size, _FEW) for size in one.shape], one.dtype)
         for one in work.operands

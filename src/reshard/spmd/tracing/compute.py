@@ -51,6 +51,7 @@ def _estimate_seconds(one: TracedOperation, ranks: Ranks, device: Device) -> tup
     widths = [0 if kind is None else kind.dtype.itemsize_bytes for kind in kinds]
     given = tuple(kind.dtype for kind in read if kind is not None and kind.ndim)
     dtypes = given or tuple(kind.dtype for kind in one.computed)
+    # Most ranks have shards of the same shapes: each set of shapes is estimated once.
     found: dict[tuple[Shape, ...], float] = {}
     for here in zip(*shapes, strict=True):
         if here not in found:
@@ -88,6 +89,8 @@ def local_sizes(rule: OpShardingRule, shapes: Sequence[Shape]) -> tuple[int, ...
     for mapping, shape in zip(rule.tensors, shapes, strict=True):
         for dim, length in zip(mapping, shape, strict=True):
             left = length
+            # From the minor factor on each has what fits of the local length; the major one has the
+            # rest.
             for factor in reversed(dim):
                 here = min(rule.sizes[factor], left)
                 found[factor] = min(found[factor], here)

@@ -151,6 +151,7 @@ class _GraphRecorder:
         self, call: CompiledCall, operands: Sequence[Any], results: Sequence[ArrayValue]
     ) -> None:
         """An operation; one on constants alone was carried out, and its result is a constant."""
+        # Arrays with elements have another runner.
         if results[0].runner is not self.runner:
             return
         shapes = [() if one is None else one.shape for one in call.operands]
@@ -186,7 +187,8 @@ class _GraphRecorder:
 
 
 def _identify(array: Any) -> Any:
-    """Arrays are told apart by their identity, numbers by what they are."""
+    """The key of an array is its identity, that of a number its value and type."""
+    # repr tells 1, 1.0 and True apart, which are equal as keys of a dictionary.
     return id(array) if isinstance(array, ArrayValue) else repr(array)
 
 
@@ -254,6 +256,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
     """
     runner = AbstractRunner()
     recorder = _GraphRecorder(runner)
+    # 1. Arguments become abstract arrays, each an input of the graph.
     arrays: list[Any] = []
     names = [name for name, _ in _name_leaves(function, arguments)]
 
@@ -268,9 +271,11 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
 
     places = replaced(list(arguments), entered)
     given = filled(places, arrays)
+    # 2. The call, every operation of which is recorded.
     with recording(recorder):
         returned = function(*given)
 
+    # 3. Results become the numbers of their values.
     def left(leaf: Any) -> Any:
         if not isinstance(leaf, ArrayValue):
             raise UsageError(

@@ -45,7 +45,9 @@ def with_memory(
         operations: one for each of the graph's.
         ranks: of the mesh, in its order.
     """
+    # A row of bytes, one a rank: what is live between two operations.
     live = np.array(held_bytes(inputs, ranks))
+    # The last operation that reads a value; a dictionary keeps the last of equal keys.
     last = {value: place for place, one in enumerate(graph.operations) for value in one.operands}
     kept = {*graph.inputs, *graph.outputs}
     held: dict[int, IntArray] = {}
@@ -62,6 +64,7 @@ def with_memory(
         for value, size in zip(one.operation.results, after, strict=True):
             held[value] = size
             live = live + size
+        # A result that nobody reads is freed at once.
         for value in {*one.operation.operands, *one.operation.results}:
             if value not in kept and last.get(value, place) <= place:
                 live = live - held.pop(value)
@@ -77,6 +80,7 @@ def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ..
 
 def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[IntArray]]:
     """The most that an operation holds beyond what is live, and what each result then is."""
+    # `beside` grows with every array that stays until the operation is done; `most` is its peak.
     most = beside = np.zeros(len(ranks), dtype=np.int64)
     for reshard in one.before:
         beside = beside + _count_held(reshard.result, ranks)
@@ -89,6 +93,7 @@ def _count_around(one: TracedOperation, ranks: Ranks) -> tuple[IntArray, list[In
         beside = beside + _count_held(reshard.result, ranks)
         most = np.maximum(most, beside + _count_extra_bytes(reshard, ranks))
     after = [_count_held(kind, ranks) for kind in one.results]
+    # Results that are not resharded are what is computed; they are counted at least once.
     return np.maximum(most, sum(after, np.zeros_like(most))), after
 
 
@@ -103,6 +108,7 @@ def _count_held(kind: ArrayType, ranks: Ranks) -> IntArray:
 
 def _count_elements(layout: Layout, ranks: Ranks) -> IntArray:
     total = np.zeros(max(layout.slots, *ranks) + 1, dtype=np.int64)
+    # A slot may hold several cells; indexing with += would count one of them.
     np.add.at(total, layout.cell_slot, layout.cell_shape.prod(axis=1))
     return total[list(ranks)]
 
@@ -120,10 +126,12 @@ def _count_extra(program: Program, ranks: Ranks) -> IntArray:
     most = np.zeros(len(ranks), dtype=np.int64)
     for number, step in enumerate(program.steps):
         here = np.zeros(len(ranks), dtype=np.int64)
+        # The program's first source and last target are values, which the caller counts.
         if number:
             here += _count_elements(step.source_layout, ranks)
         if number < len(program.steps) - 1:
             here += _count_elements(step.target_layout, ranks)
+        # A buffer for what is sent and one for what is received; a permutation sends whole shards.
         if not isinstance(step, Permute):
             here += (step.sent_elements + step.received_elements)[list(ranks)]
         most = np.maximum(most, here)

@@ -1,4 +1,4 @@
-"""What a traced function does, as one HTML page: figures, memory, operations, reshards, ranks.
+"""Trace pages: a traced function as one HTML page: figures, memory, operations, reshards, ranks.
 
 The page needs no network and no script, as that of `reshard.show.pages.html_report`, whose parts it
 has.
@@ -42,6 +42,7 @@ thead .left, .operations td { text-align: left; white-space: nowrap; }
 .operations td.amount { text-align: right; font-size: inherit; }
 .operations th:first-child { color: var(--soft); text-align: right; }
 """
+# Reshards that are drawn, and rows of the table of ranks: the page of a large model stays short.
 MOST_DRAWN = 12
 MOST_KINDS = 32
 
@@ -180,6 +181,7 @@ def _draw_row(
     texts += [""] * (len(heads) - 1 - len(texts))
     cells = [
         element("td", escaped(text), class_="amount")
+        # Behind value, operation, array and sharding come "inserted", which is text, and amounts.
         if column > 4
         else element("td", element("code", escaped(text)) if text else "")
         for column, text in enumerate(texts)
@@ -195,6 +197,7 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
         for reshard in one.reshards:
             width = reshard.source.dtype.itemsize_bytes
             for step in reshard.program.steps:
+                # A step's columns end at the highest rank that takes part in it.
                 sent[: len(step.sent_elements)] += step.sent_elements * width
                 received[: len(step.received_elements)] += step.received_elements * width
     kinds: dict[tuple[float, ...], list[int]] = {}
@@ -203,6 +206,7 @@ def _draw_ranks(trace: TraceRecord) -> list[str]:
         if trace.compute_s is not None:
             amounts += (trace.compute_s[rank],)
         kinds.setdefault(amounts, []).append(rank)
+    # Busiest first, then by memory.
     ordered = sorted(kinds.items(), key=lambda kind: (-max(kind[0][:2]), -kind[0][2], kind[1]))
     rows = [
         element(

@@ -1,4 +1,4 @@
-"""What a traced function does, as a table: a line for each operation, and what it comes to.
+"""Trace tables: a line for each operation of a traced function, and a summary.
 
 >>> from reshard import DeviceMesh, spec
 >>> from reshard.spmd import abstract, trace
@@ -97,7 +97,7 @@ def sharding_text(kind: ArrayType | None) -> str:
 
 
 def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
-    """An operator, its operands and what it was told. Numbers stand for themselves.
+    """An operator, its operands and its attributes. Numbers stand for themselves.
 
     >>> from reshard.spmd.propagation.graph import Graph
     >>> text = '''%0: float32[4]
@@ -148,7 +148,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
 
 
 def summary(trace: TraceRecord) -> list[str]:
-    """What it comes to, a sentence a line."""
+    """The summary of a trace, a sentence a line."""
     counted = collectives(trace)
     names = ", ".join(f"{count} {name}" for name, count in sorted(counted.items()))
     operations = count_text(len(trace.operations), "operation")

@@ -1,7 +1,7 @@
 """Traces: what a function on arrays in shards will do, before any of it is done.
 
 `trace(f, *arguments)` records the function's graph (`graph_recording`) and carries it out on
-arrays without elements. That tells, for every operation, on which shards it runs, what is
+arrays without elements. The trace has, for every operation, on which shards it runs, what is
 resharded before and after it, and by which collectives; what that moves; how long that and the
 computing take; and how much memory each rank holds meanwhile. With a strategy other than "eager",
 shardings are propagated over the whole graph first.
@@ -54,7 +54,7 @@ Spec = ShardingSpec | None
 
 @dataclass(frozen=True, slots=True)
 class Shardings:
-    """What each value of a graph is to be sharded by; None where operations decide.
+    """The sharding wanted of each value of a graph; None where operations decide.
 
     Args:
         values: by number.
@@ -93,6 +93,7 @@ class Trace(TraceRecord):
         >>> double.run(np.ones((4, 2))).type
         ArrayType(float64[4, 2], 'x, -')
         """
+        # 1. The arrays among the arguments, in the order in which inputs were recorded.
         given = [leaf for _, leaf in leaves(list(arguments)) if type_of(leaf) is not None]
         wanted = [n for n in self.graph.inputs if n not in self._recording.constants]
         if len(given) != len(wanted):
@@ -100,10 +101,13 @@ class Trace(TraceRecord):
                 f"{len(given)} arrays, but {len(wanted)} were traced: "
                 f"{', '.join(self.names[: len(wanted)])}; give one for each of these"
             )
+        # 2. The runner that was asked for, else that of the first array in shards, else by its
+        # library.
         keeper = runner or next(
             (one.runner for one in given if isinstance(one, ArrayValue)), runner_for(*given[:1])
         )
         arrays = dict(zip(wanted, given, strict=True)) | dict(self._recording.constants)
+        # 3. Each input as it was traced.
         for number, name, kind in zip(self.graph.inputs, self.names, self.inputs, strict=True):
             if kind is None:
                 continue
@@ -176,7 +180,9 @@ def trace(
     check_library(library)
     if strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}; it is one of {', '.join(STRATEGIES)}")
+    # 1. The graph, without any sharding.
     recorded = record(function, arguments)
+    # 2. What each value is to be sharded by.
     mesh = _find_mesh(recorded)
     shardings = (
         _keep_given(recorded)
@@ -186,6 +192,7 @@ def trace(
     ranks = (0,) if mesh is None else mesh.devices
     if topology is not None:
         topology.host_of(ranks)
+    # 3. The recorded calls again, on abstract arrays that have these shardings.
     runner = AbstractRunner()
     inputs = []
     arrays: dict[int, Any] = dict(recorded.constants)
@@ -196,6 +203,7 @@ def trace(
             arrays[number] = runner.array(known, ShardedArray)
     watcher = _Watcher(topology, library)
     values = _carry_out(recorded, shardings, arrays, watcher)
+    # 4. Memory and, where the device is known, computing are added to what was seen.
     operations = with_memory(recorded.graph, inputs, watcher.found, ranks)
     if topology is not None and topology.device is not None:
         operations = with_compute(operations, ranks, topology.device)
@@ -350,6 +358,7 @@ class _Watcher:
         if target is None or source.spec is target:
             return []
         before = source.spec or replicated(target.mesh, source.ndim)
+        # Layouts are interned: different specs of one layout move nothing.
         if before.layout(source.shape) is target.layout(source.shape):
             return []
         return [InsertedReshard(value, source, target, self.topology, self.library)]
