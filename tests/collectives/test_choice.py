@@ -78,8 +78,8 @@ def test_memory_leaves_the_exchange() -> None:
     free = chosen("x y z, -", "-, x y", 64)
     assert free.method == "program"
     least = free.program.extra_bytes(2)
-    assert chosen("x y z, -", "-, x y", 64, memory_bytes=least).method == "program"
-    tight = chosen("x y z, -", "-, x y", 64, memory_bytes=least - 1)
+    assert chosen("x y z, -", "-, x y", 64, extra_bytes=least).method == "program"
+    tight = chosen("x y z, -", "-, x y", 64, extra_bytes=least - 1)
     assert tight.method == "exchange"
     assert f"holds {least:,} bytes" in tight.reason
     assert tight.estimate is tight.exchange_estimate
@@ -105,17 +105,17 @@ def test_it_prints_both() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(pairs(max_devices=12), st.integers(0, 7), st.sampled_from([None, 0, 50, 500]))
-def test_the_quicker_one_is_chosen(pair: Pair, seed: int, memory_bytes: int | None) -> None:
+def test_the_quicker_one_is_chosen(pair: Pair, seed: int, extra_bytes: int | None) -> None:
     source, target, shape = pair
     ranks = max(*source.mesh.devices, *target.mesh.devices) + 1
     hosts = [0, *(rank * (seed + 3) // 2 % 2 for rank in range(1, ranks))]
     topology = Topology(hosts, None, Link(1e6, 1e-5), Link(1e5, 1e-4))
-    found = choose(source, target, shape, "float32", topology, memory_bytes)
+    found = choose(source, target, shape, "float32", topology, extra_bytes)
     seconds_s = {
         "program": found.program_estimate.seconds_s,
         "exchange": found.exchange_estimate.seconds_s,
     }
-    fits = memory_bytes is None or found.program.extra_bytes(4) <= memory_bytes
+    fits = extra_bytes is None or found.program.extra_bytes(4) <= extra_bytes
     if not found.program.steps:
         assert found.method == "program"
     elif not fits or any(isinstance(step, Exchange) for step in found.program.steps):
@@ -124,7 +124,7 @@ def test_the_quicker_one_is_chosen(pair: Pair, seed: int, memory_bytes: int | No
         assert seconds_s[found.method] == min(seconds_s.values())
     assert found.estimate.seconds_s == seconds_s[found.method]
     assert str(found)
-    assert choose(source, target, shape, "float32", topology, memory_bytes) == found
+    assert choose(source, target, shape, "float32", topology, extra_bytes) == found
 
 
 def test_another_process_chooses_alike() -> None:
@@ -150,8 +150,8 @@ print(found.method, found.program_estimate.seconds_s.hex(), found.exchange_estim
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UsageError, match="a memory of -1 bytes"):
-        chosen("x, -", "-, x", 8, memory_bytes=-1)
+    with pytest.raises(UsageError, match="extra_bytes=-1: a limit of memory; give 0 or more"):
+        chosen("x, -", "-, x", 8, extra_bytes=-1)
     with pytest.raises(UsageError, match="unknown library 'mpi'"):
         chosen("x, -", "-, x", 8, library="mpi")
     with pytest.raises(LayoutError, match="no within_host link"):

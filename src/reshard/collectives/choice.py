@@ -80,7 +80,7 @@ def choose(
     shape: Sequence[int],
     dtype: object,
     topology: Topology,
-    memory_bytes: int | None = None,
+    extra_bytes: int | None = None,
     *,
     library: str = "nccl",
 ) -> Choice:
@@ -91,8 +91,7 @@ def choose(
         shape: of the tensor.
         dtype: of its elements: a name, or a NumPy or torch dtype.
         topology: the hosts of the ranks, and the links.
-        memory_bytes: the most that a rank may hold beside its source and its target; no limit
-            when None.
+        extra_bytes: the most memory beyond source and target, on each rank; no limit when None.
         library: a key of `reshard.cost.LIBRARIES`, whose collectives the program uses.
 
     Raises:
@@ -111,8 +110,8 @@ def choose(
       exchange  direct         33.6 MB  3.40 µs   9.32 µs  12.7 µs
     both take as long, and collectives are tuned
     """
-    if memory_bytes is not None and memory_bytes < 0:
-        raise UsageError(f"a memory of {memory_bytes} bytes; 0 or more were expected")
+    if extra_bytes is not None and extra_bytes < 0:
+        raise UsageError(f"extra_bytes={extra_bytes}: a limit of memory; give 0 or more, or None")
     expect_kind(topology, Topology, "topology", "such as load_preset('h100-8').topology()")
     kind = as_dtype(dtype)
     program = find_program(source, target, shape)
@@ -124,7 +123,7 @@ def choose(
         by_program,
         by_exchange,
         program.extra_bytes(kind.itemsize_bytes),
-        memory_bytes,
+        extra_bytes,
         library,
     )
     return Choice(method, reason, program, change, kind, by_program, by_exchange)
@@ -134,19 +133,19 @@ def _decide(
     program: Program,
     by_program: Estimate,
     by_exchange: Estimate,
-    extra_bytes: int,
-    memory_bytes: int | None,
+    needed_bytes: int,
+    extra_bytes: int | None,
     library: str,
 ) -> tuple[str, str]:
     if not program.steps:
         return "program", "every rank has what it needs"
     if any(isinstance(step, Exchange) for step in program.steps):
         return "exchange", "no program of collectives was found"
-    if memory_bytes is not None and extra_bytes > memory_bytes:
+    if extra_bytes is not None and needed_bytes > extra_bytes:
         return (
             "exchange",
-            f"the program holds {extra_bytes:,} bytes beside source and target, over the limit of "
-            f"{memory_bytes:,}",
+            f"the program holds {needed_bytes:,} bytes beside source and target, over the limit of "
+            f"{extra_bytes:,}",
         )
     if by_program.seconds_s == by_exchange.seconds_s:
         if library == "gloo":
