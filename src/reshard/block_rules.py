@@ -123,6 +123,7 @@ class Blocks(CutRule):
             )
         expect_sum("blocks", self.sizes, length)
         rows: list[IntArray] = []
+        # Where the next block begins in the local order of each part.
         local = np.zeros(parts, dtype=np.int64)
         start = 0
         tables = {size: self.rule.table(size, parts) for size in set(self.sizes)}
@@ -256,11 +257,13 @@ class BlockCyclic(CutRule):
             raise RuleError(f"first part {self.first} of a cyclic cut over {parts} parts")
         full, rest = divmod(length, self.block)
         rows = []
+        # Every `parts`-th full block goes to one part, so one row describes all blocks of a part.
         for turn in range(min(parts, full)):
             count = ceil_divide(full - turn, parts)
             part = (self.first + turn) % parts
             step = self.block * parts
             rows.append(Run(part, turn * self.block, self.block, 0, count, step, self.block))
+        # The last, shorter block lies behind the full ones of its part.
         if rest:
             part = (self.first + full) % parts
             rows.append(Run(part, full * self.block, rest, full // parts * self.block))

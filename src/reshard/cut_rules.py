@@ -296,6 +296,7 @@ class Heads(CutRule):
             )
         if parts <= self.count:
             return table_of_sizes(length, ceil_sizes(self.count, parts) * width)
+        # More parts than heads: neighbouring parts hold copies of one head.
         part = np.arange(parts)
         return RunTable.from_columns(
             length, parts, part, part * self.count // parts * width, width, 0
@@ -380,6 +381,7 @@ class Halo(CutRule):
                 )
             start, stop = runs[0][:2]
             left, right = max(0, start - self.before), min(length, stop + self.after)
+            # There is no neighbour at the ends of the tensor: padding takes the halo's place.
             spare_left = self.before - (start - left) if self.padded_edges else 0
             spare_right = self.after - (right - stop) if self.padded_edges else 0
             local = 0

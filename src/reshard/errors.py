@@ -3,7 +3,7 @@
 ::
 
     ReshardError
-    ├── UsageError             an argument that cannot be meant: unknown option, bad number
+    ├── UsageError             an argument that is not valid: unknown option, bad number
     │   └── MissingExtraError  a feature whose optional dependency is not installed
     ├── LayoutError            a description of a layout that cannot be
     │   ├── MeshError          a device mesh: sizes, names, devices, sub-axes
@@ -11,7 +11,7 @@
     │   ├── SpecError          a sharding: axes used twice, wrong number of dimensions
     │   └── NotationError      text that is not a sharding, a mesh or a saved plan
     ├── PlanError              two layouts that cannot be planned, or a plan that is wrong
-    ├── ShardError             arrays that do not fit the layout they are said to have
+    ├── ShardError             arrays that do not fit their layout
     ├── ArrayIndexError        an index that an array has no elements at
     ├── RecipeError            a recipe or rule that cannot be applied
     ├── CheckpointError        a checkpoint on disk that cannot be used
@@ -34,7 +34,7 @@ class ReshardError(Exception):
 
 
 class UsageError(ReshardError, ValueError):
-    """An argument that cannot be meant."""
+    """An argument that is not valid."""
 
 
 class MissingExtraError(UsageError, ImportError):
@@ -66,7 +66,7 @@ class PlanError(ReshardError, ValueError):
 
 
 class ShardError(ReshardError, ValueError):
-    """Arrays that do not fit the layout they are said to have."""
+    """Arrays that do not fit their layout."""
 
 
 class ArrayIndexError(ReshardError, IndexError):

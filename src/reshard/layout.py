@@ -132,6 +132,7 @@ class Layout(Interned):
                 f"parts of cells of shape {list(part.shape)} for {len(slot)} cells of a tensor of "
                 f"{len(self.shape)} dimensions; give one part a cell and dimension"
             )
+        # An empty list has no shape of its own, as without cells or without dimensions.
         part = part.reshape(len(slot), len(self.shape))
         if contribution is None:
             carried = np.zeros(len(slot), dtype=np.int64)
@@ -192,6 +193,7 @@ class Layout(Interned):
         largest = math.prod(table.longest_local for table in self.tables)
         if max(largest * len(part), math.prod(self.shape)) <= LARGEST:
             return
+        # Counted cell by cell; in floats, since the sum may not fit 64 bits.
         lengths = [table.local_lengths.astype(np.float64) for table in self.tables]
         each = math.prod((column[part[:, d]] for d, column in enumerate(lengths)), start=1.0)
         held = float(np.sum(each))
@@ -252,6 +254,7 @@ class Layout(Interned):
         tables, columns = [], []
         for dimension, size in enumerate(shape):
             windows = [(box.start[dimension], box.stop[dimension]) for _, box in pairs]
+            # Equal windows are one part of the dimension.
             number = {window: i for i, window in enumerate(sorted(set(windows)))}
             rows = [(i, a, b - a, 0) for (a, b), i in number.items()]
             tables.append(RunTable(size, max(len(number), 1), rows))
@@ -466,9 +469,11 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
             for box in flat_range_boxes(shape[1:], low, high)
         ]
 
+    # Elements before `start` in its slab of the first dimension, and before `stop` in its own.
     head, tail = start - first * inner, stop - last * inner
     if first == last and (head > 0 or tail < inner):
         return below(first, head, tail)
+    # The end of the first slab, all whole slabs as one box, the beginning of the last one.
     boxes: list[Box] = []
     if head > 0:
         boxes += below(first, head, inner)

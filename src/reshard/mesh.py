@@ -257,6 +257,7 @@ class DeviceMesh(Interned):
             if not taken:
                 left.append(Axis(name))
                 continue
+            # From the major end: `pre` is the product of the sizes passed, gaps are left over.
             pre = 1
             for axis in taken:
                 if axis.pre > pre:

@@ -149,6 +149,7 @@ class RunTable(Interned):
         single = joined(single)
         self._single = single
         self.rows: IntArray = _progressions(single)
+        # Tables are interned and shared, so nobody may write to their columns.
         for array in (self.rows, *(getattr(single, field.name) for field in fields(single))):
             array.flags.writeable = False
 
@@ -168,6 +169,7 @@ class RunTable(Interned):
                 f"part {run.part[0]} has indices {run.start[0]}:{run.stop[0]}, outside a "
                 f"dimension of length {self.dimension_length}"
             )
+        # A part's first run begins at local position 0, any other where the one before it ends.
         first = np.diff(single.part, prepend=-1) != 0
         expected = np.where(first, 0, np.roll(single.local_start + single.length, 1))
         bad = single.local_start != expected
@@ -219,6 +221,7 @@ class RunTable(Interned):
         runs = self._single.take(self._single.role == OWNED)
         order = np.argsort(runs.start, kind="stable")
         starts = np.append(runs.start[order], self.dimension_length)
+        # How far the runs before each one reach; a hole is where the next begins behind that.
         reach = np.maximum.accumulate(np.append(0, runs.stop[order]))
         holes = np.flatnonzero(starts > reach)
         return [(int(reach[i]), int(starts[i])) for i in holes]
@@ -262,11 +265,14 @@ class RunTable(Interned):
                 for field in fields(SingleRuns)
             )
         )
+        # Padding has no indices, so outer runs do not divide it.
         pad = runs.role == PAD
         begin, end = base[owner] + runs.start, base[owner] + runs.stop
+        # Inner run `i` meets the outer runs `first[i]` to `last[i] - 1`, with one piece in each.
         first = np.searchsorted(line_start, begin, side="right") - 1
         last = np.searchsorted(line_start, end, side="left")
         pieces = np.where(pad, 1, last - first)
+        # Columns of shape `(pieces,)`: the inner run, the outer run, and both ends on the line.
         row = np.repeat(np.arange(len(owner)), pieces)
         outer_row = np.where(pad[row], 0, first[row] + ragged_arange(pieces))
         left = np.maximum(line_start[outer_row], begin[row])
@@ -347,6 +353,7 @@ def _check_magnitudes(matrix: IntArray) -> None:
     if int(repeat.max()) > 1:
         # Of a run that repeats, the last one lies furthest away.
         steps = matrix[:, [Run._fields.index(name) for name in ("global_step", "local_step")]]
+        # The product may exceed 64 bits; a float keeps its magnitude, which is all that counts.
         far = np.abs(steps).astype(np.float64) * repeat[:, np.newaxis]
         high = max(high, int(far.max()))
     if int(repeat.min()) < 0 or high > LARGEST or low < -LARGEST:
@@ -354,6 +361,7 @@ def _check_magnitudes(matrix: IntArray) -> None:
             f"a run table with numbers from {low} to {high}; positions must be at most {LARGEST}, "
             "and a run repeats 0 times or more"
         )
+    # As floats, which do not overflow.
     runs = int(repeat.sum(dtype=np.float64))
     if runs > LARGEST_RUNS:
         raise LayoutError(
@@ -376,10 +384,12 @@ def joined(single: SingleRuns) -> SingleRuns:
     if len(single.part) < 2:
         return single
     same = (single.part[1:] == single.part[:-1]) & (single.role[1:] == single.role[:-1])
+    # Two runs of padding have no indices to compare; their local positions have to meet.
     follows = same & ((single.start[1:] == single.stop[:-1]) | (single.role[1:] == PAD))
     follows &= single.local_start[1:] == single.local_start[:-1] + single.length[:-1]
     if not follows.any():
         return single
+    # The first run of every chain; a chain is as long as its runs together.
     first = np.flatnonzero(np.append(True, ~follows))
     runs = single.take(first)
     return SingleRuns(
@@ -398,6 +408,7 @@ def _progressions(single: SingleRuns) -> IntArray:
     if n < 2 or (np.diff(single.part) != 0).all():
         firsts = np.arange(n, dtype=np.int64)
     else:
+        # Whether run `i + 1` may stand in one row with run `i`. Padding is not repeated.
         alike = (
             (np.diff(single.part) == 0)
             & (np.diff(single.role) == 0)
@@ -408,6 +419,7 @@ def _progressions(single: SingleRuns) -> IntArray:
         local_steps = np.diff(single.local_start).tolist()
         firsts = []
         i = 0
+        # Greedy from the left: a row takes runs for as long as both steps stay the same.
         while i < n:
             firsts.append(i)
             link = i
@@ -421,6 +433,7 @@ def _progressions(single: SingleRuns) -> IntArray:
             i = link + 1
     first = np.asarray(firsts, dtype=np.int64)
     count = np.diff(first, append=n)
+    # A row's steps are the distances from its first run to its second, 0 where it has one run.
     following = np.minimum(first + 1, max(n - 1, 0))
     many = count > 1
     return np.stack(

@@ -1,4 +1,4 @@
-"""How a tensor is laid out over a mesh, as people say it.
+"""Shardings: how a tensor is laid out over the named axes of a mesh.
 
 A `ShardingSpec` is symbolic: it names mesh axes, not devices, and fits any tensor with the
 right number of dimensions. Each dimension has a `DimSpec`: levels of mesh axes, major to
@@ -200,7 +200,7 @@ class ShardingSpec(Interned):
     Raises:
         SpecError: an axis used twice, sub-axes that overlap, an unknown reduction, coordinates
             that are not on an axis.
-        MeshError: an axis or sub-axis that the mesh has not.
+        MeshError: an axis or sub-axis that is not in the mesh.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=4)
     >>> spec = ShardingSpec(mesh, [DimSpec(["tp"]), DimSpec()], partial_axes=["dp"])

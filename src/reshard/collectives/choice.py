@@ -96,7 +96,7 @@ def choose(
 
     Raises:
         UsageError: a limit below 0, or an unknown library.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        LayoutError: a rank outside the topology, or a link whose speed is not given.
         SpecError: shardings for tensors of another number of dimensions.
 
     >>> from reshard import DeviceMesh, spec

@@ -85,7 +85,7 @@ def divide(
 
     Raises:
         UsageError: an unknown library.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        LayoutError: a rank outside the topology, or a link whose speed is not given.
 
     >>> import reshard
     >>> from reshard.collectives import find_program
@@ -135,6 +135,7 @@ def _sum_seconds(ways: Sequence[Ways], by_program: Sequence[bool]) -> float:
     moving_s = 0.0
     for one, is_chosen in zip(ways, by_program, strict=True):
         parts = one.program if is_chosen else (one.exchange,)
+        # There are as many stages as the longest has (a negative count adds none).
         latency_s += [0.0] * (len(parts) - len(latency_s))
         for stage, part in enumerate(parts):
             latency_s[stage] = max(latency_s[stage], part.latency_s)

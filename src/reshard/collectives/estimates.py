@@ -97,7 +97,7 @@ def _estimate_step(
         is_first, is_last: whether no step is before, or behind, it.
         inside: whose shards its own are views of; None where of none.
 
-    Raises LayoutError for a rank that the topology has not, or a link that it does not know.
+    Raises LayoutError for a rank outside the topology, or a link whose speed is not given.
     """
     name = str(step)
     kind = step.name if isinstance(step, _FORMULAS_OF) else "all-to-all"
@@ -139,6 +139,7 @@ def _estimate_messages(
             step, sender, receiver, itemsize_bytes, inside or step.source_layout
         )
         return message_cost(sender, receiver, sent[receiver], topology, name, copies)
+    # A plan's estimate chooses senders and counts copies as the run does.
     if isinstance(step, Exchange) and inside is None:
         (part,) = plan(step.source_layout, step.target_layout, dtype).estimate(topology).parts
         return replace(part, name=name)

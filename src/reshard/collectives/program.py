@@ -35,6 +35,7 @@ class Program:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
+        # Layouts are interned, so equal ones are one object.
         layouts = [self.source.layout(self.shape)]
         for number, step in enumerate(self.steps):
             if step.source_layout is not layouts[-1]:
@@ -86,6 +87,7 @@ class Program:
         """The most bytes a rank holds beyond its source and its target, buffers included."""
         most = 0
         for number, step in enumerate(self.steps):
+            # Both shards of a step are in memory at once; the first and the last are the caller's.
             between = sum(
                 int(layout.cell_shape.prod(axis=1).max(initial=0))
                 for layout, is_own in (
@@ -112,7 +114,7 @@ class Program:
 
         Raises:
             UsageError: an unknown library.
-            LayoutError: a rank that the topology has not, or a link that it does not know.
+            LayoutError: a rank outside the topology, or a link whose speed is not given.
         """
         return steps_estimate(self.steps, dtype, topology, library)
 
@@ -150,7 +152,7 @@ class Program:
         Raises:
             ShardError: an array that is missing, has another shape or dtype, or is on a device;
                 an array of `out` that cannot be written, or that shares memory with another.
-            PlanError: stepwise, a group that has not what its ranks need.
+            PlanError: stepwise, a group that lacks what its ranks need.
             UsageError: fewer than one thread.
 
         >>> import numpy as np

@@ -13,7 +13,7 @@
 ======================  ==================================================================
 
 A step is a value. What moves is a change for each of its groups that knows only its own ranks:
-where a group has not what it needs there is none, so running and counting prove that
+where a group lacks what it needs there is none, so running and counting prove that
 the step is legal.
 """
 
@@ -133,7 +133,7 @@ class Step:
         """Check that every group holds what its ranks need, element by element.
 
         Raises:
-            PlanError: a group that has not what its ranks need.
+            PlanError: a group that lacks what its ranks need.
         """
         for group, change in zip(self.groups, self.changes, strict=True):
             try:
@@ -157,7 +157,7 @@ class Step:
 
         Raises:
             ShardError: an array that is missing, or does not fit; as `Plan.run` does.
-            PlanError: a group that has not what its ranks need.
+            PlanError: a group that lacks what its ranks need.
         """
         check_ranks(self.source, self.source_layout, shards)
         tensors = [(copies, TensorArrays(shards, out)) for copies in self._copies]
@@ -249,6 +249,7 @@ class Permute(Step):
         for group in self.groups:
             held = {rank: _find_box(self.source_layout, rank) for rank in group}
             wanted = {rank: _find_box(self.target_layout, rank) for rank in group}
+            # Ranks whose shard is wanted elsewhere, by shard; the others keep their own.
             spare: dict[Box | None, list[int]] = {}
             for rank in group:
                 if held[rank] != wanted[rank]:
@@ -269,6 +270,7 @@ class Permute(Step):
     def _copies(self) -> Iterable[TensorCopies]:
         """Whole shards are copied as they are, their padding too."""
         source, target = self.source_layout, self.target_layout
+        # Each contribution of the target is the same one of the source: nothing is combined.
         unchanged = [[contribution] for contribution in range(target.contributions)]
         return (TensorCopies(source, target, unchanged, (1, 1), self._find_stages),)
 
@@ -358,6 +360,7 @@ class AllReduce(Step):
             held = int(self.source_layout.cell_shape[self.source_layout.cells_of(group[0])].prod())
             for place, rank in enumerate(group):
                 mine = held * (place + 1) // len(group) - held * place // len(group)
+                # Its part from each other rank to combine, then the rest of the result from them.
                 total[rank] = (len(group) - 1) * mine + held - mine
         return total
 

@@ -34,7 +34,7 @@ def collective_cost(
 
     Raises:
         UsageError: an unknown kind or library, no ranks, ranks twice, or a negative size.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        LayoutError: a rank outside the topology, or a link whose speed is not given.
 
     >>> from reshard.topology import Link
     >>> topology = Topology.of(hosts=1, ranks_per_host=4, within_host=Link(1e9, 1e-5))
@@ -44,6 +44,7 @@ def collective_cost(
     group = len(ranks)
     if not group or len(set(ranks)) != group:
         raise UsageError(f"a group of ranks {list(ranks)}; one rank or more, each once, expected")
+    # Raises LayoutError for a rank outside the topology.
     topology.host_of(ranks)
     link = _find_link(kind, ranks, topology)
     formula = fastest_formula(kind, group, size_bytes, link, library)

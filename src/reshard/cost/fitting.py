@@ -48,8 +48,8 @@ SUBJECTS = (CALL, STEP, COPIES, WITHIN_HOST, BETWEEN_HOSTS, SHARED)
 # Relative errors beyond this one count less and less.
 _USUAL_ERROR = 0.1
 _REWEIGHTINGS = 30
-# What bytes are said to take of a measurement at most, where measurements cannot tell.
-_UNTOLD = 0.01
+# The share of a measurement that bytes take at most, where no measurement shows any.
+_UNSEEN_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Measurement:
     """How long something took, and what it was.
 
     Args:
-        subject: what it tells about: one of `SUBJECTS`, or a kind of collective.
+        subject: what it measures: one of `SUBJECTS`, or a kind of collective.
         name: for people.
         seconds_s: the median of several times.
         messages, size_bytes: what the busiest rank sends or receives; of all ranks of a host
@@ -160,6 +160,7 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
         shared_copies,
         tuple((kind, link) for kind, link in zip(kinds, collectives, strict=True) if link),
     )
+    # Seconds of a movement beside what its counts cost.
     fixed_s = dict.fromkeys([*SUBJECTS, *kinds], call_s) | {STEP: call_s + step_s}
     ratios = tuple(
         (fixed_s[one.subject] + (costs[one.subject].of(one) if one.subject in costs else 0.0))
@@ -198,12 +199,14 @@ def _fit_costs(measurements: Sequence[Measurement], call_s: float) -> _Costs:
         return _Costs(None, None, 0.0)
     counts = np.array([one.counts for one in measurements], dtype=np.float64)
     seconds_s = np.array([one.seconds_s for one in measurements])
+    # Divided by the measured seconds on both sides, so that errors are relative.
     found = _solve_robustly(counts / seconds_s[:, None], 1 - call_s / seconds_s).tolist()
     pairs: list[tuple[float, float] | None] = []
+    # Columns of `counts`: messages and their bytes, runs and copied bytes.
     for latency, size in ((0, 1), (2, 3)):
         size_bytes = counts[:, size]
         # Where time does not grow with bytes, they take next to nothing of any measurement.
-        least_s = _UNTOLD * float((seconds_s / np.maximum(size_bytes, 1)).min())
+        least_s = _UNSEEN_SHARE * float((seconds_s / np.maximum(size_bytes, 1)).min())
         pairs.append((found[latency], found[size] or least_s) if size_bytes.any() else None)
     return _Costs(pairs[0], pairs[1], found[4])
 
@@ -222,6 +225,7 @@ def _solve_robustly(rows: FloatArray, wanted: FloatArray) -> FloatArray:
     for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights)
         costs = _solve_without_negatives(rows / scale * root[:, None], wanted * root)
+        # Errors over the usual one count by their size, not its square: outliers pull less.
         errors = np.abs(rows / scale @ costs - wanted)
         weights = _USUAL_ERROR / np.maximum(errors, _USUAL_ERROR)
     found: FloatArray = costs / scale

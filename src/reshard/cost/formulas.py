@@ -183,5 +183,6 @@ def fastest_formula(
         raise UsageError(f"a {kind} in a group of {group} ranks; 1 or more were expected")
     if not 0 <= size_bytes < float("inf"):
         raise UsageError(f"a {kind} of {size_bytes} bytes; 0 or more were expected")
+    # `min` takes the first of equals, and libraries list the algorithm of fewest bytes first.
     known = (FORMULAS[kind][name] for name in LIBRARIES[library][kind])
     return min(known, key=lambda formula: formula.seconds(group, size_bytes, link))

@@ -21,7 +21,7 @@ LEVELS = ("within_host", "between_hosts", "between_racks")
 def link_levels(topology: Topology, sender: ArrayLike, receiver: ArrayLike) -> IntArray:
     """The level, a position in `LEVELS`, of the link between each pair: shape `(pairs,)`.
 
-    Raises LayoutError for ranks that the topology has not.
+    Raises LayoutError for ranks outside the topology.
 
     >>> topology = Topology.of(hosts=3, ranks_per_host=2, hosts_per_rack=2)
     >>> link_levels(topology, [0, 0, 0], [1, 2, 4]).tolist()
@@ -58,6 +58,7 @@ def slowest_link(topology: Topology, ranks: Iterable[int]) -> Link:
     """
     hosts, counts = np.unique(topology.host_of(list(ranks)), return_counts=True)
     racks, of_rack = np.unique(topology.host_rack[hosts], return_counts=True)
+    # Whether the group has links within a host, between hosts of a rack, and between racks.
     in_use = [(counts > 1).any(), (of_rack > 1).any(), len(racks) > 1]
     links = [link_of(topology, level) for level, is_used in enumerate(in_use) if is_used]
     if not links:

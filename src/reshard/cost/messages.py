@@ -51,7 +51,7 @@ def message_cost(
 
     Raises:
         UsageError: columns of different lengths, or a negative size.
-        LayoutError: a rank that the topology has not, or a link that it does not know.
+        LayoutError: a rank outside the topology, or a link whose speed is not given.
 
     >>> from reshard.topology import Link
     >>> links = {"within_host": Link(1e9, 1e-6), "between_hosts": Link(1e8, 1e-5)}
@@ -71,6 +71,7 @@ def message_cost(
     moving = columns[0] != columns[1]
     begin, end, size = (column[moving] for column in columns)
     levels = link_levels(topology, begin, end)
+    # All pieces from one rank to another are one message; both ranks are one number here.
     pair, of_piece = np.unique(begin * topology.ranks + end, return_inverse=True)
     total = np.zeros(len(pair), dtype=np.int64)
     np.add.at(total, of_piece.reshape(-1), size)
@@ -121,6 +122,7 @@ class _MessageWork:
         topology, overhead = self.topology, self.topology.overhead
         count = np.zeros(topology.hosts, dtype=np.int64)
         total = np.zeros_like(count)
+        # Only messages within a host share its processors and memory.
         near = self.levels == 0
         host = topology.host_of(sender[near])
         np.add.at(count, host, 1)

@@ -103,6 +103,7 @@ class NumpyArrays:
     def float_limits(self) -> tuple[float, float]:
         least, greatest = np.array([-np.inf, np.inf]).astype(self._numpy_dtype).astype(np.float64)
         if not np.isinf(greatest):
+            # A type of one byte without infinities: its limits are found among all its values.
             every = np.arange(256, dtype=np.uint8).view(self._numpy_dtype).astype(np.float64)
             finite = every[np.isfinite(every)]
             return float(finite.min()), float(finite.max())
@@ -163,6 +164,7 @@ class TorchTensors:
         return self.storage(array, name)
 
     def array(self, storage: Storage) -> Any:
+        # The NumPy type of the carrier, as which torch takes the memory without a copy.
         carrier = self._torch.empty((), dtype=self._carrier).numpy().dtype
         return self._torch.from_numpy(storage.view(carrier)).view(self._torch_dtype)
 

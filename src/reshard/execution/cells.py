@@ -28,6 +28,7 @@ def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Stor
             continue
         for cell in numbers:
             begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
+            # A rank of several boxes has a flat array, with its boxes one behind the other.
             stretch = array[begin : begin + int(shape.prod())]
             cells[cell] = stretch.reshape(tuple(shape.tolist()))
     return cells

@@ -90,12 +90,14 @@ class Copy(NamedTuple):
             yield self
         elif self.target_index is ...:
             strides = self.target.strides
+            # The dimension of the largest stride first: a piece lies together in the target.
             axes = sorted(range(self.target.ndim), key=lambda axis: -abs(strides[axis]))
             views = self.target.transpose(axes), self.source.transpose(axes)
             for target, source in _cut_views(*views):
                 yield Copy(target, source, self.order, self.combine)
         else:
             counts = [positions.size for positions in self.target_index]
+            # The longest dimension has the smallest rows, so pieces come closest to their size.
             axis = counts.index(max(counts))
             rows = max(1, PIECE_BYTES * counts[axis] // self.size_bytes)
             for low in range(0, counts[axis], rows):
@@ -113,6 +115,7 @@ def _cut_views(target: Storage, source: Storage) -> Iterator[tuple[Storage, Stor
         yield target, source
         return
     rows = PIECE_BYTES * len(target) // target.nbytes
+    # A single row is too large: cut within it.
     if rows == 0:
         for row in range(len(target)):
             yield from _cut_views(target[row], source[row])
@@ -165,6 +168,7 @@ def carry_out(copies: Iterable[Copy], threads: int) -> None:
     phases: dict[int, list[Copy]] = defaultdict(list)
     for copy in copies:
         phases[copy.order].append(copy)
+    # A phase begins when the one before has ended, since it combines with what that wrote.
     for _, phase in sorted(phases.items()):
         sizes_bytes = [copy.size_bytes for copy in phase]
         total_bytes = sum(sizes_bytes)

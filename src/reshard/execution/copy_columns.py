@@ -82,6 +82,7 @@ class CopyColumns:
         count = np.ones(len(self.order), dtype=np.int64)
         for pieces in self.pieces:
             count *= pieces.count
+        # Rows of few boxes are written out together in NumPy; only the others are taken one by one.
         few = count <= _MOST_BOXES
         found = self._copies_of_boxes(np.flatnonzero(few), sources, targets, combine)
         # Most rows share the pieces of a dimension with others.
@@ -114,6 +115,7 @@ class CopyColumns:
         begin = [pieces.source_local[piece] for pieces, piece in columns]
         out_of = _Boxes(sources, self.source_cell[rows], begin, length)
         places: Iterable[tuple[int | None, int | None]] = itertools.repeat((None, None), len(rows))
+        # Addresses only sort the pieces, and copies of few bytes are not sorted.
         if len(rows) and int(self.elements.sum()) * into.itemsize >= BYTES_FOR_A_THREAD:
             places = zip(into.addresses(), out_of.addresses(), strict=True)
         return [
@@ -135,6 +137,7 @@ class CopyColumns:
         order = int(self.order[row])
         reduction = combine if order else None
         count = math.prod(len(windows) for windows in dims)
+        # Many small views take longer than one copy by index lists.
         if count > 1 and count * _ELEMENTS_FOR_A_WINDOW > self.elements[row]:
             places, positions = (_positions(self.pieces, row, side) for side in range(2))
             return [Copy(into, out_of, order, reduction, places, positions)]

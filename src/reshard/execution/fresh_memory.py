@@ -72,6 +72,7 @@ class FreshMemory:
         except (OSError, OverflowError):
             return np.empty(shape, dtype)
         whole: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        # To the first address where a large page may begin: one page more was mapped for that.
         begin = -whole.__array_interface__["data"][0] % _LARGE_PAGE_BYTES
         large_bytes = size_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
         try:
@@ -80,6 +81,7 @@ class FreshMemory:
             # A system without large pages.
             return np.empty(shape, dtype)
         self._mappings.append(mapping)
+        # One byte of each small page: writing it makes the system find the page.
         self._large_pages.extend(
             whole[at : at + _LARGE_PAGE_BYTES : _SMALL_PAGE_BYTES]
             for at in range(begin, begin + large_bytes, _LARGE_PAGE_BYTES)

@@ -113,6 +113,7 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
     sources = {_place(named.storage): named for named in read if named.storage.size}
     entries += [(*_bounds(named.storage), False, named) for named in sources.values()]
     entries.sort(key=lambda entry: entry[0])
+    # A sweep by address: `reaching` are the arrays whose bytes go on where the next one begins.
     reaching: list[tuple[int, bool, NamedStorage]] = []
     for low, high, is_written, named in entries:
         reaching = [entry for entry in reaching if entry[0] > low]
@@ -125,6 +126,7 @@ def check_apart(written: Iterable[NamedStorage], read: Iterable[NamedStorage]) -
 
 def _check_pair(written: NamedStorage, other: NamedStorage) -> None:
     try:
+        # Arrays whose bounds cross may be disjoint all the same, as columns of one matrix are.
         shared = _shares_memory(written.storage, other.storage, max_work=_MOST_ATTEMPTS)
     except np.exceptions.TooHardError:
         raise ShardError(

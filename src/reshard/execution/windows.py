@@ -43,6 +43,7 @@ def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[W
     if len(length) == 1:
         return [Window(1, int(length[0]), int(target[0]), 0, int(source[0]), 0)]
     best: list[Window] = []
+    # In an interleaved pattern, every `period`-th piece belongs to one progression.
     for period in range(1, min(len(length) // 2, _LONGEST_PATTERN) + 1):
         windows = [
             window
@@ -53,6 +54,7 @@ def find_windows(length: IntArray, target: IntArray, source: IntArray) -> list[W
         ]
         if not best or len(windows) < len(best):
             best = windows
+        # A longer period gives more windows than that: one at least for each place in it.
         if len(best) <= period:
             break
     return best

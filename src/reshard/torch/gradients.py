@@ -78,7 +78,7 @@ def backward_sides(change: LayoutChange, source: TensorSide) -> tuple[Layout, Te
 
 
 def replicated_spec(spec: ShardingSpec | None) -> ShardingSpec | None:
-    """The same with every contribution taken for a copy of the whole; None where that is unsaid."""
+    """The same with every contribution taken for a copy of the whole; None where it is unknown."""
     if spec is None or spec.only:
         return None
     return ShardingSpec(spec.mesh, spec.dim_specs)

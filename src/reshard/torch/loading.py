@@ -56,8 +56,8 @@ def load(
     Args:
         checkpoint: a checkpoint of any format and cut, or where it is.
         target: what to fill. Of a module, its parameters and persistent buffers.
-        strict: whether names of the checkpoint that the target has not are an error. Names
-            of the target that the checkpoint has not always are.
+        strict: whether names that only the checkpoint has are an error. Names that only the
+            target has always are.
         threads: how many read at a time on this rank; 4 when None.
 
     Raises:
@@ -79,6 +79,7 @@ def load(
     local_bytes = 0
     by_rank: dict[int, dict[str, Layout]] = {}
     for name, tensor in tensors.items():
+        # A plain tensor's layout has one rank, 0, on every process.
         by_rank.setdefault(rank_of(tensor), {})[name] = layout_of(tensor)
     for rank, layouts in by_rank.items():
         locals_ = {name: _find_local(tensors[name]) for name in layouts}

@@ -349,6 +349,7 @@ def _agree_on_request(
     prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
     notes = agree(_state_intent(prepared, problem, request), group)
     has_gradient, lacks_gradient, cannot, someone_asks, speaker = notes
+    # A rank without a source of its own learns it from one that has it; then all agree again.
     if someone_asks:
         if speaker == _NOBODY:
             raise UsageError("no rank says what the source is; give source=, shape= and dtype=")

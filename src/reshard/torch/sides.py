@@ -158,6 +158,7 @@ def check_writable(out: torch.Tensor, source: torch.Tensor | None) -> None:
         )
     if source is None or source.device != out.device:
         return
+    # By the bytes from first to last element: interleaved views of one memory are refused as well.
     (begin, end), (low, high) = _find_addresses(out), _find_addresses(source)
     if begin < high and low < end:
         raise ShardError("out shares memory with the tensor itself; give it memory of its own")

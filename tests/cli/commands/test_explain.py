@@ -417,7 +417,7 @@ def test_machines_that_do_not_fit(arguments: tuple[str, ...], said: str) -> None
     [
         (
             ("x, y", "y, x", *SIX, "--steps", "joint"),
-            "step 1, joint all-to-all(x y), cannot be said in Shardy",
+            "step 1, joint all-to-all(x y), cannot be expressed in Shardy",
         ),
         (("x@cyclic1", "x", "--mesh", "x=2", "--shape", "6"), "no program of collectives to lower"),
         (("x, y", "y, x", *SIX, "--json"), "--lower writes a program and --json other text"),

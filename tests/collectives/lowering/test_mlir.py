@@ -250,7 +250,7 @@ def test_what_the_dialect_cannot_say_is_named() -> None:
     with pytest.raises(NotationError, match=r"step 1, joint all-to-all\(x y\), .* --steps class"):
         mlir_module(joint)
     nested = program_of("x / y", "x", (10,))
-    with pytest.raises(NotationError, match="the source cannot be said in MLIR: `x / y` has other"):
+    with pytest.raises(NotationError, match="the source cannot be expressed in MLIR: `x / y` has"):
         mlir_module(nested)
     check(program_of("x / y", "x", (16,)))
     strided = program_of("x@stride2", "x@stride2", (8,), steps="joint")

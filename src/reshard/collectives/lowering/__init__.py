@@ -23,7 +23,7 @@ LOWERINGS: dict[str, Callable[[Program, DType | str], str]] = {
 """A program and the dtype of its elements to text, by the name of the system that reads it."""
 
 WITHOUT_JOINT_STEPS = ("shardy", "mlir")
-"""The systems that cannot be told a joint all-to-all."""
+"""The systems without a joint all-to-all."""
 
 __all__ = [
     "LOWERINGS",

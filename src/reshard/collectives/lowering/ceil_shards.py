@@ -51,17 +51,18 @@ def check_ceil(where: str, system: str, spec: ShardingSpec, shape: tuple[int, ..
     Levels are one cut where the sizes divide.
     """
     for dim, cut in enumerate(spec.dim_specs):
+        # Levels that divide evenly cut as one level of all their axes does.
         is_flat = len(cut.levels) < 2 or shape[dim] % parts_of(spec, dim) == 0
         if not is_flat or spec.only or any(not level.rule.is_default for level in cut.levels):
             raise NotationError(
-                f"{where} cannot be said in {system}: `{spec}` has other shards of shape "
+                f"{where} cannot be expressed in {system}: `{spec}` has other shards of shape "
                 f"{list(shape)} than blocks in order, each as long as the first; {system} has "
                 "those alone"
             )
     if not math.prod(shape):
         raise NotationError(
-            f"{where} cannot be said in {system}: a tensor of shape {list(shape)} has no elements "
-            "to move; leave it out"
+            f"{where} cannot be expressed in {system}: a tensor of shape {list(shape)} has no "
+            "elements to move; leave it out"
         )
 
 

@@ -67,7 +67,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         dtype: not written; the function takes arrays of any.
 
     Raises:
-        NotationError: a step that JAX cannot say, or shards of different sizes.
+        NotationError: a step that JAX cannot express, or shards of different sizes.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
@@ -93,20 +93,21 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         where = f"step {number}, {program.steps[number - 1]}," if number else "the source"
         if spec.mesh is not specs[0].mesh:
             raise NotationError(
-                f"{where} cannot be said in JAX: it leads to `{spec}` over devices in another "
+                f"{where} cannot be expressed in JAX: it leads to `{spec}` over devices in another "
                 "order or grid; a shard_map has one mesh, describe both sides over it"
             )
         check_ceil(where, _SYSTEM, spec, shape)
     whole = WholeAxes(specs[0].mesh, specs, _SYSTEM)
     specs = tuple(map(whole.spec, specs))
+    # Contributions lie along a dimension in front, of which each device has one index.
     lines = ["x = x[0]"] if specs[0].partial_axes else []
     tables: list[str] = []
     for number, step in enumerate(program.steps):
         before, after = specs[number], specs[number + 1]
         if isinstance(step, Exchange):
             raise NotationError(
-                f"step {number + 1}, {step}, cannot be said in JAX: it sends messages of any size "
-                "between any of all ranks; JAX has collectives of groups alone"
+                f"step {number + 1}, {step}, cannot be expressed in JAX: it sends messages of any "
+                "size between any of all ranks; JAX has collectives of groups alone"
             )
         lines.append(f"# {step}: to `{step.target}`")
         try:
@@ -114,7 +115,7 @@ def jax_module(program: Program, dtype: DType | str = "float32") -> str:
         except NotationError as error:
             if isinstance(step, ReduceScatter):
                 raise NotationError(
-                    f"step {number + 1}, {step}, cannot be said in JAX: {error}"
+                    f"step {number + 1}, {step}, cannot be expressed in JAX: {error}"
                 ) from error
             texts = None
         if texts is None:
@@ -297,6 +298,7 @@ def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
     """
     mesh, ndim = before.mesh, len(step.shape)
     place = {rank: position for position, rank in enumerate(mesh.devices)}
+    # Of shape `(devices, group, dims)`.
     send, receive, sizes = (
         np.zeros((mesh.size, len(step.groups[0]), ndim), dtype=int) for _ in range(3)
     )
@@ -320,6 +322,7 @@ def _write_tables(number: int, step: Step, before: ShardingSpec) -> list[str]:
                 send[place[sender], to] = low - box.start
                 receive[place[receiver], group.index(sender)] = low - goal.start
                 sizes[place[receiver], group.index(sender)] = high - low
+    # JAX's all-to-all is dense: all pieces get the size of the largest.
     piece = tuple(sizes.max(axis=(0, 1)).tolist())
     return [
         f"piece_{number} = {piece}",
@@ -344,10 +347,12 @@ def _write_joint(
     end = ", ".join(f":{size}" for size in local)
     return [
         f"here = lax.axis_index({before.mesh.axis_names})",
+        # Room behind the shard: dynamic_slice moves a window that would reach over the end.
         f"x = jnp.pad(x, [(0, size) for size in piece_{number}])",
         f"cut = functools.partial(lax.dynamic_slice, slice_sizes=piece_{number})",
         f"pieces = jnp.stack([cut(x, list(start)) for start in jnp.asarray(send_{number})[here]])",
         f"pieces = lax.all_to_all(pieces, {tuple(axes)}, 0, 0, tiled=True)",
+        # Likewise for dynamic_update_slice.
         f"x = jnp.zeros([a + b for a, b in zip({local}, piece_{number})], x.dtype)",
         f"places = jnp.asarray(receive_{number})[here], jnp.asarray(sizes_{number})[here]",
         "for piece, start, size in zip(pieces, *places):",

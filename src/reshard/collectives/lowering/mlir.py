@@ -90,7 +90,7 @@ def mlir_module(program: Program, dtype: DType | str = "float32") -> str:
         dtype: of the elements.
 
     Raises:
-        NotationError: a step, a mesh, a sharding or a dtype that the dialect cannot say.
+        NotationError: a step, a mesh, a sharding or a dtype that the dialect cannot express.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
@@ -124,7 +124,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
             writer.step(step, specs[number], specs[number + 1])
         except NotationError as error:
             raise NotationError(
-                f"step {number + 1}, {step}, cannot be said in MLIR: {error}"
+                f"step {number + 1}, {step}, cannot be expressed in MLIR: {error}"
             ) from error
     grids = [Grid(whole.mesh.name, whole.mesh.shape) for whole in meshes.values()]
     return writer.module(grids, specs[-1])
@@ -229,6 +229,7 @@ class _ModuleWriter:
                 if axes:
                     self._check_lines_up(before, after, dim)
                     length = part_length(after, self.shape, dim)
+                    # The dialect splits evenly: padded until all parts are as long as the first.
                     self.padded(dim, length * _count_devices(before, axes))
                     part = self.type.resized(dim, length)
                     if isinstance(step, Slice):

@@ -30,7 +30,7 @@ from reshard.mesh import DeviceMesh
 from reshard.notation.mlir import mlir_mesh_text
 from reshard.notation.scanner import symbol_text
 
-# What collectives say beside their groups, in this order.
+# The settings of each collective beside its groups, in the order of the text.
 COLLECTIVES: dict[str, tuple[str, ...]] = {
     "all_gather": ("gather_axis",),
     "all_slice": ("slice_axis",),

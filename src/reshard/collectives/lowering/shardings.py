@@ -1,9 +1,9 @@
-"""The shardings that a program passes, over as few meshes and in as few words as can be.
+"""The shardings that a program passes, over as few meshes and in as few words as possible.
 
 Other systems tie an operation to one mesh. Where the meshes of source and target have axes that
-agree, all is said over the source's. A sharding that cuts nothing is the same over either mesh,
-and is said over its neighbour's. Axes of size 1 and marks for propagation say nothing about where
-elements are, and are left out.
+agree, all are written over the source's. A sharding that cuts nothing is the same over either
+mesh, and is written over its neighbour's. Axes of size 1 and marks for propagation do not change
+where elements are, and are left out.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def plain_shardings(program: Program) -> tuple[ShardingSpec, ...]:
         mesh = program.source.mesh
         return tuple(_rewrite_on_mesh(spec, mesh, prime_meshes[0]) for spec in specs)
     meshes = [spec.mesh for spec in specs]
+    # An end that every rank holds in full is the same over its neighbour's mesh.
     for place, neighbour in ((0, 1), (-1, -2)):
         spec = specs[place]
         if len(specs) > 1 and not spec.partial_axes and not any(d.levels for d in spec.dim_specs):

@@ -61,7 +61,7 @@ def shardy_module(
         function: its name.
 
     Raises:
-        NotationError: a step, a mesh, a sharding or a dtype that Shardy cannot say.
+        NotationError: a step, a mesh, a sharding or a dtype that Shardy cannot express.
 
     >>> from reshard import DeviceMesh, spec
     >>> from reshard.collectives import find_program
@@ -92,7 +92,7 @@ def shardy_module(
             out = shardy_text(after).removeprefix("#sdy.sharding")
         except NotationError as error:
             raise NotationError(
-                f"step {number + 1}, {step}, cannot be said in Shardy: {error}"
+                f"step {number + 1}, {step}, cannot be expressed in Shardy: {error}"
             ) from error
         words = f"{operation} %{number} out_sharding={out} : {tensor}"
         lines.append(f"    %{number + 1} = sdy.{words}")

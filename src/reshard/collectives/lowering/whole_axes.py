@@ -37,6 +37,7 @@ class WholeAxes:
     """
 
     def __init__(self, mesh: DeviceMesh, specs: Iterable[ShardingSpec], system: str) -> None:
+        # Each axis is split where any sub-axis that is in use begins or ends.
         cuts = {name: {1, size} for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
         for spec in specs:
             used = [axis for dim in spec.dim_specs for axis in dim.axes]
@@ -50,13 +51,14 @@ class WholeAxes:
             parts = list(itertools.pairwise(ends)) or [(1, 1)]
             if any(high % low for low, high in parts):
                 raise NotationError(
-                    f"the program cannot be said in {system}: it uses parts of axis {name} that "
-                    f"begin at {ends[:-1]}, which do not divide one another; {system} has whole "
-                    "axes"
+                    f"the program cannot be expressed in {system}: it uses parts of axis {name} "
+                    f"that begin at {ends[:-1]}, which do not divide one another; {system} has "
+                    "whole axes"
                 )
             for low, high in parts:
                 self._parts.append(Axis(name, low, high // low))
                 word = name if len(parts) == 1 else f"{name}_{low}_{high}"
+                # A part must not have the name of another axis.
                 while len(parts) > 1 and word in cuts:
                     word += "_"
                 self._names[name, low] = word

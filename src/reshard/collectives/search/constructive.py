@@ -68,6 +68,7 @@ def step_cost(problem: Problem, before: State, after: State) -> int:
     if before.cuts == after.cuts:
         # Scattered and gathered again in pieces of the flat shard.
         return 2 * (count - 1) * (space.total(before) // count)
+    # A reduce-scatter: each rank receives its part from the `count - 1` others.
     return (count - 1) * space.total(after)
 
 
@@ -98,9 +99,11 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
         )
         dropped = frozenset(space.prime_meshes[target.prime_mesh].primes) - target.used
         ways_back = target
+    # Every start is compared with every end: the limit keeps the boxes compared within bounds.
     boxes = len(space.ranks) * max(1, len(space.shape))
     most = max(MOST_SETS, math.isqrt(MOST_COMPARED // boxes))
     sets = _list_axis_sets(problem, source, lacking)
+    # 1. Where the rearrangement may begin: behind slices and reductions.
     starts = [
         path
         for primes in sets
@@ -109,6 +112,7 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
         )
     ]
     sets = _list_axis_sets(problem, target, dropped)
+    # 2. Where it may lead: shardings from which gathers alone reach the target.
     ends = [
         state
         for primes in sets
@@ -119,6 +123,7 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
     ]
     if not starts or not ends:
         return
+    # 3. Of all legal pairs the cheapest; cost has the shape `(starts, ends)`.
     allowed = _find_allowed_pairs(problem, [path[-1] for path in starts], ends)
     if not allowed.any():
         return
@@ -195,6 +200,7 @@ def _find_beginnings(
         for scattered in placements(problem, sliced, reduced, target):
             if is_inside(space, scattered, sliced):
                 yield _drop_repeats([source, sliced, scattered._replace(pending=done)])
+    # The other order: reductions first, then slices.
     if reduced and lacking:
         done = source.pending - frozenset(reduced)
         for scattered in placements(problem, source, reduced, target):
@@ -231,6 +237,7 @@ def placements(
             for chosen in itertools.permutations(units)
             for where in itertools.combinations_with_replacement(range(dims), len(units))
         )
+    # Too many orders: take one, with every choice of dimensions.
     elif dims ** len(units) <= MOST_PLACEMENTS:
         ways = (
             tuple(zip(units, where, strict=True))
@@ -238,6 +245,7 @@ def placements(
         )
     else:
         ways = (tuple((unit, home.get(unit[0], d)) for unit in units) for d in range(dims))
+    # Each axis where the other sharding has it is tried first.
     natural = tuple((unit, home.get(unit[0], 0)) for unit in units)
     for way in itertools.chain([natural], (way for way in ways if way != natural)):
         grown: list[list[Cut]] = [[cut] for cut in state.cuts]
@@ -267,6 +275,7 @@ def _find_crossings(problem: Problem) -> Iterator[Path]:
                     ways.append((cost, path))
         if len(ways) > MOST_PLACEMENTS:
             break
+    # By what is paid and must still be paid, then by the number of steps.
     ways.sort(key=lambda way: (way[0], len(way[1])))
     for _, path in ways[:MOST_CROSSINGS]:
         rest = replace(problem, source=path[-1])
@@ -292,6 +301,7 @@ def _find_same_shards(problem: Problem, state: State) -> Iterator[State]:
             return
         for chosen in _choose_by_product(space.prime_meshes[prime_mesh], free, parts[dim]):
             left = tuple(prime for prime in free if prime not in chosen)
+            # The axes as one level, or in the levels that an end has.
             for cut in dict.fromkeys(((chosen,) if chosen else (), *problem.nested_cuts[dim])):
                 if flatten_cut(cut) == chosen:
                     yield from fill(dim + 1, (*cuts, cut), left)

@@ -6,7 +6,7 @@
    target is taken from the queue its path is the cheapest.
 3. One rearrangement of the same axes leads anywhere two do, and no dearer, so none follows
    another.
-4. What the constructive search finds is the bar: nothing that cannot get below it is kept.
+4. What the constructive search finds is the bar: paths that cannot cost less are dropped.
 
 A fixed amount of work is allowed, counted in boxes that are compared, never in time, so every
 rank stops at the same place. A search that stops early has proved nothing, and answers with
@@ -33,7 +33,7 @@ from reshard.collectives.search.problems import JOINT, Problem, shorter
 from reshard.collectives.search.state_table import StateTable, count_states
 from reshard.collectives.search.states import Cut, State, flatten_cut
 
-# RankBoxes of ranks that may be compared before the search gives up.
+# How many boxes of ranks may be compared before the search gives up.
 DEFAULT_BUDGET = 3_000_000
 # What looking at a state costs beside its boxes.
 LOOKED_AT = 1_000
@@ -89,10 +89,12 @@ class _Search:
         prime_mesh = space.prime_meshes[state.prime_mesh]
         ranks = len(space.ranks)
         free = [a for a in prime_mesh.primes if a not in state.used and a not in state.pending]
+        # Slices only drop elements, so they cost nothing.
         for after in self._find_slices(state, free):
             yield after, 0, False
         for after in self._find_gathers(state):
             yield after, space.arriving(state, after), False
+        # A reduce-scatter into any dimension, or an all-reduce.
         for prime in sorted(state.pending - problem.target.pending):
             left = state.pending - {prime}
             for after in self._extend_cuts(state, prime):
@@ -102,6 +104,7 @@ class _Search:
                     yield scattered, step_cost(problem, state, scattered), False
             combined = state._replace(pending=left)
             yield combined, step_cost(problem, state, combined), False
+        # Two rearrangements in a row are one, so that none follows another.
         if problem.steps == JOINT and not was_rearranged and space.shape:
             state_table = self.state_table(state.prime_mesh, state.used)
             for after, cost in self._choose_states(state_table, None, state, limit):
@@ -115,6 +118,7 @@ class _Search:
     ) -> Iterator[tuple[State, int]]:
         problem = self.problem
         self.spend(len(state_table) * len(problem.space.ranks))
+        # What arrives is what ranks hold afterwards, less what they held before.
         cost = state_table.total - state_table.shared(state)
         left = problem.distance(state)
         rest = problem.target_total - state_table.shared_with_target
@@ -170,6 +174,8 @@ class _Search:
         prime_mesh = space.prime_meshes[state.prime_mesh]
         most = math.prod(map(prime_mesh.size, free))
         for dim, length in enumerate(space.shape):
+            # Even parts nest, so one axis at a time reaches every cut. Uneven ones do not: cutting
+            # twice by ceil gives other parts than cutting once.
             deep = length % (space.parts(state, dim) * most) > 0
             waiting = [(state.cuts[dim], prime) for prime in free]
             while waiting:
@@ -195,6 +201,7 @@ class _Search:
                 self.spend(len(space.ranks))
                 if problem.fits(after) and is_covered(space, state, after, dropped):
                     yield after
+                # Even parts nest: a gather of several axes is found as several gathers.
                 if space.shape[dim] % space.parts(state, dim) == 0:
                     break
 
@@ -238,6 +245,7 @@ def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outc
     known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
     bar = math.inf if known is None else path_cost(problem, known)
     least = problem.distance(problem.source)
+    # No path can be cheaper than the distance.
     if bar == least:
         return Outcome(known, True)
     search = _Search(problem, (1 << 62) if budget is None else budget)
@@ -269,6 +277,7 @@ def _search_whole_axes(problem: Problem) -> Path | None:
 def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path | None:
     """The cheapest path that costs less than `bar`, or None."""
     problem = search.problem
+    # A node is a state and whether a rearrangement led to it, since none may follow that.
     paid = {(source, False): 0}
     came: dict[tuple[State, bool], tuple[State, bool] | None] = {(source, False): None}
     order = itertools.count()
@@ -293,6 +302,7 @@ def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path 
         for after, step, is_rearrangement in search.edges(state, limit, rearranged):
             total = cost + step
             after_node = (after, is_rearrangement)
+            # A node from which everything may follow is as good as one with restrictions.
             if total >= paid.get(after_node, math.inf) or total >= paid.get(
                 (after, False), math.inf
             ):
@@ -302,6 +312,7 @@ def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path 
                 continue
             paid[after_node] = total
             came[after_node] = node
+            # Of equal estimates, the node that has paid most is nearest to the end.
             heapq.heappush(queue, (estimate, -total, next(order), after, is_rearrangement))
     return None
 

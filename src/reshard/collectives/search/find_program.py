@@ -115,7 +115,7 @@ def _find(
 
 
 def forget() -> None:
-    """Drop the programs that are kept, so that the next are searched for anew."""
+    """Clear the cache of programs that were found."""
     _find.cache_clear()
 
 

@@ -35,10 +35,12 @@ def is_covered(space: Space, before: State, after: State, primes: frozenset[int]
     True
     """
     wanted = space.boxes(after)
+    # Ranks whose box is empty in any dimension need nothing.
     is_wanted = (wanted.high > wanted.low).all(axis=0)
     for dim, cut in enumerate(before.cuts):
         held = space.intervals_of_groups(before.prime_mesh, space.shape[dim], cut, primes)
         low, high = wanted.low[dim], wanted.high[dim]
+        # An axis cuts one dimension, so a group holds a product: each dimension counts by itself.
         found = held.count_below(high) - held.count_below(low)
         if ((found < high - low) & is_wanted).any():
             return False

@@ -84,6 +84,7 @@ class PrimeMesh:
         self.sizes = tuple(sizes)
         self.primes = tuple(range(first, first + len(sizes)))
         self.ranks = tuple(sorted(mesh.devices))
+        # The place of each rank in the mesh, in the order of the ranks.
         place = np.argsort(np.array(mesh.devices, dtype=np.int64))
         # Digit of each rank along each prime axis, shape `(primes, ranks)`.
         digits = [
@@ -106,11 +107,12 @@ class PrimeMesh:
         mesh = self.mesh if mesh is None else mesh
         begin, size = self.begins[prime - self.first], self.sizes[prime - self.first]
         starts = _find_starts(mesh)
+        # The last axis that starts at or before the prime axis is the one that it is a part of.
         name = next(n for n in reversed(mesh.axis_names) if starts[n] <= begin)
         return Axis(name, begin // starts[name], size)
 
     def axes(self, primes: Iterable[int], mesh: DeviceMesh | None = None) -> tuple[Axis, ...]:
-        """Atoms as axes, those that follow one another joined, whole axes by their name."""
+        """Prime axes as axes, those that follow one another joined, whole axes by their name."""
         mesh = self.mesh if mesh is None else mesh
         joined: list[Axis] = []
         for prime in primes:
@@ -140,7 +142,7 @@ class PrimeMesh:
         return tuple(found)
 
     def units_of(self, primes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Atoms by the axis, or part of one, that they are of, in the order of their first ones."""
+        """Prime axes by the axis, or part of one, that they are in, in the order of their first."""
         unit_of = {prime: number for number, unit in enumerate(self.units) for prime in unit}
         found: dict[int, list[int]] = {}
         for prime in primes:
@@ -182,6 +184,7 @@ def find_prime_meshes(source: ShardingSpec, target: ShardingSpec) -> tuple[Prime
         sides.append(_find_boundaries(spec.mesh, used))
     if source.mesh.devices == target.mesh.devices:
         together = sorted(sides[0] | sides[1])
+        # Boundaries that divide one another belong to one grid, finer than both meshes.
         if all(high % low == 0 for low, high in itertools.pairwise(together)):
             return (PrimeMesh(source.mesh, together),)
     first = PrimeMesh(source.mesh, sorted(sides[0]))

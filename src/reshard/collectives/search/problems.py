@@ -52,6 +52,8 @@ class Problem:
         if left == 1:
             return self.target_total - self.space.shared(state, self.target)
         prime_mesh = self.space.prime_meshes[self.target.prime_mesh]
+        # Combining `left` contributions of an element takes `left - 1` arrivals; one copy of the
+        # result is where it was combined, and need not arrive.
         kept = math.prod(prime_mesh.size(prime) for prime in self.target.pending)
         return self.target_total + (left - 2) * math.prod(self.space.shape) * kept
 

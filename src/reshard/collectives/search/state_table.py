@@ -43,6 +43,7 @@ class StateTable:
                     self.cuts[dim] += find_cuts(problem, dim, chosen)
                     by_primes[dim][frozenset(chosen)] = np.arange(begin, len(self.cuts[dim]))
         rows = []
+        # All ways to give the axes to dimensions, and for each, all combinations of their cuts.
         for assigned in _assign_to_dims(used, len(space.shape)):
             grid = np.meshgrid(
                 *(by_primes[d][primes] for d, primes in enumerate(assigned)), indexing="ij"
@@ -79,7 +80,9 @@ class StateTable:
             if boxes is not None:
                 low = np.maximum(low, boxes.low[d])
                 high = np.minimum(high, boxes.high[d])
+            # Of each dimension, shape `(cuts, ranks)`: how many indices are shared.
             columns.append(np.maximum(high - low, 0))
+        # So many states at a time that their products with all ranks stay in little memory.
         width = max(1, AT_A_TIME // ranks)
         parts = []
         for begin in range(0, len(self), width):
@@ -125,6 +128,7 @@ def find_cuts(problem: Problem, dim: int, primes: tuple[int, ...]) -> list[Cut]:
     found: dict[Cut, None] = {(order,): None for order in itertools.permutations(primes)}
     for nested in problem.nested_cuts[dim]:
         for count in range(1, len(flatten_cut(nested)) + 1):
+            # The cut begins as one in levels does; axes behind that are a level of their own.
             upper = _take_first(nested, count)
             rest = [prime for prime in primes if prime not in set(flatten_cut(upper))]
             if not set(flatten_cut(upper)) <= set(primes):

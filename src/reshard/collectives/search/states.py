@@ -84,10 +84,12 @@ class GroupIntervals:
 
     def __init__(self, group: IntArray, low: IntArray, high: IntArray, length: int) -> None:
         self._width = length + 1
+        # Groups end to end on one line, each as wide as the dimension: one search serves all.
         self._begin = group * self._width
         has_any = high > low
         self._keys, first = np.unique((self._begin + low)[has_any], return_index=True)
         self._ends = (self._begin + high)[has_any][first]
+        # Lengths of all parts before each, so that a count is a difference of two of these.
         self._before = np.concatenate([[0], np.cumsum(self._ends - self._keys)])
 
     def count_below(self, index: IntArray) -> IntArray:
@@ -125,6 +127,7 @@ class Space:
             here = self.prime_meshes[prime_mesh]
             low = np.zeros(len(self.ranks), dtype=np.int64)
             high = np.full(len(self.ranks), length, dtype=np.int64)
+            # Each level cuts by ceil what the level above has left to the rank.
             for level in cut:
                 index, parts = np.zeros(len(self.ranks), dtype=np.int64), 1
                 for prime in level:
@@ -145,6 +148,7 @@ class Space:
         key = (prime_mesh, length, cut, primes.intersection(used))
         if key not in self._group_intervals:
             here = self.prime_meshes[prime_mesh]
+            # Ranks of one group agree along all other axes of the cut.
             group = np.zeros(len(self.ranks), dtype=np.int64)
             for prime in used:
                 if prime not in primes:
@@ -191,7 +195,7 @@ class Space:
         return self.total(after) - self.shared(before, after)
 
     def distinct_parts(self, state: State) -> tuple[bytes, ...]:
-        """For each dimension, what tells apart cuts into other parts: equal for equal parts."""
+        """For each dimension, a key of its parts: equal where two cuts give equal parts."""
         return tuple(
             self._find_part_bytes(state.prime_mesh, length, cut)
             for length, cut in zip(self.shape, state.cuts, strict=True)

@@ -44,6 +44,7 @@ def join_steps(problem: Problem, path: Path) -> Path:
     best: dict[int, tuple[int, int]] = {last: (0, last)}
     for begin in reversed(range(last)):
         best[begin] = best[begin + 1][0] + 1, begin + 1
+        # A step that skips states is taken where fewer steps are left behind it.
         for end in range(begin + 2, last + 1):
             steps = best[end][0] + 1
             if steps < best[begin][0] and _is_step(problem, path, begin, end, paid):

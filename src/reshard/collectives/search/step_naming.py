@@ -48,6 +48,7 @@ def name_step(space: Space, before: State, after: State) -> Named | None:
         if tails is not None and reduced == frozenset(tails) and is_inside(space, after, before):
             return ReduceScatter, tails, changed
         return None
+    # The plainest collective first: slice, gather, permute, all-to-all, joint all-to-all.
     if before.prime_mesh == after.prime_mesh:
         tails = _find_tails(before.cuts, after.cuts)
         if tails is not None and is_inside(space, after, before):

@@ -77,7 +77,7 @@ def calibrate(
             longer where the largest tensors are large.
         largest_bytes: the most that a rank has of any tensor. Twice as much memory is used.
         host_name: of this rank's host; what the system calls it when None.
-        progress: told of each round, on the first rank.
+        progress: called after each round, on the first rank.
 
     Returns:
         The same on all ranks.
@@ -101,18 +101,19 @@ def calibrate(
     cases = cases_of(hosts, per_host, largest_bytes, kinds)
     with run_errors("nothing was written"):
         taken_s = _Measuring(cases, largest_bytes).rounds(seconds_s, progress)
-        told: list[Any] = [None]
+        # Fitted from the first rank's medians on all ranks, so that all have one preset.
+        shared: list[Any] = [None]
         if dist.get_rank() == 0:
             measurements = tuple(
                 case.measurement(median(times_s), range(per_host))
                 for case, times_s in zip(cases, taken_s, strict=True)
             )
-            told = [measurements]
-        dist.broadcast_object_list(told, 0)
-    fitted = fit(told[0])
+            shared = [measurements]
+        dist.broadcast_object_list(shared, 0)
+    fitted = fit(shared[0])
     preset = _preset(name, backend, hosts, per_host, fitted)
     elapsed_s = time.monotonic() - began_s
-    return Calibration(preset, told[0], fitted, len(taken_s[0]), elapsed_s)
+    return Calibration(preset, shared[0], fitted, len(taken_s[0]), elapsed_s)
 
 
 def hosts_of(names: list[str]) -> int:
@@ -196,6 +197,7 @@ class _Measuring:
         for action in self._actions:
             dist.barrier()
             self._wait()
+            # Between two waits for the device, so that only this action is measured.
             began_s = time.perf_counter()
             action()
             self._wait()

@@ -1,6 +1,6 @@
-"""Movements to measure, which tell how fast the links and copies of a job are.
+"""Movements to measure, which show how fast the links and copies of a job are.
 
-Every case is a redistribution, and runs as any other does. What it tells about is its subject::
+Every case is a redistribution, and runs as any other does. What it measures is its subject::
 
     subject        who moves what
     -------------  ----------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Case:
     """A movement of float32 between two sides over the ranks of a job.
 
     Args:
-        subject: what it tells about, see `reshard.cost.fitting`.
+        subject: what it measures, see `reshard.cost.fitting`.
         name: for people.
         shape: of the tensor.
         source, target: its sides.
@@ -78,6 +78,7 @@ class Case:
         `ranks` are those of a host; what they share is counted for all of them together.
         """
         if self.kind is not None:
+            # Counted by the algorithm of fewest bytes, the first of the formulas.
             formula = next(iter(FORMULAS[self.kind].values()))
             whole = self.plan.source if self.kind != "all-gather" else self.plan.target
             size_bytes = whole.cell_elements.max(initial=0) * _ITEM_BYTES
@@ -91,6 +92,7 @@ class Case:
         if self.subject in (CALL, STEP):
             return Measurement(self.subject, self.name, seconds_s)
         plan = self.plan
+        # What a host shares is counted for all its ranks, anything else for one: they are alike.
         counted = set(ranks if self.subject == SHARED else ranks[:1])
         moves = plan.transfers.moving
         mine = [row for row, sender in enumerate(moves.source_slot.tolist()) if sender in counted]

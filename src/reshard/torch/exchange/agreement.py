@@ -105,6 +105,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
     """
     digest = intent.digest
     low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
+    # Maxima of `d` and `-d` give the greatest and the least. Seven bytes fit in a signed word.
     digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
     # Always as many numbers: ranks that call for different things still understand each other.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
@@ -115,6 +116,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
         has_problem, *digits = most.tolist()[:5]
         if has_problem:
             _raise_problems(intent.problem, group, "nothing was moved")
+        # All are alike where the greatest is the least, and where all ranks are open.
         if digits[:2] != [-digits[2], -digits[3]] and digits != [_NOTHING] * 4:
             _raise_difference(intent, group)
     return tuple(most.tolist()[5 : 5 + len(intent.notes)])
@@ -235,6 +237,7 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
         for rank, digest in zip(ranks, digests, strict=True):
             first_with.setdefault(digest, rank)
         for digest, rank in first_with.items():
+            # Only the first rank and the one that has the value take part in its message.
             if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
                 continue
             data = _as_tensor(own, group) if me == rank else _allocate(digest[0], group)

@@ -44,6 +44,7 @@ def is_all_gather(change: LayoutChange) -> bool:
     if change.source.contributions > 1:
         return False
     rows = change.transfers.moving
+    # By sender and receiver, the boxes in the order in which they are sent.
     by_sender: dict[int, dict[int, list[Any]]] = {}
     for row in order_transfers(rows):
         to = by_sender.setdefault(int(rows.source_slot[row]), {})
@@ -52,6 +53,7 @@ def is_all_gather(change: LayoutChange) -> bool:
     receivers = set(rows.target_slot.tolist())
     for sender, to in by_sender.items():
         boxes = list(to.values())
+        # Each rank sends the same boxes to every other one that receives anything.
         if set(to) != receivers - {sender} or any(one != boxes[0] for one in boxes):
             return False
     return True
@@ -137,6 +139,7 @@ class AllGatherRounds:
             before.complete()
 
     def _post(self, number: int, size_bytes: int) -> _Round:
+        # Rounds take the two halves of the memory in turn: own part first, then all members'.
         begin = number % _ROUNDS_AHEAD * self._half_bytes
         memory = self._memory[begin : begin + (len(self._members) + 1) * size_bytes]
         out, into = memory[:size_bytes], memory[size_bytes:]

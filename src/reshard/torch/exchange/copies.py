@@ -41,6 +41,7 @@ def combine(reduction: str, target: torch.Tensor, source: torch.Tensor) -> None:
     parts = zip(cut(target, _AT_ONCE_BYTES), cut(source, _AT_ONCE_BYTES), strict=True)
     for into, part in parts:
         if target.device.type == "cpu":
+            # On the CPU as in one process (`execution`), so that both give the same bits.
             kind = TorchTensors(into)
             storage = kind.storage(into)
             storage[...] = kind.combine(reduction, storage, kind.storage(part))

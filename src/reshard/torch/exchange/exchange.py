@@ -227,6 +227,7 @@ class MessageExchange:
         if not self._is_running:
             raise RunError("this exchange has not started")
         with _Failure(self, "a message did not arrive"):
+            # Some messages wait for memory: complete the steps that have it, the earliest first.
             while waiting := self._post_what_can_be():
                 for before in min(waiting, key=lambda step: step.key).follows:
                     self._complete(before)
@@ -245,6 +246,7 @@ class MessageExchange:
         """The first step of each direction that still has to wait for a slot."""
         waiting = []
         for direction, lane in enumerate(self._lanes):
+            # In order, since both ends match messages by the order in which they are posted.
             posted = self._posted[direction]
             while posted < len(lane) and not lane[posted].waits:
                 self._post(lane[posted])
@@ -324,8 +326,10 @@ class _Slots:
         device: torch.device,
         memory: torch.Tensor | None,
     ) -> None:
+        # Messages that are sent from, and received in, their tensor need no place here.
         staged = [align(m.offsets[-1]) for m in messages if m.direct is None]
         self._slot_bytes = max(staged, default=0)
+        # As many places as fit, but no more than messages, or than may be on their way at once.
         room = most_bytes // self._slot_bytes if staged else 0
         self._count = min(len(staged), room, most)
         self.size_bytes = self._slot_bytes * self._count
@@ -342,8 +346,10 @@ class _Slots:
         if direct is not None:
             prepared.buffer = direct
             return
+        # Message `turn` takes the memory of message `turn - count`, whose steps must end before.
         turn = len(self._users)
         contents = prepared.message.contents if self._are_shared else []
+        # The same contents, for another rank, are packed once while they are in memory.
         for number in range(max(turn - self._count, 0), turn) if self._are_shared else ():
             if self._buffers[number][0] == contents:
                 prepared.buffer = self._buffers[number][1]

@@ -258,6 +258,7 @@ def cut(
         yield view
         return
     length = view.shape[dimension]
+    # How many rows fit; where not even one does, each is cut along the next dimension.
     at_once = most_bytes // (size_bytes // length)
     for begin in range(0, length, max(at_once, 1)):
         part = view.narrow(dimension, begin, min(max(at_once, 1), length - begin))

@@ -42,7 +42,7 @@ class ModelPair:
 
     @classmethod
     def of(cls, source: Model, target: Model, num_experts: int | None) -> ModelPair:
-        """Both, with the number of experts where names do not say it."""
+        """Both, with the number of experts where their names lack it."""
         try:
             both = [_set_num_experts(model, num_experts) for model in (source, target)]
         except ReshardError as error:
@@ -130,6 +130,7 @@ def _gather_names(
             for rank, both in zip(ranks, every, strict=True)
             if both[number] is not None
         }
+        # Problems of both models are collected, so that people see all of them at once.
         wrong = [f"rank {rank}: {one.problem}" for rank, one in of.items() if one.problem]
         names = None
         try:
@@ -239,6 +240,7 @@ def _find_names(described: Mapping[int, _RankGroups], num_experts: int | None) -
                 f"{list(layers)} layers of {first.stack!r} by chunk, the other {list(one.layers)}"
             )
     # A model of one chunk counts over the whole model.
+    # By chunk and stage: virtual pipelining deals each stage several chunks of layers.
     counts = [by_stage[stage][1] for stage in range(grids.pp)]
     is_whole = grids.pp == 1 and len(first.layers) == 1
     layers_of = None if is_whole else PipelineLayers(tuple(zip(*counts, strict=True)))

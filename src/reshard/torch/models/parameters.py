@@ -197,6 +197,7 @@ class _Lister:
             raise UsageError("a MegatronModel without names; give them, or let the refit find them")
         if not isinstance(model.parameters, Mapping):
             raise UsageError(f"parameters={model.parameters!r} of a MegatronModel; give a table")
+        # Reported by the refit if it is so on all ranks: another stage may have the parameter.
         own_names = [name for chunk in chunks_of(model) for name, _ in tensors_of(chunk)]
         self.unmatched = tuple(
             entry
@@ -346,7 +347,7 @@ def _holds(layout: Layout) -> bool:
 
 
 def position_of(layout: Layout, rank: int, number: int) -> int | None:
-    """Where a rank has index `number` of the first dimension; None where it has not.
+    """Where a rank has index `number` of the first dimension; None where it does not have it.
 
     >>> position_of(Layout.replicated((4, 2)), 0, 3)
     3
@@ -378,6 +379,7 @@ def member_layout(layout: Layout, number: int) -> Layout:
         for part in range(layout.tables[0].parts)
         if _position_in_part(layout, part, number) is not None
     ]
+    # The cells that hold the member, without their part of the stacked dimension.
     chosen = np.isin(layout.cell_part[:, 0], parts)
     return Layout(
         layout.shape[1:],
@@ -404,6 +406,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
             check_writable(local, None)
         except ShardError as error:
             problems.append(f"{name}: {error}")
+        # One tensor under two names is written once if these are tied, and refused otherwise.
         key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
         other = at.setdefault(key, name) if local.numel() else name
         if other != name and tied_root(name, ties) == tied_root(other, ties):
@@ -425,6 +428,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
 
 def _find_shared(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> str:
     """The first source and target that share memory; empty where none do."""
+    # A sweep by address: for each side, how far what began so far reaches.
     spans = sorted(
         (str(tensor.device), *_find_addresses(tensor), number, name)
         for number, side in enumerate((sources, targets))

@@ -137,6 +137,7 @@ def _parts(
         yield means, tensor
         return
     sizes = list(_sizes(means, names, layouts, rank, own_name))
+    # Only a tensor that is as long as its members together is split into them.
     is_cut = isinstance(tensor, torch.Tensor) and tensor.ndim > means.dimension
     if not is_cut or sum(sizes) != tensor.shape[means.dimension]:
         # Told with the name and the shape that were expected, on all ranks, by the refit.

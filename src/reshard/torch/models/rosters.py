@@ -62,7 +62,7 @@ class Roster:
     """What one rank has of a model. `names` are those of Megatron's ranks, where it is one.
 
     `first_rank` is the global rank of that model's rank 0. `problems` are why the rank cannot
-    take part; `unmatched` what is said of parameters that this rank has not.
+    take part; `unmatched` the entries for parameters that are not on this rank.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -132,7 +132,7 @@ def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelT
     of_megatron = {rank: r for rank, r in rosters.items() if r.names is not None}
     parameters = _gather_parameters(of_megatron, side, problems)
     if of_megatron:
-        # Another rank may have what one has not.
+        # Another rank may have what this one lacks.
         nowhere = set.intersection(*(set(r.unmatched) for r in of_megatron.values()))
         problems += [
             f"{name}: no rank of the {side} has such a parameter, of which MegatronModel says more"
@@ -174,6 +174,7 @@ def _gather_parameters(
     if not rosters:
         return {}
     first = next(iter(rosters.values()))
+    # Ranks must count alike before their parameters can be put together.
     names, ahead = first.names, first.first_rank
     if names is None or any((r.names, r.first_rank) != (names, ahead) for r in rosters.values()):
         problems.append(f"the {side}'s ranks have different MegatronNames or rank offsets")
@@ -215,6 +216,7 @@ def _assemble_tensor(
     if any((e.parameter is None) != (first.parameter is None) for e in by_rank.values()):
         problems.append(f"{name}: Megatron's on some ranks of the {side}, and not on others")
         return None
+    # One of Megatron's: its layout is what all ranks' attributes give together.
     if first.parameter is not None:
         parameter = parameters.get(name)
         if parameter is None:
@@ -228,6 +230,7 @@ def _assemble_tensor(
         return ModelTensor(
             dtype, shift_ranks(layout, ahead), replace(parameter, dtype=dtype), ahead
         )
+    # A DTensor, or one with a layout: all ranks must describe the same.
     layouts = {entry.layout: rank for rank, entry in by_rank.items()}
     if len(layouts) > 1:
         ranks = " and ".join(map(str, list(layouts.values())[:2]))
@@ -236,6 +239,7 @@ def _assemble_tensor(
     if first.layout is not None:
         problems += _find_misfits(name, first.layout, by_rank, side)
         return ModelTensor(dtype, first.layout, spec=first.spec)
+    # A plain tensor: whole on each rank that has it.
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
         text = ", ".join(f"{list(shape)} on rank {rank}" for shape, rank in shapes.items())

@@ -269,7 +269,7 @@ class PartitionedTensor:
         most = owners.most * owners.ranks if self.aligned else owners.partitions
         rows = gather_splits(self._axis, self.splits, most)
         if self.aligned:
-            # A rank tells a column of the matrix for each partition that it owns.
+            # A rank sends a column of the matrix for each partition that it owns.
             rows = rows.reshape(-1, owners.ranks)[: owners.partitions].T
         matrix = tuple(tuple(row) for row in rows.tolist())
         known = Splits.of_matrix(owners, self._axis.position, matrix)
@@ -279,9 +279,11 @@ class PartitionedTensor:
         axis, orders = self._axis, ("unaligned", "aligned")
         what = f"{orders[self.aligned]} to {orders[is_aligning]}"
         agree(self._intent(what, extra_bytes), axis.group)
+        # After the agreement, so that ranks in different orders raise and do not wait.
         if self.aligned == is_aligning:
             return self
         known = self._known
+        # The splits are exchanged once: the way back needs the same ones.
         if known is None:
             sizes = np.array(self.splits, dtype=np.int64)
             known = exchange_splits(axis, self._owners, sizes, is_aligning)

@@ -79,8 +79,10 @@ def choose_program(
             )
         return _check_memory(method, dtype, ranks, extra_bytes)
     is_combined = source.layout.contributions > target.layout.contributions
+    # Without a topology, only what combines contributions may move less by a program.
     if method == "auto" and topology is None and not is_combined:
         return None
+    # Programs are between shardings; a layout alone has no mesh axes to go along.
     if source.spec is None or target.spec is None:
         if method == "auto":
             return None
@@ -195,7 +197,7 @@ def find_gradient_program(
 
 @lru_cache(maxsize=1024)
 def method_digest(program: Program | None) -> bytes:
-    """What tells methods apart: the steps of a program, with their groups and shards."""
+    """A digest of a method: the steps of a program, with their groups and shards."""
     if program is None:
         return b"exchange"
     hasher = hashlib.blake2b(b"program", digest_size=16)

@@ -153,6 +153,7 @@ def phases_of(program: Program, rank: int) -> RankPhases:
     phases: list[Phase] = []
     layouts = [program.source.layout(program.shape)]
     for step in program.steps:
+        # A rank takes part in the collective of its own group alone.
         number = next((i for i, group in enumerate(step.groups) if rank in group), None)
         change, ranks = LayoutChange(step.source_layout, step.target_layout), tuple[int, ...]()
         if number is not None and not isinstance(step, Permute):
@@ -331,6 +332,7 @@ class ShardBuffers:
         box = shard_box(layout, self._rank)
         if box is None or not box.elements:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
+        # A shard within a larger one is a view of it.
         if buffer.inside != number:
             outer = self._find_shard(buffer.inside)
             around = shard_box(self._phases.buffers[buffer.inside].layout, self._rank)

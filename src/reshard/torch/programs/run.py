@@ -185,6 +185,7 @@ def process_group(
     _forget_ended()
     found = None
     for ranks in groups:
+        # In one order on all ranks: new_group is a collective of the whole job.
         members = tuple(sorted(ranks))
         if len(members) == dist.get_world_size():
             made: dist.ProcessGroup | None = everyone

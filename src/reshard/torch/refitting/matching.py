@@ -2,7 +2,7 @@
 
 1. names: every target needs a source, by its own name or one it is tied to; every source serves
    a target, unless those that serve none may be left. A fused tensor stands for its members,
-   where the other side has not the same one (`members`);
+   unless the other side has the same one (`members`);
 2. what both sides are: one shape, and one element type where no cast is allowed. Parameters of
    Megatron are read together (`reshard.megatron.tensor_pairs`);
 3. what travels: elements of the narrower of both types, so that a cast to a narrower one is at
@@ -117,6 +117,7 @@ class _Matcher:
 
     def run(self) -> None:
         transforms = self.transforms.items()
+        # What a transform makes beside the tensor it is named for is filled with that one.
         made = {one for name, of in transforms for one in of.outputs(name) if one != name}
         for side, model in (("source", self.source), ("target", self.target)):
             found = repeated_members(model, self.ties)
@@ -134,6 +135,7 @@ class _Matcher:
                 continue
             served_by = serving_name(name, self.source, self.ties)
             try:
+                # Fused alike on both sides moves as one tensor; otherwise member by member.
                 if served_by is not None and _are_alike(self.source[served_by], wanted):
                     self.matches += self._match_whole(name, served_by, wanted)
                 else:
@@ -225,6 +227,7 @@ class _Matcher:
         """The moves of what a transform makes at the source, or makes a target of."""
         pieces = list(common_ranges(member, part))
         travels = transform.sent_dtype(member.tensor.dtype)
+        # 1. What would travel if the target's ranks made the output.
         wide = [
             Match(
                 name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]",
@@ -240,6 +243,7 @@ class _Matcher:
             )
             for piece in pieces
         ]
+        # 2. What would travel if the source's ranks did.
         made = self._match_made_at_source(name, member, part, transform, pieces)
         if not isinstance(made, str):
             # Making targets at the source costs nothing, unless replicas make more bytes travel.

@@ -168,6 +168,7 @@ def common_ranges(source: Member, target: Member) -> Iterator[CommonRange]:
         )
     (dimension,) = dimensions
     length = source.shape[dimension or 0]
+    # Cut where a stretch of either side begins: a piece lies within one stretch of both.
     edges = sorted({*source.edges, *target.edges, 0})
     for start, stop in zip(edges, [*edges[1:], length], strict=True):
         ranges = [side.range_of(dimension or 0, start, stop) for side in (source, target)]
@@ -249,6 +250,7 @@ def table_between(table: RunTable, start: int, stop: int) -> tuple[RunTable, Int
     local = runs.local_start + low - runs.start
     begins = np.zeros(table.parts, dtype=np.int64)
     is_first = np.diff(runs.part, prepend=-1) != 0
+    # A part's first run says where it begins; those behind must follow without a gap.
     begins[runs.part[is_first]] = local[is_first]
     follows = local[1:] == (local + high - low)[:-1]
     if not (follows | is_first[1:]).all():

@@ -76,6 +76,7 @@ class RefitMethods:
         found: list[Program | str] = [self._find_program(one, staging_bytes) for one in matches]
         if self.method == "program":
             return self._require_programs(matches, found)
+        # Only tensors that have a program can be divided; the others are exchanged anyway.
         tensors = [
             (LayoutChange(match.source, match.target), as_dtype(match.dtype), program)
             for match, program in zip(matches, found, strict=True)

@@ -132,6 +132,7 @@ class RefitPlan:
                     f"{name!r} is transformed, for which a rank needs {size_bytes} bytes, and "
                     f"extra_bytes leaves {self.staging_bytes}; give at least {2 * size_bytes}"
                 )
+        # Batches behind the direct one, filled in the order of the tensors.
         batch_of = fill_batches(needed_bytes, self.staging_bytes)
         return tuple(
             DIRECT + 1 + batch_of[one.made_of or one.name] if _needs_memory(one, chosen) else DIRECT
@@ -159,6 +160,7 @@ class RefitPlan:
             or (chosen.program is not None and rank in chosen.program.source.mesh.devices)
         ]
         batches = max(self.batches, default=DIRECT) + 1
+        # All batches share one arena, which must be as large as the fullest of them needs.
         filled_bytes = [0] * batches
         for (one, chosen), batch in zip(self.moves, self.batches, strict=True):
             filled_bytes[batch] += staging_bytes(one, chosen) if batch != DIRECT else 0
@@ -295,10 +297,12 @@ def plan_part(
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     is_central = planning == "centralized"
     is_first = dist.get_rank() == ranks[0]
+    # 1. Learn what all ranks have; where one rank plans for all, only that one does.
     gathered = gather((before, after), group, to_first=is_central)
     scattered_bytes = 0
     part: RefitPart | ReshardError
     parts: Any = None
+    # 2. Plan: for all ranks, or each rank its own part.
     if is_first or not is_central:
         found = plan_or_error(matching, gathered.values)
         if not is_central:
@@ -309,6 +313,7 @@ def plan_part(
             parts = found.parts(ranks)
     if is_central:
         part, scattered_bytes = scatter(parts, group)
+    # 3. Raised behind the collectives, so that no rank waits for one that failed.
     if isinstance(part, ReshardError):
         raise part
     made = {

@@ -160,6 +160,7 @@ class Refit:
             "strict": strict,
             "transforms": transforms,
         }
+        # Problems are brought to `agree`: a rank that raised by itself would leave others waiting.
         problem = _find_problem(ties or {}, transforms or {}, extra_bytes)
         problem = problem or _find_problem_of_names(stacks or {}, source_offset, target_offset)
         if planning not in ("local", "centralized"):
@@ -169,6 +170,7 @@ class Refit:
         problem = problem or topology_problem(topology)
         given = ModelPair.of(source, target, num_experts)
         parts = {k: repr(v).encode() for k, v in options.items()}
+        # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
         source, target = given.named(notes, group)
         before = list_tensors(source, source_names, stacks, source_offset)
@@ -223,6 +225,7 @@ class Refit:
                 "an earlier run failed, and messages of it may still be on their way; call "
                 "renew(group) with a new process group"
             )
+        # Messages are views of the tensors' memory, so a tensor must still be where it was.
         for side in (self._prepared.before, self._prepared.after):
             for name, address in side.moved():
                 return f"{name} is at another address than when it was prepared ({address:#x})"

@@ -169,6 +169,7 @@ class BlockQuantized(Transform):
         """
         if output == name:
             return start, stop
+        # Blocks are of the last two dimensions; in those before, each index is one of its own.
         size = (*[1] * (len(shape) - 2), *self.block)[dimension]
         if start % size or (stop % size and stop != shape[dimension]):
             return None
@@ -213,6 +214,7 @@ class BlockQuantized(Transform):
         greatest = torch.finfo(values.dtype).max
         rows, columns = self.block
         for begin in range(0, received.shape[-2], rows):
+            # A row of blocks at a time: only that much is in float32 at once.
             part = received[..., begin : begin + rows, :].to(torch.float32, copy=True)
             for left in range(0, received.shape[-1], columns):
                 block = part[..., left : left + columns]
@@ -251,6 +253,7 @@ def in_blocks(layout: Layout, block: tuple[int, int]) -> Layout | str:
         table = tables[dimension]
         runs, length = table.single_runs(), table.dimension_length
         ends = (runs.stop % size == 0) | (runs.stop == length)
+        # A run that does not begin and end at a block, or lies across blocks in its rank's memory.
         cuts = (runs.start % size != 0) | ~ends | (runs.local_start % size != 0)
         cuts |= runs.role == PAD
         if cuts.any():
