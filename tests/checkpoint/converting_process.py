@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 
 def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> int:
     blocks.BLOCK_BYTES = 4096
-    record = conversion_run._Run._record
+    record = conversion_run._ConversionRun._record
     recorded = 0
 
     def counted(self: object, done: object) -> None:
@@ -28,7 +28,7 @@ def main(source: str, target: str, form: str, rank: int = -1, at: int = -1) -> i
             os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ.get("RANK") == str(rank):
-        conversion_run._Run._record = counted
+        conversion_run._ConversionRun._record = counted
     try:
         with running_processes(timeout_s=5) as processes:
             conversion = plan_conversion(

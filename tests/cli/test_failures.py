@@ -267,7 +267,7 @@ def test_another_conversion_staged_for_the_target_is_3(
         raise errors.RunError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.checkpoint.conversion.run._Run.finish", fail)
+        patch.setattr("reshard.checkpoint.conversion.run._ConversionRun.finish", fail)
         assert_told(run_here("convert", "model", "new", *TP2), 3)
     other = run_here("convert", "model", "new", "--to", "3")
     assert_told(other, 3)

@@ -132,6 +132,8 @@ def compare(
         digest = block_digest(bytes_a)
         if bytes_a == bytes_b:
             return name, block, digest, 0, -1
+        # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row below is an
+        # element.
         differ = reader_a.array(bytes_a, (-1,)).view(np.uint8) != reader_b.array(
             bytes_b, (-1,)
         ).view(np.uint8)
@@ -150,6 +152,8 @@ def compare(
         for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
+                # Blocks come in the order they are finished: the smallest (block, place) is the
+                # first.
                 before, first_block, first_at = found.get(name, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
                 found[name] = (before + count, int(earliest[0]), int(earliest[1]))
@@ -161,6 +165,7 @@ def compare(
         results.close()
         files_a.close()
         files_b.close()
+    # From the place in the block to the index in the tensor.
     for name, (count, block, at) in found.items():
         box = BlockGrid.of(a[name].shape, a[name].dtype.itemsize_bytes).box(block)
         offset = np.unravel_index(at, box.shape) if box.shape else ()
@@ -241,6 +246,7 @@ def check_digests(
     except BaseException:
         files.close()
         raise
+    # What cannot be unpacked has no bytes to digest.
     unreadable = {block.tensor for block in damaged}
     names = [name for name in names if name not in unreadable]
     own = [one for one in checkpoint.checksums if one.tensor in names]
@@ -317,6 +323,7 @@ def _find_damaged_sources(
                     yield name, str(tile.bounds), place
 
     results = run_in_threads(tasks(), work, lambda: Workspace(0, 0), threads)
+    # Threads finish in any order; the report is in that of the checkpoint.
     order = {name: number for number, name in enumerate(checkpoint)}
     damaged = [block for block in results if block is not None]
     return sorted(damaged, key=lambda block: (order[block.tensor], block.places))

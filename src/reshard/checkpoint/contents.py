@@ -129,9 +129,9 @@ class StoredTensor:
             CoverageError: shards that leave part of the tensor out, naming the first box.
         """
         stored = self.stored_layout
-        plan = LayoutChange(stored, _make_whole(self.shape, stored.slots))
+        change = LayoutChange(stored, _make_whole(self.shape, stored.slots))
         try:
-            _ = plan.routes
+            _ = change.routes
         except PlanError:
             hole = missing_box(stored)
             raise CoverageError(
@@ -140,7 +140,7 @@ class StoredTensor:
                 f"checkpoint was not written completely (found shards of ranks "
                 f"{_list_numbers(self.stored_slots)})"
             ) from None
-        return plan
+        return change
 
 
 # Many tensors of a model have one shape.
@@ -288,10 +288,12 @@ def missing_box(layout: Layout) -> Box | None:
     boxes = [box for slot in layout.holders for box in layout.boxes(slot)]
     if not layout.shape:
         return None if boxes else Box((), ())
+    # Along each dimension the boxes' edges cut it into intervals that no box cuts.
     edges = [
         np.unique([0, size, *(edge for box in boxes for edge in (box.start[d], box.stop[d]))])
         for d, size in enumerate(layout.shape)
     ]
+    # One flag for each product of intervals; argmin finds the first False in row-major order.
     covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
     for box in boxes:
         low = [int(np.searchsorted(edges[d], a)) for d, a in enumerate(box.start)]

@@ -216,6 +216,8 @@ def _list_reads(
     """Every box that is read to fill a rank's array."""
     stored = tensor.stored_layout
     cells = layout.cells_of(rank)
+    # The rank's cells on a slot behind all that store something: it holds nothing yet, so that
+    # every element is read.
     mine = Layout(
         layout.shape,
         layout.tables,
@@ -223,8 +225,8 @@ def _list_reads(
         [stored.slots] * len(cells),
         layout.cell_part[cells.start : cells.stop],
     )
-    plan = LayoutChange(stored, mine)
-    routes = plan.routes
+    change = LayoutChange(stored, mine)
+    routes = change.routes
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
     for route in range(len(routes.source_cell)):
         cell = int(routes.source_cell[route])
@@ -232,14 +234,16 @@ def _list_reads(
         target_cell = int(routes.target_cell[route])
         part = array
         if len(shapes) > 1:
+            # Several cells of a rank lie one behind the other in its flat array.
             begin, shape = int(mine.cell_offset[target_cell]), shapes[target_cell]
             part = array[begin : begin + math.prod(shape)].reshape(shape)
         columns = []
-        for column in plan.pieces:
+        for column in change.pieces:
             rows = column.rows(route)
             stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
             columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
         for product in itertools.product(*columns):
+            # The ellipsis makes it a view for a scalar too.
             inside: Any = (*(slice(at, at + length) for _, at, length in product), ...)
             yield _Read(
                 tensor,
@@ -257,6 +261,7 @@ def _split(read: _Read) -> list[_Read]:
     long = [d for d, n in enumerate(read.target.shape) if n > 1]
     if read.target.nbytes <= 4 * BUFFER_BYTES or not long:
         return [read]
+    # Halves along the outermost dimension: each is as contiguous in the file as the whole.
     d = long[0]
     half = read.target.shape[d] // 2
     low, high = np.split(read.target, [half], axis=d)

@@ -8,7 +8,7 @@ import click
 
 
 class Commands(click.Group):
-    """Commands in the order they were added; a misspelt one is told its near match."""
+    """Commands in the order they were added; the error for a misspelt one names its near match."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all commands."""

@@ -131,6 +131,7 @@ class Explanation:
     @cached_property
     def moving(self) -> Transfers:
         """The boxes that pass between ranks, by receiver and place in the tensor."""
+        # `lexsort` takes its last key first: receiver, place in row-major order, order in the plan.
         moving = self.plan.transfers.moving
         place = moving.start.T[::-1]
         return moving.take(np.lexsort((moving.order, *place, moving.target_slot)))
@@ -153,6 +154,7 @@ class Explanation:
             found = find_program(source, target, self.plan.source.shape, steps=self.steps)
         except PlanError as error:
             return str(error)
+        # An exchange between any ranks is no collective of a group.
         if any(isinstance(step, Exchange) for step in found.steps):
             return "no collectives within groups of the mesh lead from one to the other"
         return found
@@ -295,6 +297,8 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """The keys that `reshard explain --help` lists."""
         moving = self.moving
+        # Of shape (transfers, dimensions, 2): begin and end, in the tensor and in both local
+        # arrays.
         boxes = (
             np.stack((start, start + moving.shape), axis=-1).tolist()
             for start in (moving.start, moving.source_start, moving.target_start)

@@ -30,7 +30,7 @@ FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an exception is told: its kind, the message, the exit code, and where to look."""
+    """The report of an exception: its kind, the message, the exit code, and where to look."""
 
     kind: str
     message: str
@@ -68,7 +68,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def report(error: BaseException, as_json: bool) -> int:
-    """Tell the user of a failure; the exit code."""
+    """Report a failure to the user, and return the exit code."""
     failure = failure_of(error)
     if os.environ.get("RESHARD_DEBUG") == "1":
         write_error("".join(traceback.format_exception(error)).rstrip())
@@ -76,7 +76,7 @@ def report(error: BaseException, as_json: bool) -> int:
     if failure.hint:
         write_error(failure.hint)
     if as_json:
-        # Where stdout itself is what failed, stderr has told it.
+        # Where stdout itself failed, the line on stderr is the whole report.
         with suppress(OSError):
             write_json({"error": {"kind": failure.kind, "message": failure.message}})
     return failure.exit_code

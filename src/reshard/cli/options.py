@@ -37,6 +37,7 @@ def size_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     units = {unit.casefold(): factor for unit, factor in _UNITS.items()}
     factor = units.get(match[2].casefold()) if match else None
+    # A Fraction is exact; a float would lose bytes of large sizes.
     size = int(Fraction(match[1]) * factor) if match and factor else 0
     if size < 1:
         raise UsageError(

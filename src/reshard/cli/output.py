@@ -41,6 +41,7 @@ def write(text: str) -> None:
     except BrokenPipeError:
         return
     except OSError as error:
+        # The report of the failure names it.
         error.filename = "standard output"
         raise
 
@@ -51,7 +52,7 @@ def write_json(content: Mapping[str, Any]) -> None:
 
 
 def write_error(text: str) -> None:
-    """A line on stderr; where nobody can be told, nobody is."""
+    """A line on stderr; a stream that is closed or broken is ignored."""
     if sys.stderr is None:
         return
     with suppress(OSError):
@@ -67,6 +68,8 @@ def settle_streams() -> None:
                 stream.flush()
         except OSError:
             with suppress(OSError):
+                # The interpreter flushes again at exit: what is in the buffer goes to the null
+                # device.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)

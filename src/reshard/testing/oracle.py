@@ -57,6 +57,8 @@ def coordinate(mesh: DeviceMesh, position: int, axes: Iterable[Axis]) -> int:
     for axis in axes:
         here, full = along[axis.name]
         size = full if axis.size is None else axis.size
+        # A sub-axis takes some digits of the coordinate: `pre` counts those above, `below` those
+        # below.
         below = full // (axis.pre * size)
         found = found * size + here // below % size
     return found
@@ -140,6 +142,7 @@ def _product(
     is_pad = np.zeros(local_shape, dtype=bool)
     is_source = np.ones(local_shape, dtype=bool)
     for dimension, part in enumerate(places):
+        # A shape in which this dimension's places broadcast against those of the others.
         column = tuple(len(part) if d == dimension else 1 for d in range(len(shape)))
         stride = math.prod(shape[dimension + 1 :])
         elements += np.array([place.global_index * stride for place in part], np.int64).reshape(
@@ -227,6 +230,7 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
     dtype = next(iter(shards.values())).dtype
     size = math.prod(contents.shape)
     dense = [np.zeros(size, dtype=dtype) for _ in range(contents.contributions)]
+    # Of shape (contributions, elements): which elements some shard had.
     seen = np.zeros((contents.contributions, size), dtype=bool)
     for slot, elements in contents.elements.items():
         shard, carried = shards[slot], contents.contribution[slot]
@@ -237,6 +241,7 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
         real = elements != NO_ELEMENT
         for element, value in zip(elements[real].tolist(), shard[real], strict=True):
             known = dense[carried][element]
+            # Two copies must agree; a NaN agrees with a NaN.
             if (
                 seen[carried, element]
                 and value != known

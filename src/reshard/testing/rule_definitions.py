@@ -120,6 +120,7 @@ def _heads(count: int, length: int, parts: int) -> list[Part]:
     width = length // count
     heads = [[Place(i) for i in range(head * width, (head + 1) * width)] for head in range(count)]
     if parts > count:
+        # More parts than heads: neighbouring parts hold copies of one head.
         return [heads[part * count // parts] for part in range(parts)]
     each = -(-count // parts)
     dealt: list[Part] = [[] for _ in range(parts)]
@@ -132,6 +133,7 @@ def _blocks(sizes: Sequence[int], rule: CutRule, parts: int) -> list[Part]:
     dealt: list[Part] = [[] for _ in range(parts)]
     start = 0
     for size in sizes:
+        # Each part has its piece of every block, one block behind the other.
         for whole, piece in zip(dealt, parts_of(rule, size, parts), strict=True):
             whole += [
                 place if place.role == "pad" else Place(start + place.global_index, place.role)

@@ -129,6 +129,8 @@ class _Run:
         if isinstance(op, ShardOp):
             return self._parts(op, held)
         if isinstance(op, CastOp):
+            # A cast of what has no sharding yet leads back to a global tensor, whose padding the
+            # next `shard` takes off; the other way, a shard is padded to the size of the largest.
             if op.operand not in self._annotated:
                 self._returning.add(op.result)
                 return held
@@ -176,6 +178,7 @@ class _Run:
                         f"{shape[axis]} processes in `{op}`"
                     )
             peers.append(int(np.ravel_multi_index(place, shape)))
+        # A send is kept until the receive that follows it, in which every process takes its own.
         if op.kind == "send":
             self._sent = {}
             for sender, (receiver, array) in enumerate(zip(peers, held, strict=True)):
@@ -215,6 +218,7 @@ def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
 def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
     """What a collective makes of the arrays of every group, its ranks in the order of its axes."""
     rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
+    # The collective's axes last: after the reshape each row is one group of processes.
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)
     size = math.prod(grid.shape[axis] for axis in op.grid_axes)
     found: dict[int, Array] = {}

@@ -124,7 +124,7 @@ class _ModuleReader:
         )
 
     def _next(self) -> None:
-        """An operation begins here: errors are told by its line."""
+        """An operation begins here: errors name its line."""
         self._begin = self.scanner.position
 
     def _grid(self, known: list[Grid]) -> Grid:
@@ -205,6 +205,7 @@ class _ModuleReader:
         operand = self._name()
         self.scanner.expect("to")
         sharding = self._name()
+        # The annotation holds for the users of the value, with these words or without.
         self.scanner.accept("annotate_for_users")
         self.scanner.expect(":")
         return ShardOp(result, operand, sharding, self._tensor())

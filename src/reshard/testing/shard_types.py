@@ -182,6 +182,7 @@ class TypeCheck:
             raise NotationError(
                 f"%{op.operand} has a sharding already; programs say by collectives how it changes"
             )
+        # What was cast back had the shape that this sharding gives each process.
         if sharding is not None and value.own is not None:
             self._check_part(value.own, sharding, op.type)
         return _Value("tensor", op.type, sharding=sharding)

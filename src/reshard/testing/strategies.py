@@ -65,6 +65,7 @@ def shapes(
 
     @st.composite
     def shape(draw: st.DrawFn) -> Shape:
+        # Hypothesis shrinks towards the first item: matrices, then vectors and cubes.
         ranks = sorted(range(min_rank, max_rank + 1), key=lambda rank: abs(rank - 2))
         rank = draw(st.sampled_from(ranks))
         largest = min(max_size, round(max_elements ** (1 / max(rank, 1))))
@@ -94,6 +95,7 @@ def meshes(draw: st.DrawFn, max_devices: int = 12, max_axes: int = 3) -> DeviceM
 @st.composite
 def sizes_adding_up_to(draw: st.DrawFn, total: int, count: int) -> tuple[int, ...]:
     """`count` sizes of 0 or more that add up to `total`."""
+    # Edges drawn freely: empty parts are as likely as any other size.
     edges = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
     return tuple(b - a for a, b in zip([0, *edges], [*edges, total], strict=True))
 
@@ -147,7 +149,7 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
 
 @st.composite
 def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeBlocks:
-    """Blocks dealt whole, a given number of them to each part."""
+    """Whole blocks, a given number of them for each part."""
     blocks = draw(st.integers(1, 6))
     counts = draw(sizes_adding_up_to(blocks, parts))
     return WholeBlocks(draw(sizes_adding_up_to(length, blocks)), counts)

@@ -41,6 +41,7 @@ def bytes_text(size_bytes: float) -> str:
     for unit in _BYTE_UNITS[1:]:
         value /= 1000
         text = _three_digits(value)
+        # What rounds up to 1000 is written in the next unit.
         if text != "1000" and value < 1000:
             return f"{text} {unit}"
     return f"{value:,.0f} {_BYTE_UNITS[-1]}"
@@ -92,6 +93,7 @@ def duration_text(duration_s: float) -> str:
         text = _three_digits(duration_s * factor)
         if duration_s * factor < 1000 and text != "1000":
             return f"{text} {unit}"
+    # From here on, three digits would be 60.0 s.
     if duration_s < 59.95:
         return f"{_three_digits(duration_s)} s"
     whole = round(duration_s)

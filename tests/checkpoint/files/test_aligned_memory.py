@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, Region
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
 from reshard.errors import UsageError
 
 
@@ -100,6 +100,6 @@ def test_a_region_outlives_its_buffer_but_a_closed_buffer_gives_none():
 def test_a_region_that_is_not_its_pages_is_refused():
     memory = memoryview(bytearray(2 * PAGE_BYTES))
     with pytest.raises(UsageError, match="4096 bytes of pages: expected 8192"):
-        Region(memory=memory[1:4097], pages=memory[:4096], lead_bytes=1, end_bytes=4096)
+        BufferRegion(memory=memory[1:4097], pages=memory[:4096], lead_bytes=1, end_bytes=4096)
     with pytest.raises(UsageError, match="4096 bytes into its first page"):
-        Region(memory=memory[4096:], pages=memory, lead_bytes=4096, end_bytes=8192)
+        BufferRegion(memory=memory[4096:], pages=memory, lead_bytes=4096, end_bytes=8192)

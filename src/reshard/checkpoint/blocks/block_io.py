@@ -11,7 +11,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.strided_spans import extent, strided_spans
 from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, Region
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
+from reshard.checkpoint.files.descriptors import Closable
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.errors import DigestError
@@ -45,11 +46,7 @@ class Workspace:
         self.span.close()
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-File = TypeVar("File", bound=_Closable)
+File = TypeVar("File", bound=Closable)
 
 
 class OpenFiles(Generic[File]):
@@ -105,7 +102,7 @@ def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFil
     return files
 
 
-# Told every range of a file that is read or written: its file, where it begins, its bytes.
+# Called with every range of a file that is read or written: its file, where it begins, its bytes.
 Watch = Callable[[str, int, memoryview], None]
 
 
@@ -149,7 +146,7 @@ class _BlockAccess:
 
 
 class BlockReader(_BlockAccess):
-    """Reads the blocks of one stored tensor; `watch` is told what was read.
+    """Reads the blocks of one stored tensor; `watch` is called with every range that is read.
 
     Raises:
         CoverageError: shards that leave part of the tensor out.
@@ -172,11 +169,13 @@ class BlockReader(_BlockAccess):
         box = self.grid.box(index)
         size_bytes = box.elements * self.grid.itemsize_bytes
         spans = list(self.spans(box))
+        # The block lies in one range of one file, in its own order: it is read in place.
         if len(spans) == 1 and spans[0][1].is_all_of(box):
             name, span = spans[0]
             region = workspace.block.region(span.start_bytes, size_bytes)
             self._read(name, region, span)
             return region.memory
+        # Otherwise each range is read into the second buffer and spread over the block.
         memory = workspace.block.region(0, size_bytes).memory
         block = self.array(memory, box.shape)
         for name, span in spans:
@@ -185,7 +184,7 @@ class BlockReader(_BlockAccess):
             span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
         return memory
 
-    def _read(self, name: str, region: Region, span: Span) -> None:
+    def _read(self, name: str, region: BufferRegion, span: Span) -> None:
         self._files[name].read_into(region, span.start_bytes)
         if self._watch is not None:
             self._watch(name, span.start_bytes, region.memory)
@@ -217,7 +216,7 @@ class BlockReader(_BlockAccess):
 
 
 class BlockWriter(_BlockAccess):
-    """Writes the blocks of one tensor into the files that store it; `watch` is told what."""
+    """Writes the blocks of one tensor into the files that store it, and calls `watch` with each."""
 
     def __init__(
         self, tensor: StoredTensor, files: OpenFiles[TargetFile], watch: Watch | None = None
@@ -238,11 +237,14 @@ class BlockWriter(_BlockAccess):
         written: set[str] = set()
         for name, span in self.spans(box):
             written.add(name)
+            # Congruent to its place in the file modulo a page, memory can be written directly as it
+            # is.
             if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
                 self._write(name, span, memory)
                 continue
             region = workspace.span.region(span.start_bytes, span.size_bytes)
             shard = self.array(region.memory, span.shape)
+            # Padding is written as zeros, not as what an earlier span left in the buffer.
             if span.has_gaps:
                 shard[...] = np.zeros((), dtype=shard.dtype)
             span.copy(block, shard, into_block=False)

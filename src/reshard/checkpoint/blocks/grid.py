@@ -23,6 +23,7 @@ from reshard.checkpoint.contents import TensorDigest
 from reshard.errors import MissingExtraError
 from reshard.layout import Box
 
+# Digests in manifests are of blocks of this size: with another one they could not be compared.
 BLOCK_BYTES = 4 * 1024 * 1024
 DIGEST_BYTES = 16
 
@@ -60,12 +61,14 @@ class BlockGrid:
         if not shape:
             return cls(shape, itemsize_bytes, 0, 1, 1, block_bytes)
         dimension, inner_bytes = len(shape) - 1, itemsize_bytes
+        # From the last dimension on: those that fit into a block whole.
         while dimension > 0 and inner_bytes * shape[dimension] <= block_bytes:
             inner_bytes *= shape[dimension]
             dimension -= 1
         length = shape[dimension]
         most = max(1, block_bytes // max(inner_bytes, 1))
         chunks = -(-length // most)
+        # Chunks of about equal length, instead of full ones and a short rest.
         chunk = -(-length // chunks) if chunks else 1
         outer = math.prod(shape[:dimension])
         count = 0 if 0 in shape else outer * -(-length // chunk)
@@ -76,6 +79,7 @@ class BlockGrid:
         if not self.shape:
             return Box((), ())
         length = self.shape[self.dimension]
+        # Blocks are numbered in row-major order: the chunk is the last digit.
         outer, chunk = divmod(index, -(-length // self.chunk))
         lead: list[int] = []
         for size in reversed(self.shape[: self.dimension]):

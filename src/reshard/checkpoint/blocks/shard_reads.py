@@ -30,6 +30,7 @@ from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.runs import IntArray
 
+# What may be read in vain, as a share of what is needed.
 MOST_WASTE = 0.05
 SECTOR_BYTES = 512
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -59,9 +60,11 @@ def read_box(
     if not target.size:
         return
     itemsize = target.dtype.itemsize
+    # Elements from the first to the last of the box in the file, both included.
     reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, view.strides, strict=True))
     at_once = reach <= target.size * (1 + MOST_WASTE)
     ranges, length = _ranges(view.strides, target.shape)
+    # A disk reads whole sectors: shorter ranges cost as much as all that is between them.
     if not at_once and length * itemsize < SECTOR_BYTES:
         at_once = True
     needed_bytes = (reach if at_once else target.size) * itemsize
@@ -76,12 +79,14 @@ def read_box(
     first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
     at = start_bytes + first * itemsize
     if at_once:
+        # One read, of which the box is a strided view.
         region = buffer.region(at, needed_bytes)
         file.read_into(region, at)
         elements = np.frombuffer(region.memory, dtype=target.dtype)
         strides = [stride * itemsize for stride in view.strides]
         target[...] = as_strided(elements, target.shape, strides, writeable=False)
         return
+    # Range by range, packed one behind the other: that is the box in row-major order.
     memory = buffer.region(0, needed_bytes).memory
     size = length * itemsize
     offsets = (at + ranges * itemsize).tolist()
@@ -99,10 +104,12 @@ def _ranges(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[IntArray,
     (array([ 0,  8, 16]), 2)
     """
     dense, inner = 1, len(shape)
+    # Trailing dimensions that lie densely in the file are part of one range.
     while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == dense):
         inner -= 1
         dense *= shape[inner]
     begin = np.zeros(1, dtype=np.int64)
     for size, stride in zip(shape[:inner], strides[:inner], strict=True):
+        # An outer sum in row-major order: the ranges so far, for every index of this dimension.
         begin = (begin[:, None] + np.arange(size) * stride).reshape(-1)
     return begin, math.prod(shape[inner:])

@@ -59,6 +59,7 @@ def strided_spans(
 
     `start_bytes` is where element 0 of the view lies in the file.
     """
+    # Of each dimension: what the block takes, as (begin in the block, begin in the shard, length).
     pieces = []
     for d in range(len(tile.local_shape)):
         begin = np.maximum(tile.start[d], box.start[d])
@@ -100,10 +101,12 @@ def _ranges(
         if widest is None or shape[widest] == 1:
             yield offset, tuple(shape)
             continue
+        # What one index of the widest dimension reaches over; the rest of the stride is a gap.
         inner = size - (shape[widest] - 1) * strides[widest]
         if size <= most and strides[widest] - inner <= largest_gap:
             yield offset, tuple(shape)
             continue
+        # As many indices as reach over at most `most` elements: `rows - 1` strides and `inner`.
         rows = max(1, (most - inner) // strides[widest] + 1) if inner <= most else 1
         if strides[widest] - inner > largest_gap:
             rows = 1

@@ -82,6 +82,7 @@ class Span:
                 span[in_span] = block[in_block]
 
     def _indices(self) -> Iterator[tuple[Any, Any]]:
+        # Few pieces: views, one for each combination of the dimensions' pieces.
         if math.prod(len(length) for length in self.lengths) <= _MOST_SLICES:
             for choice in np.ndindex(*(len(length) for length in self.lengths)):
                 yield (
@@ -139,12 +140,15 @@ class Tile:
             yield Span(start_bytes, grid.itemsize_bytes, (), (), (), ())
             return
         cut = grid.dimension
+        # Dimensions before the block's: one index each; `lead` is their row-major index in the
+        # shard.
         lead = 0
         for d in range(cut):
             at = self._local_index(d, box.start[d])
             if at is None:
                 return
             lead = lead * self.local_shape[d] + at
+        # The block's dimension: what each piece has of the block's range, and where in the shard.
         begin = np.maximum(self.start[cut], box.start[cut])
         end = np.minimum(self.start[cut] + self.length[cut], box.stop[cut])
         met = end > begin
@@ -152,6 +156,7 @@ class Tile:
             return
         local = self.local[cut][met] + (begin - self.start[cut])[met]
         pieces = zip(begin[met].tolist(), (end - begin)[met].tolist(), local.tolist(), strict=True)
+        # Dimensions behind it are taken whole, so rows in a row are one range of the file.
         row_bytes = math.prod(self.local_shape[cut + 1 :]) * grid.itemsize_bytes
         most_rows = max(1, most_bytes // row_bytes)
         for starts, lengths, locals_ in _stretches(pieces, most_rows):
@@ -189,6 +194,7 @@ def _stretches(
             piece = (begin + offset, min(most, length - offset), local + offset)
             if group:
                 first, last = group[0][2], group[-1][2] + group[-1][1]
+                # A gap in the shard, or more than the buffer holds: another span begins.
                 if piece[2] != last or piece[2] + piece[1] - first > most:
                     yield _columns(group)
                     group = []
@@ -226,6 +232,7 @@ class Tiles:
         """The tiles whose bounds meet a box."""
         if not self.tiles:
             return
+        # Of shape (tiles,): boxes meet when they overlap in every dimension.
         met = ((self.low < box.stop) & (self.high > box.start)).all(axis=1)
         for number in np.flatnonzero(met).tolist():
             yield self.tiles[number]
@@ -241,6 +248,7 @@ def source_tiles(assembly: LayoutChange) -> Tiles:
     of_cell: dict[int, list[list[_Pieces]]] = {}
     for route in range(len(routes.source_cell)):
         product: list[_Pieces] = []
+        # `product[d]` lists the route's pieces along d: (global begin, length, begin in the shard).
         for column in assembly.pieces:
             rows = column.rows(route)
             values = (column.start[rows], column.length[rows], column.source_local[rows])
@@ -271,6 +279,7 @@ def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
     for dimension in reversed(range(len(products[0]))):
         groups: dict[tuple[tuple[tuple[int, int, int], ...], ...], list[_Pieces]] = {}
         for product in products:
+            # Those that agree in all other dimensions form one product.
             others = (*product[:dimension], *product[dimension + 1 :])
             groups.setdefault(tuple(map(tuple, others)), []).append(product[dimension])
         products = [
@@ -314,6 +323,7 @@ def _tile(layout: Layout, cell: int, product: list[_Pieces]) -> Tile:
     slot = int(layout.cell_slot[cell])
     number = cell - layout.cells_of(slot).start
     offset = int(layout.cell_offset[cell])
+    # One matrix a dimension, of shape (3, pieces): its rows are start, length and local.
     matrices = [np.array(pieces, dtype=np.int64).reshape(-1, 3).T for pieces in product]
     start, length, local = (tuple(matrix[row] for matrix in matrices) for row in range(3))
     return Tile(slot, number, offset, tuple(layout.cell_shape[cell].tolist()), start, length, local)

@@ -130,8 +130,8 @@ class Conversion:
         items = []
         for name, tensor in self.arrangement.tensors.items():
             stored = self.source.tensors[name]
-            plan = LayoutChange(stored.layout, tensor.layout)
-            items.append(JobItem(name, tensor.dtype, plan, stored.binding, tensor.binding))
+            change = LayoutChange(stored.layout, tensor.layout)
+            items.append(JobItem(name, tensor.dtype, change, stored.binding, tensor.binding))
         return Job(items)
 
     @cached_property
@@ -139,9 +139,10 @@ class Conversion:
         """Bytes read from the files of each source rank."""
         total: dict[int, int] = {}
         for tensor in self.source.tensors.values():
-            plan = tensor.assembly
-            slots = plan.source.cell_slot[plan.routes.source_cell]
-            for slot, elements in zip(slots.tolist(), plan.routes.elements.tolist(), strict=True):
+            change = tensor.assembly
+            # One row a route of the assembly: the rank that it reads from, and how many elements.
+            slots = change.source.cell_slot[change.routes.source_cell]
+            for slot, elements in zip(slots.tolist(), change.routes.elements.tolist(), strict=True):
                 total[slot] = total.get(slot, 0) + elements * tensor.dtype.itemsize_bytes
         return dict(sorted(total.items()))
 
@@ -160,6 +161,7 @@ class Conversion:
 
     @cached_property
     def _buffers(self) -> tuple[int, int]:
+        # One size for all tensors, the largest block and span of any: a thread allocates once.
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
         block = span = 0
         for name, tensor in self.arrangement.tensors.items():
@@ -246,6 +248,7 @@ def plan_conversion(
         UsageError: arguments that contradict each other; a target inside the source.
         RunError: a target that the system does not let us look at.
     """
+    # 1. The source, and a target apart from it.
     if request is None:
         request = ConversionRequest(**arguments)
     elif arguments:
@@ -260,6 +263,7 @@ def plan_conversion(
             target,
             whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
         )
+    # 2. Names: from the source's to those of the recipe, in which rules match, to the target's.
     recipe = _find_recipe_of(request, checkpoint)
     config = read_config(checkpoint) if recipe is not None else None
     from_names = names_of("source_names", request.source_names, recipe, config)
@@ -271,6 +275,7 @@ def plan_conversion(
     fused: dict[str, Fusion] = {}
     if to_names is not None:
         checkpoint, names, fused = in_names_of(checkpoint, to_names.table)
+    # 3. Layouts: by rules and a recipe over a mesh, by a strategy over ranks, or whole.
     mesh, assignment, planned = request.mesh, None, {}
     if mesh is not None and request.is_by_rules:
         assignment = assign_tensors(by_own_names, mesh, request.parsed_rules, recipe)
@@ -278,6 +283,7 @@ def plan_conversion(
         shapes = {name: tensor.shape for name, tensor in by_own_names.tensors.items()}
         for name, tensor in checkpoint.tensors.items():
             spec, layout = assignment.specs[names[name]], assignment.layouts[names[name]]
+            # A fused parameter is cut as its members are, so that ranks keep whole members.
             if name in fused:
                 spec = fused_spec(name, fused[name], assignment.specs, shapes, storage_axes)
                 layout = spec.layout(tensor.shape)
@@ -286,6 +292,7 @@ def plan_conversion(
         layouts = _place_by_strategy(request, checkpoint)
         for name, tensor in checkpoint.tensors.items():
             planned[name] = PlannedTensor(tensor.dtype, layouts[name])
+    # 4. Files: the format finds a place for every shard.
     arrangement = request.target_format.arrange(
         NewCheckpoint(
             planned,
@@ -401,6 +408,7 @@ def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) ->
         raise UsageError(
             f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
         )
+    # The commit replaces the target with everything in it.
     if goal in source.parents or (goal == source and not whole_folder):
         raise UsageError(
             f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "

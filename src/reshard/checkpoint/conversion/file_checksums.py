@@ -1,8 +1,8 @@
 """The checksums and items of files that a run reads and writes, beside moving blocks.
 
 The files of some formats have checksums of their own, such as that of each storage in PyTorch's
-archives. A checksum is put together from the blocks as they
-pass by (`range_checksums`), so that no byte is read twice:
+archives. A checksum is put together from the blocks as they pass by (`range_checksums`), so that no
+byte is read twice:
 
 1. Of what is read: at the end it must be what the source's file says. PyTorch itself does
    not look. Tensors with digests in a manifest are not checked a second time.
@@ -53,12 +53,12 @@ class FileChecksums:
 
     @property
     def watch_source(self) -> Watch | None:
-        """What is to be told of every range that is read."""
+        """What to call with every range that is read; None where nothing is checked."""
         return self._read.add if self._read.ranges else None
 
     @property
     def watch_target(self) -> Watch | None:
-        """What is to be told of every range that is written."""
+        """What to call with every range that is written; None where nothing is checked."""
         return self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
@@ -111,6 +111,7 @@ class FileChecksums:
         return digests
 
     def _close_targets(self, targets: OpenFiles[TargetFile]) -> None:
+        # Opened only for ranges that were not seen whole while they were written.
         staged = OpenFiles(lambda name: SourceFile(self._content / name))
 
         def find_checksum(name: str, start_bytes: int, size_bytes: int) -> int:

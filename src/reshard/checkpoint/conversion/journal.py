@@ -37,6 +37,8 @@ from reshard.errors import RunError, UsageError
 
 _MAGIC = b"reshardJ"
 _FORMAT_VERSION = 1
+# A frame begins with the payload's length, its kind and the checksum; a commit is an inode number
+# and whether it replaces a target.
 _FRAME = struct.Struct("<IBI")
 _FRAME_START = struct.Struct("<IB")
 _COMMIT = struct.Struct("<QB")
@@ -66,6 +68,8 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
 
     def __init__(self, records: bytes) -> None:
         blocks = np.frombuffer(records, dtype=_BLOCK)
+        # One key a record, tensor above block. The stable sort keeps the records of one block in
+        # the order they were written, of which the last stays.
         keys = (blocks["tensor"].astype(np.int64) << 32) | blocks["block"].astype(np.int64)
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
@@ -144,6 +148,7 @@ class Journal(Closing):
         self.resumed = resumed
         self._end = record.valid_bytes
         self._checksum = record.checksum
+        # Re-entrant: an append that fails closes the journal while it has the lock.
         self._lock = threading.RLock()
         self._descriptor: int | None = os.open(path, os.O_RDWR)
 
@@ -278,6 +283,7 @@ def _create(path: Path, conversion_id: str, description: Any) -> JournalRecord:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    # Synced before it has its name: a journal that exists has a whole head.
     os.rename(unfinished, path)
     sync_folder(path.parent)
     return JournalRecord(

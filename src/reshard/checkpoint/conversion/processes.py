@@ -100,7 +100,7 @@ class GlooProcesses:
             try:
                 self._store.set(f"alive/{self.rank}", str(beats))
             except RuntimeError:
-                # The store's process is gone: whoever talks next is told.
+                # The store's process is gone: the next call to it raises.
                 return
 
     def close(self) -> None:
@@ -124,6 +124,8 @@ class GlooProcesses:
 
     def _meet(self) -> None:
         """Wait until every process has come here."""
+        # torch's own calls do not notice a process that is gone, so nobody enters one before all
+        # are here.
         self._meetings += 1
         self._store.set(f"meeting/{self._meetings}/{self.rank}", "")
         everybody = [f"meeting/{self._meetings}/{rank}" for rank in range(self.size)]
@@ -144,6 +146,7 @@ class GlooProcesses:
             raise RunError(f"another process stopped: {self._store.get('failed').decode()}")
         for other in range(self.size):
             key = f"alive/{other}"
+            # To get a key that is not there waits for it.
             beat = self._store.get(key) if self._store.check([key]) else b""
             if other not in self._heard or beat != self._heard[other][0]:
                 self._heard[other] = (beat, now_s)

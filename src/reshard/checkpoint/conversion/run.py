@@ -104,7 +104,7 @@ class _Done:
     files: set[str]
 
 
-class _Run:
+class _ConversionRun:
     """One run of a conversion, inside its staging folder."""
 
     def __init__(
@@ -154,9 +154,10 @@ class _Run:
         self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
 
     def begin(self) -> None:
-        """Make the files, and tell the other processes what is done already."""
+        """Make the files, and share with the other processes which blocks are done already."""
         if self.staging.owner is not None:
             self._make_files()
+            # One bit a block keeps the message to the other processes small.
             packed = [np.packbits(finished) for finished in self.finished]
             self.processes.share((packed, self.resumed_bytes))
             return
@@ -180,7 +181,7 @@ class _Run:
             for offset, known in file.known_bytes():
                 target.write(memoryview(bytearray(known)), offset)
         if not self.resumed_bytes:
-            # Before the journal speaks of blocks in them, their sizes and names must be safe.
+            # Their sizes and names must be durable before the journal lists blocks in them.
             for target in self.targets:
                 target.sync()
             with refusals_explained("sync the staging folder", self.staging.content):
@@ -195,6 +196,7 @@ class _Run:
         total = sum(map(len, left))
         rank, size = self.processes.rank, self.processes.size
         first, stop = total * rank // size, total * (rank + 1) // size
+        # `first:stop` counts from the first unfinished block of the current tensor on.
         for tensor, blocks in enumerate(left):
             for block in blocks[max(0, first) : max(0, stop)].tolist():
                 yield _Task(tensor, block)
@@ -237,6 +239,7 @@ class _Run:
         self._record(waiting)
 
     def _record(self, done: list[_Done]) -> None:
+        # The data before the journal: a block that it lists must be on the disk.
         for name in sorted(set().union(*(item.files for item in done))):
             self.targets[name].sync()
         blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
@@ -246,7 +249,8 @@ class _Run:
             self._note(tensor, block, digest)
 
     def meet(self) -> None:
-        """Wait for all processes, and let process 0 know what each has done."""
+        """Wait for all processes, and collect on process 0 what each has done."""
+        # A source that was written to meanwhile would leave a mixture of old and new in the target.
         for source in self.sources:
             source.check_unchanged()
         read = sum(source.read_bytes for source in self.sources)
@@ -351,21 +355,26 @@ def run_conversion(
     """
     began_s = time.monotonic()
     processes = processes or OneProcess()
+    # 1. What can be refused is refused before anything is written.
     # Too small a limit must be known before anything is written.
     conversion.threads(extra_bytes, threads)
     # A missing hash library must be known before anything is written.
     block_digest(b"")
     FileChecksums.expect_library(conversion.source, conversion.arrangement)
+    # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     sources = open_sources(conversion.source, conversion.target.parent)
-    run: _Run | None = None
+    run: _ConversionRun | None = None
     try:
         description = conversion.description(sources)
+        # Equal fingerprints mean equal results: only the same conversion resumes a staging folder.
         text = json.dumps(description, sort_keys=True).encode()
         conversion_id = hashlib.blake2b(text, digest_size=16).hexdigest()
         machine = socket.gethostname()
+        # The processes of one machine share its cores: the default is for all of them together.
         neighbours = processes.collect(machine).count(machine)
         workers = conversion.threads(extra_bytes, threads or -(-DEFAULT_THREADS // neighbours))
+        # 3. Work in the staging folder, or find that an earlier run had finished.
         with open_shared(
             processes,
             conversion.target,
@@ -376,7 +385,7 @@ def run_conversion(
         ) as staging:
             if staging.already_complete:
                 return _report(conversion, began_s, complete=True)
-            run = _Run(conversion, staging, sources, conversion_id, processes, workers)
+            run = _ConversionRun(conversion, staging, sources, conversion_id, processes, workers)
             try:
                 run.begin()
                 run.move_blocks(progress, sync_bytes)
@@ -386,6 +395,7 @@ def run_conversion(
                 run.targets.close()
             return _report(conversion, began_s, run)
     except BaseException as error:
+        # The other processes would wait for this one until their timeout.
         processes.fail(str(error) or type(error).__name__)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -400,7 +410,11 @@ def run_conversion(
 
 
 def _report(
-    conversion: Conversion, began_s: float, run: _Run | None = None, *, complete: bool = False
+    conversion: Conversion,
+    began_s: float,
+    run: _ConversionRun | None = None,
+    *,
+    complete: bool = False,
 ) -> ConversionReport:
     size_bytes = sum(tensor.size_bytes for tensor in conversion.arrangement.tensors.values())
     return ConversionReport(

@@ -139,20 +139,25 @@ class Staging(Closing):
         root = lock.folder
         record = None if restart else read_journal(root / "journal")
         with refusals_explained("finish what an earlier run began", root):
+            # Everything was written by an earlier run: only renames and removals are left.
             if record is not None and record.commit is not None:
                 _finish_commit(target, root, record.commit, overwrite)
                 if record.conversion_id == conversion_id:
                     _remove_root(lock)
                     return cls(target, lock, None, overwrite)
                 record = None
+            # No journal that counts: an old target that was moved aside goes back first.
             elif record is None:
                 _put_previous_back(target, root)
+            # The target is refused below, which must leave no empty staging folder behind. With
+            # `restart` there may be staged work in it, which a refusal does not delete.
             if record is None and target.exists() and not overwrite and not restart:
                 _remove_root(lock)
         _refuse_existing(target, overwrite)
         with refusals_explained("prepare the staging folder", root):
             if record is None:
                 _discard(root)
+                # Before the journal, so that a journal implies a content.
                 (root / "content").mkdir()
                 sync_folder(root)
                 sync_folder(root.parent)
@@ -200,7 +205,9 @@ class Staging(Closing):
         """
         journal, root = self.journal, self._lock.folder
         with refusals_explained("put the new checkpoint in its place", self.target):
+            # The names of files must be durable before the commit record says that all is written.
             sync_folders_under(self.content)
+            # Another program may have made it since `open` looked.
             if os.path.lexists(self.target) and not self._overwrite:
                 raise RunError(
                     f"the target appeared during the run: {self.target}\n"
@@ -305,6 +312,8 @@ def _put_in_place(target: Path, root: Path) -> None:
     content, previous = root / "content", root / "previous"
     if not os.path.lexists(target):
         os.rename(content, target)
+    # Two renames. A kill between them leaves no target; the next run finds the content by its inode
+    # and goes on from here.
     elif not exchange_folders(content, target):
         remove_folder(previous)
         os.rename(target, previous)
@@ -328,7 +337,7 @@ def _put_previous_back(target: Path, root: Path) -> None:
 
 
 def _discard(root: Path) -> None:
-    """Empty the staging folder but for its lock; the journal first, for it speaks of the rest."""
+    """Empty the staging folder but for its lock; the journal first, since it refers to the rest."""
     (root / "journal").unlink(missing_ok=True)
     sync_folder(root)
     for name in ("content", "previous"):
@@ -343,7 +352,7 @@ def _remove_other_journals(root: Path) -> None:
 
 
 def _remove_root(lock: FolderLock) -> None:
-    """Remove the staging folder; the journal late, for it says that the target is complete."""
+    """Remove the staging folder; the journal late: it records that the target is complete."""
     for name in ("content", "previous"):
         remove_folder(lock.folder / name)
     _remove_other_journals(lock.folder)
@@ -382,6 +391,7 @@ class SharedStaging:
         with refusals_explained("look for the journals of the processes", root):
             paths = sorted(root.glob("journal.*"))
         for path in paths:
+            # A `.new` journal was not renamed: its head may be torn.
             record = None if path.name.endswith(".new") else read_journal(path)
             if record is not None:
                 yield record
@@ -401,6 +411,7 @@ def open_shared(
 
     Raises what `Staging.open` raises, on process 0; RunError with its message on the others.
     """
+    # The other processes wait for what process 0 says: an error, or where the content is.
     if processes.rank > 0:
         message, place, complete = processes.share(None)
         if message is not None:
@@ -418,6 +429,7 @@ def open_shared(
             target, conversion_id, description, overwrite=overwrite, restart=restart
         )
     except ReshardError as error:
+        # They wait in `share`, and would not hear of the error otherwise.
         processes.share((str(error), "", False))
         raise
     with staging:
@@ -442,6 +454,7 @@ def _take_over(staging: Staging, conversion_id: str) -> FinishedBlocks:
                 journal.append_blocks(
                     (tensor, block, digest) for (tensor, block), digest in record.finished.items()
                 )
+            # All that counts of it is durable in process 0's journal by this line.
             path.unlink()
     record = read_journal(journal.path)
     return record.finished if record is not None else journal.finished

@@ -48,7 +48,7 @@ def page_ceiling(position_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class BufferRegion:
     """A place in an `AlignedBuffer` for bytes that lie somewhere in a file.
 
     `memory` is the place itself. `pages` are the whole pages around it: they belong to this
@@ -112,7 +112,7 @@ class AlignedBuffer(Closing):
         """
         return page_ceiling(size_bytes + PAGE_BYTES - 1)
 
-    def region(self, file_offset_bytes: int, size_bytes: int, at: int = 0) -> Region:
+    def region(self, file_offset_bytes: int, size_bytes: int, at: int = 0) -> BufferRegion:
         """The place for the `size_bytes` at `file_offset_bytes` of a file.
 
         Its address is congruent to the file offset modulo 4096, and none of its pages begins
@@ -138,7 +138,7 @@ class AlignedBuffer(Closing):
                 f"behind position {at} of a buffer of {self.capacity_bytes} bytes: expected room "
                 f"up to {end}; sum AlignedBuffer.capacity_for over the regions held at once"
             )
-        return Region(
+        return BufferRegion(
             memory=self._memory[start : start + size_bytes],
             pages=self._memory[first:end],
             lead_bytes=lead_bytes,

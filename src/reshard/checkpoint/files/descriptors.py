@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 DIRECT_MINIMUM_BYTES = 64 * 1024
 """Below this the page cache is quicker: it reads ahead and gathers writes."""
@@ -42,6 +42,13 @@ def close_descriptor(descriptor: int) -> int:
 def reason(error: OSError) -> str:
     """Why the system refused, in its own words."""
     return error.strerror or str(error)
+
+
+class Closable(Protocol):
+    """Anything with `close()`."""
+
+    def close(self) -> None:
+        """Give up what is held."""
 
 
 class Closing:

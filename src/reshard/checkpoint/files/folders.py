@@ -28,11 +28,13 @@ from pathlib import Path
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.errors import RunError
 
+# AT_FDCWD and RENAME_EXCHANGE of Linux, which Python does not name.
 _AT_CURRENT_FOLDER = -100
 _RENAME_EXCHANGE = 2
 _EXCHANGE_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _FOLDER_SYNC_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
 _LOCK_NAME = "lock"
+# A lock whose folder its earlier holder removes meanwhile is tried again so often.
 _ATTEMPTS = 100
 
 
@@ -191,6 +193,8 @@ def _lock_and_sign(descriptor: int, folder: Path) -> bool:
             "then run this again"
         ) from error
     try:
+        # The lock is on the open file; its name may belong to another one by now, which a third
+        # process could lock.
         named = os.stat(folder / _LOCK_NAME)
     except FileNotFoundError:
         return False

@@ -10,19 +10,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from reshard.checkpoint.files.descriptors import Closable
 from reshard.errors import UsageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-Memory = TypeVar("Memory", bound=_Closable)
+Memory = TypeVar("Memory", bound=Closable)
 
 
 def run_in_threads(
@@ -47,6 +44,7 @@ def run_in_threads(
     results = queue.SimpleQueue()
 
     def next_task() -> tuple[Task] | None:
+        # A generator cannot be advanced by two threads at once.
         with lock:
             if stop.is_set():
                 return None
@@ -72,6 +70,7 @@ def run_in_threads(
     try:
         for worker in workers:
             worker.start()
+        # Each thread puts one last result that says it ended, after all of its own.
         running = threads
         while running:
             result, error, ended = results.get()

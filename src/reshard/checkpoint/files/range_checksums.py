@@ -142,5 +142,6 @@ class RangeChecksums:
 
     def _at(self, name: str, start_bytes: int) -> _Range | None:
         ranges = self._found.get(name, [])
+        # Ranges do not overlap: the last that begins at or before the byte is the only candidate.
         at = bisect.bisect_right(ranges, start_bytes, key=lambda one: one.start_bytes) - 1
         return ranges[at] if at >= 0 and start_bytes < ranges[at].stop_bytes else None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, Region, page_floor
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion, page_floor
 from reshard.checkpoint.files.descriptors import (
     CONTINUES,
     DIRECT_MINIMUM_BYTES,
@@ -116,6 +116,8 @@ class SourceFile(Closing):
         descriptor: int | None = None,
     ) -> None:
         self.path = Path(path)
+        # Through /proc a file without a name gets descriptors of its own, one of them for direct
+        # I/O.
         opened = self.path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
         self._counter = threading.Lock()
         self._read_bytes = 0
@@ -145,17 +147,17 @@ class SourceFile(Closing):
         """How many bytes were asked for and delivered so far."""
         return self._read_bytes
 
-    def read_into(self, region: Region | memoryview, offset_bytes: int) -> None:
+    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
         """Fill the whole of `region` with the file's bytes from `offset_bytes` on.
 
-        A `Region` of an `AlignedBuffer` made for this offset is read directly where that pays;
-        all of its `pages` may be overwritten. A plain memoryview is read through the page cache,
-        and nothing around it is touched.
+        A `BufferRegion` made for this offset by an `AlignedBuffer` is read directly where that
+        pays; all of its `pages` may be overwritten. A plain memoryview is read through the page
+        cache, and nothing around it is touched.
 
         Raises `SourceChangedError` when the file ends early, `RunError` when the system cannot
         read, `UsageError` for a negative offset. Each names the file and the offset.
         """
-        memory = region.memory if isinstance(region, Region) else region
+        memory = region.memory if isinstance(region, BufferRegion) else region
         size_bytes = memory.nbytes
         if offset_bytes < 0:
             raise UsageError(f"{self.path}: reading at offset {offset_bytes}: expected 0 or more")
@@ -164,7 +166,7 @@ class SourceFile(Closing):
         view = memory.cast("B")
         try:
             filled = 0
-            if isinstance(region, Region) and size_bytes >= DIRECT_MINIMUM_BYTES:
+            if isinstance(region, BufferRegion) and size_bytes >= DIRECT_MINIMUM_BYTES:
                 filled = self._read_cached(view, offset_bytes)
                 if offset_bytes % PAGE_BYTES == region.lead_bytes:
                     filled = self._read_pages(region, offset_bytes, filled)
@@ -239,7 +241,7 @@ class SourceFile(Closing):
             step *= 4
         return filled
 
-    def _read_pages(self, region: Region, offset: int, filled: int) -> int:
+    def _read_pages(self, region: BufferRegion, offset: int, filled: int) -> int:
         """Read whole pages from the one that holds byte `filled` on; answers what is filled.
 
         That may be more than was needed: the last page is read whole.

@@ -95,7 +95,8 @@ class TargetFile(Closing):
         """Write the whole of `region` at `offset_bytes`; other threads write other regions.
 
         `region` is contiguous memory. Where its address is congruent to the offset modulo 4096
-        (the `memory` of a `Region` made for this offset) its whole pages go straight to the disk.
+        (the `memory` of a `BufferRegion` made for this offset) its whole pages go straight to the
+        disk.
 
         Raises `RunError` naming file, offset and reason when the system cannot write, and
         `UsageError` for bytes outside the file.

@@ -134,6 +134,7 @@ def find_storing_ranks(
     storing: dict[str, frozenset[int]] = {}
     for name, tensor in tensors.items():
         layout = tensor.layout
+        # For each dimension, the first part with the same runs: equal shards get equal keys.
         same = [_find_first_equal_parts(table) for table in layout.tables]
         groups: dict[bytes, list[int]] = {}
         for slot in layout.holders:
@@ -142,12 +143,15 @@ def find_storing_ranks(
             empty = not layout.cell_elements[cells.start : cells.stop].any()
             parts = layout.cell_part[cells.start : cells.stop]
             columns = [first[parts[:, d]].tobytes() for d, first in enumerate(same)]
+            # The dot tells the key of a scalar, which has no dimensions, from that of an empty
+            # shard.
             key = b"" if empty else b"".join(columns) + b"."
             groups.setdefault(key, []).append(slot)
         if len(groups) > 1:
             groups.pop(b"", None)
         chosen: set[int] = set()
         for slots in groups.values():
+            # Of copies the least loaded rank writes, so that the work of writing is spread.
             storing_slots = slots
             if replicas == "once":
                 storing_slots = [min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))]

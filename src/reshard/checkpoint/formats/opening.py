@@ -119,6 +119,7 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
             carries_weights = format.carries_weights
     carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in os.walk(folder, onerror=_raise):
+        # In place: `os.walk` enters only the folders that are left in the list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(parent) / name

@@ -24,7 +24,7 @@ from reshard.topology import Link
 if TYPE_CHECKING:
     from reshard.torch.calibration.calibration import Calibration
 
-# What torchrun tells every rank.
+# What torchrun sets for every rank.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WORST_SHOWN = 3
 
@@ -189,6 +189,7 @@ def _all_can_go_on(action: Callable[[], None], is_first: bool) -> bool:
             action()
         except ReshardError as error:
             problem = error
+    # All ranks take part, also when the first has failed: the others would wait for it.
     failed = torch.tensor([problem is not None], dtype=torch.int64, device=device_of(None))
     dist.broadcast(failed, 0)
     if problem is not None:
@@ -257,17 +258,18 @@ def _as_text(found: Calibration, output_path: str | None) -> list[str]:
     lines.append(f"{'a call':18}  {'':10}  {duration_text(overhead.call_s)}")
     worst = sorted(
         zip(found.measurements, found.fitted.ratios, strict=True),
+        # Twice too much is as wrong as half of it.
         key=lambda pair: max(pair[1], 1 / pair[1]) if pair[1] else float("inf"),
         reverse=True,
     )[:_WORST_SHOWN]
-    told = ", ".join(
+    worst_text = ", ".join(
         f"{one.name} of {bytes_text(one.size_bytes or one.copied_bytes)} ({ratio:.2f})"
         for one, ratio in worst
     )
     return [
         *lines,
         f"half of {len(found.measurements)} measurements are explained within "
-        f"{found.fitted.typical_error:.0%}; the worst: {told}",
+        f"{found.fitted.typical_error:.0%}; the worst: {worst_text}",
         f"wrote {output_path} from {found.rounds} rounds in {duration_text(found.seconds_s)}",
     ]
 

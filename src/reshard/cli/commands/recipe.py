@@ -184,6 +184,7 @@ class _Report:
                 + (", rule given by hand" if rule in self.by_hand else ""),
                 f"    {printable(example)}  {shape}  {cut}",
             ]
+        # Ranks that hold as much as each other share a line.
         alike: dict[tuple[int, int], list[int]] = {}
         for rank, tensors, held in self.ranks:
             alike.setdefault((tensors, held), []).append(rank)

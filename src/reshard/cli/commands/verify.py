@@ -90,6 +90,7 @@ def _name_both(
         return [left, right]
     opened = [open_checkpoint(path) for path in (left, right)]
     configs = [read_config(one) for one in opened]
+    # One of them may have no config.json; both are of one model.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
     chosen = find_recipe(recipe or "auto", with_config)
     found: list[str | Checkpoint] = []

@@ -14,7 +14,9 @@ from reshard.plans.traffic import Traffic
 from reshard.text.markup import element, escaped
 
 MOST_GROUPS = 64
+# Pixels: the side of the map, the largest square, a letter of the indices.
 _SIDE, _LARGEST, _LETTER = 448.0, 54.0, 6.4
+# Groups up to which amounts stand in the squares, and the pixels of the scale of shades.
 _MOST_WRITTEN, _SCALE = 12, 96.0
 
 
@@ -40,6 +42,7 @@ def heat_map(
     >>> "rank 0 to rank 1: 7 B" in heat_map(one, "{} B".format)
     True
     """
+    # Ranks a square: a power of two, so that groups are whole hosts where hosts are.
     size = 1
     while -(-traffic.ranks // size) > most_groups:
         size *= 2

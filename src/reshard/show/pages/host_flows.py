@@ -53,6 +53,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
         return heat_map(hosts, amount_text, noun="host")
     room = max(160.0, 46.0 * hosts.ranks)
     gap = 16.0
+    # Pixels a unit: the bars of a side and the gaps between them fill the room.
     scale = (room - gap * (hosts.ranks - 1)) / max(hosts.total, 1)
     left = _tops(hosts.sent, scale, gap)
     right = _tops(hosts.received, scale, gap)
@@ -62,6 +63,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
     x0 = margin + _BAR
     x1 = x0 + _BETWEEN
     width = x1 + _BAR + margin
+    # Where the next band of each bar begins: the bands of a bar are stacked.
     from_y, to_y = left.copy(), right.copy()
     bands = []
     for a, b, amount in zip(
@@ -71,6 +73,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
         y, z = from_y[a], to_y[b]
         from_y[a] += thick
         to_y[b] += thick
+        # The upper edge as a curve, down at the receiver, and the same curve back.
         path = (
             f"M{x0:.1f} {y:.1f}C{middle:.1f} {y:.1f} {middle:.1f} {z:.1f} {x1:.1f} {z:.1f}"
             f"v{thick:.1f}"
@@ -93,6 +96,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
             (x1, right, hosts.received, "receives", "start", x1 + _BAR + 8),
         ):
             amount = int(amounts[host])
+            # A host that sends or receives nothing has a visible bar too.
             high = max(amount * scale, 1.5)
             bars.append(
                 element("rect", x=x, y=top[host], width=_BAR, height=high, fill=colours[host])

@@ -215,6 +215,7 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
             dimensions=dimensions,
             origins=origins(change.transfers) if word == "after" else None,
         )
+        # No wrapping: the page wraps lines itself.
         said = notes(layout, drawn.grid, 10**6)
         sides.append(
             element(

@@ -112,22 +112,27 @@ def sketch(
         times: how many times the room of the shortest interval long ones ask for, at most.
         ellipsis: stands for what is left out.
     """
+    # 1. Regions and their labels.
     regions = [
         Region(tuple(places), *_largest_block(places), lines=tuple(lines))
         for places, lines in _place_labels(grid, label, most_label_columns, ellipsis)
     ]
+    # 2. The least room of each row and column: by its length, by the indices at its edges, ...
     column_shares = [_least_share(interval, grid.columns, 4, times) for interval in grid.columns]
     if grid.column_dimension is not None:
         bounds = [len(str(index)) for index in _bounds(grid.columns)]
         for i, (left, right) in enumerate(itertools.pairwise(bounds)):
+            # Indices are centred on lines: half of each and a blank must fit between two lines.
             needed = left - (left - 1) // 2 + (right - 1) // 2 + 1
             column_shares[i] = max(column_shares[i], needed)
     row_shares = [_least_share(interval, grid.rows, 2, times) for interval in grid.rows]
+    # ... and by the labels; narrow regions first, for their room counts for wider ones too.
     for region in sorted(regions, key=lambda region: len(region.columns)):
         widest = max(map(display_width, region.lines))
         _grow(column_shares, region.columns, widest + 3)
     for region in sorted(regions, key=lambda region: len(region.rows)):
         _grow(row_shares, region.rows, len(region.lines) + 1)
+    # 3. Room for the indices to the left of the boxes.
     gutter = 0
     if grid.row_dimension is not None:
         gutter = 1 + max(len(str(index)) for index in _bounds(grid.rows))
@@ -173,6 +178,7 @@ def _place_labels(
             continue
         rest.remove(first)
         places, waiting = [first], [first]
+        # A flood fill: neighbours held alike belong to the region of the first place.
         while waiting:
             row, column = waiting.pop()
             for near in (
@@ -204,6 +210,7 @@ def _largest_block(places: Sequence[Place]) -> tuple[range, range]:
         bottom = row
         while (row, right) in inside:
             right += 1
+        # From the longest row that begins here to ever shorter ones, each as high as it can be.
         while right > column:
             while all((bottom, c) in inside for c in range(column, right)):
                 bottom += 1
@@ -250,9 +257,11 @@ def _positions(shares: Sequence[int], intervals: Sequence[Interval], room: int) 
         if i in least:
             sizes[i] = share
         else:
+            # Differences of rounded running totals: they add up to `free` without drifting.
             before = free * taken // total
             taken += lengths[i]
             sizes[i] = max(share, free * taken // total - before)
+    # What is left goes to the largest, where it shows least.
     sizes[sizes.index(max(sizes))] += room - sum(sizes)
     positions = [0]
     for size in sizes:

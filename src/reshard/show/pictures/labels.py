@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from reshard.show.pictures.regions import Holding, Holdings
+from reshard.show.pictures.regions import Holdings, RankHolding
 from reshard.text.quantities import count_text
 from reshard.text.rank_sets import rank_text
 from reshard.text.width import display_width, shortened
@@ -30,7 +30,7 @@ SlotLabel = Callable[[int], str]
 class Labels:
     """Writes the holders of a box: by number, or by a text of the caller's for each rank.
 
-    >>> held = frozenset(Holding(0, 0, False, slot) for slot in (0, 4))
+    >>> held = frozenset(RankHolding(0, 0, False, slot) for slot in (0, 4))
     >>> Labels().lines(held, (), 20), Labels("device {}\\nof 8".format).lines(held, (), 20)
     (['0,4'], ['device 0', 'of 8', 'device 4', 'of 8'])
     """
@@ -62,16 +62,16 @@ class Labels:
         return [shortened(text, width, mark)]
 
 
-def _by_slot(holding: Holding) -> int:
+def _by_slot(holding: RankHolding) -> int:
     return holding.slot
 
 
-def holders_text(holdings: Iterable[Holding]) -> str:
+def holders_text(holdings: Iterable[RankHolding]) -> str:
     """The holders of a box in full, see the module's docstring.
 
-    >>> holders_text([Holding(0, c, False, 4 * c + i) for c in (0, 1) for i in (0, 1)])
+    >>> holders_text([RankHolding(0, c, False, 4 * c + i) for c in (0, 1) for i in (0, 1)])
     '0,1+4,5'
-    >>> holders_text([Holding(part, 0, False, slot) for part, slot in [(0, 0), (1, 0), (2, 1)]])
+    >>> holders_text([RankHolding(part, 0, False, slot) for part, slot in [(0, 0), (1, 0), (2, 1)]])
     '0/1'
     """
     everything = sorted(holdings)
@@ -79,7 +79,7 @@ def holders_text(holdings: Iterable[Holding]) -> str:
     for holding in everything:
         parts_of_slot.setdefault(holding.slot, []).append(holding.hidden_part)
     # A rank may hold several of the parts that are not drawn; it is written once, with them all.
-    by_parts: dict[tuple[int, ...], set[Holding]] = {}
+    by_parts: dict[tuple[int, ...], set[RankHolding]] = {}
     for holding in everything:
         key = tuple(parts_of_slot[holding.slot])
         by_parts.setdefault(key, set()).add(holding._replace(hidden_part=0))

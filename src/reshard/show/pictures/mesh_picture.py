@@ -68,6 +68,7 @@ def mesh_picture(
     for first in range(0, mesh.size, per_block):
         lines += _block(texts[first : first + per_block], columns, height, width, ascii)
     head = "" if not mesh.shape else _arrow_across(mesh.axis_names[-1], len(lines[0]), ascii)
+    # From the inside out: an axis has one arrow for each combination of the axes before it.
     outer = list(zip(mesh.axis_names[:-1], mesh.shape[:-1], strict=True))
     for place in range(len(outer) - 1, -1, -1):
         blocks = math.prod(size for _, size in outer[:place])
@@ -105,6 +106,7 @@ def _lines(layout: Layout, names: NDArray[np.object_], rank: int, width: int) ->
         for table, part, length in zip(
             layout.tables, layout.cell_part[cell].tolist(), shape, strict=True
         ):
+            # The global index at each local position of the dimension, -1 for padding.
             index = np.full(length, -1, dtype=np.int64)
             for start, stop, local, role in table.runs_of(part):
                 if role != PAD:

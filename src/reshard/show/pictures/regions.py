@@ -34,7 +34,7 @@ from reshard.runs import FRESH_HALO, HALO, PAD, IntArray, RunTable
 MOST_INTERVALS = 64
 
 
-class Holding(NamedTuple):
+class RankHolding(NamedTuple):
     """One rank that holds a rectangle: which part of the other dimensions, and how."""
 
     hidden_part: int
@@ -52,7 +52,7 @@ class Interval:
     left_out: int = 0
 
 
-Holdings = frozenset[Holding]
+Holdings = frozenset[RankHolding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def region_grid(
     """
     rows, row_cover = _cover(layout, row_dimension, most_intervals)
     columns, column_cover = _cover(layout, column_dimension, most_intervals)
-    places: list[list[set[Holding]]] = [[set() for _ in columns] for _ in rows]
+    places: list[list[set[RankHolding]]] = [[set() for _ in columns] for _ in rows]
     for (row_part, column_part), holdings in _holdings(
         layout, row_dimension, column_dimension
     ).items():
@@ -138,6 +138,7 @@ def region_grid(
                     places[row][column].update(holdings)
     lines = [[_without_own_halos(place) for place in line] for line in places]
     rows, lines = _merge_alike(rows, lines)
+    # The columns of the merged rows are merged in the same way, by way of the transpose.
     turned = [list(line) for line in zip(*lines, strict=True)]
     columns, turned = _merge_alike(columns, turned)
     return RegionGrid(
@@ -149,7 +150,7 @@ def region_grid(
     )
 
 
-def _without_own_halos(place: set[Holding]) -> Holdings:
+def _without_own_halos(place: set[RankHolding]) -> Holdings:
     """A rank that owns a rectangle holds it, even if it has a halo copy of it too."""
     return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
 
@@ -189,13 +190,16 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
     if table.dimension_length == 0:
         return {0: False}
     runs = table.single_runs()
+    # Runs are sorted by part: those of one part are a slice.
     low, high = np.searchsorted(runs.part, (part, part + 1))
     mine = runs.take(slice(int(low), int(high)))
     starts = np.array([interval.start for interval in intervals])
     stops = np.array([interval.stop for interval in intervals])
+    # Of shape (runs, intervals): an interval lies in a run or apart from it, never across its end.
     inside = (mine.start[:, None] <= starts) & (stops <= mine.stop[:, None])
     inside &= (mine.role != PAD)[:, None]
     is_halo = (mine.role == HALO) | (mine.role == FRESH_HALO)
+    # A halo copy of what the part owns as well does not count as a halo.
     owned = (inside & ~is_halo[:, None]).any(axis=0)
     drawn = [i for i, interval in enumerate(intervals) if not interval.left_out]
     return {i: not owned[i] for i in drawn if inside[:, i].any()}
@@ -203,7 +207,7 @@ def _find_covered(table: RunTable, part: int, intervals: Sequence[Interval]) -> 
 
 def _holdings(
     layout: Layout, row_dimension: int | None, column_dimension: int | None
-) -> dict[tuple[int, int], set[Holding]]:
+) -> dict[tuple[int, int], set[RankHolding]]:
     """The ranks of each pair of parts, those left out whose cell has no element."""
     drawn = (row_dimension, column_dimension)
     hidden = [d for d in range(layout.ndim) if d not in drawn]
@@ -213,13 +217,14 @@ def _holdings(
     ]
     numbers: dict[tuple[object, ...], int] = {}
     has_elements = 0 not in layout.shape
-    holdings: dict[tuple[int, int], set[Holding]] = {}
+    holdings: dict[tuple[int, int], set[RankHolding]] = {}
     elements = layout.cell_elements.tolist()
     for cell, parts in enumerate(layout.cell_part.tolist()):
         if has_elements and not elements[cell]:
             continue
+        # Parts of the hidden dimensions that have the same runs share a number.
         key = tuple(contents[i][parts[d]] for i, d in enumerate(hidden))
-        holding = Holding(
+        holding = RankHolding(
             numbers.setdefault(key, len(numbers)),
             int(layout.cell_contribution[cell]),
             False,

@@ -25,9 +25,12 @@ from reshard.text.markup import element, escaped
 from reshard.text.quantities import count_text
 from reshard.text.rank_sets import rank_text
 
+# Pixels: of a picture, and of the one row of a tensor of one dimension.
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _LINE_HEIGHT = 440.0, 130.0, 400.0, 72.0
 _MOST_INTERVALS, _MOST_BOXES = 512, 4096
+# Pixels that a letter of a label and of its further lines takes, and a line of text.
 _LETTER, _SMALL_LETTER, _LINE = 7.3, 6.1, 15.0
+# Stripes of one box, labels of a row of thin boxes, and the pixels below which boxes are thin.
 _MOST_STRIPES, _PARTS, _THIN = 16, 6, 8.0
 
 
@@ -182,6 +185,7 @@ class _Drawing:
         return "".join(parts)
 
     def _fill(self, holdings: Holdings) -> str:
+        # Copies in halos have no colour where somebody owns the box.
         owners = {h.slot for h in holdings if not h.is_halo} or {h.slot for h in holdings}
         ranks = _pick_stripes(sorted(owners))
         if len(ranks) == 1:
@@ -199,7 +203,7 @@ class _Drawing:
         return element("linearGradient", *stops, id=identifier)
 
     def _borders(self, regions: Sequence[Region]) -> str:
-        """Lines between regions, where those are large enough to be told apart by lines."""
+        """Lines between regions, where these are large enough for lines."""
         owner = {place: i for i, region in enumerate(regions) for place in region.places}
         parts = []
         for r, y in enumerate(self.y):
@@ -236,6 +240,8 @@ class _Drawing:
         if thin < _THIN and 2 in (len(self.x), len(self.y)):
             return self._labels_of_several()
         labels = [(self._region_label(region), self._area(region)) for region in regions]
+        # A named box beside a larger one without a name would mislead. Equal areas differ by
+        # rounding, hence the factor.
         unnamed = max((area for label, area in labels if not label), default=0.0)
         return [label for label, area in labels if label and area > 1.01 * unnamed]
 
@@ -250,6 +256,7 @@ class _Drawing:
         holdings = self.grid.holdings[row][column]
         many = count_text(len({holding.slot for holding in holdings}), "rank")
         first, *rest = region.lines
+        # From all that can be said to the least: ranks and origins, ranks, their number.
         for lines in ([first, *rest], [first], [many, *rest], [many]):
             if self._fits(lines, right - left, below - above):
                 ranks = {holding.slot for holding in holdings}
@@ -329,6 +336,7 @@ class _Drawing:
 def _limit_boxes(grid: RegionGrid) -> RegionGrid:
     """At most `_MOST_BOXES` rectangles; a dimension that is little cut leaves room to the other."""
     rows, columns = len(grid.rows), len(grid.columns)
+    # One less than fits: the gap is drawn as an interval too.
     side = int(_MOST_BOXES**0.5)
     if rows * columns <= _MOST_BOXES:
         return grid
@@ -355,7 +363,7 @@ def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _pick_stripes(ranks: Sequence[int]) -> tuple[int, ...]:
-    """As many ranks as stripes can be told apart, at equal distances, the ends included."""
+    """As many ranks as there can be distinct stripes, evenly spaced, the ends included."""
     last = len(ranks) - 1
     if last < _MOST_STRIPES:
         return tuple(ranks)

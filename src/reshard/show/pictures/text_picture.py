@@ -217,6 +217,7 @@ def _fit_sketch(
     full = _largest_fit(
         region_grid(layout, row_dimension, column_dimension), width, height, labels, origins
     )
+    # A line of boxes that leaves some out: a column may have room for more of them.
     if layout.ndim == 1 and (full is None or full.grid.leaves_out):
         column = _largest_fit(region_grid(layout, 0, None), width, height, labels, origins)
         if full is None or (column and _boxes(column) > _boxes(full)):
@@ -235,6 +236,7 @@ def _boxes(drawn: Sketch) -> int:
 def _largest_fit(
     full: RegionGrid, width: int, height: int, labels: Labels, origins: Origins | None
 ) -> Sketch | None:
+    # A row needs two lines at least, its border and its label.
     rows = min(len(full.rows), (height - 1) // 2)
     columns = len(full.columns)
     times = 2
@@ -243,6 +245,7 @@ def _largest_fit(
         label = partial(_label, grid, labels, origins)
         most = max(9, (width - 8) // min(len(grid.columns), 4) - 3)
         drawn = sketch(grid, label, most, times, "..." if labels.ascii else "…")
+        # Proportions give way first, then columns, then rows.
         if times > 1 and (drawn.least_width > width or drawn.least_height > height):
             times -= 1
         elif drawn.least_width > width:
@@ -288,6 +291,7 @@ def _draw_both(
 ) -> list[str]:
     """Both pictures with an arrow: side by side where there is room, else one above the other."""
     arrow = "  ----->  " if ascii else "  ─────▶  "
+    # 1. Widths: what both want, cut down to what there is.
     room = width - display_width(arrow)
     least = [
         max(one.least_width, display_width(title))
@@ -302,6 +306,7 @@ def _draw_both(
         widths = [min(columns, widest) for columns in widths]
     if is_beside:
         widths = list(map(max, least, widths))
+    # 2. Draw both, as high as each other where they stand side by side.
     lines = _common_height(sketches, height)
     blocks: list[list[str]] = []
     for one, layout, title, columns in zip(sketches, layouts, titles, widths, strict=True):
@@ -319,6 +324,7 @@ def _draw_both(
     if not is_beside:
         down = " " * (sketches[0].gutter + 11) + ("v" if ascii else "▼")
         return [*blocks[0], down, *blocks[1]]
+    # 3. Join them line by line, with the arrow at half the height of the boxes.
     left, right = blocks
     middle = 1 + max(one.top for one in sketches) + lines // 2
     column = max(map(display_width, left))
@@ -331,6 +337,7 @@ def _draw_both(
 def _common_height(sketches: Sequence[Sketch], most: int) -> int:
     """A height of both in which as many lines as possible meet: a multiple of both row counts."""
     least = max(one.least_height for one in sketches) - 1
+    # Lines between rows of both meet where both row counts divide the height.
     step = math.lcm(*(len(one.row_shares) for one in sketches))
     even = -(-least // step) * step
     return 1 + (even if even < min(most, 2 * least) else least)

@@ -175,6 +175,7 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
     metadata = entries.pop("__metadata__", {})
     data_start_bytes = LENGTH_BYTES + len(header_json)
     tensors = [_tensor(label, name, entries[name], data_start_bytes) for name in entries]
+    # Empty tensors may share an offset with another: they come before it.
     tensors.sort(key=lambda tensor: (tensor.start_bytes, tensor.stop_bytes))
     return FileHeader(label, metadata, tuple(tensors), data_start_bytes, file_size_bytes)
 
@@ -311,7 +312,9 @@ def build_header(
             }
             offset = stop
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        # Spaces behind the JSON put the data on a multiple of the alignment.
         text += b" " * (-(LENGTH_BYTES + len(text)) % alignment_bytes)
+        # The reader checks what was written.
         header = parse_header(text, LENGTH_BYTES + len(text) + offset, label)
     except FormatError as error:
         raise UsageError(str(error)) from error

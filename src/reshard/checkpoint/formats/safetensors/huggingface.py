@@ -135,6 +135,7 @@ def read_indexed(index: Path) -> Checkpoint:
             )
         headers.append(read_header(index.parent / name))
     for name, header in zip(names, headers, strict=True):
+        # Both ways: what the index lists must be in the file, and nothing else.
         found = {tensor.name for tensor in header.tensors}
         listed = {tensor for tensor, file in weight_map.items() if file == name}
         for tensor in sorted(listed - found):
@@ -217,6 +218,7 @@ def arrange_files(
     filled = 0
     for tensor in tensors:
         size = tensor_size_bytes(tensor[1], tensor[2])
+        # A tensor larger than the limit gets a file of its own, never an empty one before it.
         if groups[-1] and most_bytes is not None and filled + size > most_bytes:
             groups.append([])
             filled = 0

@@ -112,6 +112,7 @@ class ShardedFormat(CheckpointFormat):
                     "elements, which a manifest can only describe by a sharding; give rules instead"
                 )
         storing = find_storing_ranks(tensors, new.replicas)
+        # A checkpoint of no tensors has one file all the same.
         ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
         interleaved = [
             name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
@@ -283,6 +284,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
     for number, name in enumerate(names):
         header = read_header(folder / name)
         rank = rank_of_file(name)
+        # Files of other names are numbered in the order of their names.
         rank = number if rank is None else rank
         files.append(StoredFile(name, header.file_size_bytes, rank))
         metadata.update(header.metadata)
@@ -383,6 +385,7 @@ def _join_shards(
             )
         stop = tuple(a + n for a, n in zip(offsets, entry.shape, strict=True))
         boxes[rank] = (file, entry.start_bytes, Box(offsets, stop))
+    # Nothing says the shape of the tensor: it reaches as far as its shards do.
     ends = [box.stop for _, _, box in boxes.values()]
     shape = tuple(max(column) for column in zip(*ends, strict=True)) if first.shape else ()
     check_disjoint(folder, name, [(file, box) for file, _, box in boxes.values()])
@@ -408,6 +411,7 @@ def check_disjoint(folder: Path, name: str, boxes: list[tuple[str, Box]]) -> Non
     ordered = sorted(filled, key=lambda item: item[1].start)
     open_boxes: list[tuple[str, Box]] = []
     for file, box in ordered:
+        # A box that ends before this one begins, along the first dimension, meets no later one.
         if box.start:
             open_boxes = [item for item in open_boxes if item[1].stop[0] > box.start[0]]
         for other_file, other in open_boxes:

@@ -81,6 +81,7 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
     for rank in ranks:
         file = data_file_name(rank)
         end = 0
+        # Items come first in the first rank's file; archives follow one behind the other.
         for item in items.values() if rank == ranks[0] else ():
             place = FileRange(file, end)
             placed[item.name] = StoredItem(item.name, place, item.size_bytes, rank, item.transforms)
@@ -161,6 +162,7 @@ def _cut_into_boxes(
         slot = min(storing)
         return Layout.whole(layout.shape, [slot], layout.slots), {slot: (whole,)}
     pairs = [(slot, box) for slot in sorted(storing) for box in layout.boxes(slot)]
+    # Together they cover the tensor, so equal sums mean that no two overlap.
     are_disjoint = sum(box.elements for _, box in pairs) == whole.elements
     are_single = all(len(layout.cells_of(slot)) == 1 for slot in storing)
     if are_boxes(layout, storing) and are_single and are_disjoint:
@@ -201,6 +203,8 @@ def without(box: Box, other: Box) -> tuple[Box, ...]:
     high = tuple(map(min, box.stop, other.stop))
     if not all(a < b for a, b in zip(low, high, strict=True)):
         return (box,)
+    # Dimension by dimension: what lies before and behind `other` is split off whole, and the rest
+    # goes on, narrowed to the range of `other`.
     parts = []
     start, stop = list(box.start), list(box.stop)
     for d in range(len(low)):

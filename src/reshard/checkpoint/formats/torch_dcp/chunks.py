@@ -1,6 +1,6 @@
 """The chunks of a PyTorch distributed checkpoint, and where in files their elements are.
 
-For each chunk that `.metadata` speaks of:
+For each chunk that `.metadata` lists:
 
 1. Its bytes must lie inside its file.
 2. The archive in them says which of them the elements are (`torch_files.archive`); a compressed one
@@ -47,6 +47,7 @@ class _OpenFiles:
         try:
             file = self._files.get(name)
             if file is None:
+                # A checkpoint has a file a rank, thousands of them; the one opened first is closed.
                 if len(self._files) >= 64:
                     self._files.pop(next(iter(self._files))).close()
                 file = self._files[name] = path.open("rb", buffering=0)
@@ -126,6 +127,8 @@ class ChunkReader(Closing):
             start_bytes = archived.start_bytes
             view = archived.view
             dense = is_dense(view, archived.shape)
+            # The file's own checksum is of the whole storage: it can be found in passing only if
+            # the tensor is all of it, in order.
             if archived.crc32 is not None and archived.storage_bytes:
                 once = dense and chunk.box.elements * itemsize_bytes == archived.storage_bytes
                 self.checksums.append(
@@ -138,6 +141,7 @@ class ChunkReader(Closing):
                         once,
                     )
                 )
+            # A dense chunk needs no view: its offset becomes part of the address.
             if dense:
                 start_bytes += view.offset * itemsize_bytes
                 view = View.row_major(archived.shape)
@@ -191,6 +195,7 @@ class ChunkReader(Closing):
             return place.file, archived
         file = unpacked_name(place.file)
         others = self.packed.setdefault(file, [])
+        # Its storage gets a place behind those of the file's earlier archives.
         start_bytes = others[-1].next_start_bytes if others else 0
         others.append(dataclasses.replace(packed, start_bytes=start_bytes))
         return file, dataclasses.replace(archived, start_bytes=start_bytes)

@@ -151,6 +151,7 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
             items[name] = places[name, None]
         else:
             raise FormatError(f"{label}: {name!r} is neither a tensor nor bytes")
+    # Attributes that PyTorch has not, such as Megatron's: plain ones are kept, the rest listed.
     unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
     attributes = plain_attributes({name: fields.get(name) for name in unknown})
     other = tuple(shortened(name) for name in unknown if name not in attributes)
@@ -281,6 +282,7 @@ def _dtype(fields: _Fields, label: str) -> DType:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Call) else None
     named = state.get("dtype") if isinstance(state, dict) else None
+    # PyTorch's class has a `__getstate__` of its own: a tuple, the element type first.
     if isinstance(state, tuple) and state:
         named = state[0]
     if not (isinstance(named, Global) and named.module == "torch"):
@@ -315,6 +317,7 @@ def _check_name(name: object, label: str) -> None:
 
 
 def _is_size(value: object) -> bool:
+    # Two of them, such as a start and a size, add up within 64 bits.
     return type(value) is int and 0 <= value < 1 << 62
 
 
@@ -376,6 +379,8 @@ def _storage_info(place: StoredBytes) -> Call:
 
 def _properties(dtype: DType) -> Call:
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    # 0 is the contiguous format. The state is what `__setstate__` of PyTorch's class takes: element
+    # type, layout, whether it needs a gradient, memory format, whether memory is pinned.
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     state = (Global("torch", dtype.name), strided, False, contiguous, False)
     return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, Region
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
 from reshard.checkpoint.files.descriptors import reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import ByteStream, RangeStream, unpacked
@@ -149,6 +149,7 @@ class UnpackedFile(SourceFile):
     ) -> None:
         self._archives = archives
         self._starts = [archive.start_bytes for archive in archives]
+        # One an archive: threads unpack different archives of a file at once.
         self._locks = [threading.Lock() for _ in archives]
         self._is_unpacked = [False] * len(archives)
         self._packed = packed
@@ -160,6 +161,7 @@ class UnpackedFile(SourceFile):
         except OSError as error:
             raise self._explain_no_room(error) from error
         try:
+            # Only a size: the file takes no room where nothing is unpacked yet.
             self._scratch.truncate(archives[-1].next_start_bytes)
             super().__init__(path, descriptor=self._scratch.fileno())
         except OSError as error:
@@ -199,12 +201,12 @@ class UnpackedFile(SourceFile):
             return Damage(place.path, place.start_bytes, archive.packed_bytes, str(error))
         return None
 
-    def read_into(self, region: Region | memoryview, offset_bytes: int) -> None:
+    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
         """As `SourceFile.read_into`; unpacks what was not.
 
         Raises also FormatError or DigestError for archives that are damaged.
         """
-        memory = region.memory if isinstance(region, Region) else region
+        memory = region.memory if isinstance(region, BufferRegion) else region
         number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
         while number < len(self._starts) and self._starts[number] < offset_bytes + memory.nbytes:
             self._unpack_once(number)
@@ -228,7 +230,9 @@ class UnpackedFile(SourceFile):
         tail = stream.read(most_bytes)
         size_bytes = len(front) + storage_bytes + len(tail)
 
+        # The archive as a whole: its storage is in the file, what is around it in memory.
         def read(offset: int, size: int) -> bytes:
+            # `at` counts from the storage's first byte; a range may lie in all three parts.
             at, content = offset - len(front), b""
             if at < 0:
                 content, at = front[offset:][:size], 0

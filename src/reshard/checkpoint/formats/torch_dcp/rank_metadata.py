@@ -108,6 +108,7 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
                 others.append((name, place))
             else:
                 items[name] = place
+        # Where ranks differ, the lowest rank's entry stays.
         paths = {**part.paths, **paths}
         unlike |= dict.fromkeys(part.other_attributes)
     attributes, differing = _join_attributes([part for _, part in parts])

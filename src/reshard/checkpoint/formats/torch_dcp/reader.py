@@ -48,6 +48,7 @@ from reshard.errors import CheckpointError, FormatError
 FORMAT_NAME = "torch-dcp"
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
+# Bounds on what is read into memory at once: metadata, and items that are compared.
 LARGEST_METADATA_BYTES = 1 << 30
 LARGEST_COMPARED_BYTES = 1 << 20
 _FILE_NAME = re.compile(r"__(\d+)_(\d+)\.distcp")
@@ -137,7 +138,7 @@ def read(folder: Path) -> Checkpoint:
 def _list_other_items(
     merged: MergedMetadata, chunks: ChunkReader, ranks: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Bytes of ranks that are others than those that are taken, or may be."""
+    """Items of ranks whose bytes differ, or may differ, from those that are taken."""
     for name, place in merged.other_items:
         chunks.check_inside(name, place)
         first = merged.metadata.items[name]

@@ -142,6 +142,7 @@ class _ZStandardStream:
 
     def read(self, size: int, /) -> bytes:
         try:
+            # One byte more than there may be, to notice a stream that goes on.
             content: bytes = self._reader.read(min(size, self._left + 1))
         except self._error as error:
             raise FormatError(

@@ -83,9 +83,13 @@ ALLOWED = {
     "torch.storage": frozenset(["UntypedStorage", "TypedStorage"]),
     "collections": frozenset(["OrderedDict"]),
 }
+# What is read into memory at once: the archive of one tensor has a few hundred bytes of each.
 _LARGEST_DIRECTORY_BYTES = 1 << 20
 _LARGEST_PICKLE_BYTES = 1 << 20
+# Read first: the end record, and usually the whole directory with it.
 _TAIL_BYTES = 4096
+# The structures of APPNOTE: end of directory, its 64-bit form and the locator of that, an entry of
+# the directory, and the header in front of a record.
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -94,6 +98,7 @@ LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 LOCAL_SIGNATURE = b"PK\x03\x04"
 # Room for the description, and for the padding in front of the storage.
 FRONT_BYTES = 64 << 10
+# The mark between a record and its size, and two bits of a header's flags.
 _MARK = b"PK\x07\x08"
 _SIZE_FOLLOWS = 8
 _ENCRYPTED = 1
@@ -171,6 +176,7 @@ class _Archive:
         signature, _, _, _, count, size, offset, comment = _END.unpack(end)
         if signature != b"PK\x05\x06" or comment:
             raise self.wrong("it does not end as an archive ends; is it cut off?")
+        # A large archive has a 64-bit end of directory, which a locator before the end points to.
         place = self._size - _END.size - _LOCATOR.size
         if place >= 0 and self._bytes(place, 4) == b"PK\x06\x07":
             _, _, end64, _ = _LOCATOR.unpack(self._bytes(place, _LOCATOR.size))
@@ -185,6 +191,7 @@ class _Archive:
     def _entries(self, directory: bytes, count: int) -> dict[str, _Record]:
         records: dict[str, _Record] = {}
         prefix, at = None, 0
+        # A count that is not true must cost no more than the directory's own bytes.
         for _ in range(min(count, len(directory))):
             fields = _ENTRY.unpack_from(directory, at)
             signature, flags, method = fields[0], fields[3], fields[4]
@@ -198,6 +205,7 @@ class _Archive:
             crc32, packed, size, header = self._sizes(fields, extra)
             if method != 0 or flags & 1 or packed != size:
                 raise self.wrong(f"its record {shortened(name)!r} is compressed or encrypted")
+            # All records lie in one folder, which is named after the file that was saved.
             if prefix is None:
                 prefix = name[: name.find("/") + 1]
             if name in records:
@@ -210,6 +218,7 @@ class _Archive:
 
     def _sizes(self, fields: tuple[Any, ...], extra: bytes) -> tuple[int, int, int, int]:
         """Checksum, packed size, size and place of a record; large ones stand in `extra`."""
+        # Field 1 of `extra` has the 64-bit values of those that are 0xFFFFFFFF, in this order.
         values = [fields[9], fields[8], fields[16]]
         at = 0
         while at + 4 <= len(extra):
@@ -236,6 +245,8 @@ class _Archive:
         local = LOCAL_HEADER.unpack(self._bytes(record.header_bytes, LOCAL_HEADER.size))
         if local[0] != LOCAL_SIGNATURE:
             raise self.wrong(f"its record {shortened(name)!r} is not where its directory says")
+        # The lengths of this header, not the directory's: only here `extra` has PyTorch's padding,
+        # which lets storages begin at multiples of 64 bytes.
         begin = record.header_bytes + LOCAL_HEADER.size + local[9] + local[10]
         if begin + record.size_bytes > self._size:
             raise self.wrong(f"its record {shortened(name)!r} is longer than the archive")
@@ -247,7 +258,7 @@ class _Archive:
         if record.size_bytes > most_bytes:
             raise self.wrong(f"its record {name!r} has {record.size_bytes} bytes, too many")
         content = self._bytes(begin, record.size_bytes)
-        # PyTorch can be told not to compute checksums; they are 0 then.
+        # PyTorch can be set not to compute checksums; they are 0 then.
         if record.crc32 and zlib.crc32(content) != record.crc32:
             raise self.wrong(f"its record {name!r} is damaged, by its own checksum")
         return content
@@ -274,10 +285,13 @@ def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
     Raises:
         FormatError: a pickle of something else, or one that its records contradict.
     """
+    # A parameter is a tensor, whether it needs a gradient, and hooks.
     if _is_call(value, "_rebuild_parameter") and value.arguments:
         value = value.arguments[0]
     if not _is_call(value, "_rebuild_tensor_v2") and not _is_call(value, "_rebuild_tensor_v3"):
         raise archive.wrong(f"it holds {shortened(repr(type(value).__name__))}, expected a tensor")
+    # Storage, offset, sizes, strides, whether it needs a gradient, hooks; version 3 has the element
+    # type next; a dict of bits such as conjugation may come last.
     fields = list(value.arguments)
     named = [fields.pop(6)] if value.function.name == "_rebuild_tensor_v3" and fields[6:] else []
     metadata = fields[6] if len(fields) == 7 else None
@@ -294,6 +308,7 @@ def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
     offset = fields[1]
     if shape is None or strides is None or len(shape) != len(strides) or not _is_size(offset):
         raise archive.wrong("its offset, shape or strides are no sizes")
+    # An untyped storage is counted in bytes, a typed one in elements.
     size_bytes = count * (1 if storage is None else element.itemsize_bytes)
     start_bytes, storage_bytes, crc32 = archive.storage(key, size_bytes)
     if size_bytes != storage_bytes:
@@ -414,6 +429,7 @@ class _Front:
             is_open = flags & _SIZE_FOLLOWS
             stop = self._end_of(name, begin) if is_open else begin + size
             yield name, begin, stop
+            # Behind an open record stand the mark, the checksum and two sizes, of four bytes each.
             at = stop + 16 if is_open else stop
 
     def _end_of(self, name: str, begin: int) -> int:
@@ -423,8 +439,9 @@ class _Front:
             behind = self._front[stop + 4 : stop + 16]
             if len(behind) == 12:
                 crc32, packed, size = struct.unpack("<3I", behind)
+                # The mark's bytes may also be part of the record.
                 is_long = packed == size == stop - begin
-                # PyTorch can be told not to compute checksums; they are 0 then.
+                # PyTorch can be set not to compute checksums; they are 0 then.
                 if is_long and crc32 in (0, zlib.crc32(self._front[begin:stop])):
                     return stop
             stop += 1

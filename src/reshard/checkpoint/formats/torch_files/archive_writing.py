@@ -39,8 +39,10 @@ _UNTYPED = frozenset(
         *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     ]
 )
+# Two bits of a header's flags: the name is UTF-8, checksum and sizes follow the record.
 _UTF8 = 0x0800
 _CHECKSUM_FOLLOWS = 0x0008
+# The extra field with which PyTorch pads; readers skip fields that they do not know.
 _PADDING_ID = b"FB"
 _STORAGE_NAME = b"archive/data/0"
 
@@ -79,6 +81,7 @@ class NewArchive:
                 f"PyTorch has no type {dtype}, so no checkpoint of it can hold one; choose "
                 "another format"
             )
+        # The head's length gives the storage's place, and both give the tail's length.
         begun = cls(dtype, shape, start_bytes)
         storage = start_bytes + len(begun.head())
         placed = cls(dtype, shape, start_bytes, storage)
@@ -131,6 +134,7 @@ class NewArchive:
         extra = struct.pack("<2H2Q", 1, 16, size, size) if self._is_wide else b""
         said = 0xFFFFFFFF if self._is_wide else size
         alignment = PAGE_BYTES if size >= _SMALL_BYTES else SMALL_ALIGNMENT_BYTES
+        # Four bytes for the padding's own name and length.
         bare = len(_local(_STORAGE_NAME, 0, 0, 0, extra)) + 4
         padding = -(self.start_bytes + len(records) + bare) % alignment
         extra += struct.pack("<2sH", _PADDING_ID, padding) + b"Z" * padding
@@ -146,6 +150,8 @@ class NewArchive:
             storage = ("storage", untyped, "0", "cpu", self.storage_bytes)
         hooks = Call(Global("collections", "OrderedDict"), ())
         strides = View.row_major(self.shape).strides
+        # The arguments of `_rebuild_tensor_v2`. Types without a class of storages need version 3,
+        # which has the type as one more argument.
         fields = (Reference(storage), 0, self.shape, strides, False, hooks)
         if typed is not None:
             return write_pickle(Call(Global("torch._utils", "_rebuild_tensor_v2"), fields))
@@ -171,8 +177,10 @@ def _end(count: int, size: int, begin: int, *, wide: bool) -> bytes:
     """What stands behind the directory."""
     if not wide:
         return struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, size, begin, 0)
+    # 44 bytes follow; made by version 3.0 on Unix, readable from version 4.5 on, which has 64 bits.
     end = struct.pack(
         "<4sQ2H2I4Q", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, size, begin
     ) + struct.pack("<4sIQI", b"PK\x06\x07", 0, begin + size, 1)
+    # The narrow end sends readers to the wide one by a place of all ones.
     said = (0, 0, count, count, size, 0xFFFFFFFF, 0)
     return end + struct.pack("<4s4H2IH", b"PK\x05\x06", *said)

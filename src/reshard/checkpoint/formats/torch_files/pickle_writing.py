@@ -27,12 +27,12 @@ def write_pickle(value: Any) -> bytes:
 
     Raises UsageError for a value of another type.
     """
-    writer = _Writer()
+    writer = _PickleWriter()
     writer.put(value)
     return b"\x80" + bytes([_PROTOCOL]) + bytes(writer.content) + b"."
 
 
-class _Writer:
+class _PickleWriter:
     """What is written so far, and under which number what can be recalled."""
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class _Writer:
 
     def put(self, value: Any) -> None:
         """Write the opcodes that put a value on the stack."""
+        # `type`, not `isinstance`: True is an int to Python, and a subclass would lose its class.
         kind = type(value)
         if value is None:
             self.content += b"N"
@@ -78,6 +79,7 @@ class _Writer:
         elif -(1 << 31) <= value < 1 << 31:
             self.content += b"J" + struct.pack("<i", value)
         else:
+            # Room for the sign bit too.
             size = value.bit_length() // 8 + 1
             self.content += b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
 
@@ -91,10 +93,12 @@ class _Writer:
             self.content += b"X" + struct.pack("<I", len(text)) + text
         else:
             self.content += f"c{value.module}\n{value.name}\n".encode()
+        # BINPUT, or LONG_BINPUT from number 256 on.
         number = self._memo[value] = len(self._memo)
         self.content += b"q" + bytes([number]) if number < 256 else _wide(b"r", number)
 
     def _put_tuple(self, value: tuple[Any, ...]) -> None:
+        # Up to three items have an opcode for their number; more are counted from a mark.
         if len(value) > 3:
             self.content += b"("
         for item in value:
@@ -112,9 +116,11 @@ class _Writer:
     def _put_call(self, value: Call) -> None:
         self.put(value.function)
         self.put(value.arguments)
+        # NEWOBJ, or REDUCE; below, BUILD gives the state.
         self.content += b"\x81" if value.is_new else b"R"
         if value.state is None:
             return
+        # Python gives an OrderedDict its items one by one, and no state.
         if value.function.name == "OrderedDict":
             self._put_items(value.state)
             return

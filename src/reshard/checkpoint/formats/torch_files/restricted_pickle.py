@@ -196,6 +196,7 @@ class _Reader:
             raise self.damaged(f"protocol {version} is later than {LATEST_PROTOCOL}")
 
     def frame(self) -> None:
+        # The length of a frame helps readers of streams; the whole pickle is in memory here.
         self._bytes(8)
 
     def push(self, value: Any) -> None:
@@ -259,6 +260,7 @@ class _Reader:
             target[key] = value
 
     def remember(self) -> None:
+        # MEMOIZE takes the next free number, as Python's own reader does.
         self._memo[len(self._memo)] = self._stack[-1]
 
     def remember_as(self, size: int) -> None:
@@ -346,6 +348,7 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
 }
 
 
+# DCP's `storage_data` has calls as keys. Hashing them is cheap: they compare by identity.
 _PLAIN = frozenset([str, int, bool, float, bytes, type(None)])
 _KEYS = _PLAIN | {Call, Global}
 
@@ -380,6 +383,7 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     >>> plain_attributes({"shapes": {"w": (8, 4)}, "owner": Global("os", "system")})
     {'shapes': {'w': (8, 4)}}
     """
+    # One budget for all of them: shared lists are walked once for each place they are in.
     budget = [_MOST_VALUES]
     return {
         name: value
