@@ -234,6 +234,7 @@ def check_digests(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     names = list(checkpoint.tensors)
     for name, tensor in checkpoint.tensors.items():
+        # The manifest must agree with itself before it is compared with anything.
         if tensor.digest is not None and tensor_digest(tensor.digest.blocks) != tensor.digest:
             raise FormatError(
                 f"{checkpoint.folder}: the manifest's digest of {name!r} is not that of its "
@@ -249,6 +250,7 @@ def check_digests(
     # What cannot be unpacked has no bytes to digest.
     unreadable = {block.tensor for block in damaged}
     names = [name for name in names if name not in unreadable]
+    # The files' own checksums are found in passing, for tensors without a digest.
     own = [one for one in checkpoint.checksums if one.tensor in names]
     seen = source_checksums(own)
     watch = seen.add if own else None
@@ -346,6 +348,7 @@ def _compare_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
 ) -> list[Difference]:
     """What differs in items that are no tensors, where both formats have such."""
+    # A format that holds tensors only has lost the items by its nature: that is no difference.
     if not all(_can_hold_items(checkpoint.format) for checkpoint in (a, b)):
         return []
     differences = []

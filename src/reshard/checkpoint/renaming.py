@@ -103,6 +103,7 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
+        # An exact name, or a pattern such as that of every layer.
         meaning = table[name] if name in table else find_by_pattern(name, table)
         if isinstance(meaning, str):
             new.add(dataclasses.replace(tensor, name=meaning), name)
@@ -234,6 +235,7 @@ def _split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[Stored
         raise RecipeError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, and is fused along dimension {at}"
         )
+    # Where along the dimension each member's rows lie, such as q, k and v of every group in turn.
     stretches = _find_stretches(tensor.name, fusion, tensor.shape[at])
     boxes, itemsize_bytes = list(_list_stored_boxes(tensor)), tensor.dtype.itemsize_bytes
     for member in fusion.members:
@@ -351,6 +353,7 @@ def _bind_boxes(
         boxes.append((slot, box))
         addresses.setdefault(slot, []).append(place)
         views.setdefault(slot, []).append(view)
+    # An empty tensor needs an address all the same: that of a shard it came from.
     if not boxes:
         # No elements: it lies nowhere, and must be somewhere.
         slot = like.stored_slots[0]

@@ -21,6 +21,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     """
     job = conversion.job
     traffic = job.traffic
+    # Layout changes are interned, so tensors that change alike share a key.
     alike: dict[LayoutChange, list[JobItem]] = {}
     for item in job.items:
         alike.setdefault(item.change, []).append(item)

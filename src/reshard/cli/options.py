@@ -168,6 +168,7 @@ _CONVERSION_OPTIONS = (
 
 def conversion_options(command: Command) -> Command:
     """The options of what to convert to, named as the parameters of `plan_conversion`."""
+    # Decorators apply from the last to the first: reversed, the help lists them in order.
     for option in reversed(_CONVERSION_OPTIONS):
         command = option(command)
     return command

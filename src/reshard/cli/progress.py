@@ -56,6 +56,7 @@ def progress_text(progress: Progress, elapsed_s: float) -> str:
     done, total = progress.done_bytes, progress.total_bytes
     percent = 100 * done // total if total else 100
     text = f"{percent} % {bytes_text(done)} of {bytes_text(total)}"
+    # What an earlier run did would make the rate look better than it is.
     moved = done - progress.resumed_bytes
     if moved <= 0 or elapsed_s <= 0:
         return text
@@ -77,6 +78,7 @@ def shown_progress(verb: str, quiet: bool = False) -> Iterator[ProgressFunction 
 
 @contextmanager
 def _bar(verb: str) -> Iterator[ProgressFunction]:
+    # Imported here: rich takes long to load, and most commands draw no bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,

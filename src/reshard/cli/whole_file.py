@@ -34,6 +34,7 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
         UsageError: a file that has come to be there, without `overwrite`.
         RunError: what the system refuses.
     """
+    # In the same folder, since a rename works within one file system only.
     draft = path.with_name(f".reshard-{what}.{os.getpid()}")
     with refusals_explained(f"write the {what}", path):
         try:

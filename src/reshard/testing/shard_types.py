@@ -189,6 +189,7 @@ class TypeCheck:
 
     def _cast(self, op: CastOp) -> _Value:
         value = self._tensor(op.operand, op.before)
+        # From a process's own tensor back to a global one; else the other way.
         if value.is_own:
             return _Value("tensor", op.after, own=op.before)
         if value.sharding is None:

@@ -195,6 +195,7 @@ def dim_specs(draw: st.DrawFn, mesh: DeviceMesh, axes: Sequence[Axis], length: i
     while rest:
         count = draw(st.integers(1, len(rest)))
         chosen, rest = rest[:count], rest[count:]
+        # A level below cuts what the levels above leave, which may have several lengths.
         lengths = DimSpec(levels).table(mesh, length).local_lengths.tolist() if levels else [length]
         parts = math.prod(mesh.axis_size(axis) for axis in chosen)
         levels.append(Level(chosen, draw(rules(lengths, parts))))
@@ -216,6 +217,7 @@ def specs(
     uses: dict[object, list[Axis]] = {}
     reduction = draw(st.sampled_from(reductions)) if reductions else "sum"
     dims = range(len(shape))
+    # Each dimension twice: most axes should cut something.
     places = [*dims, *dims, "replicated", "unused"]
     if len(reductions) > 0 and draw(st.booleans()):
         places += ["partial"] * (len(shape) + 1)

@@ -146,6 +146,7 @@ def table(rows: Iterable[Sequence[object]], headers: Sequence[str], align: str =
     widths = [
         max(display_width(text) for text in column) for column in zip(headers, *texts, strict=True)
     ]
+    # A line of dashes under the headers, as wide as each column.
     lines = [list(headers), ["-" * width for width in widths], *texts]
     return "\n".join(
         "  ".join(

@@ -19,6 +19,7 @@ def rank_text(ranks: Iterable[int]) -> str:
     words = []
     while rest:
         step = rest[1] - rest[0] if len(rest) > 1 else 0
+        # The longest stretch with the distance of the first two.
         length = min(len(rest), 2)
         while length < len(rest) and rest[length] - rest[length - 1] == step:
             length += 1
@@ -27,6 +28,7 @@ def rank_text(ranks: Iterable[int]) -> str:
         elif length >= 4:
             words.append(f"{rest[0]},{rest[1]}..{rest[length - 1]}")
         else:
+            # Too short to be worth a range: the first rank alone, the next may begin a stretch.
             length = 1
             words.append(str(rest[0]))
         rest = rest[length:]

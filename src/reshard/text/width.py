@@ -12,6 +12,7 @@ def display_width(text: str) -> int:
     (4, 2, 1)
     """
     return sum(
+        # W and F are the wide and full-width classes of Unicode's annex 11.
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
     )

@@ -95,6 +95,7 @@ class FileChecksums:
         digests = {}
         for name, item in self._arrangement.items.items():
             stored = self._source.items[name]
+            # In pieces, so that an item of any size takes little memory.
             pieces, at = [], item.place.start_bytes
             for piece in item_pieces(stored, sources):
                 targets[item.place.path].write(piece, at)

@@ -291,16 +291,20 @@ class _ConversionRun:
             self.processes.share(None)
             return
         self._finish()
+        # The others wait: on every process, a run that returns has a target in its place.
         self.staging.owner.commit()
         self.processes.share(True)
 
     def _finish(self) -> None:
+        # 1. Checksums of what was read, then of what was written; then all that is synced and
+        # unchanged.
         self.checksums.check_sources(self.sources)
         items = self.checksums.complete_targets(self.sources, self.targets)
         for target in self.targets:
             target.sync()
         for source in self.sources:
             source.check_unchanged()
+        # 2. Files that are copied, and those that the format adds, such as an index.
         content, arrangement = self.staging.content, self.conversion.arrangement
         with refusals_explained("write the files beside the tensors", content):
             for name in self.conversion.source.carried:
@@ -309,6 +313,7 @@ class _ConversionRun:
                 _sync_file(content / name)
             for name, final in self.conversion.format.final_files(arrangement):
                 _write_synced(content / name, final)
+            # 3. The manifest last: it has the digests of all that is written by this line.
             manifest = manifest_of(
                 arrangement.format,
                 self.conversion_id,

@@ -127,6 +127,7 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
     folder = checkpoint.folder
     written = {file.name: file.size_bytes for file in manifest.files}
     found = {file.name: file.size_bytes for file in checkpoint.files}
+    # Files first: other sizes mean other files, whatever their headers say.
     for name in sorted({*written, *found}):
         if written.get(name) != found.get(name):
             raise CheckpointError(

@@ -74,6 +74,7 @@ def convert(
     """
     try:
         conversion = plan_conversion(source, target, **conversion_arguments)
+        # Before the work, not after hours of it.
         for loss in conversion.losses:
             write_error(f"note: {printable(loss)}")
         with (

@@ -126,11 +126,13 @@ def explain(
     if target_mesh_text is None and target_rank_text is None:
         target_mesh = mesh
     else:
+        # A side that gives ranks only has the shape of the other side's mesh.
         target_mesh = _mesh(target_mesh_text or mesh_text, target_rank_text)
     before, after = (
         Side(text.strip(), read_sharding(text.strip(), devices, shape, notation))
         for text, devices in ((source, mesh), (target, target_mesh))
     )
+    # Some systems have no joint all-to-all: the default is what they can express.
     steps = steps or (CLASSICAL if lower in WITHOUT_JOINT_STEPS else JOINT)
     explanation = explanation_of(before, after, shape, dtype, steps, machine)
     if report_path is not None:

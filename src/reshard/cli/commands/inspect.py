@@ -78,6 +78,7 @@ def inspect(
     """
     check_picture(drawn, as_json)
     opened = open_checkpoint(checkpoint)
+    # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)
     found = None
     if digest:
@@ -213,6 +214,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         for name, tensor in checkpoint.tensors.items()
         if tensor.digest is not None
     }
+    # Those just computed where bytes were read, else those that the manifest records.
     digests = found.digests if found is not None else recorded
     return {
         "path": path,

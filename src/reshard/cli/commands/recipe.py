@@ -114,9 +114,11 @@ def check(
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     opened = open_checkpoint(checkpoint)
+    # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
     if "=" not in to:
         raise UsageError(f"cannot read the mesh {to!r}; write axes with sizes, such as tp=2,pp=2")
     mesh = DeviceMesh.parse(to)
+    # Rules by hand may stand alone; without any, the recipe follows from config.json.
     by_hand = [Rule.parse(text) for text in rules]
     chosen = find_recipe(name or (None if by_hand else "auto"), opened)
     chosen_options = parse_options(options)

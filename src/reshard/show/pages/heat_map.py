@@ -42,7 +42,6 @@ def heat_map(
     >>> "rank 0 to rank 1: 7 B" in heat_map(one, "{} B".format)
     True
     """
-    # Ranks a square: a power of two, so that groups are whole hosts where hosts are.
     size = 1
     while -(-traffic.ranks // size) > most_groups:
         size *= 2

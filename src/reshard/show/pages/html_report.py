@@ -202,6 +202,7 @@ def change_html(change: DrawnChange, number: int, colours: Mapping[int, str]) ->
         colours: of the ranks.
     """
     plan = change.plan
+    # One choice for both, so that the two pictures can be compared.
     dimensions = drawn_dimensions(plan.source, plan.target)
     sides = []
     for word, cut, layout in (

@@ -46,6 +46,7 @@ def memory_chart(moments: Sequence[Moment], amount_text: Callable[[int], str]) -
                     f"{moment.name}: {amount_text(moment.most)}, {amount_text(moment.held)} before"
                 ),
             ),
+            # The paler bar is drawn first; what is held before covers its lower end.
             _bar(x, floor, wide, moment.most * scale, 0.35),
             _bar(x, floor, wide, min(moment.held, moment.most) * scale, 1.0),
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from reshard.text.width import display_width
 
+# A character's strokes are the sum of these; the sum is its place in the alphabets below.
 _UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8
 _UNICODE = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 _ASCII = " ||||+++-+++-+++"
@@ -47,6 +48,7 @@ class Canvas:
         """Text on one line, from column `x` on."""
         for character in text:
             columns = display_width(character)
+            # A combining mark belongs to the character before it.
             if columns == 0:
                 self._text[y][x - 1] += character
                 continue

@@ -44,6 +44,7 @@ class Labels:
             return ["-"]
         mark = "..." if self.ascii else "…"
         if self.slot_label is not None:
+            # Ranks with the same text share it: a dict keeps each once, in order.
             texts = dict.fromkeys(self.slot_label(h.slot) for h in sorted(holdings, key=_by_slot))
             joined = ",".join(texts)
             if "\n" not in joined and display_width(joined) <= width:
@@ -56,6 +57,7 @@ class Labels:
         if senders:
             arrow = "<-" if self.ascii else "←"
             many = count_text(len(senders), "rank")
+            # The senders in full, else their number; without room for that, the holders alone.
             for origin in (rank_text(senders), many):
                 if display_width(f"{text} {arrow} {origin}") <= width:
                     return [f"{text} {arrow} {origin}"]

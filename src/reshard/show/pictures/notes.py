@@ -40,6 +40,7 @@ def notes(layout: Layout, grid: RegionGrid, width: int) -> list[str]:
         padding: dict[int, list[int]] = {}
         runs = layout.tables[d].single_runs()
         pads = runs.role == PAD
+        # Of shape (parts,): how many padded positions each part has along the dimension.
         lengths = np.bincount(runs.part[pads], runs.length[pads], layout.tables[d].parts)
         for slot, part in zip(
             layout.cell_slot.tolist(), layout.cell_part[:, d].tolist(), strict=True

@@ -36,6 +36,8 @@ def origins(transfers: Transfers) -> Origins | None:
     def into(*sides: tuple[int | None, Interval]) -> list[int]:
         """The ranks that send into a rectangle. Whoever receives elements of it holds it."""
         if sides not in known:
+            # Of shape (boxes that move,): those that overlap the rectangle in both drawn
+            # dimensions.
             meets = np.ones(len(moving), dtype=bool)
             for dimension, interval in sides:
                 if dimension is not None:

@@ -43,6 +43,7 @@ def ink_on(colour: str) -> str:
     ('#ffffff', '#000000')
     """
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    # The luma of ITU-R BT.601, times 1000, against the middle of its range.
     return "#000000" if 299 * red + 587 * green + 114 * blue > 128_000 else "#ffffff"
 
 
@@ -50,6 +51,7 @@ def _on_scale(place: int, last: int) -> str:
     """The colour `place / last` of the way along the scale."""
     steps = len(_SCALE) - 1
     step = min(place * steps // last, steps - 1)
+    # Whole numbers only, so that a colour is the same on every machine.
     weight = place * steps - step * last
     mixed = (
         (low * (last - weight) + high * weight + last // 2) // last

@@ -18,8 +18,10 @@ def interval_edges(intervals: Sequence[Interval], room: float, begin: float) -> 
     """
     lengths = [0 if one.left_out else one.stop - one.start for one in intervals]
     gaps = sum(1 for one in intervals if one.left_out)
+    # Pixels for what is left out, and the least for a box, less where there are very many.
     gap = min(_GAP, room / len(intervals))
     least = min(_LEAST_BOX, room / len(intervals) / 2)
+    # What is left when each interval has its least is shared by length.
     free = room - gaps * gap - least * (len(intervals) - gaps)
     # A dimension of length 0 is one interval, and still has a place on the page.
     total = sum(lengths)

@@ -27,6 +27,7 @@ class TorchDcpFormat(CheckpointFormat):
     evidence = f"`{METADATA_NAME}` of PyTorch"
     suffixes = (SUFFIX,)
     can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.ATTRIBUTES})
+    # Megatron's `common.pt` beside the archives is part of its checkpoints.
     carries_weights = True
 
     def detect(self, path: Path) -> bool:
