@@ -25,7 +25,7 @@ import numpy as np
 from reshard.execution.arrays import Storage
 from reshard.execution.copies import BYTES_FOR_A_THREAD, Combine, Copy
 from reshard.execution.windows import Window, find_windows, view_windows
-from reshard.geometry.overlap import Pieces
+from reshard.geometry.overlap import RoutePieces
 from reshard.geometry.routes import Routes
 from reshard.geometry.transfers import Transfers
 from reshard.runs import IntArray, ragged_arange, ragged_ranges
@@ -53,10 +53,10 @@ class CopyColumns:
     target_cell: IntArray
     order: IntArray
     elements: IntArray
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[RoutePieces, ...]
 
     @classmethod
-    def of_routes(cls, routes: Routes, pieces: tuple[Pieces, ...]) -> CopyColumns:
+    def of_routes(cls, routes: Routes, pieces: tuple[RoutePieces, ...]) -> CopyColumns:
         """Every route as one copy, of the product of its pieces."""
         return cls(routes.source_cell, routes.target_cell, routes.order, routes.elements, pieces)
 
@@ -154,12 +154,12 @@ class CopyColumns:
 
 def _pieces_of_boxes(
     start: IntArray, shape: IntArray, source_start: IntArray, target_start: IntArray
-) -> tuple[Pieces, ...]:
+) -> tuple[RoutePieces, ...]:
     """Of every dimension one piece for each box."""
     row = np.arange(len(shape))
     one = np.ones_like(row)
     columns = zip(start.T, shape.T, source_start.T, target_start.T, strict=True)
-    return tuple(Pieces(row, one, *column) for column in columns)
+    return tuple(RoutePieces(row, one, *column) for column in columns)
 
 
 class _Boxes(NamedTuple):
@@ -199,12 +199,12 @@ class _Boxes(NamedTuple):
         return addresses
 
 
-def _pieces_of(pieces: Pieces, row: int) -> tuple[IntArray, IntArray, IntArray]:
+def _pieces_of(pieces: RoutePieces, row: int) -> tuple[IntArray, IntArray, IntArray]:
     rows = pieces.rows(row)
     return pieces.length[rows], pieces.target_local[rows], pieces.source_local[rows]
 
 
-def _positions(pieces: tuple[Pieces, ...], row: int, side: int) -> Any:
+def _positions(pieces: tuple[RoutePieces, ...], row: int, side: int) -> Any:
     """The positions of a row's elements in the target's cell (0), or the source's (1)."""
     found = []
     for column in pieces:

@@ -22,7 +22,7 @@ from reshard.geometry.coalescing import join_boxes
 from reshard.geometry.contributions import contribution_sources, mean_scale
 from reshard.geometry.holders import Holders, find_holders
 from reshard.geometry.lower_bound import lower_bound_elements
-from reshard.geometry.overlap import Overlap, Pieces
+from reshard.geometry.overlap import Overlap, RoutePieces
 from reshard.geometry.routes import RouteFinder, Routes
 from reshard.geometry.transfers import Transfers, expand
 from reshard.geometry.verification import verify_transfers
@@ -119,11 +119,11 @@ class LayoutChange(Interned):
         return self._finder.out_of(rank)
 
     @cached_property
-    def pieces(self) -> tuple[Pieces, ...]:
+    def pieces(self) -> tuple[RoutePieces, ...]:
         """For each dimension, the pieces of every route of `routes`."""
         return self.pieces_of(self.routes)
 
-    def pieces_of(self, routes: Routes) -> tuple[Pieces, ...]:
+    def pieces_of(self, routes: Routes) -> tuple[RoutePieces, ...]:
         """For each dimension, the pieces of every one of some routes."""
         return tuple(
             overlap.pieces(routes.pair[d], self.source.cell_part[routes.source_cell, d])

@@ -25,7 +25,7 @@ from reshard.runs import PAD, IntArray, RunTable, SingleRuns, distinct, ragged_a
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class RoutePieces:
     """One dimension of some routes: the pieces of route `i` are `begin[i]:begin[i] + count[i]`."""
 
     begin: IntArray
@@ -40,9 +40,9 @@ class Pieces:
         begin = int(self.begin[route])
         return slice(begin, begin + int(self.count[route]))
 
-    def of(self, unit: IntArray) -> Pieces:
+    def of(self, unit: IntArray) -> RoutePieces:
         """The same pieces for other routes, each with those of a route of this one."""
-        return Pieces(
+        return RoutePieces(
             self.begin[unit],
             self.count[unit],
             self.start,
@@ -92,7 +92,7 @@ class Overlap:
         total = np.concatenate(([0], np.cumsum(self.length)))
         return total[self.piece_begin[1:]] - total[self.piece_begin[:-1]]
 
-    def pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+    def pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
         """The pieces of pairs taken from chosen source parts: those of route `i` are of
         `pair[i]` and `source_part[i]`. Pieces that continue one another are joined.
         """
@@ -104,7 +104,7 @@ class Overlap:
         return found.of(of_route)
 
     @cached_property
-    def _pieces_of_pairs(self) -> Pieces:
+    def _pieces_of_pairs(self) -> RoutePieces:
         """The pieces of every pair, where each holder set is one part."""
         return self._join_pieces(np.arange(len(self.pair_set)), self.pair_set)
 
@@ -147,7 +147,7 @@ class Overlap:
         inside = self.start[entry] - self.holders.start[stretch]
         return self.holders.local_start(stretch, source_part) + inside
 
-    def _join_pieces(self, pair: IntArray, source_part: IntArray) -> Pieces:
+    def _join_pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
         low = self.piece_begin[pair]
         count = self.piece_begin[pair + 1] - low
         unit = np.repeat(np.arange(len(pair)), count)
@@ -168,7 +168,7 @@ class Overlap:
             unit, start = unit[first], start[first]
             source_local, target_local = source_local[first], target_local[first]
         begin = np.searchsorted(unit, np.arange(len(pair) + 1))
-        return Pieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
+        return RoutePieces(begin[:-1], np.diff(begin), start, length, source_local, target_local)
 
 
 # The tensors of all layers are cut alike, wherever the layers live.

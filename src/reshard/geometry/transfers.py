@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.geometry.overlap import Overlap, Pieces
+from reshard.geometry.overlap import Overlap, RoutePieces
 from reshard.geometry.routes import Routes
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray, ragged_ranges
@@ -114,7 +114,7 @@ def expand(
         return Transfers.none(target.ndim)
     # Where every route is one box, rows are routes and nothing is repeated.
     route: IntArray | slice = slice(None)
-    pieces: list[Pieces] = []
+    pieces: list[RoutePieces] = []
     chosen: list[IntArray] = []
     for d, overlap in enumerate(overlaps):
         found = overlap.pieces(routes.pair[d], source.cell_part[routes.source_cell, d])

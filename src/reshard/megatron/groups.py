@@ -1,4 +1,4 @@
-"""Which rank has which place, where ranks know their process groups, and nobody the sizes?
+"""Megatron's grids of ranks, from the process groups of each rank, where no sizes are known.
 
 A running rank of Megatron has a process group along each axis. Its place is its position in that
 group; what all ranks say together is both grids of `megatron_ranks`, whatever order they are in::

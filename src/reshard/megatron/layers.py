@@ -1,4 +1,4 @@
-"""On which pipeline stage is a layer?
+"""Layers of a pipeline: the stage and the model chunk that each layer is on.
 
 A stage has one stretch of consecutive layers, or with virtual pipeline parallelism several: the
 stages take a stretch each in turn, and then again, `vpp` times::

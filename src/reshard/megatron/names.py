@@ -1,4 +1,4 @@
-"""What is a tensor called in the whole model that a rank calls by a local name?
+"""Local and global names: what a rank's tensor is called in the whole model.
 
 A Megatron rank counts what it has from 0: the layers of each of its model chunks, and its experts.
 The same local name is then another tensor on another rank. Global names count over the model::

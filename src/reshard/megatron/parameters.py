@@ -1,4 +1,4 @@
-"""How is one of Megatron's parameters cut?
+"""Megatron's parameters: their global shape and sharding, from their attributes on each rank.
 
 A parameter says of itself what one rank knows: the shape it has here, whether it is cut by
 tensor parallelism, along which dimension, and how the cut is interleaved. `MegatronParameter`

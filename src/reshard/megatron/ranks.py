@@ -1,4 +1,4 @@
-"""Which rank has which place in Megatron's parallel groups?
+"""Megatron's parallel groups: the place of each rank, from sizes and an order.
 
 Megatron is told how many ranks share a tensor (`tp`), a sequence (`cp`), an expert (`etp`), the
 experts (`ep`), the pipeline (`pp`) and the data (`dp`), and an order string. Its ranks are a

@@ -1,4 +1,4 @@
-"""What are a model's parameters, when every rank says what it has?
+"""Rosters: the parameters of a whole model, gathered from what every rank has.
 
 A rank's roster lists its parameters by local names, one list for each of its model chunks. Put
 together, the rosters say what each parameter of the whole model is:

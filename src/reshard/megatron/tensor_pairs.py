@@ -1,4 +1,4 @@
-"""Do two models mean the same tensor, and how is it laid out on either side?
+"""Pairs of parameters: one tensor in two models, and its sharding in each.
 
 Each side describes a parameter by what its ranks know (`MegatronParameter`). The descriptions may
 differ: a cut marked on one side only, block sizes given on one side only, a mark on a parameter

@@ -1,4 +1,4 @@
-"""Which part of every tensor has a rank that has an even part of one long buffer?
+"""Flat buffers of ZeRO and FSDP: the ranges of each tensor that an even part of a buffer holds.
 
 ZeRO and FSDP lay tensors one behind another, flattened, pad the end, and give every rank as many
 elements of the whole. A rank's part begins and ends anywhere in a tensor::

@@ -1,4 +1,4 @@
-"""Which process of a grid has which block of a ScaLAPACK matrix?
+"""Block-cyclic matrices of ScaLAPACK: array descriptors as shardings, and back.
 
 A matrix of `m` x `n` is cut in blocks of `mb` x `nb`. Blocks are dealt in turn: rows of blocks
 to rows of processes, beginning with row `rsrc`, columns of blocks to columns, beginning with

@@ -1,4 +1,4 @@
-"""What can a notation say, and what not?
+"""Vocabularies: what a notation can express, checked before anything is written.
 
 A sharding may have parts that another system has no words for. Each printer states its words
 once, as a `Vocabulary`, and checks the sharding against it before it writes anything: a text

@@ -1,4 +1,4 @@
-"""How long does an exchange take on a topology, of a plan, of a job, or in stages?
+"""Estimates of the seconds that an exchange takes: of a plan, of a job, or in stages.
 
 Slots are ranks; all pieces from one rank to another, of all tensors, are one message, and all
 messages are sent at once (`reshard.cost.messages`). The fan-out of a staged job follows its

@@ -103,7 +103,7 @@ class Job:
     @cached_property
     def transfers(self) -> JobTransfers:
         """The transfers of every tensor, by name; those that stay included."""
-        return self._named(transfers_of_all(self.assignment, POLICIES[self.sources]))
+        return self._name_items(transfers_of_all(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
         """What one rank receives, keeps and sends of every tensor, found without the others'.
@@ -119,9 +119,10 @@ class Job:
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
             raise PlanError(f"rank {rank!r}; ranks are whole numbers from 0")
-        return self._named(transfers_of_rank(self.assignment, rank, POLICIES[self.sources]))
+        found = transfers_of_rank(self.assignment, rank, POLICIES[self.sources])
+        return self._name_items(found)
 
-    def _named(self, found: Iterable[GroupTransfers]) -> JobTransfers:
+    def _name_items(self, found: Iterable[GroupTransfers]) -> JobTransfers:
         return JobTransfers(tuple(item.name for item in self.items), found)
 
     @property

@@ -1,4 +1,4 @@
-"""What does each rank copy in its own memory when transfers are carried out as messages?
+"""Copies in a rank's own memory that carrying out transfers as messages takes.
 
 ::
 

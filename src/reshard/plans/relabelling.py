@@ -1,4 +1,4 @@
-"""Which ranks should the target's places be given to, so that most bytes stay where they are?
+"""Relabelling: the assignment of ranks to the target's places that keeps most bytes in place.
 
 A target says what each of its places holds; which rank stands at which place is often free.
 Then the ranks can be dealt anew, once for all tensors of a job::
@@ -183,28 +183,28 @@ def relabel(
     >>> reshard.plan(source.layout((8, 8)), moved).moved_elements
     32
     """
-    weights = _weights(job)
+    weights = _find_weights(job)
     places = sorted({slot for plan in weights for slot in plan.target.holders})
     candidates = places if ranks is None else sorted({int(rank) for rank in ranks})
     if candidates and candidates[0] < 0:
         raise PlanError(f"rank {candidates[0]} cannot be part of a target; ranks are 0 or more")
-    held = _kept_bytes(weights, max([*places, *candidates], default=-1) + 1)
+    held = _count_kept_bytes(weights, max([*places, *candidates], default=-1) + 1)
     if topology is not None:
-        given = _within_hosts(weights, held, places, candidates, topology, exchange_hosts)
+        given = _assign_within_hosts(weights, held, places, candidates, topology, exchange_hosts)
     elif exchange_hosts:
         raise UsageError("exchange_hosts without a topology; say which ranks share a host")
     else:
-        given = _dealt(held, places, candidates)
+        given = _assign_ranks(held, places, candidates)
     needed = sum(weight * needed_elements(plan) for plan, weight in weights.items())
     return Relabelling(
-        _completed(given, {*places, *candidates}),
+        _complete(given, {*places, *candidates}),
         sum(int(held[rank, place]) for place, rank in given.items()),
         sum(int(held[place, place]) for place in places),
         needed,
     )
 
 
-def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
+def _find_weights(job: Job | Plan) -> dict[LayoutChange, int]:
     """The bytes that one element of each geometry stands for."""
     if not isinstance(job, Job | Plan):
         raise PlanError(f"{job!r} is no job; give a Job, or a plan with a dtype")
@@ -221,7 +221,7 @@ def _weights(job: Job | Plan) -> dict[LayoutChange, int]:
     return weights
 
 
-def _kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
+def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
     """Bytes that a rank holds of what a place needs: shape `(ranks, ranks)`."""
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
@@ -231,7 +231,7 @@ def _kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArray:
     return total
 
 
-def _within_hosts(
+def _assign_within_hosts(
     weights: Mapping[LayoutChange, int],
     kept: IntArray,
     places: list[int],
@@ -240,25 +240,25 @@ def _within_hosts(
     exchange_hosts: bool,
 ) -> dict[int, int]:
     """The rank for each place, where places that share a host go on sharing one."""
-    groups, homes = _by_host(places, topology), _by_host(ranks, topology)
+    groups, homes = _group_by_host(places, topology), _group_by_host(ranks, topology)
     if not exchange_hosts:
         home_of = {host: host for host in groups}
     else:
-        home_of = _best_homes(weights, kept, groups, homes, topology)
+        home_of = _choose_homes(weights, kept, groups, homes, topology)
     given: dict[int, int] = {}
     for host, home in home_of.items():
-        given |= _dealt(kept, groups[host], homes.get(home, []), f" on host {host}")
+        given |= _assign_ranks(kept, groups[host], homes.get(home, []), f" on host {host}")
     return given
 
 
-def _by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]:
+def _group_by_host(ranks: list[int], topology: Topology) -> dict[int, list[int]]:
     groups: dict[int, list[int]] = {}
     for rank, host in zip(ranks, topology.host_of(ranks).tolist(), strict=True):
         groups.setdefault(host, []).append(rank)
     return dict(sorted(groups.items()))
 
 
-def _best_homes(
+def _choose_homes(
     weights: Mapping[LayoutChange, int],
     kept: IntArray,
     groups: dict[int, list[int]],
@@ -279,11 +279,13 @@ def _best_homes(
     for i, group in enumerate(groups.values()):
         for j, home in enumerate(homes.values()):
             if len(group) <= len(home):
-                given = _dealt(kept, group, home)
+                given = _assign_ranks(kept, group, home)
                 stays[i, j] = sum(int(kept[rank, place]) for place, rank in given.items())
     fits = stays >= 0
-    worth = _ranked(fits.astype(np.int64), _ranked(crossing.max(initial=0) - crossing, stays))
-    chosen = _assignment(worth, np.array(list(groups))[:, None] == np.array(list(homes)))
+    worth = _rank_worths(
+        fits.astype(np.int64), _rank_worths(crossing.max(initial=0) - crossing, stays)
+    )
+    chosen = _solve_assignment(worth, np.array(list(groups))[:, None] == np.array(list(homes)))
     for i, j in chosen:
         if not fits[i, j]:
             raise PlanError(
@@ -293,7 +295,7 @@ def _best_homes(
     return {list(groups)[i]: list(homes)[j] for i, j in chosen}
 
 
-def _ranked(first: IntArray, second: IntArray) -> IntArray:
+def _rank_worths(first: IntArray, second: IntArray) -> IntArray:
     """Worths of assignments that compare by the sum of `first`, and then by that of `second`."""
     second = second - second.min(initial=0)
     first, second = (
@@ -313,7 +315,9 @@ def _check_exact(worth: int, places: int) -> None:
         )
 
 
-def _dealt(kept: IntArray, places: list[int], ranks: list[int], where: str = "") -> dict[int, int]:
+def _assign_ranks(
+    kept: IntArray, places: list[int], ranks: list[int], where: str = ""
+) -> dict[int, int]:
     """The rank for each place that keeps the most bytes."""
     if len(ranks) < len(places):
         raise PlanError(
@@ -321,11 +325,11 @@ def _dealt(kept: IntArray, places: list[int], ranks: list[int], where: str = "")
             f"{where}; give at least as many ranks as places"
         )
     same = np.array(places)[:, None] == np.array(ranks)
-    chosen = _assignment(kept[np.ix_(ranks, places)].T, same) if places else []
+    chosen = _solve_assignment(kept[np.ix_(ranks, places)].T, same) if places else []
     return {places[i]: ranks[j] for i, j in chosen}
 
 
-def _assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _solve_assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """For each row a column of its own, worth most in all, and then most often the `same`."""
     try:
         from scipy.optimize import linear_sum_assignment
@@ -334,11 +338,11 @@ def _assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[int, int
             "relabelling needs scipy, which is not installed; install it with: "
             "pip install 'reshard[planning]'"
         ) from error
-    rows, columns = linear_sum_assignment(_ranked(worth, same.astype(np.int64)), maximize=True)
+    rows, columns = linear_sum_assignment(_rank_worths(worth, same.astype(np.int64)), maximize=True)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
-def _completed(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
+def _complete(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
     """The same, and the ranks that were not asked about on numbers nobody has: their own if
     that is free.
     """

@@ -1,4 +1,4 @@
-"""How much does each rank send to each other?
+"""Traffic: how much each rank sends to each other.
 
 A table of pairs, so that a hundred thousand ranks of which each talks to a few stay small. Ranks
 can be taken together, by hosts or so that few enough remain to be drawn.

@@ -1,4 +1,4 @@
-"""How is each tensor of a model cut over a mesh, and where does it live?
+"""Assignments: the sharding of each tensor of a model over a mesh, and where it lives.
 
 1. A tensor takes the first rule whose pattern matches its name: rules given by hand first,
    then the recipe's.

@@ -1,4 +1,4 @@
-"""How is a fused parameter cut, whose members are cut as a recipe says?
+"""Shardings of fused parameters, from those of their members.
 
 So that every rank has its part of each member, in the order of the parameter's stretches::
 

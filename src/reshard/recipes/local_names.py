@@ -1,4 +1,4 @@
-"""What does a rank call its tensors, that counts what it has from 0?
+"""Local names: what a rank calls its tensors when it counts its own layers and experts from 0.
 
 A recipe deals layers to pipeline stages and experts to expert ranks, by their numbers in the whole
 model. A module on one rank often has only its own, counted from 0::

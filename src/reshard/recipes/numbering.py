@@ -1,4 +1,4 @@
-"""Where on a mesh does the N-th layer or expert of a model live?
+"""Numberings: where on a mesh the N-th layer or expert of a model lives.
 
 Names of tensors count things: `model.layers.17.mlp.experts.3.up_proj.weight` belongs to layer
 17 and to expert 3 of it. A numbering says which mesh axis deals them out, how many there are,

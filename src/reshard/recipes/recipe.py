@@ -1,4 +1,4 @@
-"""How are the tensors of a kind of model cut?
+"""Recipes: rules that say how the tensors of a kind of model are cut.
 
 A recipe is a list of rules under a name. It is data, kept in a TOML file (see
 `reshard.recipes.recipe_file`), and says nothing of a mesh but the names of its own axes: `tp`,

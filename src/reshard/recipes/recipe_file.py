@@ -1,4 +1,4 @@
-"""How does a TOML file write a recipe?
+"""Recipe files: the TOML form of a recipe.
 
 ::
 

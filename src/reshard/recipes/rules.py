@@ -1,4 +1,4 @@
-"""Which tensors does a line of a recipe speak of, and how does it cut them?
+"""Rules: a pattern of tensor names, and the sharding of the tensors that match it.
 
 A rule is a pattern over whole tensor names and the native text of a sharding. The first rule
 whose pattern matches a tensor decides it::

@@ -1,4 +1,4 @@
-"""Where do whole models go, when nobody says tensor by tensor?
+"""Strategies: named policies that give each tensor of a model a layout.
 
 A strategy is a policy under a name. It is a function of the tensors (element type and shape by
 name), the number of ranks, and the model's config.json where there is one, and answers with a

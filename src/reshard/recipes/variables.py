@@ -1,4 +1,4 @@
-"""Which numbers of a model do the braces in a rule's spec stand for?
+"""Variables: the numbers of a model's config for which braces in a rule's spec stand.
 
 A cut often follows a number that only the model knows, such as its key/value heads. A spec
 names it as the model's config.json does, with fallbacks for configs that are older than the

@@ -1,4 +1,4 @@
-"""What does a list of placements say, word by word?
+"""Lexing of placements: names, arguments and steps of calls such as `Shard(dim=0)`.
 
 A placement is written as a call, `Shard(dim=0)`, in any of the ways in which torch prints one:
 by its long or its short name, with or without commas, and with the step in which its axis cuts

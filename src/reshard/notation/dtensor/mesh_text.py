@@ -1,4 +1,4 @@
-"""Which mesh does a text of torch name in front of its placements?
+"""The mesh in front of placements, as torch prints it or a program writes it.
 
 torch prints a mesh by its sizes, and its ranks only where `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set;
 a program writes them out::

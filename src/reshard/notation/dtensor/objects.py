@@ -1,4 +1,4 @@
-"""How do live objects of torch become shardings, and shardings objects of torch?
+"""Live objects of torch: DTensors and placements to shardings, and back.
 
 A DTensor, or its spec, has a mesh, placements and perhaps an order of its axes; they are read
 without importing torch. Placement objects are made of torch's own classes, which are imported

@@ -1,4 +1,4 @@
-"""What does one mesh axis do to a tensor?
+"""Placements of DTensor as plain values: what one mesh axis does to a tensor.
 
 PyTorch's DTensor describes a tensor by one *placement* for each mesh axis. Here they are plain
 values, so that they can be read and written without torch::

@@ -1,4 +1,4 @@
-"""Which elements has a rank whose part is a range of flattened dimensions?
+"""Ragged shards: parts that are ranges of flattened dimensions.
 
 A `RaggedShard` flattens the leading dimensions of a tensor, and gives each rank of one mesh axis
 as many of their indices, in proportion, as `local_units` says::

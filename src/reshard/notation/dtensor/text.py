@@ -1,4 +1,4 @@
-"""Which sharding do the placements of a DTensor say, and which placements say a sharding?
+"""Placements of a DTensor as a sharding, and a sharding as placements.
 
 A DTensor has a mesh and one placement for each mesh axis. They are applied from left to right,
 each to what those before it left, so a tensor dimension that several axes shard is cut in

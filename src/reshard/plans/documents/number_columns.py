@@ -1,4 +1,4 @@
-"""How is a column of whole numbers written shortly?
+"""Columns of whole numbers in a short form, for JSON.
 
 The columns of layouts are regular: ranks count up, parts come round again. A column is a list of
 entries, each a number or a grid of numbers, innermost steps first::
@@ -40,7 +40,7 @@ def packed(column: Iterable[int]) -> list[int | list[int]]:
     numbers = [int(number) for number in column]
     grids: list[_Grid] = [(number, ()) for number in numbers]
     while True:
-        gathered = _gathered(grids)
+        gathered = _gather(grids)
         if len(gathered) == len(grids):
             break
         grids = gathered
@@ -56,7 +56,8 @@ def packed(column: Iterable[int]) -> list[int | list[int]]:
     return list(numbers)
 
 
-def _gathered(grids: list[_Grid]) -> list[_Grid]:
+def _gather(grids: list[_Grid]) -> list[_Grid]:
+    """The grids, with stretches of alike ones at equal distances as one grid each."""
     found: list[_Grid] = []
     first = 0
     while first < len(grids):

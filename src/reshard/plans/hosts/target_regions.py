@@ -1,4 +1,4 @@
-"""Which elements do the same slots of the target want?
+"""Regions of a target: the elements that the same slots want.
 
 A replicated target wants each element many times. A *region* is a set of elements that the
 same target cells want, with the same contributions combined; regions are disjoint, and every

@@ -1,1 +1,5 @@
-"""What both ends of an exchange agree on without talking: messages, their order, and batches."""
+"""The schedule of an exchange, which both ends of every message find without talking.
+
+`messages` has the sizes of messages, what travels in each, their order, and the batches of those
+that need memory beside their messages.
+"""

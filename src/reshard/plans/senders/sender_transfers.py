@@ -97,19 +97,19 @@ def transfers_of_rank(
     return [writer.write(rank, find_senders) for writer in _writers(assignment, chosen)]
 
 
-def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_Writer]:
+def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
     # DemandRows are sorted by tensor group; those received and those sent are put together.
     tensor_group = assignment.rows.tensor_group[chosen.row]
     order = np.argsort(tensor_group, kind="stable")
     begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
     for number, (low, high) in enumerate(pairwise(begin.tolist())):
         if low < high:
-            yield _Writer(
+            yield _BoxWriter(
                 assignment, assignment.tensor_groups[number], chosen.take(order[low:high])
             )
 
 
-class _Writer:
+class _BoxWriter:
     """The boxes of chosen rows of one tensor group, as columns of shape `(boxes,)`."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which ranks have most to do, and how uneven is that?"""
+"""The busiest ranks, and how uneven the loads are, in one line."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
                 (moving.source_slot[row], moving.target_slot[row], elements, moving.box(row))
                 for row, elements in enumerate(moving.elements.tolist())
             ]
-            return _counted(rows, ("from", "to", "elements", "box"), "rrrl")
+            return _format_numbers(rows, ("from", "to", "elements", "box"), "rrrl")
         boxes = Traffic.gathered(
             traffic.ranks, moving.source_slot, moving.target_slot, np.ones_like(moving.source_slot)
         )
         columns = (traffic.sender, traffic.receiver, traffic.amount, boxes.amount)
-        return _counted(
+        return _format_numbers(
             list(zip(*(column.tolist() for column in columns), strict=True)),
             ("from", "to", "elements", "boxes"),
             "rrrr",
@@ -58,7 +58,7 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
     return rank_table(traffic, most_rows)
 
 
-def _counted(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
+def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
     """A table whose numbers have separated thousands."""
     texts = [[count_text(e) if isinstance(e, int) else e for e in row] for row in rows]
     return table(texts, headers, align)
