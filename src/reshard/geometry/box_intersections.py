@@ -77,6 +77,8 @@ def intersecting_intervals(
     >>> [(i.tolist(), j.tolist()) for i, j in intersecting_intervals(a, b)]
     [([0], [0]), ([1], [0])]
     """
+    # Of two intervals that meet one begins inside the other. Where both begin at once, only the
+    # first pass counts them, so that every pair comes once.
     for outer, inner, after in ((first, second, False), (second, first, True)):
         low, count = inner.beginning_inside(outer, after)
         ends = np.cumsum(count)
@@ -112,6 +114,7 @@ def intersecting_boxes(
         return
     line = _choose_intervals(first, second, shape)
     for i, j in intersecting_intervals(*line):
+        # Meeting on the line is necessary; boxes meet where they do in every dimension.
         meet = np.ones(len(i), dtype=bool)
         for d in range(len(shape)):
             meet &= first.start[d][i] < second.stop[d][j]
@@ -137,6 +140,7 @@ def _choose_intervals(first: Boxes, second: Boxes, shape: Sequence[int]) -> _Int
     lines += dims
     counts = [_candidates(line) for line in lines]
     best = min(range(len(lines)), key=counts.__getitem__)
+    # No line separates the boxes well: the two best dimensions together may.
     if counts[best] > _MANY * (first.count + second.count) and len(dims) > 1:
         of_dims = counts[len(counts) - len(dims) :]
         a, b = sorted(range(len(dims)), key=of_dims.__getitem__)[:2]
@@ -158,6 +162,7 @@ def _candidates(line: _IntervalSides) -> int:
 def _row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
     start, last = np.zeros((2, boxes.count), dtype=np.int64)
     for d, size in enumerate(shape):
+        # Horner's scheme: the row-major numbers of each box's first and last element.
         start = start * size + boxes.start[d]
         last = last * size + boxes.stop[d] - 1
     return Intervals(start, last + 1)
@@ -170,6 +175,7 @@ def _bands(
     more than `most` intervals.
     """
     starts = np.sort(np.concatenate((first.start[a], second.start[a])))
+    # About as many bands as the root of the boxes, and in each about as many boxes begin.
     edges = np.unique(starts[:: math.isqrt(len(starts)) + 1])
     sides = []
     for boxes in (first, second):
@@ -181,6 +187,7 @@ def _bands(
     line = []
     for boxes, low, count in sides:
         owner = np.repeat(np.arange(boxes.count), count)
+        # Band `k` is the stretch `k * size:(k + 1) * size` of the line, so bands never meet.
         base = (np.repeat(low, count) + ragged_arange(count)) * size
         line.append(Intervals(base + boxes.start[b][owner], base + boxes.stop[b][owner], owner))
     return line[0], line[1]

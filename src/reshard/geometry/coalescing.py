@@ -34,6 +34,7 @@ def join_boxes(transfers: Transfers) -> Transfers:
     """
     ndim = transfers.shape.shape[1]
     place = np.arange(len(transfers))
+    # What is joined along one dimension may then be alike along another: until nothing joins.
     found = -1
     while found != len(transfers):
         found = len(transfers)
@@ -48,6 +49,8 @@ def _join_along(
     """Join in one dimension. `place` is where each transfer, or the first of it, stood."""
     others = np.delete(np.arange(transfers.shape.shape[1]), dimension)
     start = transfers.start[:, dimension]
+    # Rows equal in all of these differ only in where they lie along `dimension`. The offsets of
+    # local positions are among them, so what continues in the tensor does in both local arrays.
     alike = np.column_stack(
         (
             transfers.source_cell,

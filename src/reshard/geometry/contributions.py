@@ -39,6 +39,7 @@ def contribution_sources(source: Layout, target: Layout) -> tuple[tuple[int, ...
         for slot, contribution in zip(source.cell_slot, source.cell_contribution, strict=True):
             if int(slot) in carried:
                 votes[int(contribution), carried[int(slot)]] += 1
+        # Of equal numbers argmax takes the first, and so where there are no votes.
         goes_to = votes.argmax(axis=1)
     return tuple(
         tuple(np.flatnonzero(goes_to == contribution).tolist())

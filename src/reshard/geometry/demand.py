@@ -90,6 +90,7 @@ def find_needs(source: Layout, target: Layout) -> Needs:
     combines = contribution_sources(source, target)
     needs = _find_key_needs(_one_a_key(source, held), _one_a_key(target, wanted), combines)
     if needs is None:
+        # Keys have no ranks. The search among the cells themselves raises an error that names one.
         RouteFinder.between(source, target, combines).into(wanted.first)
         raise PlanError("the source leaves out an element of the target")
     sets = _holder_sets(held, needs.key_begin, needs.key)
@@ -121,6 +122,7 @@ def _find_key_needs(
     target_key, order, contribution, pair = finder.needs(np.arange(target.cells))
     need, key = finder.candidates(contribution, pair)
     held = np.flatnonzero(np.bincount(need, minlength=len(target_key)))
+    # Needs that no key holds are dropped; the check of volumes below finds what is missing.
     if len(held) < len(target_key):
         need = np.searchsorted(held, need)
         target_key, order = target_key[held], order[held]
@@ -129,6 +131,7 @@ def _find_key_needs(
     try:
         finder.check_complete(np.arange(target.cells), target_key, elements)
     except PlanError:
+        # A value and no exception, for exceptions would not be cached.
         return None
     key_begin = np.searchsorted(need, np.arange(len(target_key) + 1))
     return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
@@ -139,8 +142,10 @@ def _holder_sets(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """The set of each need, and the sets' slots: needs of the same source keys share a set."""
     if (np.diff(key_begin) == 1).all():
+        # Each need has one source key, whose slots are its set.
         return key, copies.begin, copies.slot
     numbers: dict[bytes, int] = {}
+    # Equal lists of keys have equal bytes, and so one number.
     groups = (key[a:b].tobytes() for a, b in pairwise(key_begin.tolist()))
     holder_set = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
     members = [np.frombuffer(group, dtype=np.int64) for group in numbers]

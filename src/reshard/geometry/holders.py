@@ -9,7 +9,7 @@ the same set of parts holds, and only then for whole cells:
 2. If different keys never share an element, a dimension's stretches are simply its runs, and
    every stretch has one holder part. This is the common case, and the only one in which cells
    need not form a grid (ragged shards, chunk lists); then their hulls are compared
-   (`box_meetings`).
+   (`box_intersections`).
 3. Otherwise the dimension is cut at every boundary of every run, and each stretch is held by
    the set of parts whose runs contain it::
 
@@ -166,6 +166,7 @@ def _stretches(table: RunTable) -> DimensionHolders:
     single = single.take((single.role == OWNED) | (single.role == FRESH_HALO))
     single = single.take(np.argsort(single.start, kind="stable"))
     stretch = np.arange(len(single.part))
+    # Set `p` is part `p` alone, so the sets' parts are all parts in order.
     every_part = np.arange(table.parts + 1)
     key = stretch * table.parts + single.part
     return DimensionHolders(
@@ -188,6 +189,7 @@ def _is_grid(layout: Layout, cells: IntArray, dimensions: list[DimensionHolders]
         used[layout.cell_part[cells, d]] = True
         runs = used[dimension.holder_set]
         start, stop = dimension.start[runs], dimension.stop[runs]
+        # Sorted by start, runs overlap where one begins before the furthest stop so far.
         if (start[1:] < np.maximum.accumulate(stop)[:-1]).any():
             return False
     return True
@@ -202,6 +204,7 @@ def _keys_are_disjoint(layout: Layout, cells: IntArray, dimensions: list[Dimensi
     if any(of.has_twice(distinct(part[cell, d])) for d, of in enumerate(runs)):
         return False
     for left, right in intersecting_boxes(boxes, boxes, (layout.contributions, *layout.shape)):
+        # Each pair of cells once, and no cell with itself.
         other = left < right
         a, b = part[cell[left[other]]], part[cell[right[other]]]
         share = np.ones(len(a), dtype=bool)
@@ -235,20 +238,24 @@ def hulls(
 @lru_cache(maxsize=256)
 def _split(dimension: DimensionHolders) -> DimensionHolders:
     """Cut the stretches at every boundary, and collect the parts that hold each piece."""
+    # A piece lies between two neighbouring edges. Rows are pieces with a run that contains them.
     edges = np.unique(np.concatenate((dimension.start, dimension.stop)))
     low = np.searchsorted(edges, dimension.start)
     count = np.searchsorted(edges, dimension.stop) - low
     run = np.repeat(np.arange(len(count)), count)
     piece = np.repeat(low, count) + ragged_arange(count)
     key = piece * dimension.parts + dimension.holder_set[run]
+    # A part that has a piece twice holds it once, where it has it first.
     key, first = np.unique(key, return_index=True)
     piece, run = piece[first], run[first]
     local = dimension.entry_local[run] + edges[piece] - dimension.start[run]
     begin = np.flatnonzero(np.diff(piece, prepend=-1))
     members = np.split(key % dimension.parts, begin[1:]) if len(begin) else []
+    # Pieces that the same parts hold share a set; equal lists of parts have equal bytes.
     numbers: dict[bytes, int] = {}
     holder_set = [numbers.setdefault(group.tobytes(), len(numbers)) for group in members]
     sets = [np.frombuffer(group, dtype=np.int64) for group in numbers]
+    # Pieces that nobody holds are no stretches.
     held = piece[begin]
     stretch_of_piece = np.repeat(np.arange(len(held)), np.diff(np.append(begin, len(piece))))
     return DimensionHolders(

@@ -5,7 +5,8 @@ dimensions says (`routes`), and nothing has to be compared.
 
 1. Target cells that are copies of each other meet the same, so one stands for all.
 2. The hull of a cell is the box from its first to its last index of each dimension, and its
-   contribution is one dimension more. Cells can meet only where their hulls do (`box_meetings`).
+   contribution is one dimension more. Cells can meet only where their hulls do
+   (`box_intersections`).
 3. Of the parts whose cells' hulls meet, and only of those, the runs are compared. Cells meet if
    their parts share an index in every dimension.
 """
@@ -53,6 +54,7 @@ def find_key_intersections(
     of_cell[copies.cells] = np.repeat(np.arange(copies.keys), np.diff(copies.begin))
     # A row for each contribution that a target key combines.
     counts = np.array([len(sources) for sources in combines], dtype=np.int64)
+    # Target contribution `c` combines `flat[first[c]:first[c + 1]]`.
     first = np.concatenate(([0], np.cumsum(counts)))
     flat = np.array([s for sources in combines for s in sources], dtype=np.int64)
     carried = target.cell_contribution[copies.first]
@@ -82,6 +84,7 @@ def find_key_intersections(
     for d, (dimension, table) in enumerate(zip(holders.dimensions, target.tables, strict=True)):
         part, held = target_part[target_key[row], d], source_part[key, d]
         overlap = overlap_of_pairs(dimension, table, part, held)
+        # Hulls may meet where the parts share no index: such rows have no pair, and go.
         known = overlap.pair_part * dimension.sets + overlap.pair_set
         pair, found = find_in(known, part * dimension.sets + held)
         if not found.all():

@@ -157,6 +157,7 @@ class LayoutChange(Interned):
     def _sum_by(self, layout: Layout, cell: IntArray) -> IntArray:
         moving = ~self.routes.stays
         total = np.zeros(layout.slots, dtype=np.int64)
+        # Slots repeat, which `total[...] += ...` would count once.
         np.add.at(total, layout.cell_slot[cell[moving]], self.routes.elements[moving])
         return total
 

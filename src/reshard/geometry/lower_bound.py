@@ -63,6 +63,7 @@ def gather_elements(source: Layout, target: Layout) -> int:
     whole = math.prod(source.shape) * source.contributions
     held = np.zeros(max(source.slots, target.slots), dtype=np.int64)
     np.add.at(held, source.cell_slot, source.cell_elements)
+    # Cells that overlap may add up to more than the whole.
     return sum(whole - min(whole, int(held[slot])) for slot in target.holders)
 
 
@@ -147,11 +148,13 @@ def _union(held: list[list[_Intervals]]) -> int:
     covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
     for product in held:
         for box in itertools.product(*product):
+            # All ends are edges, so a box covers whole cells of the grid.
             at = tuple(
                 slice(int(np.searchsorted(edges[d], a)), int(np.searchsorted(edges[d], b)))
                 for d, (a, b) in enumerate(box)
             )
             covered[at] = True
+    # The volume of a covered cell is the product of its widths, multiplied in by dimension.
     volume = covered.astype(np.int64)
     for d in range(dims):
         shape = [1] * dims

@@ -99,6 +99,7 @@ class Overlap:
         if self.holders.is_single:
             return self._pieces_of_pairs.of(pair)
         parts = self.holders.parts
+        # Routes with the same pair and source part share their pieces.
         units, of_route = np.unique(pair * parts + source_part, return_inverse=True)
         found = self._join_pieces(units // parts, units % parts)
         return found.of(of_route)
@@ -123,6 +124,7 @@ class Overlap:
         local = self.source_local(piece, part)
         row = np.flatnonzero(np.append(np.diff(pair) == 0, False)[piece])
         following = row + count[piece[row]]
+        # It takes only one holder with the two apart in its memory to keep them apart for all.
         breaks = local[row] + self.length[piece[row]] != local[following]
         follows = (
             (np.diff(pair) == 0)
@@ -150,12 +152,14 @@ class Overlap:
     def _join_pieces(self, pair: IntArray, source_part: IntArray) -> RoutePieces:
         low = self.piece_begin[pair]
         count = self.piece_begin[pair + 1] - low
+        # A row for each piece of each pair asked about: the number of the pair and of the piece.
         unit = np.repeat(np.arange(len(pair)), count)
         piece = np.repeat(low, count) + ragged_arange(count)
         start, length = self.start[piece], self.length[piece]
         target_local, stretch = self.target_local[piece], self.stretch[piece]
         source_local = self.holders.local_start(stretch, source_part[unit])
         source_local = source_local + start - self.holders.start[stretch]
+        # Joined where one continues the other in the tensor and in both local arrays.
         follows = (
             (np.diff(unit) == 0)
             & (start[:-1] + length[:-1] == start[1:])
@@ -221,6 +225,8 @@ def _overlap(
     run, stretch, start, length = run[real], stretch[real], start[real], length[real]
     part, holder_set = runs.part[run], holders.holder_set[stretch]
     target_local = runs.local_start[run] + start - runs.start[run]
+    # By target part, then holder set, then local position (lexsort's last key is the first):
+    # the pieces of a pair lie together and in order.
     order = np.lexsort((target_local, holder_set, part))
     part, holder_set = part[order], holder_set[order]
     new = np.append(True, (np.diff(part) != 0) | (np.diff(holder_set) != 0))[: len(part)]

@@ -8,7 +8,7 @@ their numbers:
 2. for a source key and a target key, which are a part a dimension, the numbers are multiplied;
 3. each slot holds what its keys hold, and needs what its cells need.
 
-Where cells of one slot share elements of the source, those count once (see `bound`).
+Where cells of one slot share elements of the source, those count once (see `lower_bound`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def overlap_elements(plan: LayoutChange) -> IntArray:
     key_cell = holders.cells[holders.cell_begin[:-1]]
     described = np.column_stack((target.cell_contribution, target.cell_part))
     _, first, target_key = np.unique(described, axis=0, return_index=True, return_inverse=True)
+    # Versions of NumPy differ in the shape of the inverse where an axis is given.
     target_key = target_key.reshape(-1)
+    # Elements that a source key and a target key share: the product of what their parts share,
+    # or none where the target does not combine the key's contribution.
     shared = np.ones((len(key_cell), len(first)), dtype=np.int64)
     for d, overlap in enumerate(plan.overlaps):
         table = _count_shared_indices(overlap, target.tables[d].parts)
@@ -61,6 +64,7 @@ def overlap_elements(plan: LayoutChange) -> IntArray:
         np.add.at(held, owned % source.slots, shared[owned // source.slots])
     if not holders.is_exclusive:
         _count_once(plan, first, held)
+    # Cells that are copies of a target key each need what it needs.
     kept = np.zeros((target.slots, source.slots), dtype=np.int64)
     np.add.at(kept, target.cell_slot, held.T[target_key])
     return kept.T

@@ -5,7 +5,7 @@ and not with all there are.
 
 1. Where both parts of every pair have one run, those are compared.
 2. Otherwise each pair has a line of its own, one behind another, on which both parts' runs lie;
-   runs that meet on it are of one pair (`box_meetings`).
+   runs that meet on it are of one pair (`box_intersections`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class PartRuns:
     def hulls(self) -> tuple[IntArray, IntArray]:
         """The first index of each part, and the one behind its last; equal where it has none."""
         low, high = np.zeros((2, len(self.begin) - 1), dtype=np.int64)
+        # Parts without runs are left out: reduceat would give them the value of another part.
         some = np.flatnonzero(self.counts)
         if len(some):
             low[some] = np.minimum.reduceat(self.start[self.row], self.begin[some])
@@ -73,9 +74,11 @@ def shared_runs(
     of_b, at_b = ragged_ranges(second.begin[b], second.counts[b])
     run_a, run_b = first.row[at_a], second.row[at_b]
     if isinstance(of_a, slice) and isinstance(of_b, slice):
+        # One run each: row `i` is pair `i`.
         meet = (first.start[run_a] < second.stop[run_b]) & (second.start[run_b] < first.stop[run_a])
         return pair[meet], run_a[meet], run_b[meet]
     pair_a, pair_b = pair[of_a], pair[of_b]
+    # Pair `i` has the stretch from `i * width` on, so runs of different pairs never meet.
     width = max(int(first.stop.max(initial=0)), int(second.stop.max(initial=0)))
     blocks = list(
         intersecting_intervals(
@@ -91,6 +94,7 @@ def shared_runs(
 
 def share_an_index(first: PartRuns, second: PartRuns, a: IntArray, b: IntArray) -> BoolArray:
     """Of pairs of parts whose hulls meet, whether the parts share an index."""
+    # Parts of one run each are their hulls, and those meet.
     found = np.ones(len(a), dtype=bool)
     many = np.flatnonzero((first.counts[a] > 1) | (second.counts[b] > 1))
     if len(many):

@@ -70,6 +70,7 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     for dimension in range(placement.part.shape[1]):
         part = placement.part[:, dimension]
         size = int(part.max(initial=0)) + 1
+        # Before a number outgrows 64 bits it is replaced by its rank, as in `holders.KeyCode`.
         if bound * size >= 2**62:
             known = distinct(code)
             code, bound = np.searchsorted(known, code), len(known)
@@ -78,10 +79,13 @@ def find_replicas(placement: Placement, apart: bool = False) -> Replicas:
     order = np.argsort(code.astype(np.int16) if bound < 2**15 else code, kind="stable")
     code, slot = code[order], placement.slot[order]
     new = np.diff(code, prepend=-1) != 0
+    # Cells are in the order of slots and the sort is stable, so a slot's second cell of a key
+    # follows its first.
     again = ~new & (np.diff(slot, prepend=-1) == 0)
     if again.any() and not apart:
         order, slot, new = order[~again], slot[~again], new[~again]
     elif again.any():
+        # The first cells of all slots are one key, the second cells the next, and so on.
         time = _times_in_a_row(again)
         by_time = np.lexsort((slot, time, np.cumsum(new)))
         order, slot, time, new = order[by_time], slot[by_time], time[by_time], new[by_time]
@@ -114,6 +118,7 @@ def replica_turns(placement: Placement) -> IntArray:
 
 def _times_in_a_row(again: BoolArray) -> IntArray:
     """How many true entries end at each place, without a false one between."""
+    # The count of true entries, less what it was at the last false one.
     count = np.cumsum(again)
     times: IntArray = count - np.maximum.accumulate(np.where(again, 0, count))
     return times

@@ -5,7 +5,7 @@ cell chosen among the holders. It stands for a product of pieces, which stay une
 
 1. For each target cell, take the pairs of its part in every dimension, and every source
    contribution it combines: their product is what the cell needs, each element once. Where the
-   source is no grid, take the keys that the cell meets (`key_meetings`).
+   source is no grid, take the keys that the cell meets (`key_intersections`).
 2. Look up who holds each of them; what nobody holds is an error, found by volume.
 3. If the target's own slot holds it, it stays. Otherwise the route names a *canonical* holder:
    the holders take turns (`replicas.replica_turns`).
@@ -106,6 +106,8 @@ class RouteFinder:
         mine = source.cells_of(slot) if slot < source.slots else range(0)
         if not mine or not target.cells:
             return Routes.none(target.ndim)
+        # Only target cells that take, in every dimension, from a set with a part of this slot can
+        # get anything from it; the others are not expanded.
         reached = np.ones(target.cells, dtype=bool)
         allowed = []
         for d, overlap in enumerate(self.overlaps):
@@ -114,6 +116,8 @@ class RouteFinder:
             touched[source.cell_part[mine.start : mine.stop, d]] = True
             if not sets.is_single:
                 owns = touched[sets.set_part]
+                # The appended entry is for an empty set at the end. For other empty sets reduceat
+                # gives the next entry, which the line below takes back.
                 touched = np.add.reduceat(np.append(owns, False), sets.set_begin[:-1]) > 0
                 touched &= np.diff(sets.set_begin) > 0
             pairs = touched[overlap.pair_set] if len(touched) else np.zeros(0, dtype=bool)
@@ -122,6 +126,7 @@ class RouteFinder:
             reached &= parts[target.cell_part[:, d]]
             allowed.append(pairs)
         routes = self._choose(self.needs(np.flatnonzero(reached), allowed))
+        # What is reached may still have another sender.
         chosen = (source.cell_slot[routes.source_cell] == slot) & ~routes.stays
         return _take(routes, chosen)
 
@@ -140,6 +145,7 @@ class RouteFinder:
         cell = np.repeat(cells, counts[carried])
         order = ragged_arange(counts[carried])
         contribution = flat[np.repeat(first[carried], counts[carried]) + order]
+        # The product of the pairs, a dimension at a time: a row is repeated for each of its pairs.
         pairs: tuple[IntArray, ...] = ()
         for d, overlap in enumerate(self.overlaps):
             part = self.target.cell_part[cell, d]
@@ -177,6 +183,8 @@ class RouteFinder:
         copies = holders.cell_begin[key + 1] - holders.cell_begin[key]
         total = np.zeros(len(cell), dtype=np.int64)
         np.add.at(total, need, copies)
+        # Rows are needs with each key that holds them: `before` counts the copies in all rows
+        # before, `base` those before a need's first row.
         before = np.cumsum(copies) - copies
         base = np.zeros(len(cell), dtype=np.int64)
         first = np.flatnonzero(np.diff(need, prepend=-1))
@@ -187,6 +195,7 @@ class RouteFinder:
         chosen = np.full(len(cell), -1, dtype=np.int64)
         chosen[need[picked]] = holders.cells[(holders.cell_begin[key] + turn)[picked]]
         own = holders.cell_on_slot(key, slot[need])
+        # What the target's slot holds itself stays there, whosever turn it is.
         chosen[need[own >= 0]] = own[own >= 0]
         stays = np.zeros(len(cell), dtype=bool)
         stays[need[own >= 0]] = True
@@ -210,6 +219,7 @@ class RouteFinder:
             member = np.repeat(begin[sets], count) + ragged_arange(count)
             parts = [column[row] for column in parts] + [overlap.holders.set_part[member]]
             need = need[row]
+        # Not every product of parts is taken by a cell.
         key = self.holders.key_of(contribution[need], parts)
         held = key >= 0
         return (need, key) if held.all() else (need[held], key[held])
@@ -249,6 +259,7 @@ class RouteFinder:
 
     def check_complete(self, cells: IntArray, target_cell: IntArray, elements: IntArray) -> None:
         """Raise PlanError unless what was found for the given cells is all they need."""
+        # Needs share no element, so equal volumes mean that none is missing.
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)
         needed = self.target.cell_elements[cells] * counts[self.target.cell_contribution[cells]]
         found = np.zeros(self.target.cells, dtype=np.int64)
@@ -270,6 +281,7 @@ class RouteFinder:
             for start, stop, _, role in table.runs_of(int(self.target.cell_part[cell, d])):
                 at = start
                 for low, high in zip(holders.start.tolist(), holders.stop.tolist(), strict=True):
+                    # Stretches are sorted by start: the first gap behind `at` is what nobody holds.
                     if low > at:
                         break
                     at = max(at, high)

@@ -114,6 +114,8 @@ def expand(
         return Transfers.none(target.ndim)
     # Where every route is one box, rows are routes and nothing is repeated.
     route: IntArray | slice = slice(None)
+    # Row `r` is box `r` so far: of route `route[r]`, with piece `chosen[d][r]` of dimension `d`.
+    # Each further dimension repeats the rows, once for each of its pieces.
     pieces: list[RoutePieces] = []
     chosen: list[IntArray] = []
     for d, overlap in enumerate(overlaps):
@@ -125,6 +127,7 @@ def expand(
         pieces.append(found)
         chosen.append(piece)
     rows = len(chosen[0]) if chosen else len(routes.target_cell)
+    # Start, length and both local starts: one block each, in the end seen as `(rows, dims)`.
     boxes = np.empty((4, len(overlaps), rows), dtype=np.int64)
     for d, (found, piece) in enumerate(zip(pieces, chosen, strict=True)):
         boxes[0, d] = found.start[piece]

@@ -37,6 +37,7 @@ def verify_transfers(
         check_ends(source, transfers.source_cell, transfers.source_start, transfers, d, "source")
         check_ends(target, transfers.target_cell, transfers.target_start, transfers, d, "target")
     _check_stays(source, transfers)
+    # Cell by cell: what ends in a cell is the stretch `begin[cell]:begin[cell + 1]` of `order`.
     order = np.lexsort((transfers.order, transfers.target_cell))
     cells = transfers.target_cell[order]
     begin = np.searchsorted(cells, np.arange(target.cells + 1))
@@ -77,6 +78,8 @@ def check_ends(
     runs = table.single_runs()
     usable = (OWNED, FRESH_HALO) if name == "source" else (OWNED, HALO, FRESH_HALO)
     runs = runs.take(np.isin(runs.role, usable))
+    # Roles aside, runs that continue one another are one: a box may lie across owned indices and
+    # a halo.
     runs = joined(replace(runs, role=np.zeros_like(runs.role)))
     # Runs are sorted by part and local position: put both on one line.
     span = int(table.local_lengths.max(initial=0)) + 1

@@ -1,7 +1,7 @@
 """Megatron's grids of ranks, from the process groups of each rank, where no sizes are known.
 
 A running rank of Megatron has a process group along each axis. Its place is its position in that
-group; what all ranks say together is both grids of `megatron_ranks`, whatever order they are in::
+group; what all ranks say together is both grids of `ranks`, whatever order they are in::
 
     rank  tp     pp     place                           tp 0   tp 1
        4  4, 6   4, 5   tp 0, pp 0               pp 0      4      6
@@ -67,6 +67,7 @@ class MegatronGrids:
         dense, expert = dict.fromkeys(DENSE_AXES, ""), dict.fromkeys(EXPERT_AXES, "")
         for grid in (dense, expert):
             grid.update({axis: axis for axis in grid if axis in known})
+        # As in Megatron, experts are cut like everything else unless they have groups of their own.
         expert["etp"] = expert["etp"] or dense["tp"]
         return cls(_build_grid(groups, dense, "dp"), _build_grid(groups, expert, "edp"))
 
@@ -131,12 +132,14 @@ def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str
 
 def _build_grid(groups: Mapping[int, Groups], named: Mapping[str, str], copies: str) -> DeviceMesh:
     """One grid: axes with the name of the group that says their places; empty for none."""
+    # The ranks at each place, 0 along every axis that has no group; dicts for their order.
     places: dict[tuple[int, ...], dict[int, int]] = {}
     for rank in sorted(groups):
         of = groups[rank]
         at = [list(of[name]).index(rank) if name else 0 for name in named.values()]
         places.setdefault(tuple(at), {})[rank] = 0
     if not named[copies]:
+        # Without a group of copies they are all at one place: the order of ranks tells them apart.
         spot = list(named).index(copies)
         places = {
             (*at[:spot], place, *at[spot + 1 :]): {rank: 0}

@@ -75,6 +75,7 @@ class PipelineLayers:
         >>> PipelineLayers.uneven(14, pp=4, first=2).counts
         ((2, 4, 4, 4),)
         """
+        # The stages without a number of their own share the rest evenly.
         ends = (first is not None) + (last is not None)
         rest, middle = layers - (first or 0) - (last or 0), pp - ends
         fits = middle >= 0 and rest >= 0 and (rest % middle == 0 if middle else rest == 0)
@@ -125,6 +126,7 @@ class PipelineLayers:
             raise RuleError(f"layer {layer} of {self.layers}; layers are counted from 0")
         for index, (start, stop) in enumerate(itertools.pairwise(self._find_starts())):
             if start <= layer < stop:
+                # Stretches go round the stages, once for each chunk.
                 chunk, stage = divmod(index, self.pp)
                 return LayerPlace(stage, chunk, layer - start)
         raise RuleError(f"layer {layer} is on no stage")

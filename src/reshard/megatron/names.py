@@ -81,6 +81,7 @@ class MegatronNames:
         return (self.num_experts or 0) // self.ranks.ep
 
     def _place(self, axis: str, rank: int) -> int:
+        # The grid of experts has `ep`, and the same stages along `pp` as the dense one.
         places = places_along(self.ranks.expert, axis)
         if rank not in places:
             raise NotationError(f"rank {rank} of the ranks {min(places)} to {max(places)}")

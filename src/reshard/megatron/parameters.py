@@ -228,6 +228,7 @@ class MegatronParameter:
             return self.true_length
         lengths = self.local_lengths
         if self.heads is not None and self.parts > self.heads:
+            # More ranks than heads share them, each with one whole head.
             return lengths[0] * self.heads
         return sum(lengths)
 
@@ -244,14 +245,17 @@ class MegatronParameter:
         return rule
 
     def _find_rule(self, lengths: tuple[int, ...]) -> CutRule:
+        # At most one of these is given (`_check_cut`).
         if self.heads is not None:
             return Heads(self.heads)
         if self.true_length is not None:
+            # All ranks are as long as the first, padding included; a multiple is at least 1.
             return Padded(max(lengths[0], 1))
         if self.partition_sizes is not None:
             return blocks_rule(self.sizes_by_rank)
         if self.partition_stride > 1:
             stride = self.partition_stride
+            # Ranks of unequal lengths have as many equal pieces each, where their lengths divide.
             if len(set(lengths)) > 1 and not any(length % stride for length in lengths):
                 return blocks_rule([(length // stride,) * stride for length in lengths])
             return Strided(stride, lengths)

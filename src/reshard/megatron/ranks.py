@@ -1,6 +1,6 @@
 """Megatron's parallel groups: the place of each rank, from sizes and an order.
 
-Megatron is told how many ranks share a tensor (`tp`), a sequence (`cp`), an expert (`etp`), the
+Megatron is given how many ranks share a tensor (`tp`), a sequence (`cp`), an expert (`etp`), the
 experts (`ep`), the pipeline (`pp`) and the data (`dp`), and an order string. Its ranks are a
 grid in which the first word of the order varies fastest::
 
@@ -81,6 +81,7 @@ class MegatronRanks:
                 f"{self.pp}) cannot be shared out to experts by etp {self.expert_tp} x "
                 f"ep {self.ep} x pp {self.pp} = {share}; it must divide the number of ranks"
             )
+        # Where pp is not last, the axes before it may be larger in one grid than in the other.
         stages = [mesh.coordinates(["pp"]) for mesh in (self.dense, self.expert)]
         if (stages[0] != stages[1]).any():
             raise MeshError(
@@ -179,6 +180,7 @@ def rank_grid(sizes: Mapping[str, int], order: str, offset: int = 0) -> DeviceMe
         if axis not in axes and sizes[axis] != 1:
             raise MeshError(f"order {order!r} leaves out {axis}, whose size is {sizes[axis]}")
     axes += [axis for axis in sizes if axis not in axes]
+    # The order has the fastest axis first, a mesh the slowest.
     axes.reverse()
     return _build_grid(tuple(axes), tuple(sizes[axis] for axis in axes), offset)
 

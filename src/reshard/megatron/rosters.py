@@ -3,7 +3,7 @@
 A rank's roster lists its parameters by local names, one list for each of its model chunks. Put
 together, the rosters say what each parameter of the whole model is:
 
-1. local names become global ones (`megatron_names`);
+1. local names become global ones (`names`);
 2. the ranks that list a name are those that hold it: their places along `pp`, and along `ep` for
    an expert, are where it lives. Every rank at such a place must list it;
 3. what the ranks say must agree, but for the local shape: tensor-parallel ranks may have a
@@ -127,6 +127,7 @@ def _combine(
     ranks = names.ranks
     first_rank, first = next(iter(held.items()))
     for rank, local in held.items():
+        # Tensor parallelism may be uneven: the local shape and sizes are a rank's own.
         if replace(local, shape=first.shape, partition_sizes=first.partition_sizes) != first:
             raise SpecError(
                 f"ranks {first_rank} and {rank} disagree on {name!r}: {first} and {local}; all "
@@ -138,6 +139,8 @@ def _combine(
             f"{names.num_experts} explains; on different ep ranks it is different tensors, "
             "which need names of their own"
         )
+    # Where it lives: the places of the ranks that list it. Along the other axes it must be
+    # everywhere, which is checked below.
     mesh = ranks.expert if first.is_expert else ranks.dense
     at = {axis: places_along(mesh, axis) for axis in mesh.axis_names}
     places = {
@@ -145,6 +148,7 @@ def _combine(
         for axis in ("pp", "ep")
         if axis in at
     }
+    # Layers that are counted from 0 on every stage would be taken for one.
     if len(places["pp"]) > 1 and names.layer(name) is not None:
         raise SpecError(
             f"{name!r} is on stages {list(places['pp'])}, but a layer is on one; the ranks count "
@@ -165,6 +169,7 @@ def _combine(
             f"rank {min(absent)} has no {name!r}, which rank {first_rank} of its group has; every "
             "rank of a stage (and of an expert rank) lists it"
         )
+    # One description for each tensor-parallel rank, written once where all are equal.
     by_part = _group_by_part(name, at["etp" if first.is_expert else "tp"], held)
     shapes = tuple(local.shape for local in by_part)
     sizes = tuple(local.partition_sizes for local in by_part)
@@ -172,6 +177,7 @@ def _combine(
         "shape": shapes if len(set(shapes)) > 1 else first.shape,
         "partition_sizes": sizes if len(set(sizes)) > 1 else first.partition_sizes,
     }
+    # None stands for all places along an axis.
     stages = places["pp"] if len(places["pp"]) < ranks.pp else None
     expert_ranks = places.get("ep")
     if expert_ranks is not None and len(expert_ranks) == ranks.ep:

@@ -110,6 +110,7 @@ def _choose_reading(
             f"the source has {source.ndim} dimensions, {list(source.local_shapes[0])}, the target "
             f"{target.ndim}, {list(target.local_shapes[0])}"
         )
+    # Lengths are compared along the dimension of each side that is marked.
     cut = [side.partition_dim for side in (target, source) if side.tensor_model_parallel]
     if not cut:
         return source, target
@@ -119,6 +120,7 @@ def _choose_reading(
         readings["as marked"] = source, target
     readings["neither cut"] = _unmark(source), _unmark(target)
     found = {}
+    # In the order of the module's docstring; a dict keeps it.
     for name, (left, right) in readings.items():
         if left is None or right is None:
             continue
@@ -141,6 +143,7 @@ def _mark_as(side: MegatronParameter, other: MegatronParameter) -> MegatronParam
     if side.tensor_model_parallel:
         return side
     marked = replace(side, tensor_model_parallel=True, partition_dim=other.partition_dim)
+    # A side that says how it is cut is cut as it says.
     own = (side.partition_stride, side.partition_sizes, side.heads, side.true_length)
     if own != (1, None, None, None):
         return marked

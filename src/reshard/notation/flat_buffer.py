@@ -97,6 +97,7 @@ class FlatBuffer:
         found: list[int] = []
         at = 0
         for _, shape in self.tensors:
+            # Only beginnings are aligned: padding stands before a tensor, never behind the last.
             at = ceil_divide(at, self.alignment) * self.alignment
             found.append(at)
             at += math.prod(shape)
@@ -174,6 +175,7 @@ class FlatBuffer:
         each, end = self.rank_elements, begin + math.prod(shape)
         ranges = {}
         if begin < end:
+            # The ranks that the tensor reaches into, and no others.
             for rank in range(begin // each, ceil_divide(end, each)):
                 start, stop = max(rank * each, begin), min((rank + 1) * each, end)
                 ranges[slots[rank]] = (start - begin, stop - begin)

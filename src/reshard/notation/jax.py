@@ -71,6 +71,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
     if not match:
         raise NotationError("a NamedSharding without a PartitionSpec; write its spec as P(...)")
     depth = 0
+    # Up to the bracket that closes the PartitionSpec: its entries may have brackets of their own.
     for end in range(match.start(), len(text)):
         depth += (text[end] == "(") - (text[end] == ")")
         if text[end] == ")" and not depth:

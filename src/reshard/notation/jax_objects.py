@@ -22,7 +22,7 @@ from reshard.sharding import ShardingSpec
 
 
 def is_jax(value: object) -> bool:
-    """Whether an object is one of JAX's, told without importing jax."""
+    """Whether an object is one of JAX's; jax is not imported."""
     return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -141,6 +141,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
             f"no device for rank {missing[0]} of the mesh {spec.mesh!r}; the devices of JAX have "
             f"the ids {sorted(by_id)}"
         )
+    # Filled by a slice: np.array would look into devices for sequences.
     places = np.empty(spec.mesh.size, dtype=object)
     places[:] = [by_id[rank] for rank in spec.mesh.devices]
     kinds = {}

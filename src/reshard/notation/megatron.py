@@ -259,6 +259,7 @@ def _rank_words(mesh: DeviceMesh) -> tuple[list[str], bool]:
     is_expert = axes is EXPERT_AXES
     sizes = {axis: mesh.axis_size(axis) for axis in axes}
     words = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "edp"]
+    # An order has the fastest axis first, a mesh the slowest; tp and dp stand for etp and edp.
     order = "-".join(reversed(mesh.axis_names)).replace("etp", "tp").replace("edp", "dp")
     if rank_grid(sizes, DEFAULT_ORDER, offset).axis_names != mesh.axis_names:
         words.append(f"order={order}")
@@ -288,6 +289,7 @@ def _cut_words(spec: ShardingSpec, axis: str) -> list[str]:
         )
     words = [f"partition_dim={dim}", *_rule_words(level.rule, spec.mesh.axis_size(axis))]
     said = dict(word.split("=") for word in words)
+    # The words are read back: rules that they cannot say come back as another rule.
     if any(not value for value in said.values()) or (
         _rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
     ):

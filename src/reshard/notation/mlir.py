@@ -179,6 +179,7 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
         )
     dims = [[_find_axis(number, mesh) for number in numbers] for numbers in words.split_axes]
     if shape is not None:
+        # Lists of dimensions that are not cut say nothing, so surplus ones at the end are dropped.
         while len(dims) > len(shape) and not dims[-1]:
             dims.pop()
         if len(dims) > len(shape):
@@ -217,6 +218,7 @@ def _make_rules(words: _Words, parts: list[int]) -> Iterator[CutRule]:
         for before, after in zip(sizes[::2], sizes[1::2], strict=True):
             yield Halo(before, after, padded_edges=True) if before or after else Ceil()
     elif words.offsets:
+        # The starts of all parts and the end of the last, dimension after dimension in one list.
         expected = sum(parts) + len(parts)
         if len(words.offsets) != expected:
             raise NotationError(

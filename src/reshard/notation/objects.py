@@ -55,6 +55,7 @@ def sharding_of(value: Any, mesh: Any = None, shape: Sequence[int] | None = None
     >>> print(sharding_of(LocalParameter((4, 8), tensor_model_parallel=True), MegatronRanks(tp=2)))
     tp, -
     """
+    # From the most specific to the least: a DTensor has attributes of later cases, too.
     if isinstance(value, ShardingSpec):
         return value
     if isinstance(value, MegatronParameter):

@@ -78,6 +78,8 @@ class Notation:
 
 
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
+# What stands in the way of a match: DTensor's texts may have placements that only other notations
+# read, and brackets that MLIR's pattern would take for axis lists.
 _NO_OTHER_SHARD = r"^(?![\s\S]*\b(?:Partitioned|Ragged|StridedRagged)Shard\()"
 _NO_PLACEMENT = r"^(?![\s\S]*(?:DeviceMesh|Shard)\()[\s\S]*?"
 
@@ -180,6 +182,7 @@ def read_sharding(
     if len(found) > 1:
         names = " or ".join(candidate.name for candidate in found)
         raise NotationError(f"`{text}` may be {names}; {_list_examples()}")
+    # A text that one notation recognises is not tried as another: the error is that notation's.
     if found:
         try:
             return ParsedSharding(found[0], found[0].parse(text, mesh, shape))

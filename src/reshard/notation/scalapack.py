@@ -77,6 +77,7 @@ class Descriptor:
         least = {"m": 0, "n": 0, "mb": 1, "nb": 1, "rsrc": 0, "csrc": 0, "lld": 1}
         for name, bound in least.items():
             value = getattr(self, name)
+            # Only these may be None: a matrix of any size, a leading dimension that nobody gave.
             if value is not None or name not in ("m", "n", "lld"):
                 number = as_integer(value, f"a descriptor's {name}", NotationError, least=bound)
                 object.__setattr__(self, name, number)
@@ -120,6 +121,8 @@ class Descriptor:
                 )
         rows = BlockCyclic(self.mb, self.rsrc)
         if self.lld is not None and self.m is not None:
+            # A leading dimension is at least the local rows. It may be any process's, so only less
+            # than the fewest rows is an error.
             fewest = max(1, int(rows.table(self.m, grid.shape[0]).local_lengths.min()))
             if self.lld < fewest:
                 raise NotationError(
@@ -146,6 +149,7 @@ def process_grid(rows: int, columns: int, order: str = "row") -> DeviceMesh:
     grid = DeviceMesh("grid", (rows, columns), ("row", "column"))
     if order == "row":
         return grid
+    # In column order rank `k` is in row `k % rows`, column `k // rows`.
     ranks = np.arange(grid.size).reshape(columns, rows).T.reshape(-1)
     return DeviceMesh(grid.name, grid.shape, grid.axis_names, ranks.tolist())
 
@@ -325,6 +329,7 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
             f"`{spec}` over the mesh {mesh.text}", "it has no copies; use every axis of the mesh"
         )
     ranks = np.array(mesh.devices).reshape(mesh.shape)
+    # The text has rows first, whichever axis of the mesh cuts them.
     ranks = ranks if axes == list(mesh.axis_names) else ranks.T
     sizes = "" if shape is None else f"m={shape[0]} n={shape[1]} "
     return (
@@ -348,6 +353,7 @@ def _find_block_cyclic(spec: ShardingSpec, dim: int, length: int | None) -> Bloc
         parts = spec.mesh.axis_size(levels[0].axes[0])
         table = rule.table(length, parts)
         runs = table.runs_of(0)
+        # The first part's first run is a block. Run tables are interned, so `is` compares them.
         found = BlockCyclic(runs[0][1] - runs[0][0] if runs else 1)
         if found.table(length, parts) is table:
             return found

@@ -138,6 +138,7 @@ def _read_sharding(
     shape: Sequence[int] | None,
 ) -> ShardingSpec:
     scanner.take(r"sdy\.sharding\s*=")
+    # A list of dimensions alone is over the only mesh of the text, or the given one.
     is_bare = not scanner.looks_at(r"#|<")
     marks: dict[str, tuple[str, list[Axis]]] = {}
     if is_bare:
@@ -161,6 +162,7 @@ def _read_sharding(
             'the axes are of no mesh; give a mesh, or write @mesh = <["x"=2, "y"=3]> before the '
             "sharding"
         )
+    # On a mesh without axes Shardy prints no dimensions whatever the rank.
     if shape is not None and not mesh.axis_names and not dims:
         dims = [DimSpec()] * len(shape)
     if shape is not None and len(dims) != len(shape):

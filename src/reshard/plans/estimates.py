@@ -49,6 +49,7 @@ def exchanges_part(
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
+    # Routes are enough for the messages; boxes are written out only where copies count.
     nothing = np.zeros(0, dtype=np.int64)
     routes = [(plan, plan.routes) for plan in plans]
     copies = None
@@ -160,6 +161,6 @@ def _check_between_ranks(item: JobItem) -> None:
             if address != RankMemory(slot):
                 raise PlanError(
                     f"seconds of a job with shard {slot} of {item.name!r} at {address}; they are "
-                    "told for jobs between ranks, each shard in the memory of the rank of its "
+                    "estimated for jobs between ranks, each shard in the memory of the rank of its "
                     "number"
                 )

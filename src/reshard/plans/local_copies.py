@@ -64,6 +64,8 @@ def copies_of(
         around = inside.cell_shape[cells]
     source_run = run_elements(transfers.shape, around)
     target_run = run_elements(transfers.shape, target.cell_shape[transfers.target_cell])
+    # Which transfers are copied: where they stay, on the sender, and on the receiver. The first
+    # contribution may be received in place; those after it are combined.
     stays, moves = transfers.stays & keeps, ~transfers.stays
     is_packed = _travels_with_others(transfers, elements * itemsize_bytes)
     packs = moves & (is_packed | (source_run < elements))
@@ -98,6 +100,7 @@ def run_elements(shape: IntArray, around: IntArray) -> IntArray:
     run = np.ones(len(shape), dtype=np.int64)
     goes_on = np.ones(len(shape), dtype=bool)
     for dim in reversed(range(shape.shape[1])):
+        # From the last dimension on: a run goes on as long as whole dimensions lie behind.
         run *= np.where(goes_on, shape[:, dim], 1)
         goes_on &= shape[:, dim] == around[:, dim]
     return run
@@ -107,6 +110,7 @@ def _travels_with_others(transfers: Transfers, size_bytes: IntArray) -> NDArray[
     """Which pieces are small, and not the only small one between their ranks."""
     small = ~transfers.stays & (size_bytes < LARGE_PIECE_BYTES)
     ranks = int(max(transfers.target_slot.max(initial=0), transfers.source_slot.max(initial=0)))
+    # Pieces travel together that share the order of combination, the sender and the receiver.
     key = (transfers.order * (ranks + 1) + transfers.source_slot) * (ranks + 1)
     key = key + transfers.target_slot
     _, of_pair, counts = np.unique(key[small], return_inverse=True, return_counts=True)

@@ -97,6 +97,7 @@ class Plan(Interned):
         """
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
             raise LayoutError(f"rank {rank!r}; ranks are whole numbers from 0")
+        # As in `transfers`: a job is only needed where senders are chosen.
         if self.change.is_determined:
             return self.change.for_rank(rank)
         return self.job.for_rank(int(rank)).get(_NAME, Transfers.none(self.source.ndim))
@@ -148,8 +149,6 @@ class Plan(Interned):
             PlanError: a plan without a dtype.
             LayoutError: a rank that the topology has not, or a link that it does not know.
         """
-        # Loaded when asked for, as below: planning needs neither costs nor a runner.
-
         if self.dtype is None:
             raise PlanError(
                 "seconds of a plan without a dtype; give one: reshard.plan(source, target, "
@@ -218,6 +217,7 @@ def plan(
     96
     """
     given = {"source": source, "target": target}
+    # A spec is for any shape: it takes the given one, or that of the layout beside it.
     known = [one.shape for one in given.values() if isinstance(one, Layout)]
     size = as_integers(shape, "shape", PlanError) if shape is not None else next(iter(known), None)
     before, after = (_as_layout(name, one, size) for name, one in given.items())

@@ -1,7 +1,7 @@
 """Relabelling: the assignment of ranks to the target's places that keeps most bytes in place.
 
 A target says what each of its places holds; which rank stands at which place is often free.
-Then the ranks can be dealt anew, once for all tensors of a job::
+Then ranks can be assigned to places anew, once for all tensors of a job::
 
     target place        0   1   2   3
     holds already  0  | 8   0   4   0 |     place 0 -> rank 2, place 1 -> rank 0, ...
@@ -10,12 +10,12 @@ Then the ranks can be dealt anew, once for all tensors of a job::
      source rank)  3  | 0   0   4   4 |
 
 1. Added up over tensors, a matrix says how many bytes rank `i` holds of what place `j` needs
-   (see `kept`).
-2. The best dealing is a linear assignment (Kuhn 1955; solved by scipy, after Crouse 2016).
+   (see `overlap_matrix`).
+2. The best assignment is a linear one (Kuhn 1955; solved by scipy, after Crouse 2016).
    Among those that keep equally many bytes, most ranks keep the place they had.
-3. With hosts to be respected, each host's places are dealt among the ranks of that host. Where
+3. With hosts to be respected, each host's places go to ranks of that host. Where
    whole hosts may be exchanged, an assignment of hosts comes first: by the bytes that must
-   cross into them, then by the bytes that the best dealing within them keeps.
+   cross into them, then by the bytes that the best assignment within them keeps.
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ def _count_kept_bytes(weights: Mapping[LayoutChange, int], ranks: int) -> IntArr
     total = np.zeros((ranks, ranks), dtype=np.int64)
     for plan, weight in weights.items():
         kept = overlap_elements(plan)
+        # Ranks that no place may be given to are left out: they keep nothing.
         rows, columns = min(ranks, kept.shape[0]), min(ranks, kept.shape[1])
         total[:rows, :columns] += weight * kept[:rows, :columns]
     return total
@@ -275,6 +276,8 @@ def _choose_homes(
         (weight * crossing_elements(plan, topology) for plan, weight in weights.items()),
         np.zeros((topology.hosts, topology.hosts), dtype=np.int64),
     )[np.ix_(list(groups), list(homes))]
+    # `stays[i, j]`: bytes that stay when the places of host `i` go to host `j`; -1 where that has
+    # too few ranks.
     stays = np.full(crossing.shape, -1, dtype=np.int64)
     for i, group in enumerate(groups.values()):
         for j, home in enumerate(homes.values()):
@@ -282,6 +285,7 @@ def _choose_homes(
                 given = _assign_ranks(kept, group, home)
                 stays[i, j] = sum(int(kept[rank, place]) for place, rank in given.items())
     fits = stays >= 0
+    # In this order: as many as possible must fit, the fewest bytes cross, the most stay.
     worth = _rank_worths(
         fits.astype(np.int64), _rank_worths(crossing.max(initial=0) - crossing, stays)
     )
@@ -297,6 +301,8 @@ def _choose_homes(
 
 def _rank_worths(first: IntArray, second: IntArray) -> IntArray:
     """Worths of assignments that compare by the sum of `first`, and then by that of `second`."""
+    # One number for both: `first` in steps that all of `second` together cannot reach. Common
+    # divisors go, so that the numbers stay exact for scipy.
     second = second - second.min(initial=0)
     first, second = (
         some // max(int(np.gcd.reduce(some, axis=None)), 1) for some in (first, second)
@@ -346,6 +352,8 @@ def _complete(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
     """The same, and the ranks that were not asked about on numbers nobody has: their own if
     that is free.
     """
+    # Ranks whose places were not asked about take the numbers that are left, so that the result is
+    # a permutation.
     free = ranks - set(rank_of.values())
     left = ranks - set(rank_of)
     kept = free & left

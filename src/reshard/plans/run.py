@@ -31,6 +31,7 @@ def copies_of_change(change: LayoutChange) -> TensorCopies:
         change.target,
         change.combines,
         change.scale,
+        # Found only when the engine asks, after all arrays have been checked.
         lambda: (CopyColumns.of_routes(change.routes, change.pieces),),
     )
 
@@ -193,6 +194,7 @@ def run_rank(
     >>> run_rank(LayoutChange(Layout.replicated((4,), 1), halves), 1, {0: np.arange(4)})
     (array([2, 3]), 2)
     """
+    # Only what ends on this rank is planned, so ranks can be treated apart.
     routes = change.routes_into(rank)
     columns = CopyColumns.of_routes(routes, change.pieces_of(routes))
     copies = TensorCopies(

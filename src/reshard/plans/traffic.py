@@ -41,6 +41,7 @@ class Traffic:
         >>> traffic.sender.tolist(), traffic.receiver.tolist(), traffic.amount.tolist()
         ([0, 1], [1, 0], [2, 8])
         """
+        # A pair as one number, whose order is by sender and then receiver.
         pairs, place = np.unique(sender * ranks + receiver, return_inverse=True)
         total = np.zeros(len(pairs), dtype=np.int64)
         np.add.at(total, place.reshape(-1), amount)
@@ -64,6 +65,7 @@ class Traffic:
     def of_groups(cls, groups: Iterable[GroupTransfers], ranks: int) -> Traffic:
         """The bytes that transfers of tensors between `ranks` ranks move."""
         nothing = np.zeros(0, dtype=np.int64)
+        # Empty columns first, so that there is something to join where there are no groups.
         columns = [(nothing, nothing, nothing)]
         for found in groups:
             moving = found.transfers.moving
@@ -111,6 +113,7 @@ class Traffic:
         [((0, 1, 2), 7, 1)]
         """
         found: dict[tuple[int, ...], list[int]] = {}
+        # Ranks are alike where all four numbers are; those with none have no part.
         columns = (self.sent, self.receivers, self.received, self.senders)
         for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if any(numbers):

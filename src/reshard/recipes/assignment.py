@@ -98,6 +98,7 @@ class _AssignmentBuilder:
         config: Mapping[str, object] | None,
     ) -> None:
         self.mesh, self.recipe, self.config = mesh, recipe, config
+        # Rules by hand come first, so a number below `by_hand` tells whose rule it is.
         from_recipe = [rule for rule in recipe.rules if rule.counts(config)] if recipe else []
         self.rules = (*rules, *from_recipe)
         self.by_hand = len(rules)
@@ -107,6 +108,7 @@ class _AssignmentBuilder:
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
         self.places: dict[str, Places] = {}
+        # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
         self.lay_out = cache(self._lay_out)
 
     def name_of(self, number: int) -> str:
@@ -180,9 +182,12 @@ class _AssignmentBuilder:
         numbers = self.recipe.numbers if self.recipe else {}
         for what in needed - numbers.keys():
             raise RecipeError(f"no recipe says what {{{what}}} in a rule's pattern numbers")
+        # Numbers that are cut by bytes come last: what a layer weighs depends on where its experts
+        # are.
         for by_bytes in (False, True):
             for what, numbering in numbers.items():
                 parts = joint_size(self.mesh, self.mapping[numbering.axis])
+                # An axis of one coordinate restricts nothing.
                 if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
                     continue
                 with _name_in_errors(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
@@ -216,6 +221,7 @@ class _AssignmentBuilder:
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
+                # Entry 0 is the first end, entry -1 the last, with all numbers beyond the count.
                 weights[1 + min(numbers, count)] += weight
             for end in ends:
                 weights[0 if end == "first" else -1] += weight

@@ -94,6 +94,8 @@ def map_coordinates(
                 f"tensors are dealt out by axis {axis!r}, mapped to {' '.join(map(str, found))}; "
                 "map it to whole axes of the mesh"
             )
+        # A coordinate of the joint axis is one of each mesh axis, major to minor. `only` restricts
+        # axes one by one, so the coordinates must be a product.
         columns = np.unravel_index(coordinates, [mesh.axis_size(one) for one in found])
         chosen = [tuple(sorted({int(at) for at in column})) for column in columns]
         if math.prod(map(len, chosen)) != len(coordinates):

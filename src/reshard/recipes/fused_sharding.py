@@ -1,6 +1,6 @@
 """Shardings of fused parameters, from those of their members.
 
-So that every rank has its part of each member, in the order of the parameter's stretches::
+Every rank has its part of each member, in the order of the parameter's stretches::
 
     queries of 8 heads, keys and values of 4, over two ranks
 
@@ -57,6 +57,7 @@ def fused_spec(
     at = fusion.dimension
     dims = [one.dim_specs[at] for one in (first, *others)]
     for member, other in zip(fusion.members[1:], others, strict=True):
+        # The members' other dimensions must be cut alike; the fused one over the same axes.
         apart = (*first.dim_specs[:at], None, *first.dim_specs[at + 1 :])
         alike = (*other.dim_specs[:at], None, *other.dim_specs[at + 1 :]) == apart
         axes = [tuple(level.axes for level in dim.levels) for dim in (dims[0], other.dim_specs[at])]
@@ -68,6 +69,7 @@ def fused_spec(
     levels = []
     for number, level in enumerate(dims[0].levels):
         rules = [dim.levels[number].rule for dim in dims]
+        # Storage axes cut what is there by one rule; other levels need a rule for the stretches.
         if not set(level.axes) <= set(storage_axes):
             if number:
                 raise RecipeError(
@@ -103,6 +105,7 @@ def _rule(
         return Heads(groups)
     tables = [rule.table(length, parts) for rule, length in zip(rules, lengths, strict=True)]
     pieces = Pieces(tuple(tuple(table.local_lengths.tolist()) for table in tables))
+    # Run tables are interned: `is` says that pieces cut each member exactly as its own rule does.
     exact = all(
         sum(piece) == length and Pieces((piece,)).table(length, parts) is table
         for piece, length, table in zip(pieces.pieces, lengths, tables, strict=True)

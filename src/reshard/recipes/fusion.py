@@ -118,6 +118,7 @@ class Fusion:
                 f"{':'.join(map(str, shares))}; correct the heads or sizes that are given"
             )
         found = []
+        # Groups follow one another; in each, every member has its next piece.
         sizes = [length // groups * share // total for share in shares]
         start = 0
         for group in range(groups):

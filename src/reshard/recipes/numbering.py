@@ -75,7 +75,7 @@ class Places:
 
     @classmethod
     def cut(cls, rule: CutRule, count: int, parts: int, beyond_last: bool = False) -> Places:
-        """`count` things dealt to `parts` coordinates by a cut rule.
+        """`count` things divided among `parts` coordinates by a cut rule.
 
         Raises:
             RuleError: a rule that does not fit the count.
@@ -123,6 +123,7 @@ def sizes_by_weight(
     >>> sizes_by_weight([5, 1, 1, 1], 2).sizes
     (1, 3)
     """
+    # Two passes: the least heaviest group, then the most equal cut among those that reach it.
     edges = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
     heaviest, _ = _best_cut(edges, parts, first, last, np.inf, np.maximum, 1)
     _, stops = _best_cut(edges, parts, first, last, heaviest, np.add, 2)
@@ -144,6 +145,7 @@ def _best_cut(
     `join` makes of them.
     """
     things = len(edges) - 1
+    # `weight[a, b]` is that of things `a:b`; a group cannot stop before it starts.
     weight = edges[None, :] - edges[:, None]
     backwards = np.tri(things + 1, k=-1, dtype=bool)
     best = np.where(np.arange(things + 1) == 0, 0.0, np.inf)
@@ -151,10 +153,12 @@ def _best_cut(
     for part in range(parts):
         extra = first * (part == 0) + last * (part == parts - 1)
         cost = np.where(backwards | (weight + extra > limit), np.inf, (weight + extra) ** power)
+        # `total[a, b]`: this group is `a:b`, and those before it are the best cut of `0:a`.
         total = join(best[:, None], cost)
         start = total.argmin(axis=0)
         chosen.append(start)
         best = total[start, np.arange(things + 1)]
+    # Followed back from the end: each group starts where the one before it stops.
     stops = [things]
     for start in reversed(chosen[1:]):
         stops.append(int(start[stops[-1]]))

@@ -73,6 +73,7 @@ class Recipe:
                 "spec `...`"
             )
         try:
+            # A mesh of these axes checks their names.
             DeviceMesh(self.name, [1] * len(self.axes), self.axes)
         except MeshError as error:
             raise RecipeError(f"axes of recipe {self.name!r}: {error}") from error
@@ -186,6 +187,7 @@ class Recipe:
         stand_in = self.stand_ins.get(axis)
         if stand_in is None or stand_in not in others:
             return ()
+        # Without itself among the others, so that stand-ins for each other come to an end.
         return self._map_axis(mesh, stand_in, tuple(name for name in others if name != axis))
 
 

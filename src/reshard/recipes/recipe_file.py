@@ -175,6 +175,7 @@ class _TableReader:
                 else self._expect_text(value, f"{key}.{theirs}")
                 for theirs, value in self._expect_table(given, key).items()
             }
+            # Own names first, for patterns are tried in order.
             found[convention] = own | {
                 n: v for n, v in found.get(convention, {}).items() if n not in own
             }
@@ -193,6 +194,7 @@ class _TableReader:
             ("groups", groups, int | str),
             ("dimension", dimension, int),
         ):
+            # `true` is an int of Python.
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise self._make_error(f"{key}.{what}", value, "a number or a key of config.json")
         try:

@@ -92,6 +92,7 @@ class Rule:
         >>> Rule.parse("*.weight = tp, - | only(pp=0)").spec
         'tp, - | only(pp=0)'
         """
+        # Greedy: the last `=` outside of parentheses, which may hold a sub-axis such as `x:(1)2`.
         match = re.fullmatch(r"(.*)=((?:[^=()]|\([^()]*(?:\(\d+\)[^()]*)*\))*)", text, re.DOTALL)
         if match is None:
             raise RecipeError(
@@ -124,6 +125,7 @@ class Rule:
         if match is None:
             return name
         spans = {match.span(what): number for what, number in numbers.items()}
+        # From the back, so that earlier spans stay where they are.
         for (begin, end), number in sorted(spans.items(), reverse=True):
             name = f"{name[:begin]}{number}{name[end:]}"
         return name
@@ -153,5 +155,6 @@ def _translate_number(name: str) -> str:
 
 
 def _translate_glob(pattern: str) -> str:
+    # What fnmatch wraps around its pattern, `(?s:` and `)` with an anchor, is taken off.
     translated = fnmatch.translate(pattern)
     return translated[translated.index(":") + 1 : translated.rindex(")")]

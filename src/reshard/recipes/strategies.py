@@ -159,8 +159,10 @@ def balanced(tensors: Tensors, world_size: int, config: Config | None = None) ->
     sizes = {
         name: math.prod(shape) * dtype.itemsize_bytes for name, (dtype, shape) in tensors.items()
     }
+    # A heap of loads and ranks, already in order: its head is the emptiest rank, lowest first.
     loads = [(0, rank) for rank in range(world_size)]
     placed: dict[str, int] = {}
+    # The sort is stable, so of equal tensors the one given first comes first.
     for name in sorted(tensors, key=lambda name: -sizes[name]):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + sizes[name], rank))

@@ -69,6 +69,7 @@ def fill_in(
     text = spec
     for names in variables(spec):
         value = cuts[names[0]] if names[0] in cuts else str(number_in(config, names))
+        # One at a time, from the left: a value has no braces, so the next match is the next one.
         text = _BRACES.sub(value, text, count=1)
     return text
 

@@ -91,6 +91,7 @@ def read_calls(text: str) -> list[PlacementCall]:
     body = text.strip()
     wrapped = _SPEC.fullmatch(body)
     body = wrapped[1].strip() if wrapped else body
+    # The list's own brackets, where it has any: `S(0)R` has none.
     if body[:1] + body[-1:] in ("[]", "()"):
         body = body[1:-1]
     calls: list[PlacementCall] = []
@@ -130,6 +131,7 @@ def _read_arguments(
         token, after = _read_token(body, at, text)
         if token == ")":
             return arguments, named, after
+        # One token ahead tells `name=value` from a value.
         follows, behind = _read_token(body, after, text)
         if follows == "=":
             value, at = _read_value(body, behind, text, 0)

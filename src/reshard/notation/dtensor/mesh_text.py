@@ -59,6 +59,7 @@ def split_mesh(text: str, mesh: DeviceMesh | None = None) -> tuple[DeviceMesh | 
             "of the placements, or give a mesh"
         )
     rest = text[end + 1 :].strip().removeprefix(",").strip()
+    # In a printed DTensor the placements are an argument, and its bracket closes behind them.
     if "(" in before:
         rest = re.sub(r"^placements\s*=\s*", "", rest).removesuffix(")").strip()
     return _read_mesh(text[begin + len("DeviceMesh(") : end], text, mesh), rest
@@ -78,6 +79,7 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
     named = _NAMES.search(body)
     names = [name.strip(" '\"") for name in named[1].split(",") if name.strip()] if named else []
     stride = _STRIDE.search(body)
+    # Names and strides have brackets of their own, which would be taken for sizes.
     body = _NAMES.sub("", _STRIDE.sub("", body))
     listed = _RANKS.search(body)
     shape: tuple[int, ...] = ()
@@ -102,6 +104,7 @@ def _read_mesh(body: str, text: str, given: DeviceMesh | None) -> DeviceMesh:
         and (devices is None or list(given.devices) == devices)
     ):
         return given
+    # A slice of a larger mesh has that one's strides, and ranks that the text does not have.
     if devices is None and stride and not _is_row_major(stride[1], shape):
         raise NotationError(
             f"the mesh in `{text}` is a part of another one, whose ranks are not in the text; give "

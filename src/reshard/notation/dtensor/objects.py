@@ -117,10 +117,12 @@ def _find_strided(
     for dim, axes in found.shard_order:
         for step, axis in enumerate(axes):
             blocks = 1
+            # Axes that cut before this one, but stand behind it in the mesh, are applied after it.
             for earlier in axes[:step]:
                 blocks *= spec.mesh.shape[earlier] if earlier > axis else 1
             if blocks > 1 and placements[axis] == Shard(dim):
                 placements[axis] = StridedShard(dim, blocks)
+    # Blocks are by ceil, so uneven shapes may be cut elsewhere: compared for this one.
     strided = sharding_of_placements(spec.mesh, placements, spec.ndim)
     if not _are_equal(strided.layout(shape), spec.layout(shape)):
         raise cannot_say(

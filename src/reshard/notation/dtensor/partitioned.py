@@ -84,6 +84,7 @@ class PartitionedShard:
                     f"give {len(sizes)} sizes for {count} partitions; give one for each, {count} "
                     f"in all, or one for each on every rank, {2 * count} in all for 2 ranks"
                 )
+            # A flat list is a row for each rank, one behind another.
             rows = tuple(sizes[at : at + count] for at in range(0, len(sizes), count))
         for row in rows or (sizes,):
             if not all(isinstance(size, int) for size in row):

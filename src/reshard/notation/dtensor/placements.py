@@ -5,11 +5,11 @@ values, so that they can be read and written without torch::
 
     Shard(dim=0)                              cut dimension 0 by ceil
     _StridedShard(dim=0, split_factor=2)      2 blocks by ceil, each cut over the axis
-    PartitionedShard(0, 4, (4, 6, 4, 2))      blocks of these sizes, each cut or dealt whole
+    PartitionedShard(0, 4, (4, 6, 4, 2))      blocks of these sizes, each cut or left whole
     Replicate()                               copies
     Partial(sum)                              contributions
 
-A call that `reshard.notation.dtensor.calls` has read, or an object of torch, is made a placement
+A call that `reshard.notation.dtensor.calls` has read, or an object of torch, becomes a placement
 by its name.
 """
 
@@ -181,6 +181,7 @@ def as_placement(item: object) -> Placement:
     """
     if isinstance(item, Placement):
         return item
+    # Known by names, so that torch is not imported.
     names = [kind.__name__ for kind in type(item).__mro__ if kind.__module__.startswith("torch")]
     # A subclass may mean more than its base, as a masked partial does, so only the class counts.
     live: Any = item

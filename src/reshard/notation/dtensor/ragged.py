@@ -95,6 +95,7 @@ class RaggedShard:
         units = sum(self.local_units)
         stops = []
         for rank, before in enumerate(itertools.accumulate(self.local_units)):
+            # Exact or refused, as in veScale: no rank may end inside an index.
             stop, rest = divmod(before * indices, units)
             if rest:
                 raise NotationError(
@@ -187,12 +188,14 @@ def _shard_of(layout: Layout, dims: int) -> RaggedShard | None:
     counts = [0] * layout.slots
     for slot, local in zip(layout.cell_slot.tolist(), layout.cell_shape.tolist(), strict=True):
         counts[slot] += math.prod(local[:dims])
+    # Units in lowest terms; a tensor without elements has one each.
     divisor = math.gcd(*counts)
     units = [count // divisor for count in counts] if divisor else [1] * layout.slots
     stops = list(itertools.accumulate(counts, initial=0))
     if stops[-1] != math.prod(layout.shape[:dims]):
         return None
     ranges = dict(enumerate(itertools.pairwise(stops)))
+    # Layouts are interned, so equal ones are identical.
     if Layout.flat_ranges(layout.shape, ranges, dims, layout.slots) is not layout:
         return None
     return RaggedShard(tuple(range(dims)), tuple(units))
@@ -263,6 +266,7 @@ def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Lay
     for cell, slot in enumerate(base.cell_slot.tolist()):
         local = tuple(base.cell_shape[cell].tolist())
         window = ranges(math.prod(local[:width]))[coordinate[slot]]
+        # The rank's range of flattened indices as boxes; a rank without any has one empty box.
         leading = flat_range_boxes(local[:width], *window)
         for box in leading or [Box((0,) * width, (0,) * width)]:
             start, stop = box.start + (0,) * (len(local) - width), box.stop + local[width:]
@@ -270,6 +274,7 @@ def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Lay
             cells.append((slot, pieces, int(base.cell_contribution[cell])))
     tables, columns = [], []
     for dim, table in enumerate(base.tables):
+        # Each window of a part that occurs becomes a part of a new table.
         chosen = sorted({pieces[dim] for _, pieces, _ in cells})
         number = {piece: i for i, piece in enumerate(chosen)}
         rows = [row for piece, i in number.items() for row in _window(table, i, *piece)]

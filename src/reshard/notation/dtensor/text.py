@@ -202,6 +202,7 @@ def sharding_of_placements(
             f"{len(values)} placements for a mesh of {len(mesh.shape)} axes ({mesh.text}); give "
             "one for each axis, major to minor"
         )
+    # Levels of each dimension by number of the mesh axis; their order comes below.
     by_dim: dict[int, dict[int, Level]] = {dim: {} for dim in range(ndim)}
     partial: list[str] = []
     reductions: list[str] = []
@@ -324,6 +325,7 @@ def placements_of(spec: ShardingSpec, *, partitioned: bool = False) -> DTensorPl
     partial = [axis.name for axis in spec.partial_axes]
     if not all(axis.is_full for axis in spec.partial_axes):
         raise cannot_say(f"the partial axes {spec.partial_axes}", "it takes mesh axes whole")
+    # Contributions are numbered by their axes, major to minor: another order is another numbering.
     if partial != [axis for axis in mesh.axis_names if axis in partial]:
         raise cannot_say(
             f"the order of the partial axes {' '.join(partial)}",

@@ -89,6 +89,7 @@ class DocumentWriter:
 
 def _write_table(table: RunTable) -> list[Any]:
     columns = table.rows.T.tolist()
+    # Trailing columns of defaults go; `_read_table` puts them back.
     while len(columns) > 3 and set(columns[-1]) <= {_ROW_DEFAULTS[len(columns) - 1]}:
         columns.pop()
     return [table.dimension_length, table.parts, *(packed(column) for column in columns)]

@@ -47,6 +47,7 @@ def write_job(job: Job) -> str:
     for item in job.items:
         special: dict[str, Any] = {}
         for side, binding in (("source", item.source), ("target", item.target)):
+            # The usual binding is left out, and made again when the document is read.
             if binding != Binding.to_ranks(binding.layout):
                 special[side] = _write_binding(binding, paths)
         number = plans.setdefault((item.change, item.dtype), len(plans))
@@ -185,6 +186,7 @@ class _BindingReader:
         ]
         names = self._reader.field("names", list, [], self._value)
         named = [TensorName(_check_text(name, f"{self._where}.names")) for name in names]
+        # Each kind of address has columns of its own; `kinds` says in which order they alternate.
         of_kind: dict[int, Iterator[Address]] = {
             _RANK: iter(ranks),
             _FILE: iter(files),
@@ -222,6 +224,7 @@ class _BindingReader:
     ) -> dict[int, Value | tuple[Value, ...]]:
         slots = self._column(of, "slots")
         counts = self._column(of, "cells") if "cells" in of else [0] * len(slots)
+        # A count of 0 stands for one value for the whole slot, and not for a tuple of none.
         rising = all(a < b for a, b in itertools.pairwise(slots))
         if not rising or len(counts) != len(slots) or min(counts, default=0) < 0:
             raise NotationError(f"{self._where}: the {what} need rising slots and a count for each")

@@ -39,6 +39,7 @@ def packed(column: Iterable[int]) -> list[int | list[int]]:
     """
     numbers = [int(number) for number in column]
     grids: list[_Grid] = [(number, ()) for number in numbers]
+    # Each pass gathers one level of steps: numbers to stretches, then alike stretches to grids.
     while True:
         gathered = _gather(grids)
         if len(gathered) == len(grids):
@@ -106,6 +107,7 @@ def unpacked(entries: object, where: str) -> IntArray:
                 f"{where}: {entry!r} is not a start and pairs of a step and a count of 1 or more"
             )
         total += math.prod(counts)
+        # Checked before the numbers are made: a short entry may stand for more than memory holds.
         reach = sum(abs(step) * count for step, count in zip(steps, counts, strict=True))
         if total > MOST_ENTRIES or reach >= LARGEST_NUMBER:
             raise NotationError(
@@ -114,6 +116,7 @@ def unpacked(entries: object, where: str) -> IntArray:
             )
         numbers = np.array([grid[0]], dtype=np.int64)
         for step, count in zip(steps, counts, strict=True):
+            # Innermost steps first: each further pair repeats all numbers so far.
             numbers = (np.arange(count)[:, None] * step + numbers).reshape(-1)
         pieces.append(numbers)
     pieces.append(np.array(plain, dtype=np.int64))

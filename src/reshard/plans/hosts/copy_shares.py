@@ -76,6 +76,8 @@ def find_copy_classes(plans: list[LayoutChange], flows: list[Flows]) -> CopyClas
         columns = (column.tolist() for column in (*edges, nature))
         both = np.full((2, len(flow)), -1, dtype=np.int64)
         for i, (a, b, c, d, kind) in enumerate(zip(*columns, strict=True)):
+            # Equal lists of ranks have equal bytes. A far flow crosses once, so the number of its
+            # receivers is no part of its class.
             key = (sender[a:b].tobytes(), kind, 1 if kind == _FAR else d - c)
             both[0, i] = sending.setdefault(key, len(sending))
             if len(sending) > len(senders):
@@ -151,6 +153,8 @@ def assign_copies(classes: CopyClasses, sizes: ClassSizes, ranks: int) -> CopyAs
     if not near.any():
         return direct
     relayed = _share_copies(classes, sizes, far | near)
+    # In the order of preference: nothing is relayed within hosts, then only where senders are
+    # overloaded, then everywhere.
     enough = int(relayed.loads(ranks).max()) * _WORTHWHILE // (_WORTHWHILE - 1)
     load = direct.loads(ranks)
     if load.max() <= enough:
@@ -165,6 +169,7 @@ def _share_copies(classes: CopyClasses, sizes: ClassSizes, is_relayed: BoolArray
     first, others = len(classes.senders), len(classes.other_senders)
     demand = np.zeros(first + others, dtype=np.int64)
     unit = np.ones(first + others, dtype=np.int64)
+    # Bytes to make: one copy where others are handed on, else one for each receiver.
     times = np.where(is_relayed, 1, classes.receivers)
     np.add.at(demand, sizes.first, sizes.size * times[sizes.first])
     np.maximum.at(unit, sizes.first, sizes.unit * times[sizes.first])

@@ -73,6 +73,7 @@ class ElementGroups:
     @cached_property
     def boxes(self) -> GroupBoxes:
         """Every group written out as boxes."""
+        # The product of the pieces of each dimension: rows are repeated once for each piece.
         group = np.arange(len(self))
         pieces: list[IntArray] = []
         for d, overlap in enumerate(self.overlaps):
@@ -158,6 +159,7 @@ def _holder_cells(
     """For each route all cells that hold its elements, one for each slot."""
     route = np.arange(len(routes.source_cell))
     if holders.is_exclusive:
+        # An element has one key, so the chosen cell's key has all that hold it.
         key_of_cell = np.empty(source.cells, dtype=np.int64)
         counts = np.diff(holders.cell_begin)
         key_of_cell[holders.cells] = np.repeat(np.arange(len(counts)), counts)
@@ -178,6 +180,7 @@ def _holder_cells(
     route = np.repeat(route, count)
     cell = holders.cells[np.repeat(first, count) + ragged_arange(count)]
     slots = source.slots
+    # A slot may hold a group in several cells; the first of them stands for it.
     _, one_a_slot = np.unique(route * slots + source.cell_slot[cell], return_index=True)
     route, cell = route[one_a_slot], cell[one_a_slot]
     return np.searchsorted(route, np.arange(len(routes.source_cell) + 1)), cell

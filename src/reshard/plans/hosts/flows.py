@@ -77,6 +77,8 @@ def find_flows(plan: LayoutChange, topology: Topology) -> Flows:
     host = topology.host_of(slot)
 
     slots = max(plan.source.slots, plan.target.slots)
+    # What stays: the wanting slot holds the group itself. Pairs of a group and a slot are looked up
+    # as single numbers.
     at, holds = find_in(holder_group * slots + holder_slot, group * slots + slot)
     kept = (group[holds], groups.holder[at[holds]], cell[holds])
     group, cell, slot, host = (column[~holds] for column in (group, cell, slot, host))
@@ -127,6 +129,7 @@ def across_hosts_bound_elements(plan: LayoutChange, topology: Topology) -> int:
     16
     """
     groups = find_element_groups(plan)
+    # Pairs of a group and a host, each once: wanted there, and held there.
     number = np.arange(len(groups))
     wanting, holding = (
         np.unique(
@@ -157,5 +160,7 @@ def crossing_elements(plan: LayoutChange, topology: Topology) -> IntArray:
         found[group, topology.host_of(slots[cell])] = 1
         at_host.append(found)
     wanted, held = at_host
+    # `[a, b]`: the elements of the groups that `a` wants and `b` does not hold, as a product of
+    # matrices over groups.
     crossing: IntArray = (wanted * groups.elements[:, None]).T @ (1 - held)
     return crossing

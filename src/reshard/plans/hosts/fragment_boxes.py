@@ -45,6 +45,7 @@ def find_boxes(
 ) -> FragmentBoxes:
     """The boxes of elements `first[i]:stop[i]` of `group[i]`, part by part and in order."""
     boxes = groups.boxes
+    # Ranges of elements on the line of all boxes of all groups: which boxes each one meets.
     base = np.append(boxes.before, 0)[boxes.begin[group]]
     low = np.searchsorted(boxes.before, base + first, side="right") - 1
     count = np.searchsorted(boxes.before, base + stop, side="left") - low
@@ -63,6 +64,7 @@ def find_boxes(
             shape[cut].tolist(), begin[cut].tolist(), end[cut].tolist(), strict=True
         )
     ]
+    # Boxes that are cut are replaced by their pieces, in place.
     count = np.ones(len(of), dtype=np.int64)
     count[cut] = [len(found) for found in pieces]
     row = np.repeat(np.arange(len(of)), count)

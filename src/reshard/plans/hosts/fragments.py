@@ -96,6 +96,7 @@ def divide_flows(items: Sequence[JobItem], topology: Topology) -> Fragments:
         np.flatnonzero(is_relayed), row_others, start, itemsize, copying.others
     )
 
+    # Between two neighbouring cuts of either line, one rank sends and one hands on: a fragment.
     edges = np.unique(np.concatenate((start, sending.cuts, forwarding.cuts)))
     begin, end = edges[:-1], edges[1:]
     row = np.searchsorted(start, begin, side="right") - 1
@@ -150,6 +151,7 @@ def _cut_classes(
     size = np.diff(start)[rows]
     row_class = row_class[rows]
     before = np.cumsum(size) - size
+    # A stretch begins with each class, and with the first row behind each `_STRETCH_BYTES` of it.
     new = np.diff(row_class, prepend=-1) != 0
     inside = before - before[np.flatnonzero(new)[np.cumsum(new) - 1]]
     new |= np.diff(inside // _STRETCH_BYTES, prepend=-1) != 0
@@ -160,6 +162,7 @@ def _cut_classes(
     low, high = shares.begin[row_class[first]], shares.begin[row_class[first] + 1]
     stretch = np.repeat(np.arange(len(first)), high - low)
     turn = ragged_arange(high - low)
+    # Shares of the ranks before this one in its class, scaled from the class to the stretch.
     earlier = total[low[stretch] + turn] - total[low][stretch]
     part = _part_of(stretch_bytes[stretch], earlier, (total[high] - total[low])[stretch])
     share_place = before[first][stretch] + part

@@ -143,6 +143,7 @@ class StagedJob:
         flow = columns.flow[chosen]
         boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
         source, relay = columns.source_cell[chosen], columns.relay_cell[chosen]
+        # Stage 1: every fragment goes to its relay.
         exchange = [exchange_transfers(groups, boxes, source[boxes.of], relay[boxes.of])]
 
         # The other receivers have each box from the relay, or from a source cell as well.
@@ -162,6 +163,7 @@ class StagedJob:
             groups, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
         )
 
+        # What stays is part of the exchange, so that each target is filled by it whole.
         keeps = np.arange(len(flows.staying_group))
         if rank is not None:
             keeps = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)

@@ -57,6 +57,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
         PlanError: a part that has an index of its dimension twice.
     """
     distinct = tuple(dict.fromkeys(combines))
+    # Contributions that combine the same sources want the same, and count as one.
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
     wanting = Layout(
         target.shape,
@@ -122,6 +123,8 @@ def _cut_regions(
     cells: IntArray,
 ) -> Regions:
     """Regions as products of sets of parts, one set a dimension."""
+    # The product, by dimension, of the sets that contain the key's part: rows are a key with a
+    # region that it is made of.
     key = np.arange(len(cell_begin) - 1)
     key_cell = cells[cell_begin[:-1]]
     sets: list[IntArray] = []

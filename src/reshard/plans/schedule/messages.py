@@ -120,6 +120,7 @@ def order_message(
         in_a_turn: how many messages go to one rank before those to another.
         by_region: whether all contributions to a region travel before the next region does.
     """
+    # The next rank first, then the one behind it: all ranks send to different ones at a time.
     shift = (receiver - sender) % ranks
     if by_region:
         return (number, order, shift, sender)
@@ -142,6 +143,7 @@ def are_cut_alike(change: LayoutChange) -> bool:
         senders.add((receiver, order, int(rows.source_slot[row])))
     orders = len(set(rows.order.tolist()))
     is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
+    # Each order has one sender, and each sender one order.
     by_order = {(receiver, order) for receiver, order, _ in senders}
     by_sender = {(receiver, sender) for receiver, _, sender in senders}
     return is_alike and len(by_order) == len(by_sender) == len(senders)

@@ -72,11 +72,13 @@ def group_ranks(begin: IntArray, rank: IntArray, ranks: int) -> RankGroups:
     signatures = distinct(signature)
     group = np.searchsorted(signatures, signature)
     first = np.full(len(signatures), ranks, dtype=np.int64)
+    # Written backwards, so that the first rank of each group is written last and remains.
     first[group[::-1]] = np.arange(ranks)[::-1]
     place = np.empty(len(signatures), dtype=np.int64)
     place[np.argsort(first)] = np.arange(len(signatures))
     group = place[group]
     size = np.bincount(group, minlength=len(signatures))
+    # How many ranks of each group are in each set: all, unless two signatures collide.
     pairs, count = np.unique(of_set * len(signatures) + group[rank], return_counts=True)
     set_group = pairs % max(len(signatures), 1)
     if (count != size[set_group]).any():

@@ -25,7 +25,7 @@ FindSenders = Callable[[SenderAssignment, IntArray, IntArray], IntArray]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """DemandRows with a receiver each, and which items of the tensor group: `first:stop`."""
+    """Rows with a receiver each, and which items of the tensor group: `first:stop`."""
 
     row: IntArray
     receiver: IntArray
@@ -38,7 +38,7 @@ class Selection:
 
 
 def select_all_items(assignment: SenderAssignment, row: IntArray, receiver: IntArray) -> Selection:
-    """DemandRows and receivers with all items of their tensor groups."""
+    """Rows and receivers with all items of their tensor groups."""
     items = np.array(
         [len(tensor_group.items) for tensor_group in assignment.tensor_groups], dtype=np.int64
     )
@@ -60,6 +60,7 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     begin, stop = np.repeat(begin, count), np.repeat(stop, count)
     each = ranges.receiver_bytes[number]
     low = np.maximum(begin - ranges.begin[number], 0) // each
+    # Rounded up: the last receiver that the stretch reaches.
     count = np.minimum(
         -((ranges.begin[number] - stop) // each),
         assignment.rank_groups.size[ranges.rank_group[number]],
@@ -74,6 +75,7 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
     chosen = select_all_items(assignment, row, receiver)
     place = rows.begin[row] + receiver * rows.receiver_step[row]
     step = rows.item_step[row]
+    # Tensor `j` lies at `place + j * step`: those whose bytes meet the stretch.
     first = np.maximum((begin - place - rows.size_bytes[row]) // step + 1, 0)
     last = np.minimum(-((place - stop) // step), chosen.stop)
     some = np.flatnonzero(first < last)
@@ -83,6 +85,7 @@ def select_sent(assignment: SenderAssignment, rank: int) -> Selection:
 def select_found(assignment: SenderAssignment, rank: int, find_senders: FindSenders) -> Selection:
     """The rows and receivers that `rank` sends as a policy finds it."""
     rows = assignment.rows
+    # Only rows that the rank holds can be its own; whose they are is asked of the policy.
     holds = np.zeros(len(assignment.set_begin) - 1, dtype=bool)
     of_set = np.repeat(np.arange(len(holds)), np.diff(assignment.set_begin))
     holds[of_set[assignment.set_slot == rank]] = True

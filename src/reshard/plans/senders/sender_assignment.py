@@ -108,6 +108,8 @@ class SenderAssignment:
 
 def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAssignment:
     """The senders of what some tensor groups move between `slots` ranks."""
+    # Steps 1 and 2: the sets of slots that hold or want something, and the groups of ranks that
+    # belong to the same of them.
     sets = _HolderSets()
     holder_set = [
         sets.add(b.needs.set_begin, b.needs.set_slot) + b.needs.holder_set for b in tensor_groups
@@ -125,12 +127,14 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
         _concatenate([b.needs.of_keys.elements * b.dtype.itemsize_bytes for b in tensor_groups]),
         _concatenate(holder_set),
     )
-    # Every need with every rank_group of its target key's slots.
+    # Step 3: every need with every rank group of its target key's slots.
     wanted = _concatenate(target_set)
     low = rank_groups.set_begin[wanted]
     count = rank_groups.set_begin[wanted + 1] - low
     columns = columns.take(np.repeat(np.arange(len(wanted)), count))
     rank_group = rank_groups.set_group[np.repeat(low, count) + ragged_arange(count)]
+    # A row stays where its rank group is in the set of its holders: pairs of a set and a rank
+    # group are looked up as single numbers.
     known = np.repeat(np.arange(len(rank_groups.set_begin) - 1), np.diff(rank_groups.set_begin))
     number = len(rank_groups.size)
     held = known * number + rank_groups.set_group
@@ -140,6 +144,8 @@ def assign_senders(tensor_groups: Sequence[TensorGroup], slots: int) -> SenderAs
     rows, ranges, range_class = _order_demand(
         columns, rank_group, stays, classes, items, rank_groups
     )
+    # Step 5: the bytes of each class, to be divided in units of whole elements. A class of several
+    # dtypes has the greatest unit that divides all of them.
     demand = np.zeros(len(classes.begin) - 1, dtype=np.int64)
     np.add.at(demand, range_class, ranges.stop - ranges.begin)
     unit = np.zeros(len(demand), dtype=np.int64)
@@ -169,6 +175,7 @@ class _HolderSets:
 
     def add(self, begin: IntArray, slot: IntArray) -> int:
         """The number that the first of these sets has among all."""
+        # Only sets of the same lengths and ends are compared in full.
         ends = (int(slot[0]), int(slot[-1])) if len(slot) else ()
         alike = self._alike.setdefault((len(begin), len(slot), *ends), [])
         for number, *known in alike:
@@ -239,7 +246,7 @@ def _order_demand(
     """The place of every row on the line, the ranges, and the class of each range."""
     moving = np.flatnonzero(~stays)
     code = classes.of_row * len(rank_groups.size) + rank_group[moving]
-    # DemandRows are sorted by tensor_group and need already.
+    # Rows are sorted by tensor group and need already, and the sort is stable.
     order = np.argsort(code, kind="stable")
     code, row = code[order], moving[order]
     tensor_group, size = columns.tensor_group[row], columns.size_bytes[row]
@@ -248,6 +255,8 @@ def _order_demand(
     new_block = new_range | (np.diff(tensor_group, prepend=-1) != 0)
     block = np.cumsum(new_block) - 1
     block_first, range_first = np.flatnonzero(new_block), np.flatnonzero(new_range)
+    # Prefix sums over the sorted rows: bytes of a block (`step`), where a row begins in its block,
+    # and where a block begins among all, repeated for each tensor of its group.
     total = np.append(0, np.cumsum(size))
     step = np.diff(total[np.append(block_first, len(row))])
     in_block = total[:-1] - total[block_first][block]
@@ -258,6 +267,7 @@ def _order_demand(
     range_class, range_rank_group = np.divmod(code[range_first], max(len(rank_groups.size), 1))
     stop = np.cumsum(receiver_bytes * rank_groups.size[range_rank_group])
     begin = stop - receiver_bytes * rank_groups.size[range_rank_group]
+    # The columns `begin`, `receiver_step` and `item_step` of `DemandRows`.
     places = np.zeros((3, len(rank_group)), dtype=np.int64)
     places[0, row] = (begin - block_total[block_of_range])[number] + block_total[block] + in_block
     places[1, row] = receiver_bytes[number]

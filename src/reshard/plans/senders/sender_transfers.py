@@ -98,7 +98,7 @@ def transfers_of_rank(
 
 
 def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
-    # DemandRows are sorted by tensor group; those received and those sent are put together.
+    # Rows are sorted by tensor group; those received and those sent are put together.
     tensor_group = assignment.rows.tensor_group[chosen.row]
     order = np.argsort(tensor_group, kind="stable")
     begin = np.searchsorted(tensor_group[order], np.arange(len(assignment.tensor_groups) + 1))
@@ -147,6 +147,7 @@ class _BoxWriter:
         self.target_slot = assignment.rank_groups.member[
             assignment.rank_groups.member_begin[rank_group] + receiver
         ]
+        # Elements of the same row and receiver in the boxes before: the place within its need.
         before = np.cumsum(self.elements) - self.elements
         first = np.searchsorted(self.of_box, np.arange(len(need)))
         before -= before[first][self.of_box]
@@ -165,6 +166,8 @@ class _BoxWriter:
         if len(parts.of):
             whole = np.ones(len(box), dtype=bool)
             whole[parts.of] = False
+            # Whole boxes and then parts, put in the order of boxes: a part stands where its box
+            # stood. `split` is the number of the part, negative for whole boxes.
             of = np.concatenate((np.flatnonzero(whole), parts.of))
             sender = np.concatenate((sender[whole], parts.sender))
             order = np.argsort(of, kind="stable")
@@ -223,6 +226,7 @@ class _BoxWriter:
             return self.target_slot[box], BoxParts.none(ndim)
         place = self.place[box] + item * assignment.rows.item_step[self.row][box]
         first = np.searchsorted(assignment.cut, place, side="right")
+        # The senders of a box's first and last byte: with one for both, nothing is cut.
         last = np.searchsorted(
             assignment.cut, place + (self.elements * itemsize - 1)[box], side="right"
         )

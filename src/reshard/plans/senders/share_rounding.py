@@ -35,6 +35,7 @@ def move_units(
     rows_of_group: list[list[int]] = [[] for _ in load]
     rows_of_class: dict[int, list[int]] = {}
     for row, (c, g) in enumerate(zip(of_class.tolist(), group.tolist(), strict=True)):
+        # `load` is a group's total; one member sends that divided by the size, rounded up.
         load[g] += share[row]
         rows_of_group[g].append(row)
         rows_of_class.setdefault(c, []).append(row)
@@ -42,7 +43,7 @@ def move_units(
     classes, groups = of_class.tolist(), group.tolist()
 
     def find_way(starts: list[int], unit: int, below: int) -> list[tuple[int, int]]:
-        """DemandRows to take from and give to, from one of `starts` to a group that stays below."""
+        """Rows to take from and give to, from one of `starts` to a group that stays below."""
         came: dict[int, tuple[int, int] | None] = dict.fromkeys(starts)
         waiting = deque(starts)
         while waiting:

@@ -108,6 +108,7 @@ def group_shares(
         )
     shares = np.zeros(len(group), dtype=np.int64)
     wanted = demand_bytes > 0
+    # Classes without a demand would divide by zero; their shares stay 0.
     row = np.flatnonzero(np.repeat(wanted, np.diff(begin)))
     if not len(row):
         return shares
@@ -138,7 +139,7 @@ def member_shares(
     """
     units, loose = np.divmod(shares, unit_bytes)
     each, rest = np.divmod(units, size[group])
-    # Where the first unit of each row goes: behind what earlier rows of its group given.
+    # Where the first unit of each row goes: behind those of earlier rows of its group.
     order = np.argsort(group, kind="stable")
     given = np.cumsum(rest[order]) - rest[order]
     first = np.flatnonzero(np.diff(group[order], prepend=-1))
@@ -166,7 +167,7 @@ class _DemandClasses:
     unit: IntArray
 
     def sum(self, of_rows: _Floats) -> _Floats:
-        """DemandRows added up by class."""
+        """Rows added up by class."""
         return np.add.reduceat(of_rows, self.begin)
 
     def loads(self, shares: _Floats) -> _Floats:
@@ -184,6 +185,7 @@ def _balance(classes: _DemandClasses) -> _Floats:
     while True:
         shares = np.floor(weights * (demand / classes.sum(weights))[classes.of_row])
         loads = np.maximum(classes.loads(shares), 1)
+        # The test sorts, so it is not made every round.
         if rounds % 8 == 0 and _is_balanced(classes, demand, loads, rounds):
             return weights
         rounds += 1

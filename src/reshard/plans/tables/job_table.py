@@ -93,6 +93,7 @@ def job_table(
         busiest_row("receiver", received_bytes, tuple(sorted(receivers))),
     ]
     sizes = [(name, bytes_text(size_bytes), remark) for name, size_bytes, remark in rows]
+    # `nothing` stands in front, for a job without tensors has no columns to join.
     moving = [kind.transfers.moving for kind in kinds]
     nothing = np.zeros(0, dtype=np.int64)
     lines = [
@@ -113,6 +114,7 @@ def job_table(
 
 
 def _find_kinds(items: Sequence[JobItem], transfers: JobTransfers) -> list[_Kind]:
+    # Tensors without elements are in no group of transfers.
     found = {
         (of_group.tensors.change, of_group.tensors.dtype): of_group.transfers
         for of_group in transfers.groups

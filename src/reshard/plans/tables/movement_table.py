@@ -38,6 +38,7 @@ def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_RO
        1   0         2  [4:6]
        0   1         4  [0:4]
     """
+    # The most exact table that has no more rows than allowed: boxes, pairs of ranks, or kinds.
     pairs = len(traffic.amount)
     if pairs <= most_rows:
         if len(moving) <= most_rows:

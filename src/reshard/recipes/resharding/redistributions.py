@@ -136,6 +136,7 @@ def _list_redistributions(job: Job, item: JobItem) -> Iterator[TensorRedistribut
     if not len(rows):
         yield from _list_without_elements(item)
         return
+    # By source cell, then receiver, then place in the tensor: a redistribution is a stretch.
     rows = rows.take(np.lexsort((*rows.start.T[::-1], rows.target_slot, rows.source_cell)))
     starts, stops = rows.source_start.tolist(), (rows.source_start + rows.shape).tolist()
     columns = zip(rows.target_slot.tolist(), starts, stops, rows.shape.tolist(), strict=True)

@@ -2,7 +2,7 @@
 
 1. Every array of the source is checked before any is copied.
 2. Target ranks are filled, tensor by tensor; several threads may fill several ranks.
-3. Before each copy, cancellation is looked at. What is complete then is kept, and reported.
+3. Before each copy, cancellation is looked at. What is complete then remains, and is reported.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class ReshardingRun:
 
     def _list_unplanned(self) -> list[str]:
         """Arrays that nobody planned for."""
+        # Shards are a list by rank, or a mapping of ranks.
         named = self._shards.values() if isinstance(self._shards, Mapping) else self._shards
         known = {item.name for item in self.job.items}
         extra = dict.fromkeys(name for shard in named for name in shard if name not in known)
@@ -154,6 +155,7 @@ class ReshardingRun:
         wanted = {rank: [item.name for item in self._find_items(rank)] for rank in ranks}
         count = sum(len(self._found.get(rank, {})) for rank in ranks)
         parts = [f"cancelled with {count} of {sum(map(len, wanted.values()))} arrays complete"]
+        # Ranks that are complete are named as such, the others by their tensors.
         whole = [rank for rank in ranks if len(self._found.get(rank, {})) == len(wanted[rank])]
         if whole:
             parts.append(f"all of target ranks {_join(whole)}")

@@ -218,6 +218,7 @@ class ReshardingStrategy:
                 "same metadata, number of ranks and policy, and begin their runs in one order"
             )
         place = self.coordinator.rank
+        # Consecutive target ranks, as equal in number as can be; the same split in every process.
         shares = np.array_split(np.arange(plan.target_world_size), self.coordinator.size)
         ranks = shares[place].tolist()
         try:
