@@ -132,25 +132,25 @@ def _choose_intervals(first: Boxes, second: Boxes, shape: Sequence[int]) -> _Int
     lines: list[_IntervalSides] = []
     # Numbers of elements that outgrow 64 bits have no line.
     if math.prod(shape) < 2**62:
-        lines.append((_row_major(first, shape), _row_major(second, shape)))
+        lines.append((_number_row_major(first, shape), _number_row_major(second, shape)))
     dims = [
         (Intervals(first.start[d], first.stop[d]), Intervals(second.start[d], second.stop[d]))
         for d in range(len(shape))
     ]
     lines += dims
-    counts = [_candidates(line) for line in lines]
+    counts = [_count_candidates(line) for line in lines]
     best = min(range(len(lines)), key=counts.__getitem__)
     # No line separates the boxes well: the two best dimensions together may.
     if counts[best] > _MANY * (first.count + second.count) and len(dims) > 1:
         of_dims = counts[len(counts) - len(dims) :]
         a, b = sorted(range(len(dims)), key=of_dims.__getitem__)[:2]
-        banded = _bands(first, second, a, b, shape[b], counts[best])
-        if banded is not None and _candidates(banded) < counts[best]:
+        banded = _cut_into_bands(first, second, a, b, shape[b], counts[best])
+        if banded is not None and _count_candidates(banded) < counts[best]:
             return banded
     return lines[best]
 
 
-def _candidates(line: _IntervalSides) -> int:
+def _count_candidates(line: _IntervalSides) -> int:
     first, second = line
     (_, inside), (_, around) = (
         second.beginning_inside(first, after=False),
@@ -159,7 +159,7 @@ def _candidates(line: _IntervalSides) -> int:
     return int(inside.sum()) + int(around.sum())
 
 
-def _row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
+def _number_row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
     start, last = np.zeros((2, boxes.count), dtype=np.int64)
     for d, size in enumerate(shape):
         # Horner's scheme: the row-major numbers of each box's first and last element.
@@ -168,7 +168,7 @@ def _row_major(boxes: Boxes, shape: Sequence[int]) -> Intervals:
     return Intervals(start, last + 1)
 
 
-def _bands(
+def _cut_into_bands(
     first: Boxes, second: Boxes, a: int, b: int, size: int, most: int
 ) -> _IntervalSides | None:
     """Dimension `b`, of length `size`, once for each band of dimension `a`; None where that is

@@ -88,17 +88,19 @@ def find_needs(source: Layout, target: Layout) -> Needs:
     """
     held, wanted = find_replicas(source.placement), find_replicas(target.placement, apart=True)
     combines = contribution_sources(source, target)
-    needs = _find_key_needs(_one_a_key(source, held), _one_a_key(target, wanted), combines)
+    needs = _find_key_needs(
+        _keep_one_a_key(source, held), _keep_one_a_key(target, wanted), combines
+    )
     if needs is None:
         # Keys have no ranks. The search among the cells themselves raises an error that names one.
         RouteFinder.between(source, target, combines).into(wanted.first)
         raise PlanError("the source leaves out an element of the target")
-    sets = _holder_sets(held, needs.key_begin, needs.key)
+    sets = _number_holder_sets(held, needs.key_begin, needs.key)
     return Needs(source, target, needs, held, wanted, *sets)
 
 
 @lru_cache(maxsize=1024)
-def _one_a_key(layout: Layout, copies: Replicas) -> Layout:
+def _keep_one_a_key(layout: Layout, copies: Replicas) -> Layout:
     """The layout with one slot for each key. Layouts of the same cut on any ranks share it."""
     first = copies.first
     return Layout(
@@ -137,7 +139,7 @@ def _find_key_needs(
     return KeyNeeds(finder.overlaps, target_key, order, pair, elements, key_begin, key)
 
 
-def _holder_sets(
+def _number_holder_sets(
     copies: Replicas, key_begin: IntArray, key: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
     """The set of each need, and the sets' slots: needs of the same source keys share a set."""

@@ -151,16 +151,16 @@ def find_holders(layout: Layout) -> Holders:
     """Who holds each element of `layout`, as a source."""
     copies = find_replicas(layout.placement)
     key_code = KeyCode(layout, copies.first)
-    runs = [_stretches(table) for table in layout.tables]
+    runs = [_find_stretches(table) for table in layout.tables]
     is_grid = _is_grid(layout, copies.first, runs)
     exclusive = is_grid or _keys_are_disjoint(layout, copies.first, runs)
     if not exclusive:
-        runs = [_split(dimension) for dimension in runs]
+        runs = [_split_stretches(dimension) for dimension in runs]
     return Holders(layout, is_grid, exclusive, tuple(runs), key_code, key_code.of_cells, copies)
 
 
 @lru_cache(maxsize=256)
-def _stretches(table: RunTable) -> DimensionHolders:
+def _find_stretches(table: RunTable) -> DimensionHolders:
     """The runs of a table that may be sources, each held by its one part."""
     single = table.single_runs()
     single = single.take((single.role == OWNED) | (single.role == FRESH_HALO))
@@ -236,7 +236,7 @@ def hulls(
 
 
 @lru_cache(maxsize=256)
-def _split(dimension: DimensionHolders) -> DimensionHolders:
+def _split_stretches(dimension: DimensionHolders) -> DimensionHolders:
     """Cut the stretches at every boundary, and collect the parts that hold each piece."""
     # A piece lies between two neighbouring edges. Rows are pieces with a run that contains them.
     edges = np.unique(np.concatenate((dimension.start, dimension.stop)))

@@ -83,7 +83,7 @@ def held_elements(
     `known` keeps what parts share from one question to the next; it begins empty.
     """
     mine = source.cells_of(slot) if slot < source.slots else range(0)
-    return _union(
+    return _count_union(
         [
             _count_shared(source, int(own), target, cell, known)
             for own in mine
@@ -105,12 +105,14 @@ def _count_shared(
         source_part, target_part = int(source.cell_part[own, d]), int(target.cell_part[cell, d])
         key = (d, source_part, target_part)
         if key not in known:
-            known[key] = _positions(source.tables[d], source_part, target.tables[d], target_part)
+            known[key] = _find_positions(
+                source.tables[d], source_part, target.tables[d], target_part
+            )
         shared.append(known[key])
     return shared
 
 
-def _positions(
+def _find_positions(
     source: RunTable, source_part: int, target: RunTable, target_part: int
 ) -> _Intervals:
     """Local intervals of a target part whose elements a source part holds."""
@@ -128,12 +130,12 @@ def _positions(
     return found
 
 
-def _union(held: list[list[_Intervals]]) -> int:
+def _count_union(held: list[list[_Intervals]]) -> int:
     """The volume of the union of products of intervals."""
     if not held:
         return 0
     if len(held) == 1:
-        return _volume(held[0])
+        return _count_product(held[0])
     # Inclusion and exclusion over the few cells that one slot holds would be exponential;
     # a grid over all boundaries is exact and small.
     dims = len(held[0])
@@ -163,7 +165,7 @@ def _union(held: list[list[_Intervals]]) -> int:
     return int(volume.sum())
 
 
-def _volume(product: list[_Intervals]) -> int:
+def _count_product(product: list[_Intervals]) -> int:
     volume = 1
     for intervals in product:
         volume *= sum(stop - start for start, stop in _merge_intervals(intervals))

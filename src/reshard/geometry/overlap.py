@@ -179,7 +179,7 @@ class Overlap:
 @lru_cache(maxsize=128)
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     """What each part of `target` takes from each holder set."""
-    runs = _elements(target)
+    runs = _find_runs(target)
     # Stretches may overlap and nest, so the first that can reach a run is found by the
     # furthest stop so far, and what does not reach it after all is dropped.
     reach = np.maximum.accumulate(holders.stop) if len(holders.stop) else holders.stop
@@ -187,7 +187,7 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
     count = np.maximum(np.searchsorted(holders.start, runs.stop, side="left") - low, 0)
     run = np.repeat(np.arange(len(count)), count)
     stretch = np.repeat(low, count) + ragged_arange(count)
-    return _overlap(holders, target.parts, runs, run, stretch)
+    return _build_overlap(holders, target.parts, runs, run, stretch)
 
 
 def overlap_of_pairs(
@@ -199,23 +199,23 @@ def overlap_of_pairs(
     """
     pair = distinct(part * holders.parts + source_part)
     part, source_part = pair // holders.parts, pair % holders.parts
-    runs = _elements(target)
+    runs = _find_runs(target)
     _, run, stretch = shared_runs(wanted_runs(target), holders.part_runs, part, source_part)
-    return _overlap(holders, target.parts, runs, run, stretch)
+    return _build_overlap(holders, target.parts, runs, run, stretch)
 
 
 def wanted_runs(target: RunTable) -> PartRuns:
     """What each part of a target has, pads left out."""
-    runs = _elements(target)
+    runs = _find_runs(target)
     return PartRuns.of(target.parts, runs.part, runs.start, runs.stop)
 
 
-def _elements(target: RunTable) -> SingleRuns:
+def _find_runs(target: RunTable) -> SingleRuns:
     runs = target.single_runs()
     return runs.take(runs.role != PAD)
 
 
-def _overlap(
+def _build_overlap(
     holders: DimensionHolders, parts: int, runs: SingleRuns, run: IntArray, stretch: IntArray
 ) -> Overlap:
     """The overlap of `parts` target parts, from runs and stretches that may overlap."""

@@ -62,7 +62,7 @@ def parse_jax(
             body, mesh = _read_named_sharding(body, mesh)
         if mesh is None:
             raise NotationError("a PartitionSpec names mesh axes; give a mesh, such as x=2,y=3")
-        return sharding_of_entries(mesh, *_partition_spec(body), shape)
+        return sharding_of_entries(mesh, *_read_partition_spec(body), shape)
 
 
 def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, DeviceMesh]:
@@ -93,14 +93,14 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
     return text[match.start() : end + 1], mesh
 
 
-def _partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
+def _read_partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
     """The entries, the unreduced and the reduced axes of a text."""
     try:
         # A backslash would be an escape in Python; no axis name has one.
         call = None if "\\" in text else ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
-    if not isinstance(call, ast.Call) or _name(call.func) not in PARTITION_SPECS:
+    if not isinstance(call, ast.Call) or _find_name(call.func) not in PARTITION_SPECS:
         raise NotationError(f"cannot read {text!r}; write PartitionSpec('x', ('y', 'z'), None)")
     named: dict[str | None, list[str]] = {}
     for keyword in call.keywords:
@@ -108,40 +108,40 @@ def _partition_spec(text: str) -> tuple[list[Entry], list[str], list[str]]:
             raise NotationError(f"unknown argument {keyword.arg!r}; it is unreduced or reduced")
         if keyword.arg in named:
             raise NotationError(f"{keyword.arg} is given twice; give its axes at once")
-        named[keyword.arg] = _axis_names(keyword.value)
-    entries = [_entry(node) for node in call.args]
+        named[keyword.arg] = _read_axis_names(keyword.value)
+    entries = [_read_entry(node) for node in call.args]
     return entries, named.get("unreduced", []), named.get("reduced", [])
 
 
-def _name(node: ast.expr) -> str | None:
+def _find_name(node: ast.expr) -> str | None:
     """The last name of `P` or `jax.sharding.P`."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _entry(node: ast.expr) -> Entry:
-    if _name(node) == _OPEN:
+def _read_entry(node: ast.expr) -> Entry:
+    if _find_name(node) == _OPEN:
         return None
     if isinstance(node, ast.Constant) and node.value is None:
         return ()
-    return tuple(_axis_names(node))
+    return tuple(_read_axis_names(node))
 
 
-def _axis_names(node: ast.expr) -> list[str]:
+def _read_axis_names(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return [name for item in node.elts for name in _axis_names(item)]
-    if isinstance(node, ast.Call) and _name(node.func) in ("set", "frozenset"):
-        return [name for item in node.args for name in _axis_names(item)]
+        return [name for item in node.elts for name in _read_axis_names(item)]
+    if isinstance(node, ast.Call) and _find_name(node.func) in ("set", "frozenset"):
+        return [name for item in node.args for name in _read_axis_names(item)]
     raise NotationError(
-        f"cannot read the entry {_source(node)!r}; it is None, an axis such as 'x', a tuple of "
+        f"cannot read the entry {_unparse(node)!r}; it is None, an axis such as 'x', a tuple of "
         f"axes, or {_OPEN}"
     )
 
 
-def _source(node: ast.expr) -> str:
+def _unparse(node: ast.expr) -> str:
     try:
         return ast.unparse(node)
     except RecursionError:
@@ -198,7 +198,7 @@ def jax_text(spec: ShardingSpec) -> str:
     "PartitionSpec(('x', 'y'), None, PartitionSpec.UNCONSTRAINED, unreduced={'z'})"
     """
     entries, unreduced = entries_of(spec)
-    words = [_entry_text(entry) for entry in entries]
+    words = [_write_entry(entry) for entry in entries]
     if unreduced:
         words.append(f"unreduced={{{', '.join(map(repr, unreduced))}}}")
     return f"PartitionSpec({', '.join(words)})"
@@ -221,7 +221,7 @@ def entries_of(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
     return entries, [axis.name for axis in in_mesh_order(spec.mesh, spec.partial_axes)]
 
 
-def _entry_text(entry: Entry) -> str:
+def _write_entry(entry: Entry) -> str:
     if entry is None:
         return f"PartitionSpec.{_OPEN}"
     if not entry:

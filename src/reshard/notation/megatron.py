@@ -82,11 +82,11 @@ def parse_megatron(
     'tp=2 dp=2 | partition_dim=0 partition_stride=2 ndim=2'
     """
     ranks, bar, cut = text.rpartition("|")
-    said = _words(cut, _CUT_WORDS, text)
-    of_ranks = _words(ranks, _RANK_WORDS, text)
+    said = _read_words(cut, _CUT_WORDS, text)
+    of_ranks = _read_words(ranks, _RANK_WORDS, text)
     is_expert = "expert" in said
     if bar:
-        mesh = _grid(of_ranks, is_expert, text)
+        mesh = _build_grid(of_ranks, is_expert, text)
     elif mesh is None:
         raise NotationError(
             f"no ranks in {text!r}; write them before a bar, such as `tp=2 dp=4 | "
@@ -98,18 +98,21 @@ def parse_megatron(
             f"{text!r} is cut over {axis}, but the mesh has {', '.join(mesh.axis_names)}; write "
             "the ranks before a bar, or name the axis so"
         )
-    ndim = _ndim(said, shape, text)
-    rule = _rule(said, mesh.axis_size(axis), text)
-    dim = _number(said, "partition_dim", text) or 0
+    ndim = _find_ndim(said, shape, text)
+    rule = _build_rule(said, mesh.axis_size(axis), text)
+    dim = _read_number(said, "partition_dim", text) or 0
     if rule is not None and dim >= ndim:
         raise NotationError(f"partition_dim={dim} of a tensor of {ndim} dimensions in {text!r}")
-    stages, expert_ranks = _numbers(said, "stages", text), _numbers(said, "expert_ranks", text)
+    stages, expert_ranks = (
+        _read_numbers(said, "stages", text),
+        _read_numbers(said, "expert_ranks", text),
+    )
     if expert_ranks is not None and not is_expert:
         raise NotationError(f"expert_ranks of a parameter that is no expert's in {text!r}")
     return tensor_parallel_spec(mesh, axis, ndim, dim, rule, {"pp": stages, "ep": expert_ranks})
 
 
-def _words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
+def _read_words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in text.split():
         word, equals, value = item.partition("=")
@@ -122,7 +125,7 @@ def _words(text: str, known: Sequence[str], whole: str) -> dict[str, str]:
     return found
 
 
-def _numbers(said: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
+def _read_numbers(said: dict[str, str], word: str, text: str) -> tuple[int, ...] | None:
     if word not in said:
         return None
     items = said[word].split(",")
@@ -133,8 +136,8 @@ def _numbers(said: dict[str, str], word: str, text: str) -> tuple[int, ...] | No
     return tuple(int(item) for item in items)
 
 
-def _number(said: dict[str, str], word: str, text: str) -> int | None:
-    numbers = _numbers(said, word, text)
+def _read_number(said: dict[str, str], word: str, text: str) -> int | None:
+    numbers = _read_numbers(said, word, text)
     if numbers is None:
         return None
     if len(numbers) != 1:
@@ -142,9 +145,9 @@ def _number(said: dict[str, str], word: str, text: str) -> int | None:
     return numbers[0]
 
 
-def _grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
+def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     """The grid of ranks that the words before the bar write."""
-    sizes = {word: _number(said, word, text) or 0 for word in said if word != "order"}
+    sizes = {word: _read_number(said, word, text) or 0 for word in said if word != "order"}
     offset = sizes.pop("offset", 0)
     order = said.get("order", DEFAULT_ORDER)
     if "edp" not in sizes:
@@ -158,8 +161,8 @@ def _grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     return rank_grid({axis: sizes.get(axis, 1) for axis in EXPERT_AXES}, order, offset)
 
 
-def _ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
-    stated = _number(said, "ndim", text)
+def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
+    stated = _read_number(said, "ndim", text)
     if stated is None and shape is None:
         raise NotationError(
             f"{text!r} does not say how many dimensions the tensor has; add ndim=2, or give a shape"
@@ -169,11 +172,11 @@ def _ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> int:
     return len(shape) if shape is not None else (stated or 0)
 
 
-def _rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
+def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
     """The rule of the cut dimension, None where none is cut."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
     given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
-    lengths = _numbers(said, "local_lengths", text)
+    lengths = _read_numbers(said, "local_lengths", text)
     if "partition_dim" not in said and (given or lengths):
         raise NotationError(f"{(given or ['local_lengths'])[0]} without partition_dim in {text!r}")
     if len(given) > 1 or (lengths is not None and given not in ([], ["partition_stride"])):
@@ -185,7 +188,7 @@ def _rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
         return None
     if not given:
         return Ceil() if lengths is None else Sizes(lengths)
-    number = None if given == ["partition_sizes"] else _number(said, given[0], text)
+    number = None if given == ["partition_sizes"] else _read_number(said, given[0], text)
     if given == ["partition_stride"]:
         return Strided(number or 0, lengths)
     if given == ["heads"]:
@@ -193,7 +196,7 @@ def _rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
     if given == ["pad"]:
         return Padded(number or 0)
     rows = [
-        _numbers({"partition_sizes": row}, "partition_sizes", text) or ()
+        _read_numbers({"partition_sizes": row}, "partition_sizes", text) or ()
         for row in said["partition_sizes"].split(";")
     ]
     if len(rows) == 1:
@@ -223,10 +226,10 @@ def megatron_text(spec: ShardingSpec) -> str:
     pp, or etp, ep, edp, pp
     """
     mesh = spec.mesh
-    words, is_expert = _rank_words(mesh)
+    words, is_expert = _write_ranks(mesh)
     _refuse_the_rest(spec)
     cut = ["expert"] if is_expert else []
-    cut += _cut_words(spec, "etp" if is_expert else "tp")
+    cut += _write_cut(spec, "etp" if is_expert else "tp")
     for axis, at in spec.only:
         if axis not in ("pp", "ep"):
             raise NotationError(
@@ -241,7 +244,7 @@ def _join_numbers(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _rank_words(mesh: DeviceMesh) -> tuple[list[str], bool]:
+def _write_ranks(mesh: DeviceMesh) -> tuple[list[str], bool]:
     """The words before the bar, and whether the grid is that of the experts."""
     grids = (DENSE_AXES, EXPERT_AXES)
     axes = next((axes for axes in grids if set(mesh.axis_names) == set(axes)), None)
@@ -278,7 +281,7 @@ def _refuse_the_rest(spec: ShardingSpec) -> None:
             raise NotationError(f"{part} of `{spec}` cannot be said in Megatron's words")
 
 
-def _cut_words(spec: ShardingSpec, axis: str) -> list[str]:
+def _write_cut(spec: ShardingSpec, axis: str) -> list[str]:
     cut = [(dim, level) for dim, item in enumerate(spec.dim_specs) for level in item.levels]
     if not cut:
         return []
@@ -287,11 +290,11 @@ def _cut_words(spec: ShardingSpec, axis: str) -> list[str]:
         raise NotationError(
             f"`{spec}` in Megatron's words; one dimension is cut, and over the axis {axis}"
         )
-    words = [f"partition_dim={dim}", *_rule_words(level.rule, spec.mesh.axis_size(axis))]
+    words = [f"partition_dim={dim}", *_write_rule(level.rule, spec.mesh.axis_size(axis))]
     said = dict(word.split("=") for word in words)
     # The words are read back: rules that they cannot say come back as another rule.
     if any(not value for value in said.values()) or (
-        _rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
+        _build_rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
     ):
         raise NotationError(
             f"the rule `{level.rule.text}` of `{spec}` in Megatron's words; {_SAYABLE}"
@@ -305,7 +308,7 @@ _SAYABLE = (
 )
 
 
-def _rule_words(rule: CutRule, parts: int) -> list[str]:
+def _write_rule(rule: CutRule, parts: int) -> list[str]:
     """The words of a rule; those that read back as another rule are refused by the caller."""
     if isinstance(rule, Strided):
         lengths = (

@@ -88,7 +88,7 @@ class Job:
 
         Raises PlanError where a source leaves out an element.
         """
-        # Tensors of one change and one dtype are one group: its needs are found once for all of them.
+        # Tensors of one change and one dtype are a group, whose needs are found once.
         numbers: dict[tuple[LayoutChange, DType], list[int]] = {}
         for number, item in enumerate(self.items):
             numbers.setdefault((item.change, item.dtype), []).append(number)

@@ -67,7 +67,7 @@ def copies_of(
     # Which transfers are copied: where they stay, on the sender, and on the receiver. The first
     # contribution may be received in place; those after it are combined.
     stays, moves = transfers.stays & keeps, ~transfers.stays
-    is_packed = _travels_with_others(transfers, elements * itemsize_bytes)
+    is_packed = _find_packed(transfers, elements * itemsize_bytes)
     packs = moves & (is_packed | (source_run < elements))
     unpacks = moves & (is_packed | (target_run < elements) | (transfers.order > 0))
     is_combined = transfers.order > 0
@@ -106,7 +106,7 @@ def run_elements(shape: IntArray, around: IntArray) -> IntArray:
     return run
 
 
-def _travels_with_others(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_]:
+def _find_packed(transfers: Transfers, size_bytes: IntArray) -> NDArray[np.bool_]:
     """Which pieces are small, and not the only small one between their ranks."""
     small = ~transfers.stays & (size_bytes < LARGE_PIECE_BYTES)
     ranks = int(max(transfers.target_slot.max(initial=0), transfers.source_slot.max(initial=0)))

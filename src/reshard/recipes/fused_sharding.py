@@ -79,7 +79,7 @@ def fused_spec(
             parts = math.prod(first.mesh.axis_size(axis) for axis in level.axes)
             lengths = tuple(shapes[member][at] for member in fusion.members)
             groups = fusion.groups if isinstance(fusion.groups, int) else 0
-            rule = _rule(groups, tuple(rules), lengths, parts)
+            rule = _find_rule(groups, tuple(rules), lengths, parts)
             if isinstance(rule, str):
                 raise RecipeError(f"{name!r} {rule}")
             level = Level(level.axes, rule)
@@ -92,7 +92,7 @@ def fused_spec(
 
 # Many layers and experts are fused alike.
 @lru_cache(maxsize=1024)
-def _rule(
+def _find_rule(
     groups: int, rules: tuple[CutRule, ...], lengths: tuple[int, ...], parts: int
 ) -> CutRule | str:
     """The rule of a fused dimension of members of such lengths; or why there is none."""

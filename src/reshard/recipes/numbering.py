@@ -125,12 +125,12 @@ def sizes_by_weight(
     """
     # Two passes: the least heaviest group, then the most equal cut among those that reach it.
     edges = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
-    heaviest, _ = _best_cut(edges, parts, first, last, np.inf, np.maximum, 1)
-    _, stops = _best_cut(edges, parts, first, last, heaviest, np.add, 2)
+    heaviest, _ = _find_best_cut(edges, parts, first, last, np.inf, np.maximum, 1)
+    _, stops = _find_best_cut(edges, parts, first, last, heaviest, np.add, 2)
     return Sizes(tuple(int(b - a) for a, b in zip((0, *stops), stops, strict=False)))
 
 
-def _best_cut(
+def _find_best_cut(
     edges: NDArray[np.float64],
     parts: int,
     first: float,

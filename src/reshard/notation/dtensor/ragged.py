@@ -174,7 +174,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
             "give a layout, such as spec.layout(shape), if its ranks hold flat ranges"
         )
     for dims in range(1, spec.ndim + 1):
-        shard = _shard_of(spec, dims)
+        shard = _find_shard(spec, dims)
         if shard is not None:
             return str(shard)
     raise NotationError(
@@ -183,7 +183,7 @@ def ragged_text(spec: ShardingSpec | Layout) -> str:
     )
 
 
-def _shard_of(layout: Layout, dims: int) -> RaggedShard | None:
+def _find_shard(layout: Layout, dims: int) -> RaggedShard | None:
     """The ragged shard over `dims` leading dimensions whose layout is this one."""
     counts = [0] * layout.slots
     for slot, local in zip(layout.cell_slot.tolist(), layout.cell_shape.tolist(), strict=True):
@@ -243,7 +243,7 @@ def ragged_layout(mesh: DeviceMesh, placements: Iterable[object], shape: Sequenc
             f"{mesh.axis_names[number]} has {mesh.shape[number]}; give one number for each"
         )
     along = mesh.coordinates([mesh.axis_names[number]]).tolist()
-    return _cut(spec.layout(shape), shard, dict(zip(mesh.devices, along, strict=True)))
+    return _cut_ranges(spec.layout(shape), shard, dict(zip(mesh.devices, along, strict=True)))
 
 
 def _as_ragged(item: object) -> object:
@@ -254,7 +254,7 @@ def _as_ragged(item: object) -> object:
     return item
 
 
-def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Layout:
+def _cut_ranges(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Layout:
     """The layout where each slot keeps its range of what it has in `base`.
 
     `coordinate` says which of the shard's ranges a slot takes.
@@ -277,7 +277,7 @@ def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Lay
         # Each window of a part that occurs becomes a part of a new table.
         chosen = sorted({pieces[dim] for _, pieces, _ in cells})
         number = {piece: i for i, piece in enumerate(chosen)}
-        rows = [row for piece, i in number.items() for row in _window(table, i, *piece)]
+        rows = [row for piece, i in number.items() for row in _read_window(table, i, *piece)]
         tables.append(RunTable(table.dimension_length, len(chosen), rows))
         columns.append([number[pieces[dim]] for _, pieces, _ in cells])
     return Layout(
@@ -292,7 +292,7 @@ def _cut(base: Layout, shard: RaggedShard, coordinate: Mapping[int, int]) -> Lay
     )
 
 
-def _window(table: RunTable, number: int, part: int, start: int, stop: int) -> Iterator[Run]:
+def _read_window(table: RunTable, number: int, part: int, start: int, stop: int) -> Iterator[Run]:
     """The local positions `start:stop` of one part of a table, as the part `number` of another."""
     for begin, end, local, role in table.runs_of(part):
         low, high = max(start, local), min(stop, local + end - begin)

@@ -133,7 +133,7 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
         for slot in plan.target.holders:
             plan.routes_into(slot)
         raise
-    holder_begin, holder = _holder_cells(plan.source, plan.holders, finder.overlaps, routes)
+    holder_begin, holder = _find_holder_cells(plan.source, plan.holders, finder.overlaps, routes)
     counts = np.array([len(sources) for sources in regions.combines], dtype=np.int64)
     wanted = np.diff(regions.begin)[routes.target_cell]
     first = regions.begin[routes.target_cell]
@@ -153,7 +153,7 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
     )
 
 
-def _holder_cells(
+def _find_holder_cells(
     source: Layout, holders: Holders, overlaps: tuple[Overlap, ...], routes: Routes
 ) -> tuple[IntArray, IntArray]:
     """For each route all cells that hold its elements, one for each slot."""

@@ -164,7 +164,7 @@ def _cut_classes(
     turn = ragged_arange(high - low)
     # Shares of the ranks before this one in its class, scaled from the class to the stretch.
     earlier = total[low[stretch] + turn] - total[low][stretch]
-    part = _part_of(stretch_bytes[stretch], earlier, (total[high] - total[low])[stretch])
+    part = _scale(stretch_bytes[stretch], earlier, (total[high] - total[low])[stretch])
     share_place = before[first][stretch] + part
     at = np.minimum(np.searchsorted(before, share_place, side="right") - 1, len(rows) - 1)
     offset = share_place - before[at]
@@ -175,7 +175,7 @@ def _cut_classes(
     return _ClassCuts(place, before[at] + offset, turn, start[rows[at]] + offset)
 
 
-def _part_of(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:
+def _scale(length: IntArray, part: IntArray, whole: IntArray) -> IntArray:
     """`length * part / whole`, rounded down; all at least 0, `part` at most `whole`."""
     # What would outgrow 62 bits is divided by a power of two first.
     bits = np.frexp(length.astype(np.float64))[1] + np.frexp(whole.astype(np.float64))[1]

@@ -105,7 +105,7 @@ class StagedJob:
     def _item_begin(self) -> IntArray:
         return np.searchsorted(self.fragments.item, np.arange(len(self.job.items) + 1))
 
-    def _parts(self, item: JobItem) -> tuple[ElementGroups, Flows]:
+    def _find_parts(self, item: JobItem) -> tuple[ElementGroups, Flows]:
         return find_element_groups(item.change), find_flows(item.change, self.topology)
 
     def transfers(self, item: int) -> StageTransfers:
@@ -118,13 +118,13 @@ class StagedJob:
         found = []
         for number in range(len(self.job.items)):
             begin, end = self._item_begin[number : number + 2].tolist()
-            found.append(self._expand(number, self._of_rank(number, begin, end, rank), rank))
+            found.append(self._expand(number, self._select_of_rank(number, begin, end, rank), rank))
         return tuple(found)
 
-    def _of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
+    def _select_of_rank(self, number: int, begin: int, end: int, rank: int) -> IntArray:
         """The fragments that a rank sends, hands on or receives."""
         item, columns = self.job.items[number], self.fragments
-        _, flows = self._parts(item)
+        _, flows = self._find_parts(item)
         source, target = item.change.source, item.change.target
         mine = source.cell_slot[columns.source_cell[begin:end]] == rank
         second = source.cell_slot[columns.second_cell[begin:end]] == rank
@@ -138,7 +138,7 @@ class StagedJob:
     def _expand(self, number: int, chosen: IntArray, rank: int | None) -> StageTransfers:
         """Fragments written out as boxes, those of one rank only unless it is None."""
         item = self.job.items[number]
-        groups, flows = self._parts(item)
+        groups, flows = self._find_parts(item)
         columns = self.fragments
         flow = columns.flow[chosen]
         boxes = find_boxes(groups, flows.group[flow], columns.first[chosen], columns.stop[chosen])
@@ -184,7 +184,7 @@ class StagedJob:
         size, first, second, host, others = (np.zeros(shape, dtype=np.int64) for _ in range(5))
         for number, item in enumerate(self.job.items):
             rows = slice(*self._item_begin[number : number + 2].tolist())
-            _, flows = self._parts(item)
+            _, flows = self._find_parts(item)
             flow, source, target = columns.flow[rows], item.change.source, item.change.target
             size[rows] = columns.stop[rows] - columns.first[rows]
             size[rows] *= item.dtype.itemsize_bytes
@@ -211,7 +211,7 @@ class StagedJob:
         """Bytes each rank receives from others, in both stages: shape `(topology.ranks,)`."""
         total = np.zeros(self.topology.ranks, dtype=np.int64)
         for item in self.job.items:
-            groups, flows = self._parts(item)
+            groups, flows = self._find_parts(item)
             size = groups.elements[flows.group] * item.dtype.itemsize_bytes
             rank = item.change.target.cell_slot[flows.receiver]
             np.add.at(total, rank, np.repeat(size, np.diff(flows.receiver_begin)))

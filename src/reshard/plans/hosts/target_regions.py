@@ -61,7 +61,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
     wanting = Layout(
         target.shape,
-        [_with_fresh_halos(table) for table in target.tables],
+        [_freshen_halos(table) for table in target.tables],
         target.slots,
         target.cell_slot,
         target.cell_part,
@@ -70,10 +70,10 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
         "sum" if len(distinct) > 1 else None,
     )
     holders = find_holders(wanting)
-    begin, cells = _cells_of_keys(wanting, holders)
+    begin, cells = _find_cells_of_keys(wanting, holders)
     if holders.is_exclusive:
         first = cells[begin[:-1]]
-        layout = _one_slot_each(wanting, wanting.tables, wanting.cell_part[first], first)
+        layout = _give_slots(wanting, wanting.tables, wanting.cell_part[first], first)
         regions = Regions(layout, distinct, begin, cells, holders.dimensions, True)
     else:
         regions = _cut_regions(wanting, holders, distinct, begin, cells)
@@ -81,7 +81,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
     return regions
 
 
-def _with_fresh_halos(table: RunTable) -> RunTable:
+def _freshen_halos(table: RunTable) -> RunTable:
     runs = table.single_runs()
     if not (runs.role == HALO).any():
         return table
@@ -90,7 +90,7 @@ def _with_fresh_halos(table: RunTable) -> RunTable:
     return RunTable.from_columns(table.dimension_length, table.parts, *columns)
 
 
-def _cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArray]:
+def _find_cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArray]:
     """All cells of each key, `cells[begin[k]:begin[k + 1]]`: a slot that has a key twice wants
     it twice, though it holds it once.
     """
@@ -99,7 +99,7 @@ def _cells_of_keys(wanting: Layout, holders: Holders) -> tuple[IntArray, IntArra
     return np.searchsorted(key[cells], np.arange(len(holders.cell_begin))), cells
 
 
-def _one_slot_each(
+def _give_slots(
     wanting: Layout, tables: tuple[RunTable, ...], part: IntArray, cells: IntArray
 ) -> Layout:
     """A layout with a slot for each row of `part`, which carries what its cell carries."""
@@ -130,7 +130,7 @@ def _cut_regions(
     sets: list[IntArray] = []
     for d, dimension in enumerate(holders.dimensions):
         part = wanting.cell_part[key_cell[key], d]
-        begin, of_part = _sets_of_parts(dimension)
+        begin, of_part = _find_sets_of_parts(dimension)
         count = begin[part + 1] - begin[part]
         row = np.repeat(np.arange(len(key)), count)
         chosen = of_part[np.repeat(begin[part], count) + ragged_arange(count)]
@@ -145,11 +145,11 @@ def _cut_regions(
     cell = cells[np.repeat(cell_begin[key], count) + ragged_arange(count)]
     order = np.lexsort((cell, of_cell))
     tables = tuple(
-        _table_of_sets(dimension, size)
+        _build_table_of_sets(dimension, size)
         for dimension, size in zip(holders.dimensions, wanting.shape, strict=True)
     )
     return Regions(
-        _one_slot_each(wanting, tables, rows[:, 1:], key_cell[key[first]]),
+        _give_slots(wanting, tables, rows[:, 1:], key_cell[key[first]]),
         combines,
         np.searchsorted(of_cell[order], np.arange(len(rows) + 1)),
         cell[order],
@@ -158,7 +158,7 @@ def _cut_regions(
     )
 
 
-def _sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray]:
+def _find_sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray]:
     """The sets that contain part `p`, as `of_part[begin[p]:begin[p + 1]]`."""
     of_set = np.repeat(np.arange(dimension.sets), np.diff(dimension.set_begin))
     order = np.argsort(dimension.set_part, kind="stable")
@@ -166,7 +166,7 @@ def _sets_of_parts(dimension: DimensionHolders) -> tuple[IntArray, IntArray]:
     return begin, of_set[order]
 
 
-def _table_of_sets(dimension: DimensionHolders, length: int) -> RunTable:
+def _build_table_of_sets(dimension: DimensionHolders, length: int) -> RunTable:
     """A run table whose parts are the sets of a dimension."""
     size = dimension.stop - dimension.start
     # Backwards, so that no two stretches are joined: what follows one another in the tensor may

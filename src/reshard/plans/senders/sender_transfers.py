@@ -56,14 +56,14 @@ def transfers_of_all(
     assignment: SenderAssignment, find_senders: FindSenders | None
 ) -> Iterator[GroupTransfers]:
     """The transfers of all ranks, tensor group by tensor group."""
-    for writer in _writers(assignment, _select_everything(assignment)):
+    for writer in _make_writers(assignment, _select_everything(assignment)):
         yield writer.write(None, find_senders)
 
 
 def sent_bytes(assignment: SenderAssignment, find_senders: FindSenders | None) -> IntArray:
     """The bytes that each slot sends to others: shape `(slots,)`. Nothing is written out."""
     total = np.zeros(len(assignment.rank_groups.group), dtype=np.int64)
-    for writer in _writers(assignment, _select_everything(assignment)):
+    for writer in _make_writers(assignment, _select_everything(assignment)):
         writer.add_sent(total, find_senders)
     return total
 
@@ -94,10 +94,10 @@ def transfers_of_rank(
             for name in Selection.__dataclass_fields__
         )
     )
-    return [writer.write(rank, find_senders) for writer in _writers(assignment, chosen)]
+    return [writer.write(rank, find_senders) for writer in _make_writers(assignment, chosen)]
 
 
-def _writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
+def _make_writers(assignment: SenderAssignment, chosen: Selection) -> Iterator[_BoxWriter]:
     # Rows are sorted by tensor group; those received and those sent are put together.
     tensor_group = assignment.rows.tensor_group[chosen.row]
     order = np.argsort(tensor_group, kind="stable")
