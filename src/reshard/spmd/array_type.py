@@ -61,7 +61,7 @@ class ArrayType(Interned):
 
     @cached_property
     def layout(self) -> Layout:
-        """Where its elements are; whole on slot 0 where it is not sharded."""
+        """The layout of its elements; whole on slot 0 where it is not sharded."""
         if self.spec is None:
             return Layout.replicated(self.shape)
         return self.spec.layout(self.shape)

@@ -207,6 +207,7 @@ def infer_output_sharding(
 
 
 def _find_mesh(name: str, types: Sequence[ArrayType | None], mesh: DeviceMesh | None) -> DeviceMesh:
+    # The arguments' mesh, which the one given must be.
     found = common_mesh(name, types) or mesh
     if found is None:
         raise UsageError(f"{name} of arrays that are not sharded, without a mesh; give mesh=")
@@ -226,6 +227,7 @@ def _trace_sharding(
     """The shardings of what a function returns, found by tracing it."""
     types = [_type_of(one) for one in args]
     found = _find_mesh(getattr(function, "__name__", repr(function)), types, mesh)
+    # Arrays as their types: nothing is computed.
     given = [one if kind is None else kind for one, kind in zip(args, types, strict=True)]
     outputs = trace(lambda *operands: function(*operands, **attributes), *given).outputs
     specs = tuple(one.spec or replicated(found, one.ndim) for one in outputs)

@@ -73,7 +73,7 @@ NAMES = (*_CONSTANTS, *_EXTENSIONS, *_MODULE_OF)
 
 
 def find(name: str) -> Any:
-    """What the namespace has under a name. Raises AttributeError for a name that it has not.
+    """The object of a name of the namespace. Raises AttributeError for an unknown name.
 
     >>> find("exp").__name__, find("pi")
     ('exp', 3.141592653589793)

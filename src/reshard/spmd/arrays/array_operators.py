@@ -31,13 +31,13 @@ class _Absent:
 
 
 class ArrayOperators:
-    """What an array does when an operator, or a function of NumPy, is applied to it."""
+    """Python's operators and NumPy's protocols, as methods of an array."""
 
     __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """The shape of the whole array."""
         raise NotImplementedError
 
     @property

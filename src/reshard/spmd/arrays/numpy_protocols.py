@@ -116,7 +116,7 @@ _MADE_OF_OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def instead_of(name: str) -> str:
-    """What to use instead of an attribute of NumPy's arrays that arrays in shards have not."""
+    """The replacement of an attribute that NumPy's arrays have and arrays in shards lack."""
     sp = namespace.module()
     known = _OTHER_NAMES.get(name, name)
     if known in _OF_MATRICES:
@@ -137,7 +137,7 @@ def dense_array(x: Any, dtype: Any) -> np.ndarray[Any, Any]:
 
 
 def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """What a ufunc, or its `reduce`, makes of arrays in shards.
+    """A ufunc, or its `reduce`, applied to arrays in shards.
 
     Raises UsageError for what arrays in shards do not do, such as `out=`.
     """
@@ -161,7 +161,7 @@ def by_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: Mapping[
 
 
 def by_function(function: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """What a function of NumPy makes of arrays in shards. Raises UsageError for an unknown one."""
+    """A function of NumPy applied to arrays in shards. Raises UsageError for an unknown one."""
     sp = namespace.module()
     # 1. What needs no function of its own: questions about values, and about shapes.
     if function.__name__ in _QUESTIONS:

@@ -52,7 +52,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """The shape of the whole array."""
         return self.type.shape
 
     @property
@@ -72,7 +72,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
 
     @property
     def device(self) -> str:
-        """Where the shards of this process are."""
+        """The device of this process's shards."""
         return str(getattr(self._shards[0], "device", "cpu"))
 
     @property
@@ -160,7 +160,7 @@ class ShardedArray(ArrayValue, ArrayOperators):
         return self.to_dense().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        """Where the whole array is for another library."""
+        """The device of the whole array, for another library."""
         return self.to_dense().__dlpack_device__()
 
     def to_device(self, device: object, /, *, stream: object = None) -> ShardedArray:
@@ -188,7 +188,7 @@ def _read_spec(target: DeviceMesh | ShardingSpec, dims: Dims | None) -> Sharding
 
 
 def plain_spec(spec: ShardingSpec) -> ShardingSpec:
-    """Where elements are, without what is said to propagation only.
+    """The sharding without open dimensions, priorities and replicated axes.
 
     Raises SpecError for a sharding that leaves devices out, UsageError for what is none.
     """

@@ -34,6 +34,8 @@ def of_arrays(function: Function) -> Function:
         try:
             return function(*arguments, **options)
         except AttributeError as error:
+            # The object that lacked the attribute. Only if the caller passed it is the mistake the
+            # caller's.
             found = error.obj
             if isinstance(found, ArrayValue) or not any(_contains(one, found) for one in arguments):
                 raise
@@ -79,6 +81,7 @@ def whole_numbers(what: str, value: Any, count: int, least: int = 0) -> tuple[in
     """
     if hasattr(value, "__index__"):
         return (whole_number(what, value, least),) * count
+    # A text has a length and entries, and is no sequence of numbers.
     if not isinstance(value, Iterable) or isinstance(value, str) or len(list(value)) != count:
         raise UsageError(f"{what} {value!r}; give {count} whole numbers, or one for all")
     return tuple(whole_number(what, one, least) for one in value)

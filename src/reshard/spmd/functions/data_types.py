@@ -53,6 +53,7 @@ def astype(x: Any, dtype: object, /, *, copy: object = True, device: object = No
 
 def _is_exact(dtype: DType, wanted: DType) -> object:
     # NumPy alone has no narrow types, whose numbers every wide one has.
+    # Narrow types that NumPy lacks cannot be asked by can_cast; all their numbers are float32's.
     if dtype.itemsize_bytes < 4 <= wanted.itemsize_bytes:
         return True
     if wanted.itemsize_bytes <= dtype.itemsize_bytes:
@@ -76,7 +77,7 @@ def can_cast(from_: Any, to: object, /) -> object:
 
 
 class FloatInfo(NamedTuple):
-    """What a floating type can hold; of a complex one, its parts."""
+    """The limits of a floating type; of a complex one, those of its parts."""
 
     bits: int
     eps: float
@@ -87,7 +88,7 @@ class FloatInfo(NamedTuple):
 
 
 class IntegerInfo(NamedTuple):
-    """What a type of whole numbers can hold."""
+    """The limits of an integer type."""
 
     bits: int
     max: int
@@ -96,7 +97,7 @@ class IntegerInfo(NamedTuple):
 
 
 def finfo(type: Any, /) -> FloatInfo:
-    """What a floating type, or that of an array, can hold. Raises UsageError for another type.
+    """The limits of a floating type, or of an array's. Raises UsageError for another type.
 
     >>> finfo(float32).bits, finfo(complex128).dtype
     (32, DType('float64'))
@@ -116,7 +117,7 @@ def finfo(type: Any, /) -> FloatInfo:
 
 
 def iinfo(type: Any, /) -> IntegerInfo:
-    """What a type of whole numbers, or that of an array, can hold.
+    """The limits of an integer type, or of an array's.
 
     Raises UsageError for another type.
 
@@ -156,6 +157,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     if not arrays_and_dtypes:
         raise UsageError("the type of nothing; give at least one array or type")
     types = {_read_type(one) for one in arrays_and_dtypes if not _is_number(one)}
+    # One type alone needs no promotion, which NumPy has for its own types only.
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
     given = []

@@ -30,6 +30,7 @@ def full_like(x: Any, /, fill_value: Any, *, dtype: object = None, device: objec
 
 def _make_scalar(x: Any, value: Any, dtype: DType) -> Any:
     """A number as an array without dimensions beside `x`."""
+    # NumPy makes its own types at once; for others an array is cast.
     is_numpys = any(dtype in types for types in BY_KIND.values())
     with explain_errors(f"{value!r} as {dtype}", "give a number of that type"):
         if is_numpys:
@@ -60,6 +61,7 @@ def _take_triangle(x: Any, lower: bool, k: int) -> Any:
         raise SpecError(f"a triangle of shape {list(x.shape)}; matrices were expected")
     if not hasattr(k, "__index__"):
         raise UsageError(f"a triangle from the diagonal {k!r}; a whole number was expected")
+    # A column and a row of indices, which broadcast to the mask: [rows, columns] of truth values.
     rows, columns = np.ogrid[: x.shape[-2], : x.shape[-1]]
     inside = columns - rows <= k if lower else columns - rows >= k
     return elementwise.where(elementwise.whole(x, inside), x, _make_scalar(x, 0, x.dtype))

@@ -90,7 +90,7 @@ def _count_from_start(indices: Any, size: int) -> Any:
 
 
 def getitem(x: Any, key: Any) -> Any:
-    """What `x[key]` is.
+    """The value of `x[key]`.
 
     Raises:
         ArrayIndexError: an index that is out of range, too many of them, or no slice.

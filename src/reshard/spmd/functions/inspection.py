@@ -18,11 +18,11 @@ class NamespaceInfo:
     """
 
     def capabilities(self) -> dict[str, Any]:
-        """What the standard leaves open."""
+        """The capabilities that the standard leaves open."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """Where arrays are unless something else is said."""
+        """The device of new arrays by default."""
         return "cpu"
 
     def devices(self) -> list[str]:
@@ -51,5 +51,5 @@ class NamespaceInfo:
 
 
 def namespace_info() -> NamespaceInfo:
-    """What the namespace can do."""
+    """The object with which the namespace describes itself."""
     return NamespaceInfo()

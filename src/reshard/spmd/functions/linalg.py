@@ -57,28 +57,28 @@ __all__ = [
 
 
 class EighResult(NamedTuple):
-    """What `eigh` gives."""
+    """The result of `eigh`."""
 
     eigenvalues: Any
     eigenvectors: Any
 
 
 class QRResult(NamedTuple):
-    """What `qr` gives."""
+    """The result of `qr`."""
 
     Q: Any
     R: Any
 
 
 class SlogdetResult(NamedTuple):
-    """What `slogdet` gives."""
+    """The result of `slogdet`."""
 
     sign: Any
     logabsdet: Any
 
 
 class SVDResult(NamedTuple):
-    """What `svd` gives."""
+    """The result of `svd`."""
 
     U: Any
     S: Any
@@ -176,9 +176,9 @@ def inv(x: Any, /) -> Any:
 
 @of_arrays
 def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
-    """The inverse as near as can be; smaller singular values than `rtol` times the largest are 0.
+    """The pseudo-inverse; singular values smaller than `rtol` times the largest count as 0.
 
-    Made of `svd`.
+    Computed by `svd`.
     """
     u, s, vh = svd(_check_matrices(x, "pinv", False), full_matrices=False)
     cutoff = _find_cutoff(x, s, rtol)
@@ -192,6 +192,7 @@ def pinv(x: Any, /, *, rtol: float | None = None) -> Any:
 
 def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if rtol is None:
+        # The default of numpy.linalg.matrix_rank: rounding errors grow with the size.
         rtol = max(x.shape[-2:]) * float(data_types.finfo(x.dtype).eps)
     largest = statistics.max(s, axis=-1, keepdims=True) if s.shape[-1] else s
     relative = operands(x, rtol)[1]
@@ -219,14 +220,14 @@ def slogdet(x: Any, /) -> SlogdetResult:
 
 @of_arrays
 def solve(x1: Any, x2: Any, /) -> Any:
-    """What `x1` makes `x2` of: `x1 @ result == x2`."""
+    """The solution of linear systems: `x1 @ result == x2`."""
     x1, x2 = operands(x1, x2)
     return call("solve", (_check_matrices(x1, "solve"), x2))
 
 
 @of_arrays
 def triangular_solve(x1: Any, x2: Any, /, *, lower: bool = True) -> Any:
-    """What the triangle of `x1` makes `x2` of."""
+    """The solution of linear systems with a triangle of `x1`."""
     return solve(tril(x1) if lower else triu(x1), x2)
 
 
@@ -245,7 +246,7 @@ def svdvals(x: Any, /) -> Any:
 
 @of_arrays
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Any:
-    """How many singular values are larger than `rtol` times the largest."""
+    """The number of singular values larger than `rtol` times the largest."""
     s = svdvals(x)
     return statistics.count_nonzero(elementwise.greater(s, _find_cutoff(x, s, rtol)), axis=-1)
 
@@ -276,6 +277,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (1, -1, math.inf, -math.inf):
+        # Order inf is the largest sum of a row, order 1 that of a column.
         rows_last = ord in (math.inf, -math.inf)
         sums = statistics.sum(elementwise.abs(x), axis=-1 if rows_last else -2, keepdims=True)
         choose = statistics.max if ord > 0 else statistics.min

@@ -255,6 +255,7 @@ def meshgrid(*arrays: Any, indexing: str = "xy") -> list[Any]:
     for one, dim in zip(arrays, dims, strict=True):
         shape[dim] = one.shape[0]
     return [
+        # -1 cannot be resolved for an empty vector: its size 0 is written out.
         broadcast_to(reshape(one, [-1 if d == dim else 1 for d in range(count)]), shape)
         if one.shape[0]
         else broadcast_to(reshape(one, [0 if d == dim else 1 for d in range(count)]), shape)

@@ -24,13 +24,13 @@ from reshard.spmd.shards.operation_call import call
 
 @of_arrays
 def argmax(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Where the greatest number is along an axis; in the flattened array when None."""
+    """The index of the greatest number along an axis; in the flattened array when None."""
     return _find_place("argmax", x, axis, keepdims)
 
 
 @of_arrays
 def argmin(x: Any, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Where the least number is along an axis; in the flattened array when None."""
+    """The index of the least number along an axis; in the flattened array when None."""
     return _find_place("argmin", x, axis, keepdims)
 
 
@@ -56,7 +56,7 @@ def argsort(x: Any, /, *, axis: int = -1, descending: bool = False, stable: bool
 
 @of_arrays
 def searchsorted(x1: Any, x2: Any, /, *, side: str = "left", sorter: Any = None) -> Any:
-    """Where each of `x2` belongs in `x1`, which is in rising order, or is by `sorter`."""
+    """The index at which each of `x2` belongs in `x1`, which is sorted, by `sorter` where given."""
     x1, x2 = operands(x1, x2)
     if sorter is not None:
         x1 = take(x1, sorter, axis=0)
@@ -72,7 +72,7 @@ def nonzero(x: Any, /) -> tuple[Any, ...]:
 
 
 class UniqueAll(NamedTuple):
-    """What `unique_all` gives."""
+    """The result of `unique_all`."""
 
     values: Any
     indices: Any
@@ -81,21 +81,21 @@ class UniqueAll(NamedTuple):
 
 
 class UniqueCounts(NamedTuple):
-    """What `unique_counts` gives."""
+    """The result of `unique_counts`."""
 
     values: Any
     counts: Any
 
 
 class UniqueInverse(NamedTuple):
-    """What `unique_inverse` gives."""
+    """The result of `unique_inverse`."""
 
     values: Any
     inverse_indices: Any
 
 
 def _find_unique(x: Any) -> UniqueAll:
-    """By NumPy in both libraries: PyTorch lacks the first places."""
+    """The result of `unique_all`, by NumPy in both libraries: PyTorch has no first indices."""
     library = x.runner.library
     values, indices, inverse, counts = np.unique(
         library.numpy(x.to_dense()),

@@ -29,7 +29,7 @@ def _make_attributes(axis: Axis, keepdims: bool) -> dict[str, Any]:
 
 
 def _count_reduced(shape: Sequence[int], axis: Axis) -> int:
-    """How many elements are reduced to one."""
+    """The number of elements that are reduced to one."""
     return math.prod(shape[one] for one in axes_of(len(shape), axis))
 
 
@@ -95,7 +95,7 @@ def _as_truth(x: Any) -> Any:
 
 @of_arrays
 def count_nonzero(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """How many are not zero over axes, over all when None."""
+    """The number of nonzero elements over axes, over all when None."""
     # Truth values add up as int64.
     return sum(_as_truth(x), axis=axis, keepdims=keepdims)
 

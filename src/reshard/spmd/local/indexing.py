@@ -10,7 +10,7 @@ from reshard.spmd.local.local_work import Function, LocalWork
 
 
 def index_out_of_range(index: int, size: int) -> ArrayIndexError:
-    """What to raise for an index that a dimension has not."""
+    """The error for an index that is out of range."""
     expected = f"give one of {-size} to {size - 1}" if size else "it has no elements"
     return ArrayIndexError(f"index {index} of a dimension of size {size}; {expected}")
 
@@ -58,7 +58,7 @@ def take_along_axis(work: LocalWork) -> Function | list[Function]:
 def _look_up_own_rows(
     work: LocalWork, whole: Function, axis: int, is_along: bool = False
 ) -> Function | list[Function]:
-    """Of indices of a table's axis that is cut, each rank finds its own; zero for the others.
+    """Lookup along an axis that is cut: each rank finds its own rows, and gives zero for others.
 
     They are counted from the start and in range, by `checked_index`.
     """

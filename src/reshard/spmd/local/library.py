@@ -48,7 +48,7 @@ class Library:
         return found
 
     def own_dtype(self, dtype: DType) -> Any:
-        """What the library itself calls an element type. Raises UsageError where it has none."""
+        """The library's own name of an element type. Raises UsageError where it has none."""
         if self.name == "numpy":
             return dtype.numpy
         found = getattr(import_module("torch"), dtype.name, None)

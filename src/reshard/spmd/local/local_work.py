@@ -13,7 +13,7 @@ from reshard.spmd.array_type import ArrayType
 from reshard.spmd.local.library import Library
 
 Function = Callable[..., Any]
-"""What a rank computes, from its parts of the operands."""
+"""The function that a rank computes, from its parts of the operands."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LocalWork:
 
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:
-        """Where the results' elements are."""
+        """The layouts of the results."""
         return tuple(
             spec.layout(shape)
             for spec, shape in zip(self.result_specs, self.result_shapes, strict=True)
@@ -85,6 +85,7 @@ def has_plain_parts(spec: ShardingSpec) -> bool:
 def part_lengths(spec: ShardingSpec, axis: int, size: int) -> tuple[int, ...]:
     """The lengths of the parts of a dimension that have elements, in order."""
     cut = spec.dim_specs[axis]
+    # 5 indices over 4 parts are 2, 2, 1 and none.
     lengths = cut.table(spec.mesh, size).local_lengths if cut.levels else [size]
     return tuple(int(length) for length in lengths if length)
 

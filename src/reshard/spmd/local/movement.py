@@ -14,7 +14,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def to_shape(work: LocalWork) -> list[Function]:
-    """To a shape that each rank has its own part of: a reshape, a broadcast."""
+    """A reshape or broadcast, to the shape that the result has on each rank."""
     function = find_function(work, work.library.namespace, work.name)
     return [
         lambda x, shape=shape: function(x, shape)

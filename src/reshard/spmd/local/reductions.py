@@ -18,6 +18,8 @@ def extremum(work: LocalWork) -> list[Function]:
     )
     functions: list[Function] = []
     for shape, result in zip(work.operand_shapes_here(), work.result_shapes_here(()), strict=True):
+        # A library refuses the maximum of nothing; the identity leaves other ranks' contributions
+        # alone.
         is_empty = bool(work.result_specs) and 0 in shape
         functions.append(partial(_fill_identity, work, result) if is_empty else function)
     return functions

@@ -21,7 +21,7 @@ from reshard.spmd.local.movement import pad_array
 def _slice_windows(
     x: Any, sizes: Sequence[int], places: Sequence[int], steps: Sequence[int], gaps: Sequence[int]
 ) -> Any:
-    """What the windows have at one of their places."""
+    """The elements of all windows at one place within them."""
     windows = [
         slice(place * gap, place * gap + (size - 1) * step + 1, step)
         for size, place, step, gap in zip(sizes, places, steps, gaps, strict=True)
@@ -99,6 +99,6 @@ def _pool(work: LocalWork, combine: Function, padding_of: Callable[[Any], float]
 
 
 def _find_least(library: Library, x: Any) -> float:
-    """What no number is less than."""
+    """The least number of an array's type: the identity of `maximum`."""
     name = library.dtype_of(x).name
     return int(np.iinfo(name).min) if "int" in name else -math.inf

@@ -40,6 +40,7 @@ def arange(
     >>> arange([], 2, 9, 3).result_shapes
     ((3,),)
     """
+    # As NumPy: with one number it is where the range ends.
     low, high = (0, start) if stop is None else (start, stop)
     return filled(shapes, max(math.ceil((high - low) / step), 0), adjusted=True)
 
@@ -47,7 +48,7 @@ def arange(
 def linspace(
     shapes: Sequence[Shape], start: complex = 0, stop: complex = 1, num: int = 50, **_: Any
 ) -> Inferred:
-    """So many numbers between two."""
+    """`num` numbers at equal distances from `start` to `stop`."""
     return filled(shapes, num, adjusted=True)
 
 
@@ -79,6 +80,7 @@ def random_bits(shapes: Sequence[Shape], shape: Sequence[int]) -> Inferred:
     counted("random_bits", shapes, 1)
     builder = RuleBuilder(shapes, [shapes[0], tuple(shape)])
     for dim in range(len(shapes[0])):
+        # Each device draws from the same state, and has the next one whole.
         builder.factor([dim], [dim], kind="need_replication", blocked=True)
     for dim in range(len(shape)):
         builder.factor((), [None, dim], adjusted=True)

@@ -269,7 +269,7 @@ def _factorisation(
 
 
 _SINGULAR: dict[str, Any] = {"local": by_name.in_linalg, "fails": "any"}
-"""Of LAPACK's, which fail for singular matrices, or do not converge."""
+"""Options of LAPACK's functions, which fail for singular matrices, or do not converge."""
 
 
 def _transform(name: str, kind: str) -> Operator:

@@ -42,7 +42,7 @@ KnowsPlace = Callable[[Sequence[ShardingSpec], Sequence[Shape], Mapping[str, Any
 """From operands' shardings and shapes and the attributes to whether ranks find their own places."""
 
 Fails = Literal["never", "any", "whole numbers"]
-"""Whose elements may make an operation fail: nobody's, those of any type, those of integers."""
+"""The element types for which an operation may fail by its values: none, any, or integers."""
 
 
 class OperatorClass(enum.Enum):

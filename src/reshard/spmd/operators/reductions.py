@@ -1,4 +1,4 @@
-"""Reductions."""
+"""Reductions: sums, extremes and means over axes, and those that need their axes whole."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def _make_reduction(reduction: str, *, adjusted: bool = False) -> Infer:
             keepdims=keepdims,
             reduction_operator=reduction,
         ).rule(shape)
+        # Adjusted factors are cut only where a local function accounts for its part, as a mean's
+        # does.
         return Inferred(rule, rule.result_shapes, rule.reduction if adjusted else ())
 
     return infer
@@ -43,6 +45,8 @@ def whole_axes(shapes: Sequence[Shape], axis: Axes = None, keepdims: bool = Fals
     builder = RuleBuilder([shape], [result])
     place = 0
     for dim in range(len(shape)):
+        # A reduced axis is a factor of the operand alone; with keepdims the result has one of size
+        # 1.
         if dim in reduced:
             builder.factor([dim], kind="need_replication")
             if keepdims:
@@ -71,6 +75,7 @@ OPERATORS: tuple[Operator, ...] = (
     _row("sum", _make_reduction("sum"), linear="each", result_types=total),
     _row(
         "mean",
+        # A part that divided by its own count would give a mean of means; `sp.mean` divides a sum.
         _make_reduction("sum", adjusted=True),
         linear="each",
         note="each part divides its sum by the whole count; contributions are summed",

@@ -45,7 +45,7 @@ def kind_of(dtype: DType) -> str:
 def promoted(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """That which the operands' types have together.
+    """The type to which the operands' types promote.
 
     >>> promoted([as_dtype("int8"), as_dtype("float32")], {}, "numpy")
     (DType('float32'),)
@@ -56,7 +56,7 @@ def promoted(
 def of_first(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """That of the first operand."""
+    """The type of the first operand."""
     return (dtypes[0],)
 
 
@@ -84,14 +84,14 @@ def value_and_index(
 def asked(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """That which the attribute `dtype` names."""
+    """The type that the attribute `dtype` names."""
     return (as_dtype(attributes["dtype"]),)
 
 
 def total(
     dtypes: Sequence[DType], attributes: Mapping[str, Any], library: str
 ) -> tuple[DType, ...]:
-    """Of a sum or a product: as asked, else whole numbers at least as wide as the default one.
+    """The type of a sum or product: as asked, else integers at least as wide as the default one.
 
     >>> total([as_dtype("int8")], {}, "numpy"), total([as_dtype("float32")], {}, "numpy")
     ((DType('int64'),), (DType('float32'),))
@@ -100,6 +100,7 @@ def total(
         return asked(dtypes, attributes, library)
     kind = kind_of(dtypes[0])
     # PyTorch has uint64, and does not add it.
+    # As NumPy's sum: what is narrower than the default integer would wrap around.
     if kind in ("bool", "signed integer") or (kind == "unsigned integer" and library == "torch"):
         return (as_dtype("int64"),)
     return (as_dtype("uint64"),) if kind == "unsigned integer" else (dtypes[0],)
@@ -112,6 +113,7 @@ def stand_in(dtype: DType) -> np.dtype[Any]:
 
 def meant(found: np.dtype[Any], given: Sequence[DType]) -> DType:
     """The type that NumPy's stands for: the first one given that NumPy lacks."""
+    # float16 stands for itself unless a type that NumPy lacks was given.
     if found == np.float16:
         for dtype in given:
             if not _is_numpys(dtype):

@@ -32,7 +32,7 @@ def of_product(rule: OpShardingRule, sizes: Sizes) -> float:
 
 
 def of_own_rule(rule: OpShardingRule, sizes: Sizes) -> float:
-    """Of an operator of which the rule alone is known: a product where operands are reduced."""
+    """The work of an operator with a rule alone: that of a product where operands are reduced."""
     arrays = sum(bool(mapping) for mapping in rule.operands)
     return of_product(rule, sizes) if rule.reduction and arrays > 1 else 0.0
 
@@ -47,7 +47,7 @@ def of_attention(rule: OpShardingRule, sizes: Sizes) -> float:
 
 
 def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
-    """Of a factorisation: the leading term for matrices `[m, n]`, for each matrix of a stack.
+    """The work of a factorisation: a leading term for each matrix `[m, n]` of a stack.
 
     Leading terms are those of Golub and Van Loan, "Matrix Computations", 4th edition, chapters 3,
     4, 5, 7 and 8.
@@ -61,7 +61,7 @@ def of_matrices(leading_term: Callable[[int, int], float]) -> Work:
 
 
 def of_systems(leading_term: Callable[[int, int], float]) -> Work:
-    """Of a solver: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
+    """The work of a solver: the leading term for matrices `[n, n]` and right sides `[n, k]`."""
 
     def work(rule: OpShardingRule, sizes: Sizes) -> float:
         left, right = rule.operands[0], rule.operands[1]

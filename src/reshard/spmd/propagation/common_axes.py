@@ -35,7 +35,7 @@ from reshard.spmd.propagation.factor_shardings import FactorShardings
 from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 Axes = list[Parts]
-"""What cuts each factor."""
+"""The axes that cut each factor, by its index."""
 
 
 def common_axes(
@@ -44,7 +44,7 @@ def common_axes(
     sizes: Sequence[int],
     mesh: DeviceMesh,
 ) -> Axes:
-    """What cuts each factor while the operator runs.
+    """The axes that cut each factor while the operator runs.
 
     Args:
         rule: of the operator.
@@ -70,7 +70,7 @@ def common_axes(
 
 
 def _find_agreed(rule: OpShardingRule, factors: Sequence[FactorShardings]) -> Axes | None:
-    """What cuts each factor in all tensors; None where they disagree."""
+    """The axes that cut each factor in all tensors; None where they disagree."""
     found: list[Parts | None] = [None] * len(rule.sizes)
     used: Parts = ()
     for tensor in factors:
@@ -197,7 +197,7 @@ class _Vote:
             self.candidates.append(_Candidate(factor, axes, elements, size_of(axes)))
 
     def axes(self) -> Axes:
-        """What cuts each factor."""
+        """The axes that cut each factor."""
         found: Axes = [()] * len(self.rule.sizes)
         while True:
             valid = [one for one in self.candidates if not self.needs.get(one.factor)]

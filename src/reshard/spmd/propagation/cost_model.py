@@ -44,7 +44,7 @@ from reshard.topology import Device, Topology
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the cost model knows of the devices.
+    """The devices and links that the cost model assumes.
 
     Args:
         topology: the links between ranks; `h100-8` hosts, as many as the mesh needs, when None.

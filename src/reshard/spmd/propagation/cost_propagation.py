@@ -195,7 +195,7 @@ class MovementEnds(NamedTuple):
     element: DType
 
     def movement(self, one: Sharding, other: Sharding) -> ValueMovement:
-        """That between two of the shardings."""
+        """The movement between two of the shardings."""
         ends = (one, other) if self.is_read else (other, one)
         return (*ends, self.shape, self.element)
 
@@ -280,7 +280,7 @@ class _Problem:
         ]
 
     def run(self, rule: OpShardingRule, way: RunOption) -> OperationShardings:
-        """What an operation reads and makes when it runs in a way."""
+        """The shardings that an operation reads and makes when it runs in a way."""
         found = self._reads.get((rule, way))
         if found is None:
             found = self._reads[rule, way] = (way.reads(rule), way.makes(rule))
@@ -337,7 +337,7 @@ class _Problem:
         return found
 
     def _find_ends(self, number: int) -> Sequence[tuple[int, MovementEnds]]:
-        """What may move before and after an operation: values, and where from and to."""
+        """The movements possible around an operation: of each value, between which shardings."""
         found = self._ends_of.get(number)
         if found is None:
             operation = self.graph.operations[number]
@@ -418,7 +418,7 @@ def _make_whole(shape: Sequence[int]) -> Sharding:
 
 
 def _find_reductions(graph: Graph, given: Iterable[Sharding]) -> tuple[str, ...]:
-    """How contributions combine, wherever there may be some."""
+    """The reductions of all contributions that a graph may have."""
     found = [one.rule.reduction_operator for one in graph.operations if one.rule.reduction]
     found += [one.reduction for one in given if one.reduction is not None]
     return tuple(dict.fromkeys(["sum", *found]))

@@ -29,7 +29,7 @@ from reshard.spmd.rules.sharding_rule import Mapping
 
 @dataclass(slots=True)
 class FactorSharding:
-    """How one factor of one tensor is cut.
+    """The cut of one factor of one tensor.
 
     Args:
         axes: that cut it, major to minor.

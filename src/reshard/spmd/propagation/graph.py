@@ -99,6 +99,7 @@ class Graph:
     outputs: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        # Values are found by their number as an index, so numbers must be 0, 1, 2 and so on.
         numbers = [value.index for value in self.values]
         if numbers != list(range(len(numbers))):
             raise SpecError(f"values are numbered {numbers}; number them 0, 1, 2 and so on")
@@ -186,6 +187,7 @@ class Graph:
         operations = []
         for line in lines[1:-1]:
             found = re.fullmatch(r"(?P<results>[^=]*?) = (?P<name>\w+)\((?P<rest>.*)", line)
+            # The rule stands behind the first `) `.
             arguments, close, rule = found["rest"].partition(") ") if found else ("", "", "")
             if found is None or not close:
                 raise NotationError(

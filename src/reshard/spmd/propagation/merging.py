@@ -39,7 +39,7 @@ from reshard.spmd.rules.sharding_rule import OpShardingRule
 
 
 class Direction(enum.IntFlag):
-    """Where an operator propagates to along a factor.
+    """The directions in which an operator propagates along a factor.
 
     >>> Direction.FORWARD | Direction.BACKWARD is Direction.BOTH
     True
@@ -143,7 +143,7 @@ def _find_agreed(tensors: OperatorTensors, factor: int, direction: Direction) ->
 
 
 def _find_common(old: Parts, new: Parts, can_extend: bool) -> tuple[Parts, bool]:
-    """What two sequences agree on, and whether more may follow.
+    """The common beginning of two sequences of axes, and whether more may follow.
 
     Without `can_extend` the answer is at most `old`.
     """
@@ -184,7 +184,7 @@ def _truncate(table: AxisTable, axes: Parts, fit: Callable[[Part, int], Part | N
 
 
 def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
-    """What of the agreed axes all tensors can take, and nothing else uses anywhere."""
+    """The beginning of the agreed axes that all tensors can take, and no other factor uses."""
     size = tensors.rule.sizes[factor]
 
     def fit(part: Part, before: int) -> Part | None:
@@ -202,7 +202,7 @@ def _fit_all(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
 
 
 def _fit_one(tensors: OperatorTensors, tensor: int, factor: int, axes: Parts) -> Parts:
-    """What of the agreed axes one tensor can take along a factor."""
+    """The beginning of the agreed axes that one tensor can take along a factor."""
     factors = tensors.factors[tensor]
     cut = factors.get(factor)
     if cut is None or not axes:
@@ -285,7 +285,7 @@ def _sort_by_preference(tensors: OperatorTensors, agreed: Sequence[Parts]) -> li
 
 
 def _limit_to_results(tensors: OperatorTensors, factor: int, axes: Parts) -> Parts:
-    """What a result has of `axes`, where it could not take all: operands then take no more."""
+    """`axes` as far as every result has them: operands take no more."""
     for factors in tensors.factors[tensors.count_of_operands :]:
         cut = factors.get(factor)
         if cut is not None and begins_strictly(cut.axes, axes):

@@ -51,7 +51,7 @@ def class_of(name: str, rule: OpShardingRule) -> OperatorClass:
 def directions(
     rule: OpShardingRule, kind: OperatorClass, is_shared: bool, stage: int
 ) -> tuple[Direction, ...]:
-    """Where an operator propagates to in a stage, factor by factor.
+    """The directions in which an operator propagates in a stage, factor by factor.
 
     Args:
         rule: of the operator.
@@ -76,6 +76,7 @@ def _find_direction(
     kind: OperatorClass, is_shared: bool, stage: int, is_special: bool
 ) -> Direction:
     found = Direction.NONE
+    # Each stage adds to those before it, see the table of the module.
     if stage >= 1 or not is_shared:
         if kind in (OperatorClass.ELEMENTWISE, OperatorClass.REARRANGING):
             found |= Direction.BOTH

@@ -49,6 +49,8 @@ def moved_bytes(name: str, operands: Sequence[int], results: Sequence[int]) -> i
     written = sum(results)
     read = list(operands)
     if row_of(name).reads_part and read:
+        # Such an operator (a slice, rows of a table) reads as much of its first operand as it
+        # writes.
         read[0] = min(read[0], written)
     return sum(read) + written
 
@@ -69,6 +71,7 @@ def least_s(
     (0.0001, 0.001)
     """
     names = {one.name if isinstance(one, DType) else one for one in dtypes}
+    # Sorted, so that equal sets of types ask in one order on every machine.
     rates = [device.operations_for(name) for name in sorted(names)]
     slowest = min((rate for rate in rates if rate is not None), default=math.inf)
     return max(operations / slowest, size_bytes / device.memory_bytes_per_s)

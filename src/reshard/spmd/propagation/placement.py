@@ -92,7 +92,7 @@ class PlacedGraph:
 
 
 def explicit_reshards(propagated: PropagatedGraph) -> PlacedGraph:
-    """What moves in a graph whose values have their shardings.
+    """The movements of a graph whose values have their shardings.
 
     Values without a sharding are whole on every device. Without any sharding nothing
     moves. Axes that overflow a factor, and levels with a rule of their own where they are not
@@ -225,7 +225,7 @@ class _Placing:
         ]
 
     def _choose(self, operation: Operation, shardings: Sequence[Sharding]) -> Axes:
-        """What cuts each factor. Axes that overflow one cut none."""
+        """The axes that cut each factor. Axes that overflow a factor cut none."""
         rule = operation.rule
         carriers = carriers_of(rule)
         factors = [
@@ -267,7 +267,7 @@ class _Placing:
             self.move(value, place, source, target, combined)
 
     def _find_combining(self, operation: Operation, kept: Parts) -> str:
-        """How the contributions combine that an operation makes, or carries."""
+        """The reduction of the contributions that an operation makes, or carries."""
         carried = [self.state[value] for value in operation.operands] if kept else []
         found = [one.reduction for one in carried if one.partial and one.reduction]
         return found[0] if found else operation.rule.reduction_operator
@@ -338,7 +338,7 @@ def ordered(parts: Sequence[Part]) -> Parts:
 
 
 def difference(parts: Parts, other: Parts) -> Parts:
-    """What of the first parts is not in the second ones, in the order of the mesh.
+    """The first parts without the second ones, in the order of the mesh.
 
     >>> difference(((0, 1, 8, 0),), ((0, 2, 2, 0),))
     ((0, 1, 2, 0), (0, 4, 2, 0))

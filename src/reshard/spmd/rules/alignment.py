@@ -189,7 +189,7 @@ def _propose(
     factors: Sequence[int],
     compound: set[int],
 ) -> Cuts:
-    """How a dimension that is cut this way would cut its factors."""
+    """The cuts of a dimension's factors that follow from a cut of the dimension."""
     if not factors:
         return {}
     if len(factors) == 1 and factors[0] not in compound:

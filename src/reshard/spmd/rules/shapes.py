@@ -38,6 +38,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     (8, 4)
     """
     found: list[int] = []
+    # From the last dimension to the first, where shapes are lined up.
     for back in range(1, max((len(shape) for shape in shapes), default=0) + 1):
         sizes = {shape[-back] for shape in shapes if len(shape) >= back}
         if len(sizes - {1}) > 1:

@@ -268,7 +268,7 @@ def reshape_template(in_shape: Sequence[int], out_shape: Sequence[int]) -> Templ
 
 
 def einsum_template(text: str) -> Template:
-    """What `numpy.einsum` reads: a letter per dimension, those not in the result summed.
+    """The template of a text of `numpy.einsum`: a letter per dimension, absent ones summed.
 
     >>> print(einsum_template("bik,bkj->bij"))
     ([i, j, l], [i, l, k]) -> ([i, j, k]) reduction={l}

@@ -1,4 +1,4 @@
-"""An array in shards, without what it can do: its type, the shards that are here, their runner."""
+"""Array values: the type of an array, the shards that are here, and their runner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.spmd.shards.shard_copies import Shards
 
 
 class ArrayValue:
-    """What operations see of an array. `shards` are in the order of `runner.ranks(mesh)`."""
+    """An array as operations see it. `shards` are in the order of `runner.ranks(mesh)`."""
 
     __slots__ = ("_shards", "runner", "type")
 

@@ -50,7 +50,7 @@ from reshard.spmd.shards.shard_copies import Movement
 Attributes = Mapping[str, Any]
 RunCall = Callable[..., Any]
 REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
-"""What a library raises for elements, or shapes, that it cannot work on."""
+"""The errors of libraries for elements, or shapes, that they cannot work on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ def _compute(
     runner: Runner,
     shares_failure: bool,
 ) -> list[Any]:
-    """What every rank here computes; a failure by the elements of one rank is raised on all."""
+    """The results of every rank here; a failure by the elements of one rank is raised on all."""
     rows: list[Any] = []
     failure = None
     try:
@@ -391,7 +391,7 @@ def _check_shapes(
 def _make_refusal(
     name: str, operands: Sequence[Any], runner: Runner, error: Exception
 ) -> Exception:
-    """What a library raised, as an error that names the operation and its operands."""
+    """An error of a library as one that names the operation and its operands."""
     # Memory has nothing to do with the operands' elements: callers may catch the library's own
     # error.
     if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
@@ -460,7 +460,7 @@ def _make_run(
     wrap: type[ArrayValue],
     shares_failure: bool,
 ) -> RunCall:
-    """What carries a compiled operation out. The common cases have the shortest way."""
+    """The function that carries out a compiled operation; common cases have short ones."""
     result = results[0]
     new = wrap.__new__
     function = functions[0]

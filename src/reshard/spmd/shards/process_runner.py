@@ -84,14 +84,14 @@ class OverProcesses(Runner):
         return moved
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """By an all-reduce of one number."""
+        """Whether a condition holds on any rank, by an all-reduce of one number."""
         count = torch.tensor(int(is_so), device=device_of(self.group))
         with run_errors("an operation was not finished"):
             dist.all_reduce(count, dist.ReduceOp.MAX, self.group)
             return bool(count)
 
     def failure_of_any(self, failure: Exception | None) -> Exception | None:
-        """That of the first rank that failed."""
+        """The failure of the first rank that failed, on all ranks."""
         if not self.on_any_rank(failure is not None):
             return None
         # Texts, not the errors themselves: those of libraries may not be picklable.

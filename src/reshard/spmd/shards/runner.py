@@ -60,7 +60,7 @@ class Runner:
         return found or ()
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
-        """What each rank that is here computes of an operation."""
+        """The functions that the ranks here compute of an operation."""
         return operator.local_functions(work)
 
     def movement(self, source: ArrayType, spec: ShardingSpec) -> Movement:
@@ -85,6 +85,7 @@ class Runner:
                 "dense first: sp.array(x.to_dense(), spec)"
             )
         before, after = source.layout, spec.layout(source.shape)
+        # Layouts are interned: different specs of one layout move nothing.
         if before is after:
             return lambda shards: shards
         return self._make_movement(source, spec, LayoutChange(before, after))

@@ -71,7 +71,7 @@ class AbstractRunner(Runner):
         return wrap.of_shards(kind, self._shards(kind, ranks), self)
 
     def functions(self, operator: Operator, work: LocalWork) -> list[Function]:
-        """What makes the results' abstract shards on each rank.
+        """The functions that make the results' abstract shards on each rank.
 
         Raises UsageError for an operator whose results' shapes no rule tells.
         """

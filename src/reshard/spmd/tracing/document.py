@@ -30,6 +30,7 @@ def trace_document(trace: TraceRecord) -> str:
         axes = dict(zip(trace.mesh.axis_names, trace.mesh.shape, strict=True))
     inputs = zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
     is_timed = trace.topology is not None
+    # The names and units here are read by other programs: they are part of the format.
     document = {
         "strategy": trace.strategy,
         "mesh": axes,

@@ -41,7 +41,7 @@ WITH_SHARDING = "with_sharding"
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:
-    """Where an array stands in arguments or results: the number of its value."""
+    """The place of an array in arguments or results: the number of its value."""
 
     value: int
 
@@ -69,7 +69,7 @@ def abstract(
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """What carries an operation of a graph out.
+    """The call that carries out an operation of a graph.
 
     Args:
         name: of the operator.
@@ -204,7 +204,7 @@ def _dtype_name(array: Any, kind: ArrayType | None) -> str:
 
 
 def type_of(leaf: Any) -> ArrayType | None:
-    """What array an argument is, or stands for; None for one that is none."""
+    """The type of the array that an argument is, or stands for; None for any other argument."""
     if isinstance(leaf, ArrayType):
         return leaf
     if isinstance(leaf, ArrayValue):

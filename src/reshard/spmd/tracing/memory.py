@@ -72,7 +72,7 @@ def with_memory(
 
 
 def held_bytes(kinds: Iterable[ArrayType | None], ranks: Ranks) -> tuple[int, ...]:
-    """What arrays of these types take on each rank; None is a number, which takes nothing."""
+    """The bytes of arrays of these types on each rank; None is a number, which takes nothing."""
     nothing = np.zeros(len(ranks), dtype=np.int64)
     held = sum((_count_held(kind, ranks) for kind in kinds if kind is not None), nothing)
     return tuple(held.tolist())

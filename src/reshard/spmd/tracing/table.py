@@ -42,6 +42,7 @@ def trace_table(trace: TraceRecord) -> str:
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
         if kind is not None
     ]
+    # Inputs have no times; of several results the first row has those of the operation.
     count = len(rows)
     for one in trace.operations:
         rows += _write_rows(one, numbers)
@@ -110,6 +111,7 @@ def call_text(operation: Operation, numbers: Mapping[int, str]) -> str:
     words += [
         f"{name}={value if isinstance(value, str) else repr(value)}"
         for name, value in operation.attributes.items()
+        # False is the default of flags; the column of shardings says what `with_sharding` asks for.
         if value is not False and operation.operator != WITH_SHARDING
     ]
     return f"{operation.operator}({', '.join(words)})"
@@ -128,7 +130,7 @@ def live_text(one: TracedOperation) -> str:
 
 
 def collectives(trace: TraceRecord) -> Counter[str]:
-    """How often each kind of step is inserted."""
+    """The number of steps inserted, by kind."""
     return Counter(
         step.name
         for one in trace.operations
@@ -158,6 +160,7 @@ def summary(trace: TraceRecord) -> list[str]:
     moved = bytes_text(trace.moved_bytes)
     peak = max(trace.peak_bytes.values())
     fullest = [rank for rank, size in trace.peak_bytes.items() if size == peak]
+    # Ranks are named only where some hold less.
     who = f"{ranks_text(sorted(fullest), 24)} hold{'s' if len(fullest) == 1 else ''}"
     if len(fullest) == len(trace.ranks):
         who = "each rank holds"

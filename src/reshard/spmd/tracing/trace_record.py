@@ -74,6 +74,8 @@ class TraceRecord:
         """How long each rank computes; None without a topology that knows of devices."""
         if not self.counts_compute:
             return None
+        # A row an operation, a column a rank; the row of zeros stands for a function without
+        # operations.
         rows = [(0.0,) * len(self.ranks), *(one.compute_s for one in self.operations)]
         return {rank: math.fsum(own) for rank, *own in zip(self.ranks, *rows, strict=True)}
 
