@@ -30,7 +30,7 @@ import numpy as np
 
 from reshard.runs import IntArray, ragged_arange
 
-# So many candidates are compared at a time.
+# The most candidates that are compared at a time: columns of 8 MiB.
 _BLOCK = 1 << 20
 # Bands are tried where there are more candidates for a box than this.
 _MANY = 8

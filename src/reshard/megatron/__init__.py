@@ -1,4 +1,4 @@
-"""A model of Megatron: which rank has which place, and what its parameters say of themselves.
+"""A model of Megatron: the places of its ranks, and the attributes of its parameters.
 
     ranks, groups     the grids of ranks, from sizes or from live process groups
     layers            the layers of each pipeline stage

@@ -9,7 +9,7 @@ group; what all ranks say together is both grids of `ranks`, whatever order they
        6  4, 6   6, 7   tp 1, pp 0
        7  5, 7   6, 7   tp 1, pp 1
 
-1. the members of a group say the same of it;
+1. the members of a group must agree on it;
 2. ranks with equal places along all axes but one are copies: without a group of copies (`dp`,
    `edp`) they are counted in the order of their numbers;
 3. every place of a grid is one rank's.

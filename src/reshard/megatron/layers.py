@@ -78,6 +78,7 @@ class PipelineLayers:
         # The stages without a number of their own share the rest evenly.
         ends = (first is not None) + (last is not None)
         rest, middle = layers - (first or 0) - (last or 0), pp - ends
+        # Where no stage is between the ends, no layer may be left.
         fits = middle >= 0 and rest >= 0 and (rest % middle == 0 if middle else rest == 0)
         if not fits:
             raise RuleError(

@@ -1,13 +1,13 @@
 """Megatron's parameters: their global shape and sharding, from their attributes on each rank.
 
-A parameter says of itself what one rank knows: the shape it has here, whether it is cut by
-tensor parallelism, along which dimension, and how the cut is interleaved. `MegatronParameter`
+The attributes of a parameter describe what one rank knows: the shape it has here, whether it is
+cut by tensor parallelism, along which dimension, and how the cut is interleaved. `MegatronParameter`
 holds that together with the ranks, and derives the global shape and the sharding:
 
 1. the dimension's length over all tensor-parallel ranks, from their local lengths;
 2. the rule that cuts it::
 
-       nothing said             0 0 0 0 1 1 1 1     one stretch a rank
+       no attribute             0 0 0 0 1 1 1 1     one stretch a rank
        partition_stride=2       0 0 1 1 0 0 1 1     gate and up of a GLU, a piece of each
        partition_sizes=(3, 1)   0 0 0 1 1 1 0 1     blocks of 3 and 1 on every rank (Mamba)
 
@@ -83,6 +83,7 @@ class MegatronParameter:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        # Lists become tuples and numbers ints, so that equal descriptions are equal and hashable.
         for name in (*_NUMBERS, *_SEQUENCES):
             given = getattr(self, name)
             if given is None and name not in ("shape", "partition_dim", "partition_stride"):

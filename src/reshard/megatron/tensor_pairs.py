@@ -47,7 +47,7 @@ def reconcile(
     """The shape of a tensor and its sharding on both sides.
 
     Args:
-        source, target: what each side says of it.
+        source, target: how each side describes it.
         cast: the target's element type, where it differs from the source's. This only allows the
             difference: elements are converted where the plan is run.
 
@@ -181,6 +181,7 @@ def _share_blocks(
         return source, target
     if source.partition_sizes is None and target.partition_sizes is None:
         return source, target
+    # Blocks along one dimension say nothing of a cut along another.
     if source.partition_dim != target.partition_dim:
         return source, target
     blocks = [side.blocks for side in (source, target)]
@@ -219,7 +220,7 @@ def reconcile_all(
     """Every tensor of the target with the one of the source that it is, by global name.
 
     Args:
-        source, target: what each side says of its parameters, by their names in the whole model.
+        source, target: how each side describes its parameters, by names in the whole model.
         cast: the element type to cast to; for all that differ, or by name.
         ties: names that mean the same tensor as another name: `{"output_layer.weight":
             "embedding.word_embeddings.weight"}`. Whichever name the source has serves both; if it
@@ -245,6 +246,7 @@ def reconcile_all(
             f"{f' (nor {len(missing) - 1} others)' if missing[1:] else ''}; give the parameter, or "
             "declare the name it is tied to in ties"
         )
+    # A source is used where a target has any of the names tied to it.
     used = {_find_root(name, known) for name in targets}
     unused = [name for name in sources if _find_root(name, known) not in used]
     if unused:
@@ -292,6 +294,7 @@ def _find_source(
     name: str, sources: Mapping[str, MegatronParameter], ties: Mapping[str, str]
 ) -> str | None:
     """The source name that a target name is filled from."""
+    # Its own name first, then the one that its ties end in, then any that is tied to the same.
     root = _find_root(name, ties)
     tied = [other for other in ties if _find_root(other, ties) == root]
     return next((other for other in (name, root, *tied) if other in sources), None)

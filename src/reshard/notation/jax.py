@@ -87,6 +87,7 @@ def _read_named_sharding(text: str, mesh: DeviceMesh | None) -> tuple[str, Devic
                 f"a NamedSharding over the mesh {written.text}, where the mesh {mesh.text} was "
                 "given; give the same axes"
             )
+        # The printed mesh has no devices, so a given one with the same axes knows more.
         mesh = mesh or written
     if mesh is None:
         raise NotationError("a NamedSharding whose mesh is not printed; give a mesh")
@@ -191,7 +192,7 @@ def jax_text(spec: ShardingSpec) -> str:
     """The `PartitionSpec` of a sharding, as text. The mesh stays apart.
 
     Raises:
-        NotationError: a part of the sharding that JAX cannot say, such as a cut rule.
+        NotationError: a part of the sharding that JAX cannot express, such as a cut rule.
 
     >>> from reshard.sharding_text import spec
     >>> jax_text(spec(DeviceMesh.of(x=2, y=2, z=2), "x y, -, ? | sum(z)"))
@@ -208,7 +209,7 @@ def entries_of(spec: ShardingSpec) -> tuple[list[Entry], list[str]]:
     """The axes of each dimension of a sharding, and the unreduced axes.
 
     Raises:
-        NotationError: a part of the sharding that JAX cannot say.
+        NotationError: a part of the sharding that JAX cannot express.
     """
     _VOCABULARY.check(spec)
     for dim in spec.dim_specs:

@@ -112,7 +112,7 @@ def to_partition_spec(spec: ShardingSpec) -> Any:
 
     Raises:
         MissingExtraError: jax is not installed.
-        NotationError: a part of the sharding that JAX cannot say.
+        NotationError: a part of the sharding that JAX cannot express.
     """
     entries, unreduced = entries_of(spec)
     partition_spec = _import_jax().sharding.PartitionSpec
@@ -130,7 +130,7 @@ def to_named_sharding(spec: ShardingSpec, devices: Iterable[Any] | None = None) 
 
     Raises:
         MissingExtraError: jax is not installed.
-        NotationError: a part of the sharding that JAX cannot say, a rank without a device.
+        NotationError: a part of the sharding that JAX cannot express, a rank without a device.
     """
     partition_spec = to_partition_spec(spec)
     jax = _import_jax()

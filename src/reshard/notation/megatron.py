@@ -150,6 +150,7 @@ def _build_grid(said: dict[str, str], is_expert: bool, text: str) -> DeviceMesh:
     sizes = {word: _read_number(said, word, text) or 0 for word in said if word != "order"}
     offset = sizes.pop("offset", 0)
     order = said.get("order", DEFAULT_ORDER)
+    # Without edp the words are Megatron's own sizes, from which both grids follow.
     if "edp" not in sizes:
         ranks = MegatronRanks(order=order, offset=offset, **sizes)
         return ranks.expert if is_expert else ranks.dense
@@ -175,6 +176,7 @@ def _find_ndim(said: dict[str, str], shape: Sequence[int] | None, text: str) -> 
 def _build_rule(said: dict[str, str], parts: int, text: str) -> CutRule | None:
     """The rule of the cut dimension, None where none is cut."""
     ways = ("partition_stride", "partition_sizes", "heads", "pad")
+    # A stride of 1 cuts like none.
     given = [word for word in ways if word in said and (word, said[word]) != (ways[0], "1")]
     lengths = _read_numbers(said, "local_lengths", text)
     if "partition_dim" not in said and (given or lengths):
@@ -213,7 +215,7 @@ def megatron_text(spec: ShardingSpec) -> str:
     """The text that `parse_megatron` reads back to the same sharding.
 
     Raises:
-        NotationError: what Megatron's words cannot say, with the part of the sharding.
+        NotationError: what Megatron's words cannot express, with the part of the sharding.
 
     >>> from reshard.sharding_text import spec
     >>> grid = MegatronRanks(dp=4, ep=2).expert
@@ -292,7 +294,7 @@ def _write_cut(spec: ShardingSpec, axis: str) -> list[str]:
         )
     words = [f"partition_dim={dim}", *_write_rule(level.rule, spec.mesh.axis_size(axis))]
     said = dict(word.split("=") for word in words)
-    # The words are read back: rules that they cannot say come back as another rule.
+    # The words are read back: rules that they cannot express come back as another rule.
     if any(not value for value in said.values()) or (
         _build_rule(said, spec.mesh.axis_size(axis), " ".join(words)) != level.rule
     ):
@@ -318,6 +320,7 @@ def _write_rule(rule: CutRule, parts: int) -> list[str]:
         )
         return [f"partition_stride={rule.stride}", *lengths]
     if isinstance(rule, Blocks):
+        # Sizes that do not divide do not read back as the same rule, and are refused by that.
         return [f"partition_sizes={_join_numbers(size // parts for size in rule.sizes)}"]
     if isinstance(rule, Pieces):
         rows = zip(*rule.pieces, strict=True)

@@ -139,6 +139,7 @@ def _read_grid(scanner: Scanner) -> DeviceMesh:
 
 def _read_sharding(scanner: Scanner) -> _Words:
     words = _Words()
+    # An attribute is closed by `>`, which an operation is not.
     is_attribute = False
     if scanner.take(_OPERATION) or (is_attribute := scanner.take(_ATTRIBUTE) is not None):
         words.mesh_name = scanner.symbol()
@@ -188,6 +189,7 @@ def _build(words: _Words, mesh: DeviceMesh, shape: Sequence[int] | None) -> Shar
                 "a dimension"
             )
         dims += [[] for _ in range(len(shape) - len(dims))]
+    # Halo sizes and offsets are listed for sharded dimensions only, so rules are taken in turn.
     rules = _make_rules(words, [math.prod(map(mesh.axis_size, axes)) for axes in dims if axes])
     return ShardingSpec(
         mesh,
@@ -238,7 +240,7 @@ def mlir_text(spec: ShardingSpec) -> str:
     """The axis lists of a sharding, and what stands behind them.
 
     Raises:
-        NotationError: a part of the sharding that MLIR cannot say, such as a sub-axis.
+        NotationError: a part of the sharding that MLIR cannot express, such as a sub-axis.
 
     >>> from reshard.sharding_text import spec
     >>> mlir_text(spec(DeviceMesh.of(x=2, y=3, z=2), "y x, - | max(z)"))
@@ -295,7 +297,7 @@ def mlir_operation_text(spec: ShardingSpec, dialect: str = "shard") -> str:
     """The operation that defines a sharding, in the dialect `shard` or `mesh`.
 
     Raises:
-        NotationError: what MLIR cannot say; in `shard`, also partial axes.
+        NotationError: what MLIR cannot express; in `shard`, also partial axes.
 
     >>> from reshard.sharding_text import spec
     >>> mlir_operation_text(spec(DeviceMesh.of(name="grid", x=2, y=3), "y, -"))

@@ -61,7 +61,7 @@ class Notation:
             shape: of the tensor, where it is known.
 
         Raises:
-            LayoutError: a text that cannot be read, or that says what cannot be.
+            LayoutError: a text that cannot be read, or whose sharding is invalid.
         """
         parse = cast(
             "Callable[[str, DeviceMesh | None, Sequence[int] | None], ShardingSpec | Layout]",
@@ -70,13 +70,14 @@ class Notation:
         return parse(text, mesh, shape)
 
     def text(self, sharding: ShardingSpec) -> str:
-        """The text that says a sharding. Raises NotationError for what it cannot say."""
+        """The text that says a sharding. Raises NotationError for what it cannot express."""
         return cast("Callable[[ShardingSpec], str]", self._load(f"{self.name}_text"))(sharding)
 
     def _load(self, function: str) -> object:
         return getattr(import_module(self.module), function)
 
 
+# `P(` is a PartitionSpec of JAX or a Partial of DTensor, which has a reduction in its brackets.
 _REDUCTION = r"(?:sum|avg|mean|max|min|product|premul_sum|band|bor|bxor)"
 # What stands in the way of a match: DTensor's texts may have placements that only other notations
 # read, and brackets that MLIR's pattern would take for axis lists.
@@ -165,7 +166,7 @@ def read_sharding(
 
     Raises:
         NotationError: a text that nobody, or more than one notation, can read.
-        LayoutError: one that says what cannot be.
+        LayoutError: one whose sharding is invalid.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> reading = read_sharding("y, x", mesh)
@@ -200,7 +201,7 @@ def read_sharding(
 def write_sharding(sharding: ShardingSpec, notation: str = NATIVE) -> str:
     """The text of a sharding in a notation, without its prefix.
 
-    Raises NotationError for an unknown notation, or for what it cannot say.
+    Raises NotationError for an unknown notation, or for what it cannot express.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> write_sharding(read_sharding("y, x", mesh).sharding, "jax")

@@ -39,6 +39,8 @@ _ENTRIES = ("dtype", "ctxt", "m", "n", "mb", "nb", "rsrc", "csrc", "lld")
 _SHORT = ("m", "n", "mb", "nb", "rsrc", "csrc")
 _PREFIX = re.compile(r"\s*DESC\w*\s*=?", re.IGNORECASE)
 _BETWEEN = r"[\s,()\[\]]"
+# A name with a value (sizes, a number, a word, nested brackets), or a number by itself; of at
+# most 18 digits, which fit in 64 bits.
 _WORD = re.compile(
     rf"{_BETWEEN}*(?:([A-Za-z]+)_?\s*=\s*"
     r"(\d{1,9}\s*x\s*\d{1,9}|-?\d{1,18}|[A-Za-z]+|\[(?:[\s,\[\]]|\b\d{1,9}\b)*\])"
@@ -305,7 +307,7 @@ def scalapack_text(spec: ShardingSpec, shape: Sequence[int] | None = None) -> st
     With a shape, any rule that deals its indices as a block-cyclic one would is written as that.
 
     Raises:
-        NotationError: a sharding that a descriptor cannot say; the message names the part.
+        NotationError: a sharding that a descriptor cannot express; the message names the part.
 
     >>> mesh = DeviceMesh.of(x=2, y=3)
     >>> blocks = [Level(["x"], BlockCyclic(2)), Level(["y"], BlockCyclic(4, 1))]

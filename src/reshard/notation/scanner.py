@@ -13,7 +13,9 @@ from typing import TypeVar
 
 from reshard.errors import LayoutError, NotationError
 
+# `#` begins a comment only before a blank: `#sdy.sharding` is an attribute.
 _BLANKS = re.compile(r"(?:\s|//[^\n]*|#(?=\s)[^\n]*)*")
+# At most 18 digits, which fit in 64 bits.
 _NUMBER = re.compile(r"-?\d{1,18}(?!\d)")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_$.]*")
 _QUOTED = re.compile(r'[^"\\\n]*')

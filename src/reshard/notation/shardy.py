@@ -116,6 +116,7 @@ def _read_mesh(scanner: Scanner, name: str) -> DeviceMesh:
         devices = scanner.numbers()
     scanner.expect(">")
     mesh = DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
+    # A mesh without axes is one device, whose id may be any.
     if axes and sorted(mesh.devices) != list(range(mesh.size)):
         raise MeshError(
             f"device_ids {list(mesh.devices)} of a mesh of {mesh.size} devices; each of 0 to "
@@ -250,7 +251,7 @@ def shardy_text(spec: ShardingSpec) -> str:
     """The attribute that says a sharding, canonical. Its mesh stays apart, called by its name.
 
     Raises:
-        NotationError: a part of the sharding that Shardy cannot say, such as a cut rule.
+        NotationError: a part of the sharding that Shardy cannot express, such as a cut rule.
 
     >>> from reshard.sharding_text import spec
     >>> print(shardy_text(spec(DeviceMesh.of(x=8, y=2), "x:(1)2 ?!1, - | replicated(y)")))

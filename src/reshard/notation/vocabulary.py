@@ -45,7 +45,7 @@ class Vocabulary:
     has_replicated_axes: bool = False
 
     def check(self, spec: ShardingSpec) -> None:
-        """Raise NotationError for the first part of `spec` that the notation cannot say."""
+        """Raise NotationError for the first part of `spec` that the notation cannot express."""
         for dim in spec.dim_specs:
             self._check_dim(spec, dim)
         if not self.has_sub_axes:
@@ -96,5 +96,5 @@ class Vocabulary:
             )
 
     def refusal(self, spec: ShardingSpec, part: str, why: str) -> NotationError:
-        """The error for a part of a sharding that the notation cannot say."""
+        """The error for a part of a sharding that the notation cannot express."""
         return NotationError(f"{self.notation} cannot say `{part}` of the sharding `{spec}`: {why}")

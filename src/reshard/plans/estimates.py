@@ -29,7 +29,7 @@ from reshard.topology import Topology
 def exchange_part(
     plan: LayoutChange, itemsize_bytes: int, topology: Topology, name: str = "exchange"
 ) -> Part:
-    """The messages of a plan for elements of so many bytes.
+    """The messages of a plan, for elements of `itemsize_bytes`.
 
     Raises LayoutError for a rank that the topology has not, or a link that it does not know.
     """
@@ -76,7 +76,7 @@ def exchanges_part(
 
 
 def change_estimate(change: LayoutChange, itemsize_bytes: int, topology: Topology) -> Estimate:
-    """The seconds of one tensor's direct exchange, whose elements have so many bytes.
+    """The seconds of one tensor's direct exchange, for elements of `itemsize_bytes`.
 
     >>> import reshard
     >>> from reshard.topology import Link

@@ -219,8 +219,8 @@ class Job:
     ) -> dict[str, dict[int, Any]]:
         """Carry the job out on arrays in this process: `{name: {rank: array}}` to the same.
 
-        Writes to the arrays in `out` where they are given, by at most so many threads; one for
-        each processor when None. See `reshard.plans.run.run_changes`.
+        Writes to the arrays in `out` where they are given, by at most `threads` threads; one
+        for each processor when None. See `reshard.plans.run.run_changes`.
         """
         changes = [(item.name, item.dtype, item.change) for item in self.items]
         return run_changes(changes, arrays, out, threads)

@@ -177,8 +177,8 @@ class Plan(Interned):
     ) -> dict[int, Array]:
         """Carry the plan out on arrays in this process: `{rank: array}` to `{rank: array}`.
 
-        Writes to the arrays in `out` where they are given, by at most so many threads; one for
-        each processor when None. See `reshard.plans.run.run_change`.
+        Writes to the arrays in `out` where they are given, by at most `threads` threads; one
+        for each processor when None. See `reshard.plans.run.run_change`.
         """
         return run_change(self.change, shards, out, threads, self.dtype)
 

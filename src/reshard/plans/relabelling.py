@@ -349,8 +349,8 @@ def _solve_assignment(worth: IntArray, same: NDArray[np.bool_]) -> list[tuple[in
 
 
 def _complete(rank_of: dict[int, int], ranks: set[int]) -> dict[int, int]:
-    """The same, and the ranks that were not asked about on numbers nobody has: their own if
-    that is free.
+    """The assignment with the ranks that it leaves out added: each keeps its number where that is
+    free.
     """
     # Ranks whose places were not asked about take the numbers that are left, so that the result is
     # a permutation.

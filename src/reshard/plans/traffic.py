@@ -139,7 +139,7 @@ class Traffic:
 
 
 class RankKind(NamedTuple):
-    """Ranks of which each sends so much to so many, and receives so much from so many."""
+    """Ranks that send and receive the same amounts, to and from the same numbers of ranks."""
 
     ranks: tuple[int, ...]
     sends: int

@@ -50,7 +50,7 @@ class Assignment:
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
     those that one matched. `unmatched` tensors are replicated. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
-    all. `unused_axes` of the mesh hold copies of every tensor. `notes` are worth telling.
+    all. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
     """
 
     specs: dict[str, ShardingSpec]

@@ -79,7 +79,7 @@ def map_coordinates(
     """Coordinates of a recipe's axes as coordinates of the mesh's.
 
     Raises:
-        RecipeError: axes of the mesh that cannot say it.
+        RecipeError: axes of the mesh that cannot express them.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=4)
     >>> list(map_coordinates(mesh, [("ep", (5,))], {"ep": (Axis("dp"), Axis("tp"))}))

@@ -58,6 +58,7 @@ def _is_path(text: str) -> bool:
 
 def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
     """The recipe of a file. What it extends is a shipped name, or a path from its folder."""
+    # The chain of files so far, so that a circle is an error and no endless recursion.
     if path in extended_by:
         raise RecipeError(f"recipe file {path} extends itself; take `extends` out of one file")
 

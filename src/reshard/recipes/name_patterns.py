@@ -1,7 +1,7 @@
 """Names of other programs: what a name is in a recipe's names, by a table of patterns, and back.
 
-A table says of names of one convention what they are in a recipe's: `*` in a pattern stands for any
-text, and takes the place of the same `*` in the entry. An entry is a name, or a `Fusion` of names::
+A table maps names of one convention to those of a recipe: `*` in a pattern stands for any text,
+which then stands for the same `*` in the entry. An entry is a name, or a `Fusion` of names::
 
     "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
     "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"

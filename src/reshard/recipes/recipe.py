@@ -1,6 +1,6 @@
 """Recipes: rules that say how the tensors of a kind of model are cut.
 
-A recipe is a list of rules under a name. It is data, kept in a TOML file (see
+A recipe is a list of rules under a name. It is data, stored in a TOML file (see
 `reshard.recipes.recipe_file`), and says nothing of a mesh but the names of its own axes: `tp`,
 `fsdp`, `ep`... On a mesh, each of them is mapped to some of the mesh's axes:
 

@@ -227,6 +227,7 @@ def fitting_recipe(config: Config | None) -> Recipe:
 
 for _name, _function in {
     "round_robin": round_robin,
+    # `simple` and `parallel` are the names that strategies of whole checkpoints have.
     "simple": round_robin,
     "balanced": balanced,
     "sharded": sharded,

@@ -73,7 +73,9 @@ _NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*(" + "|".join(_NAMES) + r")(?![a-z])")
 _TOKEN = re.compile(r"\s*(-?\d+|[A-Za-z_]\w*|'[^']*'|\"[^\"]*\"|[()\[\],=])\s*")
 _ORDER = re.compile(r"\s*\[(\d+)\]")
 _BETWEEN = re.compile(r"[\s,]*")
+# What torch prints of a spec, around its placements: `Spec(f32[8, 4](S(0)R))`.
 _SPEC = re.compile(r"Spec\(\w+(?:\[[^\]]*\])?\((.*)\)\)", re.DOTALL)
+# Lists nest no deeper in any placement; a limit keeps hostile text from deep recursion.
 _DEEPEST = 3
 
 

@@ -7,7 +7,7 @@ a program writes them out::
     DeviceMesh((2, 2), 'cpu', stride=(2, 1), Mesh: [[3, 1], [2, 0]])      sizes and ranks
     DeviceMesh('cpu', [[3, 1], [2, 0]], mesh_dim_names=('dp', 'tp'))      names and ranks
 
-1. The mesh is what stands in the brackets behind `DeviceMesh`; what is behind it are placements.
+1. The mesh is in the brackets after `DeviceMesh`; the placements follow it.
 2. Nested square brackets are ranks; else the first round ones are sizes.
 """
 

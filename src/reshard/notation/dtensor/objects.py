@@ -70,7 +70,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
         shape: of the tensor; needed for an order other than the mesh's.
 
     Raises:
-        NotationError: what DTensor cannot say, see `placements_of`.
+        NotationError: what DTensor cannot express, see `placements_of`.
         MissingExtraError: torch is not installed.
     """
     found = placements_of(spec)

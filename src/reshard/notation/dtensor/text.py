@@ -127,7 +127,7 @@ def dtensor_text(spec: ShardingSpec) -> str:
     as torch prints a `shard_order`.
 
     Raises:
-        NotationError: a sharding that DTensor cannot say; the message names the part.
+        NotationError: a sharding that DTensor cannot express; the message names the part.
 
     >>> mesh = DeviceMesh.of(dp=2, tp=2)
     >>> dtensor_text(ShardingSpec(mesh, [DimSpec([Level(["dp"], Strided(2)), Level(["tp"])])]))
@@ -164,7 +164,7 @@ def partitioned_text(spec: ShardingSpec) -> str:
     """The placements of a sharding, partitioned ones included.
 
     Raises:
-        NotationError: a sharding that placements cannot say.
+        NotationError: a sharding that placements cannot express.
 
     >>> mesh = DeviceMesh.of(dp=2, ep=2)
     >>> partitioned_text(ShardingSpec(mesh, [["dp"], []]))

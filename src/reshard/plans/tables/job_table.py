@@ -18,7 +18,7 @@ from reshard.runs import IntArray
 from reshard.text.quantities import bytes_text, count_text, table
 from reshard.text.width import shortened
 
-# So many kinds of tensors are listed, and names are cut to so many columns.
+# The most kinds of tensors that are listed, and the columns that names are cut to.
 _MOST_KINDS = 8
 _NAME_WIDTH = 40
 

@@ -169,6 +169,7 @@ class ReshardingStrategy:
         )
         pool.shutdown(wait=False)
         try:
+            # Shielded: cancelling the task asks the run to stop, which then says how far it came.
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             # The other processes wait for this one in this run, so it comes to its end as theirs.
