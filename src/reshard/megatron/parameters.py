@@ -1,8 +1,9 @@
 """Megatron's parameters: their global shape and sharding, from their attributes on each rank.
 
 The attributes of a parameter describe what one rank knows: the shape it has here, whether it is
-cut by tensor parallelism, along which dimension, and how the cut is interleaved. `MegatronParameter`
-holds that together with the ranks, and derives the global shape and the sharding:
+cut by tensor parallelism, along which dimension, and how the cut is interleaved.
+`MegatronParameter` holds that together with the ranks, and derives the global shape and the
+sharding:
 
 1. the dimension's length over all tensor-parallel ranks, from their local lengths;
 2. the rule that cuts it::
@@ -13,8 +14,8 @@ holds that together with the ranks, and derives the global shape and the shardin
 
 3. the axis: `tp`, or `etp` for an expert; where it lives along `pp` and `ep`.
 
-`partition_sizes` are local: the tensor's blocks are as many times larger as there are ranks. What
-is said is checked against the local shapes, which Megatron does not do.
+`partition_sizes` are local: the tensor's blocks are as many times larger as there are ranks. All
+of it is checked against the local shapes, which Megatron does not do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The transfers of a job, by tensor.
 
-Tensors of one tensors are written out together, as columns for all of them; what belongs to one
+The tensors of a tensor group are written out together, as columns for all; what belongs to one
 tensor is cut out of the columns when it is asked for.
 """
 
@@ -53,7 +53,7 @@ class JobTransfers(Mapping[str, Transfers]):
         return sum(len(found.transfers) for found in self.groups)
 
     def identities(self, name: str) -> list[str]:
-        """What each transfer of a tensor is called on both of its ends, see `identity`."""
+        """The identity of each transfer of a tensor, see `transfer_identities`."""
         found, low, high = self._places[name]
         rows = np.arange(low, high)
         return transfer_identities(name, found, rows)

@@ -163,7 +163,7 @@ class StagedJob:
             groups, boxes.take(row[~direct]), relay[of[~direct]], receiver[~direct]
         )
 
-        # What stays is part of the exchange, so that each target is filled by it whole.
+        # What stays is copied in the exchange, whose transfers begin in source cells.
         keeps = np.arange(len(flows.staying_group))
         if rank is not None:
             keeps = np.flatnonzero(item.change.target.cell_slot[flows.staying_target] == rank)

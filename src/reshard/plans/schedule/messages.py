@@ -143,7 +143,7 @@ def are_cut_alike(change: LayoutChange) -> bool:
         senders.add((receiver, order, int(rows.source_slot[row])))
     orders = len(set(rows.order.tolist()))
     is_alike = all(list(of.values()) == [of[min(of)]] * orders for of in boxes.values())
-    # Each order has one sender, and each sender one order.
+    # To each receiver every order has one sender, and every sender one order.
     by_order = {(receiver, order) for receiver, order, _ in senders}
     by_sender = {(receiver, sender) for receiver, _, sender in senders}
     return is_alike and len(by_order) == len(by_sender) == len(senders)

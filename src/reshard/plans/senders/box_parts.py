@@ -45,6 +45,7 @@ class BoxParts:
         cls, of: IntArray, sender: IntArray, shape: IntArray, begin: IntArray, stop: IntArray
     ) -> BoxParts:
         """Ranges of elements of boxes of `shape`, each range as the fewest boxes."""
+        # Tensors of a group are alike, so the same box is cut at the same elements again and again.
         known: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         row: list[int] = []
         starts: list[tuple[int, ...]] = []
@@ -62,6 +63,7 @@ class BoxParts:
         ndim = shape.shape[1]
         corner = np.array(starts, dtype=np.int64).reshape(len(row), ndim)
         extent = np.array(shapes, dtype=np.int64).reshape(len(row), ndim)
+        # Row-major strides of each cut box: the corner's place in it is its first element.
         steps = np.ones((len(row), ndim), dtype=np.int64)
         for d in range(ndim - 2, -1, -1):
             steps[:, d] = steps[:, d + 1] * shape[at, d + 1]
@@ -72,6 +74,7 @@ def rounding_elements(shape: IntArray, rounding: int) -> IntArray:
     """The elements that cuts of boxes are multiples of: of the whole box, of a row of its first
     dimension, of its second ..., whatever first is not more than `rounding`; one if nothing is.
     """
+    # From a row of the last dimension to the whole box: the largest that is small enough.
     unit = np.ones(len(shape), dtype=np.int64)
     size = np.ones(len(shape), dtype=np.int64)
     for d in range(shape.shape[1] - 1, -1, -1):

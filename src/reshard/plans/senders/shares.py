@@ -194,6 +194,7 @@ def _balance(classes: _DemandClasses) -> _Floats:
 
 
 def _is_balanced(classes: _DemandClasses, demand: _Floats, loads: _Floats, rounds: int) -> bool:
+    # Where the holders of every class are equally loaded, no share can be moved to a lower load.
     of_row = loads[classes.group]
     least = np.minimum.reduceat(of_row, classes.begin)
     if rounds >= _MOST_ROUNDS or (np.maximum.reduceat(of_row, classes.begin) == least).all():
@@ -221,6 +222,7 @@ def _round_to_units(classes: _DemandClasses, weights: _Floats) -> IntArray:
     left = units - np.add.reduceat(found, classes.begin)
     # Fewer units are left than the class has holders; the least loaded get them.
     loads = classes.loads((found * classes.unit[classes.of_row]).astype(np.float64))
+    # Within each class the least loaded first.
     order = np.lexsort((loads[classes.group], classes.of_row))
     place = ragged_arange(np.diff(np.append(classes.begin, len(found))))
     found[order[place < left[classes.of_row]]] += 1

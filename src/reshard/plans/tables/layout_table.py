@@ -12,7 +12,7 @@ from reshard.runs import PAD, IntArray, RunTable, distinct
 from reshard.text.quantities import count_text, table
 from reshard.text.rank_sets import short_rank_text
 
-# So many different sizes of parts are listed, and ranks are cut to so many letters.
+# The most sizes of parts that are listed, and the letters that ranks are cut to.
 _MOST_SIZES = 4
 _MOST_LETTERS = 28
 
@@ -36,6 +36,8 @@ def layout_table(layouts: Mapping[str, Layout]) -> str:
 def _describe(layout: Layout) -> list[str]:
     """The ranks, the cut of each dimension, the copies and the reduction of a layout."""
     copies = find_replicas(layout.placement)
+    # Cells form a grid where every product of the parts in use is a key. Python's whole numbers,
+    # for the product may outgrow 64 bits.
     parts = [distinct(layout.cell_part[:, d]) for d in range(layout.ndim)]
     keys = int(np.prod([len(used) for used in parts], dtype=object)) * layout.contributions
     if copies.keys == keys:

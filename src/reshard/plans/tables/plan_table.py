@@ -91,6 +91,7 @@ def messages_text(transfers: int, sender: IntArray, receiver: IntArray) -> str:
     """
     if not len(sender):
         return "no transfers"
+    # A message for each pair of ranks, a pair as one number.
     span = int(receiver.max()) + 1
     pairs = np.unique(sender * span + receiver)
     most_from, most_to = (int(np.bincount(ranks).max()) for ranks in (pairs // span, pairs % span))
