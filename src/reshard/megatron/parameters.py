@@ -138,6 +138,7 @@ class MegatronParameter:
             number = getattr(self, name)
             if number is not None and number < least:
                 raise RuleError(f"{name}={number} must be at least {least}")
+        # Each of these is another way to cut: with two of them, which holds would be a guess.
         said = {
             "partition_stride": self.partition_stride != 1,
             "partition_sizes": self.partition_sizes is not None,
@@ -151,6 +152,7 @@ class MegatronParameter:
             )
         if self.partition_sizes is None:
             return
+        # Blocks are pieces of the same blocks of the tensor, so all ranks have equally many.
         by_rank = self.sizes_by_rank
         if len(by_rank) != self.parts or len({len(sizes) for sizes in by_rank}) != 1:
             raise SpecError(

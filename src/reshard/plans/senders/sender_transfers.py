@@ -266,11 +266,13 @@ class _BoxWriter:
         cell = needs.source_cell(self.need[box], sender)
         key = needs.of_keys.target_key[self.need]
         target_cell = needs.target_copies.cell_on_slot(key, self.target_slot)
+        # Four blocks by dimension: start, shape, and where the box begins at either end.
         boxes = np.empty((4, self.start.shape[1], len(box)), dtype=np.int64)
         for d, overlap in enumerate(needs.of_keys.overlaps):
             entry = overlap.shared_pieces.entry[self.pieces[d]]
             boxes[0, d], boxes[1, d] = self.start[box, d], self.shape[box, d]
             boxes[3, d] = self.target_start[box, d]
+            # Where a set is one part, the local position is the same whoever sends.
             if overlap.holders.is_single:
                 part = overlap.pair_set[needs.of_keys.pair[d][self.need]]
                 boxes[2, d] = overlap.source_local(entry, part)[box]
@@ -279,6 +281,7 @@ class _BoxWriter:
                 boxes[2, d] = overlap.source_local(entry[box], part)
         first = np.zeros(len(box), dtype=np.int64)
         if split is not None:
+            # Parts have a shape of their own, and begin inside their box at both ends alike.
             row = np.flatnonzero(split >= 0)
             part = split[row]
             first[row] = parts.first_element[part]
