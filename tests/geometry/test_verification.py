@@ -357,7 +357,7 @@ def test_a_stale_halo_is_no_source() -> None:
 def test_the_error_says_which_transfer_is_wrong() -> None:
     plan = example("mesh transposed")
     wrong = changed(plan.transfers, 3, source_start=99)
-    with pytest.raises(PlanError, match=r"transfer 3, \[.*\] from slot \d+ to slot \d+: the sour"):
+    with pytest.raises(PlanError, match=r"transfer 3, \[.*\] from rank \d+ to rank \d+: the sour"):
         plan.verify(wrong)
 
 

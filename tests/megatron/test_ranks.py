@@ -119,9 +119,10 @@ def test_a_pipeline_that_would_differ_between_the_grids() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 0}, "tp=0; a parallel size is a whole number from 1 up"),
-        ({"dp": 2.0}, r"dp=2.0; a parallel size"),
-        ({"offset": -1}, "offset=-1"),
+        ({"tp": 0}, "parallel size tp 0 must be at least 1"),
+        ({"dp": 2.0}, r"parallel size dp 2\.0 must be a whole number"),
+        ({"dp": True}, "parallel size dp True must be a whole number"),
+        ({"offset": -1}, "first rank -1 must not be negative"),
         ({"tp": 2, "order": "dp-pp"}, "leaves out tp, whose size is 2"),
         ({"dp": 2, "order": "tp-dp-dp"}, "at most once"),
         ({"order": "tp-xp"}, "order 'tp-xp'; write each of tp, cp, ep, dp, pp"),

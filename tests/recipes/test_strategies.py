@@ -165,11 +165,11 @@ def test_fewer_than_one_rank(world_size: int) -> None:
         ),
         (
             lambda tensors, size, config: {"a": Layout.replicated((3, 2), size)},
-            r"lays out tensor 'a' with shape \[3, 2\] over 2 slots; shape \[2, 3\] over 2",
+            r"lays out tensor 'a' with shape \[3, 2\] over 2 ranks; shape \[2, 3\] over 2",
         ),
         (
             lambda tensors, size, config: {"a": Layout.replicated((2, 3), 1)},
-            r"shape \[2, 3\] over 1 slots; shape \[2, 3\] over 2, one a rank",
+            r"shape \[2, 3\] over 1 ranks; shape \[2, 3\] over 2, one a rank",
         ),
     ],
 )

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import MeshError
+from reshard.integers import as_integer
 from reshard.mesh import DeviceMesh
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -69,11 +70,9 @@ class MegatronRanks:
         if self.etp is None:
             object.__setattr__(self, "etp", self.tp)
         for name in ("tp", "pp", "dp", "cp", "ep", "etp"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise MeshError(f"{name}={size!r}; a parallel size is a whole number from 1 up")
-        if not isinstance(self.offset, int) or self.offset < 0:
-            raise MeshError(f"offset={self.offset!r}; the first rank is a whole number from 0 up")
+            size = as_integer(getattr(self, name), f"parallel size {name}", MeshError, least=1)
+            object.__setattr__(self, name, size)
+        object.__setattr__(self, "offset", as_integer(self.offset, "first rank", MeshError))
         share = self.expert_tp * self.ep * self.pp
         if self.world_size % share:
             raise MeshError(
