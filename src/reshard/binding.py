@@ -58,6 +58,7 @@ class View:
             )
         index = np.full(shape, self.offset, dtype=np.int64)
         for dimension, stride in enumerate(self.strides):
+            # Offsets along one dimension, broadcast over the others.
             steps = np.arange(shape[dimension], dtype=np.int64) * stride
             index += steps.reshape((-1,) + (1,) * (len(shape) - dimension - 1))
         return index

@@ -221,6 +221,7 @@ class Layout(Interned):
         (2, 3)
         """
         slots = as_integer(slots, "number of ranks", LayoutError)
+        # A count that is far too large must fail in the checks, and not list all those ranks first.
         return cls.whole(shape, range(min(slots, LARGEST_RANKS + 1)), slots)
 
     @classmethod
@@ -353,6 +354,7 @@ class Layout(Interned):
     def cell_offset(self) -> IntArray:
         """How many elements of its rank's memory lie before each cell: shape `(cells,)`."""
         sizes = self.cell_shape.prod(axis=1)
+        # Cells are sorted by rank: what lies before the first one of each rank is not its own.
         before = np.cumsum(sizes) - sizes
         offset: IntArray = before - before[np.searchsorted(self.cell_slot, self.cell_slot)]
         return offset
@@ -377,6 +379,7 @@ class Layout(Interned):
     @cached_property
     def local_shapes(self) -> dict[int, tuple[int, ...]]:
         """The local shape of every slot that holds something, as `local_shape` says it."""
+        # One cell on every rank, as in nearly all layouts.
         if len(self.holders) == self.cells:
             return dict(zip(self.holders, map(tuple, self.cell_shape.tolist()), strict=True))
         first = np.searchsorted(self.cell_slot, self.holders)

@@ -231,6 +231,7 @@ class DeviceMesh(Interned):
             position = self.axis_names.index(axis.name)
             full = self.shape[position]
             along = np.arange(self.size) // math.prod(self.shape[position + 1 :]) % full
+            # A sub-axis is the middle digit of the place along its axis: `pre`, `size`, the rest.
             index = index * size + along // (full // (axis.pre * size)) % size
         return index
 
@@ -239,6 +240,7 @@ class DeviceMesh(Interned):
         chosen = as_axes(axes)
         along = self.coordinates(chosen)
         rest = self.coordinates(self.remaining_axes(chosen))
+        # By group, and within a group by the place along the axes: each group is a row then.
         order = np.lexsort((along, rest))
         width = int(along.max()) + 1
         ranks = np.array(self.devices)[order].reshape(-1, width)

@@ -86,6 +86,7 @@ def _build(
     if bracket is None:
         if plus and name != "cyclic":
             return None
+        # Words without brackets: `ceil`, `pad4`, `cyclic16+2`.
         if name in ("ceil", "balanced"):
             return None if number else (Ceil() if name == "ceil" else Balanced())
         if name == "pad":
@@ -100,6 +101,7 @@ def _build(
         return BlockCyclic(int(number), int(plus or 0)) if name == "cyclic" else None
     if plus:
         return None
+    # With brackets only `stride` has a number too, such as `stride2[4,4]`.
     if name == "stride":
         return Strided(int(number), _numbers(bracket))
     if number:

@@ -235,6 +235,7 @@ class ShardingSpec(Interned):
             raise SpecError(f"dimensions {dim_specs!r}; give a list with a DimSpec for each")
         self.dim_specs = tuple(map(_as_dim_spec, dim_specs))
         self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
+        # Without partial axes no reduction, so that equal shardings are one value.
         self.reduction = reduction if self.partial_axes else None
         replicated = sorted(
             _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
@@ -310,6 +311,7 @@ class ShardingSpec(Interned):
                     f"axis {a if a.size is None else b} is used in {places}; an axis has one use, "
                     f"take sub-axes such as {a.name}:(1)2 to share it"
                 )
+            # Sub-axes are apart where the minor one begins at a multiple of the major one's end.
             low, high = sorted((a, b), key=lambda axis: axis.pre)
             if high.pre % (low.pre * (low.size or 1)):
                 raise SpecError(
@@ -358,6 +360,7 @@ class ShardingSpec(Interned):
         tables = [_table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)]
         parts = [_coordinates(mesh, dim.axes) for dim in self.dim_specs]
         contributions = _parts(mesh, self.partial_axes)
+        # Devices at other coordinates than `only` gives hold nothing.
         holds = np.ones(mesh.size, dtype=bool)
         for axis, coordinates in self.only:
             holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)

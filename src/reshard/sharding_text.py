@@ -59,12 +59,14 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
     try:
         return _parse(mesh, text, ndim)
     except LayoutError as error:
+        # Some errors show the text themselves.
         if f"`{text}`" in str(error):
             raise
         raise type(error)(f"{error} (in the sharding `{text}` over the mesh {mesh.text})") from None
 
 
 def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
+    # Without blanks in brackets, items can be split at the blanks that are left.
     packed = re.sub(r"\[[^\]]*\]", lambda bracket: re.sub(r"\s", "", bracket[0]), text)
     dims, bar, marks = packed.partition("|")
     items = [item.strip() for item in re.split("," + _OUTSIDE_BRACKETS, dims)]

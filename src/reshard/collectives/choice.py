@@ -155,6 +155,7 @@ def _decide(
     if by_exchange.seconds_s < by_program.seconds_s:
         method, less, more = "exchange", by_exchange, by_program
     saved_s, saved_latency_s = more.seconds_s - less.seconds_s, more.latency_s - less.latency_s
+    # At least half of the time that is saved is latency.
     saves_latency = 2 * saved_latency_s >= saved_s
     saved = "messages cost less" if saves_latency else "bytes take less time"
     return method, f"the {method} is quicker: its {saved}"

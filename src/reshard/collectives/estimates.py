@@ -100,6 +100,7 @@ def _estimate_step(
     Raises LayoutError for a rank outside the topology, or a link whose speed is not given.
     """
     name = str(step)
+    # A joint all-to-all counts as an all-to-all where those were measured.
     kind = step.name if isinstance(step, _FORMULAS_OF) else "all-to-all"
     by_formula = isinstance(step, _FORMULAS_OF) or topology.overhead.collective(kind) is not None
     # On gloo these are run as messages.

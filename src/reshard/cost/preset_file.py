@@ -138,6 +138,7 @@ def read_preset(content: bytes, where: str) -> Preset:
     for key, value in table.items():
         if key not in known:
             raise LayoutError(f"{where}: unknown key {key!r}; it is one of {', '.join(known)}")
+        # Not isinstance: True would pass for a number.
         if type(value) is not known[key]:
             raise LayoutError(f"{where}: {key} is {value!r}; {known[key].__name__} was expected")
     for key in _REQUIRED:

@@ -189,6 +189,7 @@ class _Boxes(NamedTuple):
 
     def addresses(self) -> list[int]:
         """Where the boxes begin in memory."""
+        # Each array gives its address once; the boxes' are computed for all of them together.
         known, place = np.unique(self.cell, return_inverse=True)
         arrays = [self.arrays[cell] for cell in known.tolist()]
         first = np.array([array.__array_interface__["data"][0] for array in arrays])

@@ -147,9 +147,11 @@ def run(
     workers = check_threads(threads)
     every = [_Memory.of(copies, arrays) for copies, arrays in tensors]
     _find_targets(every, workers)
+    # The last thing that may fail is done before anything is written.
     stages = [memory.copies.find_stages() for memory in every]
     for memory in every:
         clear_pads(memory.copies.target, memory.target_cells)
+    # Stage by stage of all tensors together, so that threads share all of their copies.
     for number in range(max(map(len, stages), default=0)):
         found: list[Copy] = []
         for memory, columns in zip(every, stages, strict=True):

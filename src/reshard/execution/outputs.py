@@ -157,6 +157,7 @@ def _repeats_itself(array: Storage) -> bool:
     """Whether two elements lie in one place, or not each dimension steps over those below it."""
     reach = array.itemsize
     dims = zip(array.strides, array.shape, strict=True)
+    # From the smallest stride up: `reach` is how far all dimensions so far go.
     for stride, size in sorted((abs(stride), size) for stride, size in dims if size != 1):
         if stride < reach and array.size:
             return True

@@ -92,6 +92,7 @@ def view_windows(
     shape: list[int] = []
     strides: list[int] = []
     for stride, (_, step), window in zip(array.strides, places, windows, strict=True):
+        # Each dimension becomes two: the number of the piece, and the index in it.
         shape += [window.pieces, window.length]
         strides += [step * stride, stride]
     first = array[tuple(slice(begin, None) for begin, _ in places)]

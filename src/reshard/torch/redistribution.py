@@ -292,10 +292,12 @@ class _Request:
         """What all ranks must know of any: see `_agree_on_request`."""
         has_none = self.tensor is not None and not self.wants_gradient
         cannot = self.async_op or self.out is not None
+        # The greatest note is learnt: minus the lowest rank that knows the source.
         speaker = _NOBODY if self.is_open else -dist.get_rank()
         return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), speaker
 
 
+# Less than minus any rank.
 _NOBODY = -(1 << 40)
 
 
@@ -418,6 +420,7 @@ def _share_source(
 
 def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRedistribution:
     rank = dist.get_rank()
+    # Both sides, and the type of the elements.
     tensor, dtype = request.tensor, request.dtype
     if isinstance(tensor, DTensor):
         if request.source is not None:
@@ -456,6 +459,7 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRed
         backward_sides(change, before)
     check_ranks(change, group)
     limit_message_bytes(request.extra_bytes)
+    # This rank's memory on both sides, and what moves between it and others.
     own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
     local = find_target_local(request.out, after, dtype, own, device)

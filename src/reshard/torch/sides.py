@@ -83,6 +83,7 @@ class TensorSide:
             return local
         shape = self.layout.shape
         if local is None:
+            # A DTensor has a local tensor on every rank, also where it holds nothing.
             local = torch.empty(0, device=device)
         return DTensor.from_local(
             local,

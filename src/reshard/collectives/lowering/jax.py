@@ -211,6 +211,7 @@ def _write_step(step: Step, before: ShardingSpec, after: ShardingSpec) -> list[s
     if not isinstance(step, AllGather | Slice | ReduceScatter):
         return None
     found: list[str] = []
+    # `long` has axes behind those of `short`: a gather removes them, the others add them.
     short, long = (after, before) if isinstance(step, AllGather) else (before, after)
     for dim in range(len(step.shape)):
         axes = axes_dropped(short, long, dim)

@@ -38,6 +38,7 @@ class AxisProblem:
         self._prime: dict[int, int] = {}
         self._units: dict[int, Unit] = {}
         for fine in problem.space.prime_meshes:
+            # Axes of all meshes are numbered one after another, as prime axes are.
             first = sum(len(prime_mesh.primes) for prime_mesh in prime_meshes)
             prime_meshes.append(PrimeMesh(fine.mesh, fine.boundaries, first, has_whole_axes=True))
             for prime, unit in zip(prime_meshes[-1].primes, fine.units, strict=True):

@@ -37,7 +37,7 @@ MOST_PLACEMENTS = 150
 # Sets of axes that a side is cut further by, and parts of axes that are moved one by one.
 MOST_SETS = 16
 MOST_PRIMES = 4
-# RankBoxes of ranks that are compared.
+# How many boxes of ranks are compared.
 MOST_COMPARED = 8_000_000
 # Ways into the other prime mesh that are followed to the end.
 MOST_CROSSINGS = 4
@@ -174,6 +174,7 @@ def _drop_repeats(path: Sequence[State]) -> Path:
 
 def _count_shared(problem: Problem, starts: Sequence[State], ends: Sequence[State]) -> np.ndarray:
     boxes = [problem.space.boxes(end) for end in ends]
+    # Of shape `(dims, ends, ranks)`: all ends are compared with a start at once.
     low = np.array([box.low for box in boxes]).transpose(1, 0, 2)
     high = np.array([box.high for box in boxes]).transpose(1, 0, 2)
     rows = []

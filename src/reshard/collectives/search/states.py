@@ -205,6 +205,7 @@ class Space:
         key = (prime_mesh, length, cut)
         if key not in self._part_bytes:
             low, high = self.intervals(prime_mesh, length, cut)
+            # Sorted, since which rank has which part makes no difference.
             order = np.lexsort((high, low))
             self._part_bytes[key] = low[order].tobytes() + high[order].tobytes()
         return self._part_bytes[key]

@@ -206,6 +206,7 @@ def _list_shared(hosts: int, ranks: int, elements: int) -> Iterator[Case]:
     rows, columns, whole = (
         spec(mesh, text) for text in ("host, rank, -", "host, -, rank", "host, -, -")
     )
+    # What is cut on both sides is larger by as many ranks, so that shards are of one size.
     large = _matrix(hosts, ranks, elements * ranks)
     yield Case(SHARED, "shift", large, rows, spec(shifted, "host, rank, -"))
     yield Case(SHARED, "rows to columns", large, rows, columns)

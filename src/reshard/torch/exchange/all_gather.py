@@ -131,6 +131,7 @@ class AllGatherRounds:
             one.target.copy_(one.source)
         before: _Round | None = None
         for number, size_bytes in enumerate(self._sizes):
+            # The next round is under way before the last one is waited for and unpacked.
             following = self._post(number, size_bytes)
             if before is not None:
                 before.complete()

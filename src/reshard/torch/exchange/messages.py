@@ -215,6 +215,7 @@ def list_messages(
         for (order, peer), of_pair in by_peer.items():
             sender, receiver = (rank, peer) if is_sent else (peer, rank)
             for number, pieces_of in enumerate(pack_messages(of_pair, message_bytes)):
+                # Both ends find the same key, so their messages are in one order.
                 key = order_message(order, number, sender, receiver, ranks, in_a_turn, by_region)
                 messages.append(RankMessage(key, order, peer, is_sent, tuple(pieces_of)))
     messages.sort(key=lambda message: message.key)

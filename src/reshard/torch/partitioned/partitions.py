@@ -245,6 +245,7 @@ def exchange_splits(
         outgoing = [sizes[begins[rank] : begins[rank] + owned[rank]] for rank in order]
         expected = [own] * len(axis)
     else:
+        # Aligned pieces lie partition by partition, in each the pieces of all ranks in order.
         columns = sizes.reshape(own, len(axis))
         outgoing = [columns[:, rank] for rank in order]
         expected = [owned[rank] for rank in order]

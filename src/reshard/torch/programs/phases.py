@@ -183,6 +183,7 @@ def _find_buffers(phases: list[Phase], layouts: list[Layout]) -> tuple[ShardBuff
     inside = list(range(len(layouts)))
     for number in range(1, len(layouts) - 1):
         before, after = phases[number - 1], phases[number]
+        # A slice is a view of the shard before it; a gather's shards are views of what it makes.
         if before.kind == "local" and _lies_in(layouts[number], layouts[number - 1]):
             inside[number] = number - 1
         elif after.kind == "all-gather" and _lies_in(layouts[number], layouts[number + 1]):

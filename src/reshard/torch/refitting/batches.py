@@ -94,6 +94,7 @@ class RefitBatches:
         self._arena = _Arena(0, device)
         if part.batches > 1:
             self._arena = _Arena(part.staging_bytes, device)
+            # Messages and what is staged share the limit.
             extra_bytes -= staging_limit_bytes(extra_bytes)
         listed = [_BatchContents() for _ in range(part.batches)]
         for number, found in enumerate(listed):

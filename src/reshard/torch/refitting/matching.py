@@ -348,6 +348,7 @@ def _find_specs(
     known = tensor.spec or wanted.spec
     if known is None:
         return None
+    # The mesh of the side that has one, with nothing cut over it.
     everywhere = ShardingSpec(known.mesh, [DimSpec() for _ in tensor.layout.shape])
     plain = wanted if tensor.spec is not None else tensor
     if everywhere.layout(tensor.layout.shape) is not plain.layout:

@@ -74,6 +74,7 @@ class Member:
             if (start, stop) == (0, self.shape[dimension]):
                 return None
             return IndexRange(self.tensor.layout, dimension, start, stop)
+        # The stretch that holds `start`; pieces do not reach over its end.
         place = max(place for place in self.places if place.member_start <= start)
         ahead = place.start - place.member_start
         return IndexRange(self.tensor.layout, dimension, ahead + start, ahead + stop)

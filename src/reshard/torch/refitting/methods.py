@@ -93,6 +93,7 @@ class RefitMethods:
             if isinstance(program, str):
                 chosen.append(TensorMethod(None, program))
                 continue
+            # `divided` has an entry for each tensor with a program, in their order.
             is_chosen, ways = next(divided)
             chosen.append(
                 TensorMethod(program if is_chosen else None, self._explain(ways, is_chosen))

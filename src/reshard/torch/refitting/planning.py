@@ -188,6 +188,7 @@ def staging_bytes(match: Match, chosen: TensorMethod = BY_EXCHANGE) -> int:
     found_bytes = 0
     for layout in (match.source, match.target)[: 1 if match.made_at == "source" else 2]:
         elements = np.zeros(layout.slots, dtype=np.int64)
+        # Of each rank, all of its cells.
         np.add.at(elements, layout.cell_slot, layout.cell_shape.prod(axis=1))
         found_bytes += align(int(elements.max(initial=0)) * itemsize)
     return found_bytes
