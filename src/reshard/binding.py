@@ -158,6 +158,7 @@ class Binding:
         for slot, view in self.views.items():
             shape = self.layout.local_shape(slot)
             if isinstance(view, tuple):
+                # A view for each cell, with a stride for each dimension.
                 fit = [len(one.strides) == self.layout.ndim for one in view]
                 if not all(fit) or len(fit) != len(self.layout.cells_of(slot)):
                     raise LayoutError(f"the views of rank {slot} do not fit its cells: {view}")

@@ -145,6 +145,7 @@ def table_of_sizes(length: int, sizes: Sequence[int] | IntArray) -> RunTable:
 
 
 def ceil_sizes(length: int, parts: int, unit: int = 1) -> IntArray:
+    # Whole units for every part; the tensor's end cuts the last one off.
     chunk = ceil_divide(ceil_divide(length, unit), parts) * unit
     # A part counts no further than the end: beyond it the product could leave 64 bits.
     chunks = np.minimum(np.arange(1, parts + 1, dtype=np.int64), ceil_divide(length, max(chunk, 1)))

@@ -47,6 +47,7 @@ def cuts_text(
     holders = distinct(slot)
     shape = " x ".join(str(table.dimension_length) for table in tables) or "scalar"
     lines = [f"{shape} on {_name_ranks(holders)}"]
+    # Ranks of several boxes, such as flat ranges, are listed by rank, all others by dimension.
     if len(holders) < len(slot):
         listed = [(_name_ranks([rank]), _list_boxes(boxes_of(rank))) for rank in _ends(holders)]
         lines += _align(listed, len(holders), "rank")

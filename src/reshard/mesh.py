@@ -138,6 +138,7 @@ class DeviceMesh(Interned):
                 f"{len(self.shape)} axes {list(self.shape)}; give one name an axis"
             )
         for axis, size in zip(self.axis_names, self.shape, strict=True):
+            # Raises MeshError for what is no name.
             Axis(axis)
             if size < 1:
                 raise MeshError(f"axis {axis!r} has size {size}, at least 1 was expected")

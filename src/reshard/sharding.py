@@ -237,6 +237,7 @@ class ShardingSpec(Interned):
         self.partial_axes = self._without_full_parts(_as_axes(partial_axes))
         # Without partial axes no reduction, so that equal shardings are one value.
         self.reduction = reduction if self.partial_axes else None
+        # In mesh order, since replicated axes have no order of their own.
         replicated = sorted(
             _as_axes(replicated_axes), key=lambda axis: (self._position(axis), axis.pre)
         )

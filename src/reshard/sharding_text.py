@@ -27,9 +27,11 @@ from reshard.mesh import DeviceMesh
 from reshard.rule_text import parse_rule
 from reshard.sharding import DimSpec, Level, ShardingSpec, expect_mesh
 
+# A word and its brackets, in which those of sub-axes may be: `sum(x:(1)2 y)`.
 _MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
 _COORDINATES = re.compile(r"([^=]+)=(\d+(?:,\d+)*)")
 _OPEN = re.compile(r"(\?)?(?:!(\d+))?")
+# Of a separator: no `]` follows that was opened before it.
 _OUTSIDE_BRACKETS = r"(?![^\[]*\])"
 
 

@@ -50,6 +50,7 @@ class Link:
             try:
                 value = float(getattr(self, name))
             except (TypeError, ValueError):
+                # Fails the check below, whose message shows what was given.
                 value = math.nan
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency_s"):
                 raise LayoutError(
@@ -101,11 +102,13 @@ class Overhead:
     def __post_init__(self) -> None:
         for name in ("call_s", "step_s", "combining"):
             value = getattr(self, name)
+            # True is an int to Python, and would pass for 1.
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value < 0:
                 raise LayoutError(f"{name} is {value!r}; a finite number, 0 or more, was expected")
             object.__setattr__(self, name, float(value))
         try:
+            # In one order, so that equal overheads compare and hash as equal.
             pairs = tuple(sorted(dict(self.collectives).items()))
         except (TypeError, ValueError):
             raise LayoutError(
@@ -212,6 +215,7 @@ class Topology(Interned):
     ) -> None:
         self.rank_host = _numbers(hosts, "host", "rank")
         self.ranks = len(self.rank_host)
+        # The numbers have no gaps, so the largest tells how many there are.
         self.hosts = int(self.rank_host.max()) + 1
         self.host_rack = _numbers([0] * self.hosts if racks is None else racks, "rack", "host")
         if len(self.host_rack) != self.hosts:
@@ -324,6 +328,7 @@ class Topology(Interned):
 
 def _numbers(values: Sequence[int] | IntArray, what: str, of: str) -> IntArray:
     """The number of the box each thing is in, checked: 0 to n - 1, none left out."""
+    # A copy, since it becomes read-only.
     numbers = as_integer_array(values, f"{what}s", LayoutError).copy()
     if numbers.ndim != 1 or not len(numbers):
         raise LayoutError(

@@ -141,6 +141,7 @@ def _decide(
         return "program", "every rank has what it needs"
     if any(isinstance(step, Exchange) for step in program.steps):
         return "exchange", "no program of collectives was found"
+    # Memory can only rule out the program: an exchange is sent in rounds of any size.
     if extra_bytes is not None and needed_bytes > extra_bytes:
         return (
             "exchange",

@@ -79,6 +79,7 @@ def message_cost(
     of_pair[of_piece.reshape(-1)] = levels
     work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
     best = Part.nothing(name)
+    # The busiest sender, and the busiest receiver.
     for ranks in (pair // topology.ranks, pair % topology.ranks):
         best = max(best, work.of_busiest_rank(ranks), key=_sum_seconds)
     return max(best, work.of_busiest_host(pair // topology.ranks), key=_sum_seconds)

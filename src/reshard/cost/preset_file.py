@@ -190,6 +190,7 @@ def preset_text(preset: Preset, comment: str = "") -> str:
         lines.append(f"hosts_per_rack = {preset.hosts_per_rack}")
     tables: list[tuple[str, Link | None]] = [(key, getattr(preset, key)) for key in LEVELS]
     overhead = preset.overhead
+    # What nobody measured is left out, and is the default when it is read.
     if overhead != NO_OVERHEAD:
         lines += ["", "[overhead]"]
         lines += [f"{key} = {getattr(overhead, key)!r}" for key in _OVERHEAD_NUMBERS]

@@ -189,6 +189,7 @@ def run_slot(
     memory = _Memory(copies, TensorArrays(shards), kind, held, {}, {})
     # Zeros where it is padding.
     memory.fill({slot: np.zeros(copies.target.local_shape(slot) or (), kind.dtype.storage)})
+    # In the order of the contributions, as `carry_out` does it with several threads.
     for copy in sorted(memory.stage(columns, is_first=True), key=lambda copy: copy.order):
         before_copy()
         copy.carry_out()
@@ -211,6 +212,7 @@ def _find_given_targets(every: Sequence[_Memory]) -> None:
     for memory, out in given:
         label = memory.arrays.label
         memory.fill(given_storages(memory.copies.target, memory.kind, out, label))
+    # When all are found: an array may also lie in one of another tensor.
     if given:
         check_apart(_name_outputs([memory for memory, _ in given]), _name_sources(every))
 

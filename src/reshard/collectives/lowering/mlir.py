@@ -164,6 +164,7 @@ class _ModuleWriter:
 
     def module(self, grids: Iterable[Grid], target: ShardingSpec) -> ShardModule:
         """The module, with the sharding that was reached."""
+        # Global again, annotated with the sharding that was reached.
         self._add_result(CastOp(self.name(), self.here, self.type, self.whole), self.whole)
         self._annotate(target)
         operations = tuple(self.operations)
@@ -281,6 +282,7 @@ class _ModuleWriter:
         if not axes:
             return
         process = self.add(ProcessIndexOp(self.name(), before.mesh.name))
+        # Each process looks up its peer, axis by axis, in a table of all processes.
         for kind, places in (("send", to), ("recv", back)):
             peer = []
             for axis in axes:

@@ -48,6 +48,7 @@ def _rewrite_on_mesh(
 ) -> ShardingSpec:
     def here(axes: Iterable[Axis]) -> tuple[Axis, ...]:
         if prime_mesh is None or spec.mesh is mesh:
+            # Axes of size 1 cut nothing.
             return tuple(axis for axis in axes if spec.mesh.axis_size(axis) > 1)
         return prime_mesh.axes(prime_mesh.primes_of(axes, spec.mesh), mesh)
 
@@ -95,6 +96,7 @@ def axes_behind(
         size = mesh.axis_size(axis)
         if not left or (left[0].name, left[0].pre) != (axis.name, axis.pre):
             return None
+        # `axis` is the major part of what comes next: the rest of that is left over.
         over, rest = divmod(mesh.axis_size(left[0]), size)
         if rest or not over:
             return None

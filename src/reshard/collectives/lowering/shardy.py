@@ -125,6 +125,7 @@ def _write_operation(step: Step, before: ShardingSpec, after: ShardingSpec) -> s
         return f"all_gather {_write_axis_lists(after, before)}"
     if isinstance(step, AllToAll):
         giver, taker = step.dims
+        # Shardy's operation leaves the axes that it moves in their order.
         given = axes_dropped(after, before, giver)
         if given == axes_dropped(before, after, taker):
             return f"all_to_all [{_write_axes(given)}: {giver}->{taker}]"

@@ -93,6 +93,7 @@ def _find(
     live_shard: int | None,
 ) -> Program:
     exchange = Program(shape, source, target, (Exchange(shape, source, target),))
+    # With "all", the program of a joint search is compared with the exchange at the end.
     problem = problem_of(source, target, shape, live_shard, JOINT if steps == "all" else steps)
     if problem is None:
         states = None

@@ -47,6 +47,7 @@ def mlir_decomposition(problem: Problem) -> tuple[State, ...]:
         )
     target = problem.target
     path = [problem.source]
+    # The basis has no reductions: one all-reduce comes before it.
     if problem.source.pending != target.pending:
         path.append(problem.source._replace(pending=target.pending))
     wanted = _split_units(problem, target.cuts)
@@ -104,14 +105,17 @@ def _take_step(dims: Dims, wanted: Dims) -> Dims:
         to = home.get(unit)
         return to not in (None, dim) and (*dims[to], unit) == wanted[to][: len(dims[to]) + 1]
 
+    # 1. Move a minor axis to the dimension where it is next.
     for dim in unfinished:
         minor = dims[dim][-1]
         if moves(dim, minor):
             to = home[minor]
             return _replace_some(dims, {dim: dims[dim][:-1], to: (*dims[to], minor)})
+    # 2. Gather a minor axis that the target does not use.
     for dim in unfinished:
         if dims[dim][-1] not in home:
             return _replace_some(dims, {dim: dims[dim][:-1]})
+    # 3. Swap an axis that could do either to the minor place, or all into the target's order.
     for dim in unfinished:
         for unit in reversed(dims[dim]):
             if unit not in home or moves(dim, unit):
@@ -120,6 +124,7 @@ def _take_step(dims: Dims, wanted: Dims) -> Dims:
         ordered = wanted[dim][: len(dims[dim])]
         if set(ordered) == set(dims[dim]):
             return _replace_some(dims, {dim: ordered})
+    # 4. The axes block one another: gather one.
     if unfinished:
         return _replace_some(dims, {unfinished[-1]: dims[unfinished[-1]][:-1]})
     return wanted

@@ -130,6 +130,7 @@ class ProgramRun:
                 self.extra_bytes = max(self.extra_bytes, used_bytes)
         except BaseException as error:
             self.has_failed = True
+            # What torch raises where a rank does not answer.
             if isinstance(error, RuntimeError):
                 raise RunError(f"{step} did not end: {error}") from error
             raise
@@ -180,6 +181,7 @@ def process_group(
         is not all ranks.
     """
     everyone = dist.group.WORLD
+    # Making a group takes all ranks of the job, and only those of `whole` are here.
     if whole is not None and whole is not everyone:
         return None
     _forget_ended()
