@@ -16,7 +16,7 @@ rank, and a flat buffer cut anywhere has a few::
     +----+----+----+                             | 1  1  1  1
 
 In the rank's own memory a cell is a dense array, row major, of shape `local_shape`; the
-cells of one rank lie one behind the other.
+cells of one rank lie one after another.
 
 A rank of a partial layout carries a *contribution*: the tensor is the reduction over the
 contributions 0..c-1.

@@ -10,10 +10,10 @@ the smallest box that holds both::
     +------------------+------------------+------------------+
          within a host      between hosts      between racks
 
-What is planned depends on who shares a host alone. Bandwidths and latencies are for telling
-how long a plan takes, and may be left out where nobody asks that. `Overhead` is what takes time
-beside messages, and slows them, where somebody has measured it. `Device` is how fast a rank
-computes, for telling how long a traced function takes.
+What is planned depends only on which ranks share a host. Bandwidths and latencies serve to
+estimate how long a plan takes, and may be left out otherwise. `Overhead` is the measured time
+that messages do not account for, such as that of copies. `Device` is how fast a rank computes, to
+estimate how long a traced function takes.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def _expect_link(link: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What takes time beside messages that each have a link for themselves. None is not counted.
+    """Time that messages, each alone on its link, do not account for. What is None is not counted.
 
     Copies are described by links, too: their latency is that of one run of bytes that lie side by
     side, so that many short runs take longer than a long one.
 
     Args:
         call_s: seconds of any movement, however little it moves: ranks agree and prepare.
-        step_s: seconds of a step of a program, beside its messages; where `collectives` has its
+        step_s: seconds of a step of a program, besides its messages; where `collectives` has its
             kind, that link knows of it.
         copies: packing, unpacking and moving in place, by one rank.
         combining: how many times as long as copying as many bytes it takes to combine them with
@@ -190,7 +190,7 @@ class Topology(Interned):
             of them left out. For hosts that have names see `of_names`.
         racks: the rack of each host, shape `(hosts,)`, numbered alike; one rack when None.
         within_host, between_hosts, between_racks: links, None where not known.
-        overhead: what takes time beside; nothing by default.
+        overhead: what takes time besides; nothing by default.
         device: how fast each rank computes; None where not known.
 
     Raises:

@@ -1,11 +1,11 @@
 """Programs of collectives between two shardings: found, checked, estimated, run.
 
 search      `find_program`, start here
-program     what it finds: steps, one behind the other
+program     what it finds: steps, one after another
 steps       what each collective does, and in which groups
 estimates   seconds of steps on a topology; `step_table` prints both
 choice      a program or the direct exchange, for one tensor; `division` for many
-lowering    programs in the words of other systems
+lowering    programs written for other systems
 """
 
 from reshard.collectives.choice import Choice, choose

@@ -145,7 +145,7 @@ def _decide(
     if extra_bytes is not None and needed_bytes > extra_bytes:
         return (
             "exchange",
-            f"the program holds {needed_bytes:,} bytes beside source and target, over the limit of "
+            f"the program holds {needed_bytes:,} bytes beyond source and target, over the limit of "
             f"{extra_bytes:,}",
         )
     if by_program.seconds_s == by_exchange.seconds_s:

@@ -1,6 +1,6 @@
 """The seconds of a program of collectives on a topology.
 
-Its steps run one behind the other. The groups of a step run at the same time, and the one that
+Its steps run one after another. The groups of a step run at the same time, and the one that
 takes longest counts. Sizes are those of the busiest rank: where shards are of different sizes, a
 gather or reduce-scatter takes as long as if all were as large as the largest, to which libraries
 pad them.

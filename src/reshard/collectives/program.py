@@ -1,4 +1,4 @@
-"""A program: steps, one behind the other, that lead from one sharding to another."""
+"""A program: steps, one after another, that lead from one sharding to another."""
 
 from __future__ import annotations
 

@@ -122,11 +122,11 @@ class Step:
 
     @property
     def extra_elements(self) -> int:
-        """Elements of the largest buffers a rank packs and receives into, beside its shards."""
+        """Elements of the largest buffers a rank packs and receives into, beyond its shards."""
         return int((self.sent_elements + self.received_elements).max(initial=0))
 
     def extra_bytes(self, itemsize_bytes: int) -> int:
-        """Bytes of the largest buffers a rank packs and receives into, beside its shards."""
+        """Bytes of the largest buffers a rank packs and receives into, beyond its shards."""
         return self.extra_elements * itemsize_bytes
 
     def verify(self) -> None:

@@ -12,7 +12,7 @@ class Part:
     Args:
         name: what it is.
         algorithm: by which it is counted.
-        messages: that the busiest rank sends, or receives, one behind the other.
+        messages: that the busiest rank sends, or receives, one after another.
         busiest_bytes: that it sends, or receives.
         latency_s: seconds for the messages' latencies.
         transfer_s: seconds for the bytes.
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The parts of something, one behind the other, and their seconds.
+    """The parts of something, one after another, and their seconds.
 
     Args:
         parts: in their order.

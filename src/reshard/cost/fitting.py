@@ -104,7 +104,7 @@ class Fitted:
 
     Args:
         within_host, between_hosts: links, None where nothing was measured.
-        overhead: what takes time beside.
+        overhead: what takes time besides.
         ratios: by measurement, the estimate over the measured seconds.
     """
 

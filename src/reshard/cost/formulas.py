@@ -58,7 +58,7 @@ class Formula:
 
     Args:
         name: of the algorithm.
-        rounds: how many messages a rank sends one behind the other, by ranks of the group.
+        rounds: how many messages a rank sends one after another, by ranks of the group.
         parts: over how many `p`-ths of `n` those have together, by ranks of the group.
 
     >>> ring = FORMULAS["all-gather"]["ring"]

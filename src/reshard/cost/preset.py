@@ -22,7 +22,7 @@ class Preset:
         between_hosts: the link between hosts; None for a machine of one host.
         hosts_per_rack: hosts that `between_hosts` joins; all of them when None.
         between_racks: the link beyond.
-        overhead: what takes time beside messages; nothing by default.
+        overhead: what takes time besides messages; nothing by default.
         device: how fast a rank computes; None where not known.
 
     Raises:

@@ -1,6 +1,6 @@
 """The cells of a layout, as parts of the arrays of its slots.
 
-A slot with one cell has it as its whole array; a slot with several has them one behind the other
+A slot with one cell has it as its whole array; a slot with several has them one after another
 in a flat array. A cell's array shares the slot's memory, so what is written to it is there.
 """
 
@@ -28,7 +28,7 @@ def cell_arrays(layout: Layout, arrays: Mapping[int, Storage]) -> dict[int, Stor
             continue
         for cell in numbers:
             begin, shape = int(layout.cell_offset[cell]), layout.cell_shape[cell]
-            # A rank of several boxes has a flat array, with its boxes one behind the other.
+            # A rank of several boxes has a flat array, with its boxes one after another.
             stretch = array[begin : begin + int(shape.prod())]
             cells[cell] = stretch.reshape(tuple(shape.tolist()))
     return cells

@@ -48,7 +48,7 @@ class TensorCopies:
         source, target: its layouts.
         combines: for each contribution of the target, those of the source that are combined.
         scale: the numerator and denominator that combined elements are multiplied by.
-        find_stages: the columns of copies, one behind the other: first from cells of the source
+        find_stages: the columns of copies, one after another: first from cells of the source
             to cells of the target, then from cells of the target to others. Called when the
             arrays were checked.
     """

@@ -38,7 +38,7 @@ _LARGE_PAGE_BYTES = 2 << 20
 _SMALL_PAGE_BYTES = 4 << 10
 # The processor clears 2 MiB in a quarter of this, or less.
 _SLOW_S = 1e-3
-# One page may be slow because of somebody else.
+# One page may be slow because of another process.
 _MOST_SLOW_PAGES = 3
 
 

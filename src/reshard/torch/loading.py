@@ -62,7 +62,7 @@ def load(
 
     Raises:
         ShardError: names, shapes or dtypes that do not fit, all of them in one message.
-        UsageError: threads that are no number of them, or a target that is no model.
+        UsageError: a number of threads that is not valid, or a target that is not a model.
         CheckpointError: a checkpoint that cannot be used.
         RunError: a file that cannot be read.
     """

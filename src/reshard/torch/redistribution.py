@@ -211,8 +211,8 @@ def redistribute(
     Raises:
         RunError: on every rank, a rank whose arguments cannot be used, or that fails or does not
             answer within the group's timeout.
-        PlanError: on every rank, ranks that mean different things.
-        UsageError: a rank that is none of the group's.
+        PlanError: on every rank, ranks that intend different things.
+        UsageError: a rank outside the group.
     """
     check_member(group)
     request = _Request(

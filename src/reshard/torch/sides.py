@@ -1,7 +1,7 @@
 """Sides of a redistribution: a layout, and what its local tensors look like.
 
 A side is described by a `Layout`, by a `ShardingSpec` with a shape, or by a torch mesh with
-placements; only the last has DTensors for its tensors, unless a placement is none of torch's.
+placements; only the last has DTensors for its tensors, unless a placement is not one of torch's.
 """
 
 from __future__ import annotations

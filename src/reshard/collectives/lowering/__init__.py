@@ -1,4 +1,4 @@
-"""Programs in the words of other systems: `LOWERINGS` by name.
+"""Programs written for other systems: `LOWERINGS` by name.
 
 jax, mlir, shardy  a program as text of each system
 shard_module       MLIR's `shard` dialect as values, whose text is what is written

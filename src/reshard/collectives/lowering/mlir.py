@@ -131,7 +131,7 @@ def shard_module(program: Program, dtype: DType | str = "float32") -> ShardModul
 
 
 class _ModuleWriter:
-    """Operations one behind the other; `here` is the value that they lead to, and its type."""
+    """Operations one after another; `here` is the value that they lead to, and its type."""
 
     def __init__(self, shape: tuple[int, ...], element: str, source: ShardingSpec) -> None:
         self.shape = shape

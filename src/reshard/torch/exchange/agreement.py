@@ -73,7 +73,7 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def check_member(group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError where this process is none of the group's ranks, or there are no groups."""
+    """Raise UsageError where this process is not in the group, or there are no process groups."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             "no process group: torch.distributed is not initialised. Start the ranks with "
@@ -99,7 +99,7 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
         For each of the notes, the greatest of all ranks.
 
     Raises:
-        PlanError: ranks that mean different things; the message names the part and the ranks.
+        PlanError: ranks that intend different things; the message names the part and the ranks.
         RunError: a rank that cannot, and the message says which and why; or one that does not
             answer within the group's timeout.
     """

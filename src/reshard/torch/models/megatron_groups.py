@@ -5,7 +5,7 @@
 3. each puts the same together: both grids (`reshard.megatron.groups`), and how many layers each
    pipeline stage has, so that local names become those of the whole model.
 
-The number of experts nobody can count by itself: it is `num_experts` of the refit.
+No rank can count the experts of the whole model: they are `num_experts` of the refit.
 """
 
 from __future__ import annotations

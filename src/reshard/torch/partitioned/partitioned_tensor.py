@@ -225,7 +225,7 @@ class PartitionedTensor:
 
         Raises:
             RunError: on every rank, a rank that fails or does not answer.
-            PlanError: on every rank, ranks that mean different things.
+            PlanError: on every rank, ranks that intend different things.
         """
         return self._convert(True, extra_bytes)
 

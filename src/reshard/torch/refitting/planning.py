@@ -217,7 +217,7 @@ class PlanningReport:
             before they are sent.
         made_at_target: likewise those that they make of what has arrived, and why.
         programs: likewise those that move by a program of collectives, with its steps and why.
-        exchanged: likewise why all others do not, where programs are thought of.
+        exchanged: likewise why all others do not, where programs are considered.
     """
 
     planning: str

@@ -142,10 +142,10 @@ class Refit:
 
         Raises:
             ShardError: on every rank, all names, shapes and types that do not fit.
-            PlanError, RunError: on every rank, ranks that mean different things or cannot, or
+            PlanError, RunError: on every rank, ranks that intend different things or cannot, or
                 tensors without a program where programs are asked for.
             LayoutError: on every rank, a topology without a rank or link that is needed.
-            UsageError: a rank that is none of the group's, or no process groups at all.
+            UsageError: a rank outside the group, or no process groups at all.
         """
         check_member(group)
         options = {

@@ -108,7 +108,7 @@ class Transform:
 class Cast(Transform):
     """Elements travel as `dtype`, and are converted to the target's type where they arrive.
 
-    `refit(cast=...)` does the same in less memory; this is to be seen as an example.
+    `refit(cast=...)` does the same in less memory; this is an example.
     """
 
     dtype: str
