@@ -83,6 +83,7 @@ class Tensor(ShardedArray, metaclass=_ArrayClass):
     __slots__ = ()
 
     def __new__(cls, data: Any, spec: ShardingSpec | None = None) -> Any:
+        # An array in shards as any other: `Tensor` adds names, not a class of values.
         return array(data, spec)
 
     @staticmethod

@@ -180,6 +180,7 @@ class ArrayOperators:
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:
             raise TypeError("an array of no dimensions has no parts to go through")
+        # A generator expression, not `yield`: the check above is made when `iter` is called.
         return (self[index] for index in range(self.shape[0]))
 
     def __contains__(self, value: Any) -> bool:

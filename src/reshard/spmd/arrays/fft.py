@@ -122,4 +122,5 @@ def ifftshift(x: Any, /, *, axes: int | Axes = None) -> Any:
 def _shift(x: Any, axes: int | Axes, sign: int) -> Any:
     given = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
     places = tuple(axis_of(x.ndim, one) for one in given)
+    # The same shift both ways, so that one undoes the other for odd sizes as well.
     return roll(x, tuple(sign * (x.shape[one] // 2) for one in places), axis=places)

@@ -160,6 +160,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     # One type alone needs no promotion, which NumPy has for its own types only.
     if len(types) == 1 and not any(map(_is_number, arrays_and_dtypes)):
         return types.pop()
+    # NumPy's promotion, in which Python's numbers take the arrays' type where that has their kind.
     given = []
     for value in arrays_and_dtypes:
         given.append(value if _is_number(value) else _read_type(value).numpy)

@@ -200,6 +200,7 @@ def _find_cutoff(x: Any, s: Any, rtol: Any) -> Any:
     if not is_known:
         raise UsageError(f"rtol {rtol!r}; a number, or an array of them, was expected")
     if not isinstance(relative, int | float) and relative.ndim:
+        # One tolerance a matrix, beside the singular values of each.
         relative = expand_dims(relative, axis=-1)
     return elementwise.multiply(largest, relative)
 

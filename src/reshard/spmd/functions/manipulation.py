@@ -85,7 +85,7 @@ def moveaxis(x: Any, source: Axis, destination: Axis, /) -> Any:
     """Dimensions put elsewhere, the others kept in order."""
     come, go = _read_axes(source, x.ndim), _read_axes(destination, x.ndim)
     if len(come) != len(go) or len(set(come)) != len(come) or len(set(go)) != len(go):
-        raise SpecError(f"axes {come} to {go}; give as many places, each once")
+        raise SpecError(f"axes {come} to {go}; give as many places as axes, each once")
     order = [dim for dim in range(x.ndim) if dim not in come]
     for place, dim in sorted(zip(go, come, strict=True)):
         order.insert(place, dim)
@@ -162,6 +162,7 @@ def concat(arrays: Sequence[Any], /, *, axis: int | None = 0) -> Any:
     """Arrays one behind the other along an axis; flattened first when it is None."""
     made = _promote(list(arrays) if isinstance(arrays, ArrayValue) else arrays)
     if axis is None:
+        # Flattened one by one, so that each keeps what cuts it can.
         made, axis = [reshape(one, (-1,)) for one in made], 0
     return call("concat", made, {"axis": _read_axes(axis, made[0].ndim)[0]})
 
@@ -182,6 +183,7 @@ def take_ranges(x: Any, ranges: Mapping[int, Range]) -> Any:
     Steps are 1 or more.
     """
     items = [ranges.get(dim, (0, size, 1)) for dim, size in enumerate(x.shape)]
+    # All of it: the array itself, and no operation.
     if all(one == (0, size, 1) for one, size in zip(items, x.shape, strict=True)):
         return x
     starts, stops, steps = zip(*items, strict=True)
@@ -223,6 +225,7 @@ def repeat(x: Any, repeats: Any, /, *, axis: int | None = None) -> Any:
         if repeats < 0:
             raise UsageError(f"{repeats} repeats; 0 or more were expected")
         shape = [*x.shape[: place + 1], repeats, *x.shape[place + 1 :]]
+        # A dimension of repeats behind the axis, then merged with it: the rules of both keep cuts.
         wide = broadcast_to(expand_dims(x, axis=place + 1), shape)
         return reshape(wide, [*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :]])
     # Unequal repeats have no rule by factors; each element is looked up.

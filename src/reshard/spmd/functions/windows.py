@@ -169,6 +169,7 @@ def _add_starts(arrays: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
     return given
 
 
+# In the order of promotion: updates of a later kind than the array's would be rounded.
 _KINDS = ("bool", "unsigned integer", "signed integer", "real floating", "complex floating")
 
 

@@ -103,7 +103,10 @@ def split(
     size = shape[place]
     if isinstance(indices_or_sections, int):
         if indices_or_sections < 1 or size % indices_or_sections:
-            raise SpecError(f"split of {size} into {indices_or_sections} equal pieces; say where")
+            raise SpecError(
+                f"split of {size} into {indices_or_sections} equal pieces; give a divisor, or "
+                "where they begin"
+            )
         step = size // indices_or_sections
         cuts = [step * number for number in range(1, indices_or_sections)]
     else:

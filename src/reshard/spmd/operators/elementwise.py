@@ -147,6 +147,7 @@ def _binary(name: str, doc: str = "", **options: Any) -> Operator:
 
 
 def _same_type(**attributes: Any) -> bool:
+    # Rounding is not linear: a sum of rounded contributions is not the rounded sum.
     return "dtype" not in attributes or bool(attributes.get("widening", False))
 
 

@@ -77,6 +77,7 @@ def take_along_axis(shapes: Sequence[Shape], axis: int = -1) -> Inferred:
             continue
         found: list[int | None] = [None, None]
         for tensor, given in enumerate((shape, indices)):
+            # A size of 1 that broadcasts is a factor of its own.
             if given[dim] == size:
                 found[tensor] = dim
             else:
@@ -117,6 +118,7 @@ def scatter(shapes: Sequence[Shape], axis: int = 0, mode: str = "set") -> Inferr
 
 
 def _adds(**attributes: Any) -> bool:
+    # Setting is not linear: contributions that are set do not add up to what is.
     return bool(attributes.get("mode", "set") == "add")
 
 
@@ -199,6 +201,7 @@ def searchsorted(shapes: Sequence[Shape], side: str = "left") -> Inferred:
     if len(shapes) not in (2, 3):
         counted("searchsorted", shapes, 2)
     builder = RuleBuilder(shapes, [shapes[1]])
+    # The vector gets no factor here, so that `build` makes it whole.
     for dim in range(len(shapes[1])):
         builder.factor([None, dim], [dim])
     return builder.build()
@@ -207,6 +210,7 @@ def searchsorted(shapes: Sequence[Shape], side: str = "left") -> Inferred:
 def isin(shapes: Sequence[Shape], invert: bool = False) -> Inferred:
     """Whether elements are among others, of which each device needs all."""
     counted("isin", shapes, 2)
+    # The second operand gets no factor, so that `build` makes it whole.
     builder = RuleBuilder(shapes, [shapes[0]])
     for dim in range(len(shapes[0])):
         builder.factor([dim], [dim])

@@ -59,7 +59,9 @@ def moveaxis(
         for axes in (source, destination)
     )
     if len(given) != len(wanted) or len({*given}) != len(given) or len({*wanted}) != len(wanted):
-        raise SpecError(f"moveaxis of {source} to {destination}; name as many axes, each once")
+        raise SpecError(
+            f"moveaxis of {source} to {destination}; name as many places as axes, each once"
+        )
     order = [dim for dim in range(rank) if dim not in given]
     # In rising order of places, so that no axis shifts one that was put in before.
     for place, dim in sorted(zip(wanted, given, strict=True)):

@@ -100,7 +100,7 @@ def tensordot(shapes: Sequence[Shape], axes: int | Sequence[int | Sequence[int]]
         for shape, side in zip(shapes, given, strict=True)
     ]
     if len(pairs[0]) != len(pairs[1]) or any(len(set(side)) != len(side) for side in pairs):
-        raise SpecError(f"axes {axes} of a tensordot; name as many of each side, each once")
+        raise SpecError(f"axes {axes} of a tensordot; name the same number of each side, each once")
     for one, other in zip(*pairs, strict=True):
         _check_same("tensordot", left[one], right[other], shapes)
     free = [

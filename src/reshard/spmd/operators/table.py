@@ -53,6 +53,7 @@ for _module in (
 SHIPPED = frozenset(_table)
 """The names of the operators that come with the package, without users' own."""
 
+# A view: rows are added by `register` alone.
 operators: Mapping[str, Operator] = MappingProxyType(_table)
 """Every operator with its rule, by name."""
 
@@ -193,6 +194,7 @@ def rule(
                     f"the rule of {name} is {found!r}; return an OpShardingRule or its text, such "
                     "as ([i, j]) -> ([i]) {i=4, j=8} reduction={j}"
                 )
+            # Sizes of factors that do not make up the shapes would give shards of the wrong sizes.
             if found.operand_shapes != tuple(shapes):
                 raise SpecError(
                     f"the rule {found} of {name} is for operands {found.operand_shapes}, but they "

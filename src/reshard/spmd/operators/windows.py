@@ -173,7 +173,7 @@ def cumulative(
     place = axis_of(len(shape), axis or 0)
     if parts is not None:
         if include_initial or sum(parts) != shape[place]:
-            raise SpecError(f"parts {tuple(parts)} of {shape[place]}; they must make it up")
+            raise SpecError(f"parts {tuple(parts)} of {shape[place]}; their sum must be that size")
         builder = RuleBuilder([shape], [shape])
         for dim in range(len(shape)):
             # `_begins_at_parts` tells whether a rank's part is one of those: only then may the axis

@@ -232,6 +232,8 @@ class _Vote:
             kind = 1
         elif one.factor in self.rule.need_replication:
             kind = 0
+        # The largest key goes first. Names decide last, so that an answer does not depend on the
+        # places of axes in the mesh.
         names = tuple(
             (self.rank[part[0]], part[2] != self.full[part[0]], part[1], part[2])
             for part in one.axes

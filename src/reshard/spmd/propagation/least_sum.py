@@ -5,7 +5,11 @@ Each variable has a number of choices, each table gives seconds for the choices 
 *Elimination* is exact: a variable is taken out by adding the tables that have it and keeping, for
 each choice of the others, the least; backwards, the choices are read off. Variables whose tables
 stay small go first. It stops where a table would become too large (Dechter, "Bucket elimination",
-1999).
+1999)::
+
+    f(a, b) + g(b, c)       c out: h(b) = min over c of g(b, c), at c(b)
+    f(a, b) + h(b)          b out: k(a) = min over b of f(a, b) + h(b), at b(a)
+    k(a)                    a is where k is least; then b(a), then c(b)
 
 *Descent* starts from given choices and changes one variable at a time, with the inner ones beside
 it, as long as that helps.

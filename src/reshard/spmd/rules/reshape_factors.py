@@ -46,7 +46,7 @@ def reshape_factors(
     if math.prod(shapes[0]) != math.prod(shapes[1]) or min((0, *shapes[0], *shapes[1])) < 0:
         raise SpecError(
             f"shape {shapes[0]} cannot be reshaped to {shapes[1]}; "
-            f"{math.prod(shapes[0])} elements must stay so many"
+            "both need the same number of elements, and sizes of 0 or more"
         )
     if 0 in shapes[0]:
         return _factor_nothing(*shapes)

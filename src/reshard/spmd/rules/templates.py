@@ -57,6 +57,7 @@ class Template:
         >>> print(elementwise_template(1).rule((4,), (4,), (4,)))
         ([i], [i], [i]) -> ([i]) {i=4}
         """
+        # The one operand of a template that repeats stands for each of those given.
         operands = self.operands * len(shapes) if self.repeats else self.operands
         if len(shapes) != len(operands) or not shapes:
             raise SpecError(
@@ -124,6 +125,7 @@ def _as_plain(factors: Iterable[int]) -> Mapping:
 
 
 def _check_count(count: object, said: str) -> None:
+    # A bool is an int to Python, and no count of dimensions.
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise SpecError(f"{said}; a whole number, 0 or more, was expected")
 
@@ -145,6 +147,7 @@ def matmul_template(batch_dims: int = 0) -> Template:
     """
     _check_count(batch_dims, f"{batch_dims!r} batch dimensions")
     batch = range(batch_dims)
+    # The reduced factor comes last: factors of the result win ties of propagation.
     rows, columns, inner = batch_dims, batch_dims + 1, batch_dims + 2
     return Template(
         (_as_plain((*batch, rows, inner)), _as_plain((*batch, inner, columns))),
@@ -208,6 +211,7 @@ def transpose_template(rank: int, perm: Sequence[int]) -> Template:
     axes = tuple(axis + rank if axis < 0 else axis for axis in given)
     if sorted(axes) != list(range(rank)):
         raise SpecError(f"permutation {given} of {rank} dimensions; name each of them once")
+    # Factors are numbered by the result's dimensions.
     operand = [axes.index(dim) for dim in range(rank)]
     return Template((_as_plain(operand),), (_as_plain(range(rank)),), (None,) * rank)
 

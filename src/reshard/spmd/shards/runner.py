@@ -45,6 +45,7 @@ class Runner:
         self.library = library
         self.calls: dict[Any, Any] = {}
         self._movements: dict[tuple[ArrayType, ShardingSpec], Movement] = {}
+        # An array without a mesh is one shard, which every runner has.
         self._ranks: dict[DeviceMesh | None, tuple[int, ...]] = {None: (0,)}
 
     def ranks(self, mesh: DeviceMesh | None) -> tuple[int, ...]:

@@ -261,10 +261,12 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> Recording:
     names = [name for name, _ in _name_leaves(function, arguments)]
 
     def entered(leaf: Any) -> Any:
+        # `leaves` and `replaced` go through arguments in one order.
         name = names.pop(0)
         kind = type_of(leaf)
         if kind is None:
             return leaf
+        # The function sees where elements are; the graph keeps what is open, for propagation.
         plain = kind if kind.spec is None else kind.with_spec(plain_spec(kind.spec))
         arrays.append(runner.array(plain, ShardedArray))
         return ValuePlace(recorder.input(arrays[-1], kind, name))

@@ -128,11 +128,13 @@ def _draw_operations(trace: TraceRecord) -> str:
     heads = ["", "value", "operation", "array", "sharding", "inserted", "moves", "live"]
     heads += time_headers(trace)
     numbers = number_texts(trace)
+    # 1. A row for each input; numbers stand in the operations that read them.
     rows = [
         _draw_row("", f"%{number}", name, str(kind), sharding_text(kind), heads)
         for number, name, kind in zip(trace.graph.inputs, trace.names, trace.inputs, strict=True)
         if kind is not None
     ]
+    # 2. A row for each result; the first one of an operation has all that is known of it.
     for place, one in enumerate(trace.operations, 1):
         texts = [
             inserted_text(one),
@@ -147,6 +149,7 @@ def _draw_operations(trace: TraceRecord) -> str:
             words = first if not index else ("", f"%{number}", "")
             rest = texts if not index else []
             rows.append(_draw_row(*words, str(kind), sharding_text(kind), heads, rest))
+    # 3. The table. Columns 1 to 5 are words, the rest amounts.
     returned = ", ".join(f"%{number}" for number in trace.graph.outputs)
     listed = element(
         "table",
@@ -245,6 +248,7 @@ def _draw_reshards(trace: TraceRecord) -> list[str]:
             found.setdefault(key, (one, reshard))
     if not found:
         return [element("h2", "Inserted"), element("p", "Nothing is resharded.")]
+    # By the bytes that equal reshards move together.
     ordered = sorted(found, key=lambda key: -found[key][1].moved_bytes * count[key])
     drawn = ordered[:MOST_DRAWN]
     colours = rank_colours(set(trace.ranks))
@@ -252,6 +256,7 @@ def _draw_reshards(trace: TraceRecord) -> list[str]:
     for number, key in enumerate(drawn, 1):
         one, reshard = found[key]
         program = reshard.program
+        # Drawn as one change of layouts, whatever steps it takes.
         plan = Plan(program.source.layout(program.shape), program.target.layout(program.shape))
         steps = " ".join(map(str, program.steps)) or "nothing"
         times = count_text(count[key], "time")

@@ -36,6 +36,8 @@ class InsertedReshard:
     @cached_property
     def program(self) -> Program:
         """The collectives, or the direct exchange."""
+        # Cached, since the table, the page and the memory ask for it, and a search takes
+        # milliseconds.
         return chosen_program(self.source, self.target)
 
     @property
@@ -128,4 +130,6 @@ class TracedOperation:
     @property
     def seconds_s(self) -> float:
         """How long all of it takes: what is inserted, and the rank that computes longest."""
+        # One after the other: collectives wait for the slowest rank, and none of them overlaps
+        # computing.
         return self.inserted_s + self.busiest_s
