@@ -183,7 +183,7 @@ def compare(
 
 
 def _compare_descriptions(a: Checkpoint, b: Checkpoint) -> list[Difference]:
-    """What differs without a look at the bytes."""
+    """Differences in names, shapes and dtypes, found without reading any bytes."""
     differences = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
         if name not in b.tensors:

@@ -35,7 +35,7 @@ from reshard.layout import Layout
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     """The named tensor, put together from its shards, as a NumPy array.
 
-    Types that NumPy has not (bfloat16, float8) are those of ml_dtypes.
+    Types that NumPy does not have (bfloat16, float8) are those of ml_dtypes.
 
     Raises:
         CheckpointError: no tensor of that name.
@@ -103,7 +103,7 @@ def load(
         The array of each tensor that the rank holds a part of; padding is zero.
 
     Raises:
-        CheckpointError: a tensor that the checkpoint has not.
+        CheckpointError: a tensor that is not in the checkpoint.
         UsageError: a layout of another shape, a partial one, or none; a rank that cannot be.
         ShardError: an array in `out` that does not fit, or cannot be written.
         RunError: a file that cannot be read.

@@ -40,7 +40,7 @@ FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
 _TOO_LARGE = 2**62
-# What it raises to take apart JSON of another form.
+# The errors that reading JSON of an unexpected form can raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -243,6 +243,7 @@ def _parse_tensor(
             )
             for slot, start, stop in item["boxes"]
         ]
+        # A rank may have a file and no box of this tensor; it counts all the same.
         ranks = [file.rank for file in files] + [slot for slot, _ in boxes]
         layout = Layout.from_boxes(shape, boxes, max(ranks) + 1)
     if layout.contributions > 1:
@@ -251,6 +252,7 @@ def _parse_tensor(
         )
     digest = None
     if "digest" in item:
+        # As many digests as the tensor has blocks, or the comparison later would be off.
         expected = BlockGrid.of(shape, dtype.itemsize_bytes).count
         blocks = _parse_digests(item["block_digests"], expected, f"the blocks of {name!r}")
         (whole,) = _parse_digests(item["digest"], 1, name)

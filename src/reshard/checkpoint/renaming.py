@@ -54,11 +54,11 @@ def names_of(
     recipe: Recipe | None,
     config: Mapping[str, object] | None,
 ) -> NameTable | None:
-    """The table that `names`, given as `argument`, mean; None where there are none.
+    """The table of `names`, which were given as `argument`; None if `names` is None.
 
     Raises:
         UsageError: a convention without a recipe, or what is no table.
-        RecipeError: a convention that the recipe has not, or whose numbers the config has not.
+        RecipeError: a convention unknown to the recipe, or whose numbers the config does not give.
     """
     if names is None:
         return None
@@ -256,6 +256,7 @@ def _split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[Stored
 def _fuse_members(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredTensor:
     """The fused parameter of members."""
     at, first = fusion.dimension, members[0]
+    # 1. Members must agree in type, and in every dimension but the fused one.
     lengths = {}
     for one in members:
         is_alike = one.dtype is first.dtype and _drop_dimension(one.shape, at) == _drop_dimension(
@@ -267,6 +268,7 @@ def _fuse_members(name: str, fusion: Fusion, members: list[StoredTensor]) -> Sto
                 f"{list(first.shape)}, and {one.name!r}, {one.dtype.name} {list(one.shape)}"
             )
         lengths[one.name] = one.shape[at]
+    # 2. Their lengths must be in the proportion of the fusion's shares.
     stretches = _find_stretches(name, fusion, sum(lengths.values()))
     for one in members:
         end = max(s.member_start + s.stop - s.start for s in stretches if s.member == one.name)
@@ -276,6 +278,7 @@ def _fuse_members(name: str, fusion: Fusion, members: list[StoredTensor]) -> Sto
                 f"along dimension {at}, which are not in the proportion of "
                 f"{':'.join(map(str, fusion.shares))}; correct config.json"
             )
+    # 3. Each member's boxes move to its stretches of the fused dimension; no byte moves.
     shape = (*first.shape[:at], sum(lengths.values()), *first.shape[at + 1 :])
     moved: list[_StoredBox] = []
     for one in members:

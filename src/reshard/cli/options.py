@@ -73,7 +73,7 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text."
 )
 quiet_option = click.option(
-    "--quiet", "-q", is_flag=True, help="No progress and no report; errors are still said."
+    "--quiet", "-q", is_flag=True, help="No progress and no report; errors are still shown."
 )
 threads_option = click.option(
     "--threads",

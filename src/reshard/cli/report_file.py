@@ -42,7 +42,7 @@ def check_report(report_path: str | None, overwrite: bool, ranks_per_host: int |
     """Refuse what cannot be, before any work is done.
 
     Raises:
-        UsageError: a report that is there already, or whose folder is not; options of a report
+        UsageError: a report that exists, or whose folder does not; options of a report
             without one.
     """
     if report_path is None:
@@ -59,7 +59,7 @@ def write_report(report_path: str, page: str, overwrite: bool) -> None:
     """Write a report that `check_report` has looked at.
 
     Raises:
-        UsageError: a file that has come to be there, without `overwrite`.
+        UsageError: a file that was created meanwhile, without `overwrite`.
         RunError: what the system refuses.
     """
     write_whole(Path(report_path), page, overwrite, "report")

@@ -1,4 +1,4 @@
-"""A file of text: there whole or not at all, and never over another without being told to."""
+"""Text files written whole or not at all, and over another one only if asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_place(path: Path, overwrite: bool, what: str, example: str) -> None:
     `what` is what to call the file, `example` a name for one.
 
     Raises:
-        UsageError: a folder, a file that is there already, or whose folder is not.
+        UsageError: a folder, a file that exists, or one whose folder does not.
         RunError: what the system refuses.
     """
     with refusals_explained(f"look at the {what}", path):
@@ -31,7 +31,7 @@ def write_whole(path: Path, text: str, overwrite: bool, what: str) -> None:
     """Write a file at a place that `check_place` has looked at.
 
     Raises:
-        UsageError: a file that has come to be there, without `overwrite`.
+        UsageError: a file that was created meanwhile, without `overwrite`.
         RunError: what the system refuses.
     """
     # In the same folder, since a rename works within one file system only.

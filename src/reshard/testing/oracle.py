@@ -9,7 +9,7 @@ tensors of at most some thousand elements.
 2. `contents_of_spec` and its sisters number the elements of a tensor in row-major order and
    write down, for every rank, the number at each position of its local array: `Contents`.
 3. `shards_of` cuts dense arrays accordingly, `dense_of` puts them together again.
-4. `least_moved` counts what a rank needs and has not, as sets.
+4. `least_moved` counts what a rank needs and does not have, as sets.
 
 >>> from reshard import DeviceMesh, spec
 >>> mesh = DeviceMesh.of(x=2, y=3)

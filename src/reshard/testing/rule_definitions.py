@@ -51,8 +51,10 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
     >>> [[place.global_index for place in part] for part in parts_of(BlockCyclic(2), 7, 2)]
     [[0, 1, 4, 5], [2, 3, 6]]
     """
+    # Each case is the formula of the rule's source, read literally.
     match rule:
         case Ceil():
+            # As torch.chunk: equal numbers of units, the last parts shorter or empty.
             units = -(-length // rule.unit)
             units_each = max(-(-units // parts), 1)
             return _deal(parts, [i // rule.unit // units_each for i in range(length)])

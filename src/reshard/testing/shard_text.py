@@ -76,6 +76,7 @@ class _ModuleReader:
     def _module(self) -> ShardModule:
         scanner = self.scanner
         self._next()
+        # 1. Grids, inside a `module` or without.
         is_wrapped = scanner.accept("module")
         if is_wrapped:
             scanner.expect("{")
@@ -84,6 +85,7 @@ class _ModuleReader:
         while scanner.looks_at(_GRID):
             grids.append(self._grid(grids))
             self._next()
+        # 2. The function's head: one argument, one result.
         scanner.expect("func.func")
         scanner.take(r"(?:public|private)\b")
         function = self._symbol()
@@ -95,6 +97,7 @@ class _ModuleReader:
         scanner.expect("->")
         result_type = self._tensor()
         scanner.expect("{")
+        # 3. Operations, each checked before the next is read, so that errors have its line.
         operations: list[Operation] = []
         check = TypeCheck(grids, argument, argument_type)
         self._next()
@@ -103,6 +106,7 @@ class _ModuleReader:
             check.take(operation)
             operations.append(operation)
             self._next()
+        # 4. The value that is returned, of the type that the head gives.
         returned = self._name()
         scanner.expect(":")
         if (given := self._tensor()) != result_type:

@@ -59,7 +59,7 @@ def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
     """What a `shard.sharding` says of a tensor of `ndim` dimensions.
 
     Raises:
-        NotationError: axes that the grid has not, more lists than dimensions.
+        NotationError: axes that are not in the grid, more lists than dimensions.
         SpecError: an axis used twice.
     """
     mesh = grid.mesh
@@ -163,6 +163,7 @@ class TypeCheck:
             return _Value("index")
         if isinstance(op, EmptyOp):
             return _Value("tensor", op.type, is_own=True)
+        # Slices are left, which take from a process's own tensor or put into one.
         self._own(op.operand, op.before)
         if isinstance(op, ExtractSliceOp):
             _check_box(op, op.before, op.after)

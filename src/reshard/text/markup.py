@@ -6,7 +6,7 @@ import html
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with characters that are none to look at as escapes, but for those to keep.
+    """`text` with unprintable characters as escapes, except those in `keep`.
 
     >>> printable("wte\\x1b[2J"), printable("層")
     ('wte\\\\x1b[2J', '層')

@@ -226,7 +226,7 @@ class BlockWriter(_BlockAccess):
         self._watch = watch
 
     def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
-        """Write the bytes of block `index`; answers the names of the files that were written.
+        """Write the bytes of block `index`, and return the names of the files that were written.
 
         Raises:
             RunError: a file that cannot be written, such as on a full disk.

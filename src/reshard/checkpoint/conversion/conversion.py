@@ -53,7 +53,7 @@ class Conversion:
         target: the folder it will become.
         arrangement: the files and tensors of the target.
         request: what was asked for.
-        resolved: the same in words, with what recipes and names were found: it tells one
+        resolved: the same as plain values, with the recipe and names found: it distinguishes one
             conversion from another in journals.
         assignment: how rules and recipes matched; None where none were used.
     """
@@ -82,7 +82,7 @@ class Conversion:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """What of the source will not be in the target, and why."""
+        """The parts of the source that the target cannot hold, each with the reason."""
         losses = []
         source, target = find_format(self.source.format), self.format
         items = [name for name in self.source.items if name not in self.arrangement.items]
@@ -327,7 +327,7 @@ def _resolve(
     from_names: NameTable | None,
     to_names: NameTable | None,
 ) -> dict[str, Any]:
-    """A request in words. Journals on disk have these keys and values."""
+    """A request as plain values. Journals on disk have these keys and values."""
     options = parse_options(request.options)
     return {
         "to": request.to_text,

@@ -87,7 +87,7 @@ class FileChecksums:
     def complete_targets(
         self, sources: OpenFiles[SourceFile], targets: OpenFiles[TargetFile]
     ) -> dict[str, bytes]:
-        """Write the items and the ends of files; answers the items' digests.
+        """Write the items and the ends of files, and return the items' digests.
 
         Raises:
             DigestError: an item that is not what was written.
@@ -148,7 +148,7 @@ def damaged_ranges(
 ) -> Iterator[tuple[StoredChecksum, int]]:
     """The ranges whose bytes have another checksum than the file says, and that.
 
-    Those that `found` has not seen whole are read.
+    Ranges that `found` has seen only in part are read.
     """
     for one in checksums:
         name, start = one.place.path, one.place.start_bytes

@@ -154,7 +154,7 @@ class Journal(Closing):
 
     @classmethod
     def open(cls, path: Path, conversion_id: str, description: Any) -> Journal:
-        """Go on with the journal at `path`, or begin it where there is none.
+        """Continue the journal at `path`, or create it if it does not exist.
 
         `conversion_id` is the fingerprint of everything that decides the bytes of the result;
         `description` is the same for people, as JSON values. A torn tail is cut off.
@@ -181,7 +181,7 @@ class Journal(Closing):
         """Record `(tensor_index, block_index, digest)` of finished blocks, durably.
 
         The blocks' data must have been synced before. On return the record survives a crash.
-        Raises `UsageError` for an index out of range or a digest that has not 16 bytes, and
+        Raises `UsageError` for an index out of range or a digest that is not 16 bytes, and
         `RunError` where the journal cannot be written; it takes no more records then.
         """
         payload = b"".join(_pack_block(*block) for block in blocks)
@@ -193,7 +193,7 @@ class Journal(Closing):
         self._append(_COMMIT_KIND, _COMMIT.pack(commit.inode, commit.replaces))
 
     def close(self) -> None:
-        """Close the file; what was appended stays. Doing it again does nothing."""
+        """Close the file; what was appended stays. A second call does nothing."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -211,7 +211,7 @@ class Journal(Closing):
                 write_all(self._descriptor, frame, self._end)
                 os.fdatasync(self._descriptor)
             except OSError:
-                # After a failed sync nobody knows what is on disk: only a reader can tell.
+                # After a failed sync the state of the disk is unknown until the file is read again.
                 self.close()
                 raise
             self._end += len(frame)
@@ -225,7 +225,7 @@ class Journal(Closing):
 
 
 def read_journal(path: Path) -> JournalRecord | None:
-    """What the journal at `path` says; None where there is none. Changes nothing.
+    """Read the journal at `path`, or return None if it does not exist. Changes nothing.
 
     Raises `RunError` where the head is damaged or was written by another version, and where
     the file cannot be read.
@@ -235,6 +235,7 @@ def read_journal(path: Path) -> JournalRecord | None:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
+    # 1. The head: a journal without a good one is damaged, not torn.
     frames = _read_good_frames(data)
     try:
         kind, payload, end, checksum = next(frames)
@@ -250,6 +251,7 @@ def read_journal(path: Path) -> JournalRecord | None:
             "another version of reshard began this conversion: finish it with that version, "
             "or start over with --restart"
         )
+    # 2. What was recorded, up to the first frame that is not good.
     blocks: list[bytes] = []
     commit: Commit | None = None
     for kind, payload, frame_end, frame_checksum in frames:

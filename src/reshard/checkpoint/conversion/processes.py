@@ -182,6 +182,7 @@ def running_processes(timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Processe
         MissingExtraError: several processes, and torch is not installed.
         RunError: the other processes cannot be reached.
     """
+    # 1. How many processes there are, by the variables that torchrun sets.
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdigit() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}; expected the number of processes")
@@ -200,6 +201,7 @@ def running_processes(timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Processe
         raise MissingExtraError(
             f"{size} processes talk through torch.distributed; pip install torch, or run one"
         ) from error
+    # 2. A gloo group of our own, also in a job whose own group is of another backend.
     own = not distributed.is_initialized()
     try:
         if own:
@@ -212,6 +214,7 @@ def running_processes(timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[Processe
         raise RunError(
             f"cannot reach the other {int(size) - 1} processes: {str(error).splitlines()[0]}"
         ) from error
+    # 3. The sign of life, for as long as the caller works.
     processes = GlooProcesses(distributed, group, store, timeout_s)
     try:
         yield processes

@@ -166,7 +166,7 @@ class Staging(Closing):
             journal.close()
             raise RunError(
                 f"the staged files are gone: {root / 'content'}\n"
-                "expected the files of the run that the journal beside it speaks of: "
+                "expected the files of the run that the journal beside it records: "
                 "--restart starts over"
             )
         return cls(target, lock, journal, overwrite)

@@ -3,7 +3,7 @@
 A file is opened once for each road. Direct I/O moves whole pages between the disk and our own
 memory, and is several times faster for large blocks; the page cache takes any number of bytes
 at any offset. Whether a file system does direct I/O is only known by asking, once when the file
-is opened and again at each call, so a refusal is an answer here and no error.
+is opened and again at each call, so a refusal is a return value here and not an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def close_descriptor(descriptor: int) -> int:
-    """Close what is open; answers -1, which stands for closed."""
+    """Close a descriptor if it is open; returns -1, which stands for closed."""
     if descriptor >= 0:
         os.close(descriptor)
     return -1
@@ -48,7 +48,7 @@ class Closable(Protocol):
     """Anything with `close()`."""
 
     def close(self) -> None:
-        """Give up what is held."""
+        """Release all resources."""
 
 
 class Closing:
@@ -65,7 +65,7 @@ class Closing:
     __slots__ = ()
 
     def close(self) -> None:
-        """Give up what is held. Doing it again does nothing."""
+        """Release all resources. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -89,9 +89,9 @@ def sync_folders_under(folder: Path) -> None:
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
-    """Swap two existing names in one step; nobody ever sees either of them missing.
+    """Swap two existing names in one atomic step: neither is ever missing.
 
-    Answers False, with nothing changed, where the kernel, the C library or the file system
+    Returns False, with nothing changed, where the kernel, the C library or the file system
     cannot do it. Any other refusal raises `OSError`.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -174,7 +174,7 @@ class FolderLock(Closing):
         self.close()
 
     def close(self) -> None:
-        """Give the right up and leave the folder as it is. Doing it again does nothing."""
+        """Release the lock and leave the folder as it is. A second call does nothing."""
         if self._descriptor is not None:
             # Closing, not unlocking: an unlock in a forked child would unlock its parent too.
             os.close(self._descriptor)

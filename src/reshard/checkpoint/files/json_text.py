@@ -11,10 +11,10 @@ from reshard.errors import FormatError
 
 
 def parse_json(text: str) -> Any:
-    """The values that JSON text says.
+    """The values of a JSON text.
 
     Raises:
-        FormatError: a key that is there twice in one object.
+        FormatError: a key that appears twice in one object.
         ValueError, RecursionError: no JSON.
 
     >>> parse_json('{"a": 1, "a": 2}')
@@ -32,5 +32,5 @@ def _take_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_repeated(names: Iterable[str]) -> str:
-    """The first of the names that is there more than once."""
+    """The first of the names that appears more than once."""
     return next(name for name, times in Counter(names).items() if times > 1)

@@ -201,14 +201,14 @@ class SourceFile(Closing):
             )
 
     def find_damage(self, offset_bytes: int) -> Damage | None:
-        """What is damaged of the bytes that the one at `offset_bytes` is made of.
+        """The damage, if any, in the bytes from which the byte at `offset_bytes` is derived.
 
         None for a file that is read as it lies: only a derived file can know.
         """
         return None
 
     def close(self) -> None:
-        """Close the file; nobody may be reading it."""
+        """Close the file. No thread may be reading it."""
         self._descriptor = close_descriptor(self._descriptor)
         self._direct = close_descriptor(self._direct)
 
@@ -222,7 +222,7 @@ class SourceFile(Closing):
         return FileIdentity.of(self.path.name, state)
 
     def _read_cached(self, view: memoryview, offset: int) -> int:
-        """Copy what is cached from the start of the view on; answers how much that is."""
+        """Copy what is cached from the start of the view on, and return the number of bytes."""
         filled, step = 0, PAGE_BYTES
         while self._cache_answers and filled < len(view):
             piece = view[filled : filled + step]
@@ -242,7 +242,7 @@ class SourceFile(Closing):
         return filled
 
     def _read_pages(self, region: BufferRegion, offset: int, filled: int) -> int:
-        """Read whole pages from the one that holds byte `filled` on; answers what is filled.
+        """Read whole pages from the one that holds byte `filled` on; returns the bytes filled.
 
         That may be more than was needed: the last page is read whole.
         """

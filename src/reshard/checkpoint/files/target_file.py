@@ -10,7 +10,7 @@ Writing a region::
 1. The body, the pages wholly inside the region, is written directly if the region's address is
    congruent to its offset; the head and the tail are written through the page cache.
 2. Why this is right when threads write disjoint regions at once: a page of the file that holds
-   the edge of some region is not wholly inside any region, so *nobody* writes it directly; the
+   the edge of some region is not wholly inside any region, so *no thread* writes it directly; the
    page cache merges the buffered writes of the neighbours that share it, byte by byte. A page
    that is wholly inside a region is touched by that region's writer alone. So no page is under a
    direct and a buffered write at once, and the kernel keeps one page's two roads in step when
@@ -133,7 +133,7 @@ class TargetFile(Closing):
             raise self._explain_refusal("cannot sync", error) from error
 
     def close(self) -> None:
-        """Close the file without syncing it; nobody may be writing it."""
+        """Close the file without syncing it. No thread may be writing it."""
         self._descriptor = close_descriptor(self._descriptor)
         self._direct = close_descriptor(self._direct)
 
@@ -155,7 +155,7 @@ class TargetFile(Closing):
         os.ftruncate(self._descriptor, self.size_bytes)
 
     def _write_pages(self, view: memoryview, offset: int) -> int:
-        """Write whole pages directly; answers how many bytes, less than all where refused."""
+        """Write whole pages directly; returns the bytes written, fewer than all if refused."""
         done = 0
         while self._direct >= 0 and done < len(view):
             try:

@@ -78,7 +78,7 @@ class NewFile:
     content: bytes = b""
 
     def known_bytes(self) -> Iterator[tuple[int, bytes]]:
-        """The bytes that are known before the elements are: where they begin, and they."""
+        """The bytes that are known before the elements are: where they begin, and the bytes."""
         yield 0, self.content
 
     @property
@@ -89,7 +89,7 @@ class NewFile:
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
         """The bytes that are known when all elements are written: where they begin, and they.
 
-        `checksum(start, size)` answers the CRC-32 of one of the `checked_ranges`.
+        `checksum(start, size)` returns the CRC-32 of one of the `checked_ranges`.
         """
         return iter(())
 

@@ -89,7 +89,7 @@ def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _identify(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with what its files are now, so that nobody takes others for them."""
+    """The checkpoint with the identities of its files, by which a replaced file is noticed."""
     identities = {}
     for file in checkpoint.files:
         try:

@@ -117,7 +117,7 @@ def calibrate(
 
 
 def _check_launched() -> None:
-    """Raises UsageError where no torchrun has started this process, or numbers are none."""
+    """Raise UsageError if torchrun did not start this process, or its variables are no numbers."""
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
@@ -150,6 +150,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
     place = int(os.environ["LOCAL_RANK"])
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend is None:
+        # nccl refuses two ranks on one GPU: every rank of the host needs its own.
         needed = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
         backend = "nccl" if devices >= needed and dist.is_nccl_available() else "gloo"
     if backend == "nccl":

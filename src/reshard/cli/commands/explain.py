@@ -54,7 +54,7 @@ _EXAMPLES = "".join(f"\n  {name:12} {item.example}" for name, item in NOTATIONS.
     "--steps",
     type=click.Choice([name for name in STEPS if name != "all"]),
     help="What a program may be made of: joint all-to-alls too, which is the default, the "
-    "classical collectives, which is what shardy and mlir can be told, or the steps of MLIR's "
+    "classical collectives, which shardy and mlir can express, or the steps of MLIR's "
     "notes.",
 )
 @click.option(

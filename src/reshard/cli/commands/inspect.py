@@ -184,6 +184,7 @@ def _digest_lines(found: DigestReport) -> list[str]:
         lines += [f"  {printable(place)}" for place in block.places]
     if found.without_digest:
         lines += listing("no digest was recorded for", found.without_digest)
+    # Without a single recorded digest, nothing damaged does not mean that all is well.
     verdict = (
         f"{count_text(len(found.damaged), 'block')} damaged"
         if found.damaged

@@ -42,6 +42,7 @@ def heat_map(
     >>> "rank 0 to rank 1: 7 B" in heat_map(one, "{} B".format)
     True
     """
+    # 1. Groups of ranks, and the size of a square.
     size = 1
     while -(-traffic.ranks // size) > most_groups:
         size *= 2
@@ -57,6 +58,7 @@ def heat_map(
         last = min((group + 1) * size, traffic.ranks) - 1
         return f"{noun} {group}" if size == 1 else f"{noun}s {group * size}-{last}"
 
+    # 2. A square for each pair that sends something; empty ones are the background.
     squares, amounts = [], []
     for a, b, amount in zip(
         grouped.sender.tolist(), grouped.receiver.tolist(), grouped.amount.tolist(), strict=True
@@ -76,6 +78,7 @@ def heat_map(
         )
         if groups <= _MOST_WRITTEN:
             amounts.append(_write_amount(short_text(amount), x, y, step, amount, most))
+    # 3. The caption, the scale and the size of the whole.
     together = "" if size == 1 else f", {size} {noun}s a square"
     caption = f"sending {noun}s down, receiving {noun}s across{together}"
     scale = f"up to {amount_text(most)}"

@@ -89,6 +89,7 @@ def host_flows(hosts: Traffic, amount_text: Callable[[int], str]) -> str:
                 class_="band inside" if a == b else "band",
             )
         )
+    # Bars with two lines of text: on the left what hosts send, on the right what they receive.
     bars = []
     for host in range(hosts.ranks):
         for x, top, amounts, word, anchor, at in (

@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrawnChange:
-    """A change of layout to draw: its heading, the two cuts in words, and what moves."""
+    """A change of layout to draw: its heading, the texts of both cuts, and what moves."""
 
     heading: str
     before: str

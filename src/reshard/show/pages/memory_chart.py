@@ -34,6 +34,7 @@ def memory_chart(moments: Sequence[Moment], amount_text: Callable[[int], str]) -
     """
     most = max((moment.most for moment in moments), default=0)
     step = min(_WIDTH / max(len(moments), 1), _MOST_WIDE)
+    # Pixels a byte: the highest bar fills the height.
     scale = _HEIGHT / max(most, 1)
     top, floor = 20.0, 20.0 + _HEIGHT
     bars = []

@@ -5,7 +5,7 @@
 2. What is held alike becomes one box (`regions`), with its ranks in it (`labels`), at a size
    that is to scale as far as letters allow (`drawing`).
 3. Where there are too many rows or columns, those in the middle are left out and counted.
-4. What a drawing cannot say is said in words below it: the dimensions that are not drawn,
+4. What a drawing cannot show is written below it: the dimensions that are not drawn,
    padding, ranks that hold nothing, contributions.
 
 The indices at the edges are global: a box between 7631 and 15262 holds 7631:15262.

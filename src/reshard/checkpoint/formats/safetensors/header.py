@@ -220,6 +220,7 @@ def _tensor(label: str, name: str, entry: Any, data_start_bytes: int) -> TensorH
         raise wrong("the name is half of a UTF-16 pair", "text that UTF-8 can say")
     if not isinstance(entry, dict):
         raise wrong(f"its entry is {shown(entry)}", f"an object with {sorted(_ENTRY_KEYS)}")
+    # Exactly these keys: an unknown one might change what the bytes mean.
     if entry.keys() != _ENTRY_KEYS:
         raise wrong(f"its entry has the keys {shown(sorted(entry))}", f"{sorted(_ENTRY_KEYS)}")
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -236,6 +237,7 @@ def _tensor(label: str, name: str, entry: Any, data_start_bytes: int) -> TensorH
         element = dtype(tag)
     except UsageError as error:
         raise FormatError(f"{label}: tensor {shown(name)}: {error}") from error
+    # Other spellings, such as "float32", name a type but are no tags.
     if element.safetensors_tag != tag:
         raise wrong(f"dtype {tag!r}", f"a tag such as {element.safetensors_tag or 'F32'!r}")
     try:

@@ -114,11 +114,13 @@ class ShardedFormat(CheckpointFormat):
         storing = find_storing_ranks(tensors, new.replicas)
         # A checkpoint of no tensors has one file all the same.
         ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
+        # One such tensor is enough: offsets for the others would make the checkpoint look readable.
         interleaved = [
             name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
         ]
         files = []
         addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
+        # A file a rank: the header is built first, which places the tensors in it.
         for rank in ranks:
             named: list[NamedTensor] = []
             offsets: dict[str, tuple[int, ...]] = {}
@@ -200,6 +202,8 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
     """
     addresses: dict[str, dict[int, FileRange]] = {name: {} for name in manifest.tensors}
     metadata: dict[str, str] = {}
+    # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
+    # shards that the manifest expects.
     for file in manifest.files:
         header = read_header(folder / file.name)
         metadata.update(header.metadata)
@@ -226,6 +230,7 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
             found = offsets[entry.name] if offsets else None
             _check_shard(folder / file.name, entry, described, file.rank, found)
             addresses[entry.name][file.rank] = FileRange(file.name, entry.start_bytes)
+    # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
     tensors = {
         name: StoredTensor(
             name,

@@ -68,7 +68,7 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
 
     Raises:
         RecipeError: a partial layout; a tensor in more than `MOST_CHUNKS` boxes.
-        UsageError: a type that PyTorch has not.
+        UsageError: a type that PyTorch does not have.
     """
     tensors, items = new.tensors, new.items
     check_values(tensors)
@@ -97,6 +97,7 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
             if ranges:
                 addresses[name][rank] = tuple(ranges)
         files.append(ArchiveFile(StoredFile(file, end, rank), archives=tuple(archives)))
+    # The sharding's text describes the layout only where the tensor was not cut further.
     stored = {}
     for name, (layout, _) in cuts.items():
         binding = Binding(layout, addresses[name], {})

@@ -172,6 +172,7 @@ class ChunkReader(Closing):
         def read(offset: int, size: int) -> bytes:
             return self._files.read(place.file, offset, size)
 
+        # Only the front of a compressed archive is unpacked: it says how the tensor lies in it.
         if place.transforms:
             tensor_bytes = chunk.box.elements * described.dtype.itemsize_bytes
             packed = look_into(

@@ -115,7 +115,7 @@ class DcpMetadata:
     """What a distributed checkpoint holds.
 
     `items` are bytes that are no tensor; `paths` says where in the nested state dict each name
-    stood, where that is known. `attributes` are those that PyTorch itself has not, where their
+    stood, where that is known. `attributes` are those unknown to PyTorch itself, where their
     values are plain ones; `other_attributes` names those of anything else.
     """
 
@@ -147,11 +147,11 @@ def read_metadata(content: bytes, label: str) -> DcpMetadata:
             tensors[name] = _tensor(name, described, places, label)
         elif kind == "BytesStorageMetadata":
             if (name, None) not in places:
-                raise CoverageError(f"{label} lists {name!r}, but says not where its bytes are")
+                raise CoverageError(f"{label} lists {name!r}, but does not say where its bytes are")
             items[name] = places[name, None]
         else:
             raise FormatError(f"{label}: {name!r} is neither a tensor nor bytes")
-    # Attributes that PyTorch has not, such as Megatron's: plain ones are kept, the rest listed.
+    # Attributes unknown to PyTorch, such as Megatron's: plain ones are copied, the rest listed.
     unknown = [name for name in fields.names if name not in _KNOWN_ATTRIBUTES]
     attributes = plain_attributes({name: fields.get(name) for name in unknown})
     other = tuple(shortened(name) for name in unknown if name not in attributes)
@@ -294,7 +294,7 @@ def _dtype(fields: _Fields, label: str) -> DType:
 
 
 def _paths(planner_data: object) -> dict[str, StatePath] | None:
-    """Where names stood in the state dict; None where a planner kept something else."""
+    """Where names stood in the state dict; None if the planner's data has another form."""
     if not isinstance(planner_data, dict):
         return None
     paths: dict[str, StatePath] = {}
@@ -323,6 +323,7 @@ def _is_size(value: object) -> bool:
 
 def metadata_pickle(metadata: DcpMetadata) -> bytes:
     """The bytes of a `.metadata` file, as `torch.distributed.checkpoint` reads them."""
+    # The two dicts of `Metadata`: what each name is, and where each chunk or item is stored.
     described: dict[Any, Any] = {}
     storage: dict[Any, Any] = {}
     for name, tensor in metadata.tensors.items():

@@ -93,7 +93,7 @@ def look_into(
 ) -> PackedArchive:
     """The archive of a tensor of `tensor_bytes`, of which only the front is unpacked.
 
-    `read(offset, size)` answers bytes of the file.
+    `read(offset, size)` returns bytes of the file.
 
     Raises:
         CheckpointError: a transform that is not known.
@@ -180,7 +180,7 @@ class UnpackedFile(SourceFile):
         return 0
 
     def check_unchanged(self) -> None:
-        """Nobody else can change a file without a name; the packed file is looked after."""
+        """Do nothing: a file without a name cannot change; the packed file is checked itself."""
 
     def close(self) -> None:
         """Close the file, which removes it."""
@@ -256,7 +256,7 @@ class UnpackedFile(SourceFile):
             )
 
     def _unpack_storage(self, stream: ByteStream, archive: PackedArchive) -> int:
-        """Write the storage into the file; answers its checksum."""
+        """Write the storage into the file and return its checksum."""
         checksum, at = 0, archive.start_bytes
         while at < archive.stop_bytes:
             piece = stream.read(min(_PIECE_BYTES, archive.stop_bytes - at))

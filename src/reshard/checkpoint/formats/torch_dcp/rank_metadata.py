@@ -98,6 +98,7 @@ def merged_metadata(parts: Sequence[tuple[str, DcpMetadata]]) -> MergedMetadata:
                     f"{tensor.dtype} {list(tensor.shape)} by {file}; they belong to different "
                     "saves, or ranks gave different tensors one name"
                 )
+            # Boxes of a lower rank stay; equal ones of this rank are copies.
             known = {chunk.box for chunk in first.chunks}
             added = tuple(chunk for chunk in tensor.chunks if chunk.box not in known)
             copies += len(tensor.chunks) - len(added)

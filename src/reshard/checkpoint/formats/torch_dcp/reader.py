@@ -83,6 +83,7 @@ def read(folder: Path) -> Checkpoint:
         MissingExtraError: a compressed tensor, and the package for it is not installed.
         CoverageError: chunks that overlap, or leave part of a tensor out.
     """
+    # 1. The metadata: one for all ranks, or those of each rank merged.
     merged = None
     names = () if (folder / METADATA_NAME).exists() else rank_metadata_names(folder)
     if names:
@@ -91,6 +92,7 @@ def read(folder: Path) -> Checkpoint:
     files = _list_files(folder, metadata, merged.other_items if merged else ())
     ranks = {file.name: file.rank for file in files}
     sizes = {file.name: file.size_bytes for file in files}
+    # 2. The archives: every chunk is found in its file and bound.
     tensors = {}
     items = {}
     others: list[tuple[str, str]] = []
@@ -105,6 +107,7 @@ def read(folder: Path) -> Checkpoint:
             items[name] = StoredItem(name, address, place.size_bytes, rank, place.transforms)
         if merged:
             others += _list_other_items(merged, chunks, ranks)
+    # 3. What cannot be carried to a target, and what a user should know.
     unread = [
         (f"{METADATA_NAME}: {name}", "an attribute that PyTorch has not, and no plain value")
         for name in metadata.other_attributes

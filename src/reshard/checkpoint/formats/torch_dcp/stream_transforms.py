@@ -37,13 +37,13 @@ _LAST_FRAME = b"\x5f\x2a\x4d\x18" + bytes(4)
 
 
 class ByteStream(Protocol):
-    """Bytes one after the other; `read` answers fewer than asked for at their end only."""
+    """A stream of bytes; `read` returns fewer than asked for only at its end."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class RangeStream:
-    """A range of a file as a stream; `read(offset, size)` answers bytes of the file."""
+    """A range of a file as a stream; `read(offset, size)` returns bytes of the file."""
 
     def __init__(
         self, read: Callable[[int, int], bytes], start_bytes: int, size_bytes: int

@@ -24,8 +24,8 @@ It has the description in front of the storage, and each record behind a header 
    after a mark; the mark counts only where size and checksum fit.
 2. The first record of data is the storage. How long it must be, the description says.
 
-A front is not believed for good: who has the whole archive reads it by its directory, and both
-must say the same.
+A front is provisional: when the whole archive is there, it is read by its directory, and both
+must agree.
 
 Source: the zip format (APPNOTE 6.3.3), and what PyTorch 1.6 and later write.
 """
@@ -131,7 +131,7 @@ class _Record:
 def read_archive(read: ReadRange, start_bytes: int, size_bytes: int, label: str) -> ArchivedTensor:
     """The tensor in the archive of `size_bytes` at `start_bytes` of a file.
 
-    `read(offset, size)` answers bytes of the file; `label` names the archive in errors.
+    `read(offset, size)` returns bytes of the file; `label` names the archive in errors.
 
     Raises:
         FormatError: no such archive, one that is damaged, or one of something else.
@@ -165,7 +165,7 @@ class _Archive:
 
     def _bytes(self, offset: int, size: int) -> bytes:
         if offset < 0 or size < 0 or offset + size > self._size:
-            raise self.wrong(f"it speaks of bytes {offset}:{offset + size} of its {self._size}")
+            raise self.wrong(f"it refers to bytes {offset}:{offset + size} of its {self._size}")
         in_tail = offset - (self._size - len(self._tail))
         if in_tail >= 0:
             return self._tail[in_tail : in_tail + size]

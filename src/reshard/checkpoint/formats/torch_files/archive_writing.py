@@ -74,7 +74,7 @@ class NewArchive:
     def at(cls, dtype: DType, shape: tuple[int, ...], start_bytes: int) -> NewArchive:
         """The archive that begins at byte `start_bytes` of a file.
 
-        Raises UsageError for a type that PyTorch has not.
+        Raises UsageError for a type that PyTorch does not have.
         """
         if not is_writable(dtype):
             raise UsageError(
