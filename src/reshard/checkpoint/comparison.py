@@ -106,7 +106,7 @@ def compare(
     threads: int = DEFAULT_THREADS,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
-    """Compare two checkpoints bit for bit; also what is no tensor, where both can have such.
+    """Compare two checkpoints bit for bit, and items other than tensors if both can hold them.
 
     Raises:
         CheckpointError: one of them cannot be used.
@@ -306,7 +306,7 @@ def check_digests(
 def _find_damaged_sources(
     checkpoint: Checkpoint, files: OpenFiles[SourceFile], threads: int
 ) -> list[DamagedBlock]:
-    """The parts of tensors in derived files that cannot be made of what was written."""
+    """The parts of tensors in derived files whose source, such as an archive, is damaged."""
 
     def work(task: tuple[str, str, FileRange], memory: Workspace) -> DamagedBlock | None:
         name, box, place = task
@@ -332,7 +332,7 @@ def _find_damaged_sources(
 
 
 def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) -> list[DamagedBlock]:
-    """The items that have another digest than was recorded."""
+    """The items whose digest differs from the recorded one."""
     damaged = []
     for name, item in checkpoint.items.items():
         found = item_digest(item, files) if item.digest is not None else None
@@ -347,7 +347,7 @@ def _find_damaged_items(checkpoint: Checkpoint, files: OpenFiles[SourceFile]) ->
 def _compare_items(
     a: Checkpoint, b: Checkpoint, files_a: OpenFiles[SourceFile], files_b: OpenFiles[SourceFile]
 ) -> list[Difference]:
-    """What differs in items that are no tensors, where both formats have such."""
+    """Differences in items that are not tensors, if both formats can hold such."""
     # A format that holds tensors only has lost the items by its nature: that is no difference.
     if not all(_can_hold_items(checkpoint.format) for checkpoint in (a, b)):
         return []
@@ -367,7 +367,7 @@ def _can_hold_items(name: str) -> bool:
 
 
 def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:
-    """A range of a file that has another checksum than the file itself says."""
+    """A range of a file that contradicts the file's own checksum, as a damaged block."""
     start = one.place.start_bytes
     place = f"{one.place.path} bytes {start}:{start + one.size_bytes}"
     return DamagedBlock(one.tensor, one.part, f"{one.crc32:08x}", f"{found:08x}", (place,))

@@ -123,7 +123,7 @@ class StoredTensor:
 
     @cached_property
     def assembly(self) -> LayoutChange:
-        """The plan that puts the whole tensor together, on a slot that holds none of it.
+        """The layout change that assembles the whole tensor, on a slot that holds none of it.
 
         Raises:
             CoverageError: shards that leave part of the tensor out, naming the first box.
@@ -146,7 +146,7 @@ class StoredTensor:
 # Many tensors of a model have one shape.
 @lru_cache(maxsize=1024)
 def _make_whole(shape: tuple[int, ...], slot: int) -> Layout:
-    """All of a tensor on the slot behind those that it is stored on."""
+    """The whole tensor on `slot`, the first behind those that store it."""
     return Layout.whole(shape, [slot], slot + 1)
 
 
@@ -178,7 +178,7 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredChecksum:
-    """The CRC-32 that a file itself has for `size_bytes` of it: the box `part` of a tensor.
+    """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
     `is_read_once` says whether all of its bytes are elements, each of which is read once.
     """
@@ -192,7 +192,7 @@ class StoredChecksum:
 
 
 class DerivedFile(Protocol):
-    """A file that is made of a file of the checkpoint when it is first read.
+    """A file that is derived from a file of the checkpoint when it is first read.
 
     Formats that keep elements in a form that cannot be read in place, such as a compressed one,
     bind their tensors to derived files.
@@ -200,7 +200,7 @@ class DerivedFile(Protocol):
 
     @property
     def source(self) -> str:
-        """The file of the checkpoint that it is made of."""
+        """The name of the file that it is derived from."""
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
         """The file for reading; `path` names it in errors, `scratch` is a folder with room."""

@@ -213,7 +213,7 @@ def _check_given(
 def _list_reads(
     tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any]
 ) -> Iterator[_Read]:
-    """Every box that is read to fill a rank's array."""
+    """The boxes to read to fill a rank's array."""
     stored = tensor.stored_layout
     cells = layout.cells_of(rank)
     # The rank's cells on a slot behind all that store something: it holds nothing yet, so that
@@ -257,7 +257,7 @@ def _list_reads(
 
 
 def _split(read: _Read) -> list[_Read]:
-    """The same box in parts of some megabytes, so that threads share it."""
+    """Split a read into parts of some megabytes, so that threads share it."""
     long = [d for d, n in enumerate(read.target.shape) if n > 1]
     if read.target.nbytes <= 4 * BUFFER_BYTES or not long:
         return [read]

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint written by reshard says about itself.
+"""The manifest of a checkpoint written by reshard: shapes, cuts, files and digests.
 
 A JSON file beside the tensor files. Neither safetensors nor PyTorch's convention for sharded
 safetensors stores the shape of a tensor that is cut, or which files belong together; this
@@ -46,7 +46,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 @dataclass(frozen=True)
 class ManifestTensor:
-    """What a manifest says about one tensor."""
+    """One tensor of a manifest."""
 
     dtype: DType
     layout: Layout
@@ -56,7 +56,7 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself; `conversion_id` names the run that wrote it.
+    """The manifest of a checkpoint; `conversion_id` names the run that wrote it.
 
     `items` has the digests of what is no tensor, in formats that have such.
     """
@@ -290,7 +290,7 @@ def _parse_digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file name from a file stays inside its folder.
+    """Whether a file name that was read from a file stays inside its folder.
 
     >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "sub/a", "")]
     [True, False, False, False, False]

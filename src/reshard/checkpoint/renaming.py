@@ -42,7 +42,7 @@ Names = str | Mapping[str, Meaning]
 
 @dataclass(frozen=True)
 class NameTable:
-    """What names are in a recipe's, by a table; `text` tells two of them apart."""
+    """A table from names to a recipe's names; `text` identifies it in journals."""
 
     text: str
     table: Mapping[str, Meaning]
@@ -168,7 +168,7 @@ class _Tensors:
         self.made_of: dict[str, tuple[str, ...]] = {}
 
     def add(self, tensor: StoredTensor, *made_of: str) -> None:
-        """One more. Raises RecipeError where its name is taken."""
+        """Add a tensor. Raises RecipeError if its name is taken."""
         if tensor.name in self.made_of:
             raise RecipeError(
                 f"{self.made_of[tensor.name][0]!r} and {made_of[0]!r} in {self.old.folder} would "
@@ -179,14 +179,14 @@ class _Tensors:
 
     @property
     def unchanged(self) -> list[str]:
-        """The names of those that are as they were."""
+        """The names of the tensors that did not change."""
         return [name for name, tensor in self.old.tensors.items() if self._is_kept(name, tensor)]
 
     def _is_kept(self, name: str, tensor: StoredTensor) -> bool:
         return name in self.tensors and self.tensors[name].binding is tensor.binding
 
     def expect_change(self, table: Mapping[str, Meaning]) -> None:
-        """Raise RecipeError where a table says nothing of any tensor, though there are some."""
+        """Raise RecipeError if a table applies to none of the tensors, though there are some."""
         if table and self.tensors and len(self.unchanged) == len(self.old):
             raise RecipeError(
                 f"no name in {self.old.folder}, such as {next(iter(self.tensors))!r}, is one that "
@@ -328,7 +328,7 @@ def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
 def _move_box(
     lying: _StoredBox, itemsize_bytes: int, dimension: int, start: int, stop: int, ahead: int
 ) -> Iterator[_StoredBox]:
-    """What of a box is at `start:stop` of a dimension, `ahead` indices further there."""
+    """The part of a box at `start:stop` of a dimension, moved `ahead` indices along it."""
     box, place = lying.box, lying.place
     low, high = max(start, box.start[dimension]), min(stop, box.stop[dimension])
     if low < high:

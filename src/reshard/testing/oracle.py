@@ -259,7 +259,7 @@ def contributions_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> 
 
 
 def reduced(reduction: str | None, dense: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Contributions, given as dense arrays, combined into the tensor they mean.
+    """Combine contributions, given as dense arrays, into the tensor that they represent.
 
     >>> reduced("mean", [np.array([1.0]), np.array([4.0])]).tolist()
     [2.5]
@@ -278,12 +278,12 @@ def reduced(reduction: str | None, dense: Sequence[NDArray[Any]]) -> NDArray[Any
 
 
 def dense_of(contents: Contents, shards: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
-    """The tensor that shards mean. Raises ShardError as `contributions_of` does."""
+    """The tensor that shards represent. Raises ShardError as `contributions_of` does."""
     return reduced(contents.reduction, contributions_of(contents, shards))
 
 
 def least_moved(source: Contents, target: Contents, combines: Combines | None = None) -> int:
-    """How many elements must move at least, when each slot keeps what it has.
+    """The fewest elements that must move, when each slot keeps what it has.
 
     `combines[c]` are the source contributions that target contribution `c` is made of; all of
     them for each when None.

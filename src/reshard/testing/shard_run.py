@@ -1,4 +1,4 @@
-"""A `shard` module carried out on arrays: every process in one, operation by operation.
+"""An interpreter of `shard` modules on arrays: all processes at once, operation by operation.
 
 What is padding holds values that no program may show: not-a-number, or the largest integer. So a
 module that took padding for elements gives them away.
@@ -48,7 +48,7 @@ _COMBINE: dict[str, Callable[..., Any]] = {
 
 
 def run_shard_module(module: ShardModule, shards: Mapping[int, Array]) -> dict[int, Array]:
-    """What the function makes of each process's shard.
+    """Run the function of a module on the shards of all processes.
 
     Args:
         module: what to do.
@@ -106,7 +106,7 @@ class _Run:
         self.arrays: dict[str, list[Array]] = {module.argument: given}
 
     def carry_out(self, op: Operation) -> None:
-        """One operation in every process."""
+        """Run one operation in every process."""
         if isinstance(op, ShardingOp):
             self._shardings[op.result] = op
         else:
@@ -216,7 +216,7 @@ def _place_at(into: Array, array: Array, offsets: Sequence[int]) -> Array:
 
 
 def _run_collective(op: CollectiveOp, grid: Grid, held: Sequence[Array]) -> list[Array]:
-    """What a collective makes of the arrays of every group, its ranks in the order of its axes."""
+    """Run a collective on the arrays of every group, its processes in the order of the axes."""
     rest = [axis for axis in range(len(grid.shape)) if axis not in op.grid_axes]
     # The collective's axes last: after the reshape each row is one group of processes.
     numbers = np.arange(len(held)).reshape(grid.shape).transpose(*rest, *op.grid_axes)

@@ -50,7 +50,7 @@ File = TypeVar("File", bound=Closable)
 
 
 class OpenFiles(Generic[File]):
-    """Files of one folder, each opened once, when it is first needed, by whichever thread."""
+    """Files of one folder, each opened once, by the first thread that needs it."""
 
     def __init__(self, open_file: Callable[[str], File]) -> None:
         self._open = open_file
@@ -76,7 +76,7 @@ class OpenFiles(Generic[File]):
 
 
 def _raise_open_file_limit() -> None:
-    """Allow as many open files as the system lets us: large checkpoints have thousands."""
+    """Raise the limit of open files as far as allowed: large checkpoints have thousands."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft < hard:
         wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard

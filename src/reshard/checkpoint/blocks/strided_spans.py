@@ -92,7 +92,7 @@ def strided_spans(
 def _ranges(
     strides: tuple[int, ...], shape: Sequence[int], most: int, largest_gap: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the parts of a box begin in it, and their shapes, so that each is one good range."""
+    """Split a box into parts that each are read in one range: their offsets and shapes."""
     open_boxes = [((0,) * len(shape), tuple(shape))]
     while open_boxes:
         offset, shape = open_boxes.pop()

@@ -242,7 +242,7 @@ class Tiles:
 def source_tiles(assembly: LayoutChange) -> Tiles:
     """The shards that supply a whole tensor, with each element taken from one of them.
 
-    `assembly` is the plan that puts the tensor together (`StoredTensor.assembly`).
+    `assembly` is the layout change that assembles the tensor (`StoredTensor.assembly`).
     """
     routes, layout = assembly.routes, assembly.source
     of_cell: dict[int, list[list[_Pieces]]] = {}
@@ -271,7 +271,7 @@ def _local(piece: tuple[int, int, int]) -> int:
 
 
 def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
-    """Products of one cell, those that differ in one dimension only as one.
+    """Merge the products of one cell that differ in a single dimension.
 
     Where shards overlap or form no grid, a shard is supplied in several stretches; read as one
     tile, each row of it is read once.
@@ -294,7 +294,7 @@ def _merge_products(products: list[list[_Pieces]]) -> list[list[_Pieces]]:
 
 
 def _join_pieces(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
-    """Pieces in local order, those that continue one another as one."""
+    """The pieces in local order, with those that continue one another merged."""
     joined: _Pieces = []
     for start, length, local in sorted(pieces, key=_local):
         if joined:
@@ -308,7 +308,7 @@ def _join_pieces(pieces: Iterable[tuple[int, int, int]]) -> _Pieces:
 
 @lru_cache(maxsize=4096)
 def target_tiles(layout: Layout) -> Tiles:
-    """Every shard of a layout, halos included, pads left out."""
+    """Every shard of a layout, halos included, padding excluded."""
     tiles = []
     for cell in range(layout.cells):
         product = []

@@ -47,7 +47,7 @@ class FileChecksums:
 
     @staticmethod
     def expect_library(source: Checkpoint, arrangement: Arrangement) -> None:
-        """Raise MissingExtraError where there are checksums, and nothing to find them with."""
+        """Raise MissingExtraError if there are checksums and the library for them is missing."""
         if source.checksums or _list_checked(arrangement):
             crc32(b"")
 
@@ -62,11 +62,11 @@ class FileChecksums:
         return self._written.add if self._written.ranges else None
 
     def state(self) -> ChecksumState:
-        """What this process saw, for `merge` in process 0."""
+        """The checksums of this process, for `merge` in process 0."""
         return self._read.state(), self._written.state()
 
     def merge(self, state: ChecksumState) -> None:
-        """Take in what another process saw."""
+        """Add the checksums of another process."""
         self._read.merge(state[0])
         self._written.merge(state[1])
 
@@ -146,7 +146,7 @@ def source_checksums(checksums: Iterable[StoredChecksum]) -> RangeChecksums:
 def damaged_ranges(
     checksums: Iterable[StoredChecksum], found: RangeChecksums, sources: OpenFiles[SourceFile]
 ) -> Iterator[tuple[StoredChecksum, int]]:
-    """The ranges whose bytes have another checksum than the file says, and that.
+    """The ranges whose bytes differ from the file's own checksum, each with the one found.
 
     Ranges that `found` has seen only in part are read.
     """

@@ -100,7 +100,7 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The finished folder, named by what a rename does not change, and the leave it has.
+    """The commit record: which folder is finished, and whether it may replace a target.
 
     `inode` is the folder's inode number; `replaces` says whether it may take the place of a
     target that is already there.
@@ -112,9 +112,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """All that a journal on disk says, up to its first frame that is not good.
+    """The contents of a journal on disk, up to its first invalid frame.
 
-    `valid_bytes` is where the good frames end, `checksum` the checksum of the last of them.
+    `valid_bytes` is where the valid frames end, `checksum` the checksum of the last of them.
     """
 
     conversion_id: str
@@ -126,7 +126,7 @@ class JournalRecord:
 
 
 class Journal(Closing):
-    """An open journal: what an earlier run finished, and a place to say what this one did.
+    """An open journal: what an earlier run finished, and where this one records its blocks.
 
     Any number of threads of one process may append.
 
@@ -309,7 +309,7 @@ def _checksum(kind: int, payload: bytes, previous_checksum: int) -> int:
 
 
 def _read_good_frames(data: bytes) -> Iterator[tuple[int, bytes, int, int]]:
-    """Every `(kind, payload, end, checksum)` up to the first frame that is not good."""
+    """Every `(kind, payload, end, checksum)` up to the first invalid frame."""
     if not data.startswith(_MAGIC):
         return
     position, previous = len(_MAGIC), zlib.crc32(_MAGIC)

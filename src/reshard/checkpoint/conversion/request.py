@@ -134,7 +134,7 @@ class ConversionRequest:
 
     @property
     def ranks(self) -> int:
-        """How many ranks are cut for; 1 for whole tensors."""
+        """The number of target ranks; 1 for whole tensors."""
         mesh, ranks = self._parsed_target
         return mesh.size if mesh is not None else ranks or 1
 
@@ -155,7 +155,7 @@ class ConversionRequest:
 
     @property
     def to_text(self) -> str:
-        """What is cut for, as text."""
+        """The target mesh, number of ranks or `full`, as text."""
         mesh, _ = self._parsed_target
         return mesh.text if mesh is not None else str(self.to)
 

@@ -71,7 +71,7 @@ ProgressFunction = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What a run did. `resumed_bytes` were done before it; `was_complete` says all were.
+    """The outcome of a run. `resumed_bytes` were done before it; `was_complete`: all of them.
 
     `read_bytes` and `written_bytes` are of all processes; `by_process` has both of each, and
     `buffers_by_process` the bytes that each allocated for its work.
@@ -166,7 +166,7 @@ class _ConversionRun:
             finished[:] = np.unpackbits(bits, count=len(finished)).astype(bool)
 
     def _make_files(self) -> None:
-        """Every target file at its full size, with its header."""
+        """Create every target file at its full size, with its header."""
         for file in self.conversion.arrangement.files:
             path = self.staging.content / file.stored.name
             with refusals_explained("look at what an earlier run left", path):
@@ -286,7 +286,7 @@ class _ConversionRun:
         }
 
     def finish(self) -> None:
-        """Everything but the tensors, the manifest last, and the commit: process 0 does it."""
+        """Write everything but the tensors, the manifest last, and commit; only on process 0."""
         if self.staging.owner is None:
             self.processes.share(None)
             return
@@ -338,7 +338,7 @@ def run_conversion(
     sync_bytes: int = SYNC_BYTES,
     processes: Processes | None = None,
 ) -> ConversionReport:
-    """Carry a conversion out.
+    """Run a planned conversion.
 
     Args:
         conversion: from `plan_conversion`.

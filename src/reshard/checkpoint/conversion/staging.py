@@ -62,7 +62,7 @@ class Staging(Closing):
     """A checkpoint folder in the making, owned by this process until it is left.
 
     Used as a context manager: leaving without `commit` keeps what was written, for the next
-    `open` of the same conversion, and lets go of lock and descriptors.
+    `open` of the same conversion, and releases the lock and the descriptors.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -233,14 +233,14 @@ class Staging(Closing):
                 _remove_root(self._lock)
 
     def close(self) -> None:
-        """Let go of lock and descriptors and keep what was written."""
+        """Release the lock and the descriptors; what was written stays."""
         if self._journal is not None:
             self._journal.close()
         self._lock.close()
 
 
 def staging_folder(target: Path) -> Path:
-    """Where a checkpoint is made that shall appear as `target`.
+    """The staging folder of the checkpoint `target`.
 
     >>> staging_folder(Path("models/llama-tp4")).as_posix()
     'models/.llama-tp4.reshard-staging'
@@ -328,7 +328,7 @@ def _put_in_place(target: Path, root: Path) -> None:
 
 
 def _put_previous_back(target: Path, root: Path) -> None:
-    """Undo a move aside whose second half never came."""
+    """Move the old target back if a commit was killed between its two renames."""
     previous = root / "previous"
     if previous.exists() and not os.path.lexists(target):
         os.rename(previous, target)
@@ -346,7 +346,7 @@ def _discard(root: Path) -> None:
 
 
 def _remove_other_journals(root: Path) -> None:
-    """Remove journals that are half made, and those of the processes beside the first."""
+    """Remove unfinished journals, and those of the processes other than process 0."""
     for path in root.glob("journal.*"):
         path.unlink(missing_ok=True)
 
@@ -386,7 +386,7 @@ class SharedStaging:
         return self.journal
 
     def other_records(self) -> Iterator[JournalRecord]:
-        """What the journals of the processes beside the first say."""
+        """The records of the journals of the processes other than process 0."""
         root = self.content.parent
         with refusals_explained("look for the journals of the processes", root):
             paths = sorted(root.glob("journal.*"))
@@ -444,7 +444,7 @@ def open_shared(
 
 
 def _take_over(staging: Staging, conversion_id: str) -> FinishedBlocks:
-    """All that earlier runs recorded; what other processes did is now in process 0's journal."""
+    """Append the journals of other processes to that of process 0, and return all its blocks."""
     journal = staging.journal
     root = staging.content.parent
     with refusals_explained("take over the journals of an earlier run", root):

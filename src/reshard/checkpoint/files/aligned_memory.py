@@ -146,7 +146,7 @@ class AlignedBuffer(Closing):
         )
 
     def close(self) -> None:
-        """Give the memory back: now, or with the last view of it that somebody still holds."""
+        """Release the memory: at once, or with the last view of it that is still in use."""
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             self._memory.release()

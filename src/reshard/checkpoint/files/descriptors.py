@@ -40,7 +40,7 @@ def close_descriptor(descriptor: int) -> int:
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, in its own words."""
+    """The system's message for an error."""
     return error.strerror or str(error)
 
 
@@ -52,7 +52,7 @@ class Closable(Protocol):
 
 
 class Closing:
-    """A thing with `close()`, for `with` statements.
+    """The base class of context managers that are left by `close()`.
 
     >>> class Door(Closing):
     ...     def close(self):

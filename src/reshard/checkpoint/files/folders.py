@@ -113,7 +113,7 @@ def exchange_folders(first: Path, second: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder` and all in it; a folder that is not there is fine. Raises `OSError`."""
+    """Delete `folder` and its contents, if it exists. Raises `OSError`."""
     if os.path.lexists(folder):
         shutil.rmtree(folder)
 
@@ -137,7 +137,7 @@ class FolderLock(Closing):
 
     @classmethod
     def acquire(cls, folder: Path) -> FolderLock:
-        """Lock `folder`, made if it is not there (its parent must be).
+        """Lock `folder`, which is created if missing (its parent must exist).
 
         Raises `RunError` where another process holds it, naming that process, and where the
         folder cannot be made or locked.
@@ -182,7 +182,7 @@ class FolderLock(Closing):
 
 
 def _lock_and_sign(descriptor: int, folder: Path) -> bool:
-    """Lock the open file and sign it; False where its name has gone to another file."""
+    """Lock the open file and sign it; False if its name belongs to another file by then."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -86,7 +86,7 @@ def run_in_threads(
 
 
 class _Worker(threading.Thread):
-    """A thread that says when it is done with its work."""
+    """A thread that sets an event when its work is done."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         super().__init__(name=name)

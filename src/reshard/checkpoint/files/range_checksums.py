@@ -23,7 +23,7 @@ from reshard.errors import MissingExtraError, UsageError
 
 
 def crc32(memory: memoryview | bytes, checksum: int = 0) -> int:
-    """The CRC-32 of bytes, going on from that of the bytes in front of them.
+    """The CRC-32 of bytes, continued from `checksum`, that of the bytes in front of them.
 
     >>> crc32(b"world", crc32(b"hello, ")) == crc32(b"hello, world")
     True
@@ -85,7 +85,7 @@ class RangeChecksums:
             self._found[name] = [_Range(start, start + size) for start, size in sorted(ranges)]
 
     def add(self, name: str, start_bytes: int, memory: memoryview | bytes) -> None:
-        """Take in bytes of a file; those that lie in no range do not matter.
+        """Add bytes of a file; those that lie in no range are ignored.
 
         Raises UsageError for bytes that lie partly in a range.
         """
@@ -104,7 +104,7 @@ class RangeChecksums:
             found.seen_bytes += size
 
     def state(self) -> dict[str, list[tuple[int, int]]]:
-        """What was seen so far, for `merge` in another process."""
+        """The checksums and byte counts so far, for `merge` in another process."""
         with self._lock:
             return {
                 name: [(one.checksum, one.seen_bytes) for one in ranges]
@@ -112,7 +112,7 @@ class RangeChecksums:
             }
 
     def merge(self, state: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-        """Take in what another process saw of the same ranges.
+        """Add the checksums of another process for the same ranges.
 
         >>> seen = [RangeChecksums({"a": [(0, 11)]}) for _ in range(2)]
         >>> seen[0].add("a", 0, b"hello ")
@@ -128,7 +128,7 @@ class RangeChecksums:
                     found.seen_bytes += seen_bytes
 
     def of(self, name: str, start_bytes: int) -> int | None:
-        """The checksum of the range that begins there; None while not all of it has been seen.
+        """The checksum of the range that begins there; None until all of its bytes were added.
 
         Raises UsageError where no range begins.
         """

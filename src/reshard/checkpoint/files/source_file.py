@@ -37,7 +37,7 @@ from reshard.errors import FormatError, RunError, SourceChangedError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells that a file is still the one it was: a change of content changes one of these.
+    """The identity of a file, by which a change is noticed: it changes one of these.
 
     `name` is the last part of the path, so that the same file is the same from any folder.
 
@@ -180,7 +180,7 @@ class SourceFile(Closing):
             self._read_bytes += size_bytes
 
     def will_read(self, offset_bytes: int, size_bytes: int) -> None:
-        """Let the system begin to read what is read into plain memory soon.
+        """Announce a read into plain memory, so that the system can begin with it.
 
         Many small reads that each wait for the disk take its latency each; announced together
         they share it. A system that does not take the hint reads later.

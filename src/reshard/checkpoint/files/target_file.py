@@ -126,7 +126,7 @@ class TargetFile(Closing):
             self._written_bytes += size_bytes
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk. Raises `RunError` when it cannot be."""
+        """Wait until everything written is on the disk. Raises `RunError` if that fails."""
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""New checkpoints: what one shall hold, and how a format arranges that in files.
+"""New checkpoints: their contents, and how a format arranges these in files.
 
 1. A conversion says what the new checkpoint holds (`NewCheckpoint`): tensors in their layouts,
    and what else the source has.
@@ -40,7 +40,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """What a new checkpoint shall hold.
+    """The contents of a new checkpoint.
 
     Attributes:
         tensors: in their layouts, by name; `mesh` is what they are cut for, where known.
@@ -87,7 +87,7 @@ class NewFile:
         return ()
 
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
-        """The bytes that are known when all elements are written: where they begin, and they.
+        """The bytes that are known when all elements are written: where they begin, and the bytes.
 
         `checksum(start, size)` returns the CRC-32 of one of the `checked_ranges`.
         """
@@ -96,7 +96,7 @@ class NewFile:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The new checkpoint: tensors bound to files. `notes` are worth telling the user.
+    """The new checkpoint: tensors bound to files. `notes` are for the user.
 
     `items` are bytes that are no tensors, where they will be; `paths` and `attributes` as in a
     `Checkpoint`.
@@ -165,7 +165,7 @@ def find_storing_ranks(
 
 @lru_cache(maxsize=1024)
 def _find_first_equal_parts(table: RunTable) -> IntArray:
-    """For each part the first part with the same runs: key/value heads are held by several."""
+    """The first part with the same runs, for each part: several may hold one key/value head."""
     first: dict[tuple[tuple[int, int, int, int], ...], int] = {}
     parts = range(table.parts)
     equal = [first.setdefault(tuple(table.runs_of(part)), part) for part in parts]

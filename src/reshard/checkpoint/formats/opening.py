@@ -104,7 +104,7 @@ def _identify(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _raise(error: OSError) -> None:
-    """A folder that cannot be listed would be passed over in silence otherwise."""
+    """Raise the error of a folder that cannot be listed, which `os.walk` skips by default."""
     raise error
 
 

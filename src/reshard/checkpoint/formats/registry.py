@@ -70,7 +70,7 @@ def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
 
 
 def written_names(*holding: Holding) -> tuple[str, ...]:
-    """The names of the formats that can be written, of those that can hold all that is given."""
+    """The names of the formats that can be written and can hold all that is given."""
     forms = {Holding.WHOLE, Holding.SHARDS}
     return tuple(
         sorted(

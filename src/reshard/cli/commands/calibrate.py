@@ -133,7 +133,7 @@ def _check_launched() -> None:
 
 @contextmanager
 def _process_group(backend: str | None) -> Iterator[None]:
-    """The process group of this rank, ended behind.
+    """The process group of this rank, destroyed at the end.
 
     Raises:
         MissingExtraError: torch is not installed.
@@ -175,7 +175,7 @@ def _process_group(backend: str | None) -> Iterator[None]:
 
 
 def _all_can_go_on(action: Callable[[], None], is_first: bool) -> bool:
-    """Let the first rank do something, and tell all others whether it could.
+    """Let the first rank do something; on every rank, whether that succeeded.
 
     Raises what the first rank's action raises, there.
     """
@@ -219,7 +219,7 @@ def _check_output(output_path: str | None, overwrite: bool) -> None:
 
 
 class _Lines:
-    """Plain lines on how far measuring is, a few seconds apart."""
+    """Progress of measuring as plain lines, a few seconds apart."""
 
     def __init__(self, seconds_s: float) -> None:
         self._seconds_s = seconds_s

@@ -103,7 +103,7 @@ def heat_map(
 
 
 def _strength(amount: int, most: int) -> str:
-    """The opacity of an amount, from faint to full; whatever passes is seen."""
+    """The opacity of an amount, from faint to full; the least amount is still visible."""
     return f"{0.15 + 0.85 * amount / most:.2f}"
 
 

@@ -31,7 +31,7 @@ MOST_RANKS_LISTED = 32
 
 
 class Figure(NamedTuple):
-    """A number with its name, and what else belongs to it."""
+    """A number with its name and an optional detail."""
 
     name: str
     value: str
@@ -51,7 +51,7 @@ class DrawnChange:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a page says.
+    """The contents of a page.
 
     Attributes:
         title: in one line.

@@ -151,7 +151,7 @@ def region_grid(
 
 
 def _without_own_halos(place: set[RankHolding]) -> Holdings:
-    """A rank that owns a rectangle holds it, even if it has a halo copy of it too."""
+    """The holders without halo copies of ranks that own the rectangle as well."""
     return frozenset(h for h in place if not h.is_halo or h._replace(is_halo=False) not in place)
 
 

@@ -91,7 +91,7 @@ class _Drawing:
         self.gradients: dict[tuple[int, ...], str] = {}
 
     def _height(self) -> float:
-        """As the tensor's form asks for, within what a page has room for."""
+        """The height in proportion to the tensor's shape, within the limits of a page."""
         row, column = self.grid.row_dimension, self.grid.column_dimension
         if row is None or column is None:
             return _LINE_HEIGHT

@@ -212,7 +212,7 @@ def _join_lines(lines: Sequence[str]) -> str:
 def _fit_sketch(
     layout: Layout, width: int, height: int, labels: Labels, origins: Origins | None
 ) -> Sketch:
-    """The sketch that shows most in `width` x `height`."""
+    """The sketch that shows the most in `width` x `height`."""
     row_dimension, column_dimension = drawn_dimensions(layout)
     full = _largest_fit(
         region_grid(layout, row_dimension, column_dimension), width, height, labels, origins
@@ -270,7 +270,7 @@ def _label(
 
 
 def _natural_width(drawn: Sketch, most: int) -> int:
-    """Columns that look well: some air in the boxes, but not a wall of it."""
+    """A comfortable width: some space in the boxes, but no more than that."""
     air = max(24, 10 * len(drawn.column_shares))
     wanted = drawn.gutter + max(air, sum(drawn.column_shares)) + 1 + drawn.overhang
     return min(wanted, most)

@@ -275,7 +275,7 @@ def build_header(
     alignment_bytes: int = 4096,
     label: str = "new file",
 ) -> tuple[bytes, FileHeader]:
-    """The first bytes of a file that holds `tensors` in this order, and what they say.
+    """The first bytes of a file that holds `tensors` in this order, and the header they encode.
 
     The bytes (length, JSON and padding) end where the data starts, at a multiple of
     `alignment_bytes`; `FileHeader.tensors` gives each tensor's place, in the order given,

@@ -83,7 +83,7 @@ class ShardedFormat(CheckpointFormat):
             return False
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint by what the files themselves say."""
+        """Describe the checkpoint from its files alone."""
         if path.is_dir():
             return read_without_manifest(path, list_files(path))
         return read_without_manifest(path.parent, [path.name])
@@ -168,7 +168,7 @@ def shard_file_name(rank: int) -> str:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that a file name names, or None.
+    """The rank in a file name, or None.
 
     >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors"), rank_of_file("a.safetensors")
     (2, None)
@@ -274,7 +274,7 @@ def _check_shard(
 
 
 def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
-    """A checkpoint of shards by what the files themselves say.
+    """Describe a checkpoint of shards from its files alone.
 
     Raises:
         FormatError: files without offsets, or offsets that do not fit.
@@ -305,7 +305,7 @@ def read_without_manifest(folder: Path, names: list[str]) -> Checkpoint:
 
 
 def _check_file_counts(folder: Path, counts: Mapping[str, str | None]) -> tuple[str, ...]:
-    """See that there are as many files as they say; notes where they say nothing."""
+    """Check that there are as many files as they record; a note where they record nothing."""
     for name, count in counts.items():
         if count is not None and count != str(len(counts)):
             raise CoverageError(
@@ -372,7 +372,7 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
 def _join_shards(
     folder: Path, name: str, pieces: list[tuple[int, str, TensorHeader, tuple[int, ...]]]
 ) -> StoredTensor:
-    """The tensor that shards make together, proven to cover it once."""
+    """The tensor made of shards, proven to cover it exactly once."""
     _, first_file, first, _ = pieces[0]
     for _, file, entry, _ in pieces:
         if entry.dtype is not first.dtype or len(entry.shape) != len(first.shape):

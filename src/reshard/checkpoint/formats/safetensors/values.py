@@ -1,4 +1,4 @@
-"""What one safetensors file holds: values that cannot be built unless each byte has one owner.
+"""The contents of one safetensors file, as values in which every byte has one owner.
 
 The values are the same whether a header was read or is about to be written, and cannot be
 built unless they are right:
@@ -120,7 +120,7 @@ class FileHeader:
 
 
 def is_text(value: object) -> bool:
-    """Whether UTF-8 can say `value`: Python's text may hold halves of UTF-16 pairs."""
+    """Whether UTF-8 can encode `value`: Python's text may hold halves of UTF-16 pairs."""
     if not isinstance(value, str):
         return False
     try:

@@ -169,7 +169,7 @@ class _Fields:
         self._state: dict[Any, Any] = value.state
 
     def wrong(self, name: str, expected: str) -> FormatError:
-        """The error for an attribute that is missing or something else."""
+        """The error for an attribute that is missing or of another type."""
         found = self._state.get(name)
         return FormatError(
             f"{self._label}: {name} is {shortened(repr(type(found).__name__))}, expected {expected}"

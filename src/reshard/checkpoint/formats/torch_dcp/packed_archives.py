@@ -49,7 +49,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedArchive:
-    """An archive that lies transformed in a file.
+    """An archive that is stored transformed, such as compressed, in a file.
 
     Its `packed_bytes` at `place` were transformed by `transforms`, which are undone in that
     order. `front` is what its beginning says. Its storage is unpacked to `start_bytes` of the
@@ -117,7 +117,7 @@ def _bound_bytes(storage_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """The archives that lie transformed in one file, in the order of their unpacked storages."""
+    """The transformed archives of one file, in the order of their unpacked storages."""
 
     archives: tuple[PackedArchive, ...]
 
@@ -127,12 +127,12 @@ class PackedFile:
         return self.archives[0].place.path
 
     def open(self, path: Path, source: SourceFile, scratch: Path | None) -> SourceFile:
-        """What is unpacked of it, for reading."""
+        """Open the unpacked contents for reading."""
         return UnpackedFile(path, self.archives, source, scratch)
 
 
 class UnpackedFile(SourceFile):
-    """What is unpacked of one file, each archive when something in it is first read.
+    """The unpacked contents of one file; each archive is unpacked when it is first read.
 
     `packed` is that file, and stays open as long; `scratch` the folder in which there is room.
     It reads nothing itself: `read_bytes` are those of `packed`.
@@ -202,7 +202,7 @@ class UnpackedFile(SourceFile):
         return None
 
     def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
-        """As `SourceFile.read_into`; unpacks what was not.
+        """As `SourceFile.read_into`; unpacks archives that are not yet.
 
         Raises also FormatError or DigestError for archives that are damaged.
         """
@@ -220,7 +220,7 @@ class UnpackedFile(SourceFile):
                 self._is_unpacked[number] = True
 
     def _unpack(self, archive: PackedArchive) -> None:
-        """Unpack an archive and prove it: its storage into the file, the rest in memory."""
+        """Unpack an archive and check it: its storage into the file, the rest in memory."""
         storage_bytes = archive.front.storage_bytes
         packed = RangeStream(self._read_packed, archive.place.start_bytes, archive.packed_bytes)
         most_bytes = _bound_bytes(storage_bytes)

@@ -64,7 +64,7 @@ def data_file_name(rank: int) -> str:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that a file name names, or None.
+    """The rank in a file name, or None.
 
     >>> rank_of_file("__12_1.distcp"), rank_of_file("weights.distcp")
     (12, None)
@@ -74,7 +74,7 @@ def rank_of_file(name: str) -> int | None:
 
 
 def read(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder with `.metadata`, by what the files themselves say.
+    """Describe the checkpoint in a folder with `.metadata`, from its files alone.
 
     Raises:
         FormatError: a file that is damaged or contradicts another.

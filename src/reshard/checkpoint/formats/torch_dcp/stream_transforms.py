@@ -61,7 +61,7 @@ class RangeStream:
 
 
 def check_transforms(transforms: Sequence[str], label: str) -> None:
-    """Raise for transforms that cannot be undone here; `label` names what they were done to.
+    """Raise for transforms that cannot be undone; `label` names the item in errors.
 
     >>> check_transforms(["stream.zstd/1"], "w")
     >>> check_transforms(["stream.secret/1"], "w")

@@ -280,7 +280,7 @@ class Records(Protocol):
 
 
 def archived_tensor(archive: Records, value: Any) -> ArchivedTensor:
-    """What the pickle of an archive says, checked against its records.
+    """The tensor that the pickle of an archive describes, checked against its records.
 
     Raises:
         FormatError: a pickle of something else, or one that its records contradict.
@@ -384,7 +384,7 @@ class _Front:
         return FormatError(f"{self._label} is no tensor as torch.save writes it: {reason}")
 
     def tensor(self) -> ArchivedTensor:
-        """What the description says, and where the storage begins."""
+        """The described tensor, and where its storage begins."""
         pickle = None
         for name, begin, stop in self._records():
             if name == "data.pkl":

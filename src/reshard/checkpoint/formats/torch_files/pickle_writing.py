@@ -33,7 +33,7 @@ def write_pickle(value: Any) -> bytes:
 
 
 class _PickleWriter:
-    """What is written so far, and under which number what can be recalled."""
+    """The bytes so far, and the memo: the number of each value that can be recalled."""
 
     def __init__(self) -> None:
         self.content = bytearray()
