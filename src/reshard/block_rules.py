@@ -183,6 +183,7 @@ class Pieces(CutRule):
         for block in self.pieces:
             expect_count("pieces", block, parts)
         expect_sum("pieces", [sum(block) for block in self.pieces], length)
+        # Of shape `(blocks, parts)`: row by row in the dimension, column by column in the parts.
         size = np.array(self.pieces, dtype=np.int64).reshape(-1, parts)
         stop = np.cumsum(size).reshape(size.shape)
         local_stop = np.cumsum(size, axis=0)
@@ -223,6 +224,7 @@ class WholeBlocks(CutRule):
         if self.counts is not None:
             expect_count("block counts", self.counts, parts)
         counts = self.counts or ceil_sizes(len(self.sizes), parts).tolist()
+        # Where the blocks of each part begin and end.
         edges = np.concatenate(([0], np.cumsum(self.sizes)))[np.cumsum((0, *counts))]
         return table_of_sizes(length, np.diff(edges).astype(np.int64))
 

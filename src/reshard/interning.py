@@ -28,6 +28,7 @@ class _InterningType(type):
         value = super().__call__(*args, **kwargs)
         key = (cls, value.interning_key())
         with _lock:
+            # Where threads build one value at once, the first is everybody's.
             return _values.setdefault(key, value)
 
 

@@ -79,6 +79,7 @@ class Placement(Interned):
     """
 
     def __init__(self, slot: IntArray, part: IntArray, contribution: IntArray) -> None:
+        # Stable, since the cells of a rank are in the order of its memory.
         order = np.argsort(slot, kind="stable")
         self.slot: IntArray = slot[order]
         self.part: IntArray = part[order]
@@ -296,6 +297,7 @@ class Layout(Interned):
                     f"indices of the leading {dims} dimensions of {list(shape)}"
                 )
             start, stop = ends
+            # The dimensions behind the flattened ones are whole in every box.
             rest = shape[dims:]
             for box in flat_range_boxes(shape[:dims], start, stop):
                 boxes.append((slot, Box(box.start + (0,) * len(rest), box.stop + rest)))
@@ -335,6 +337,7 @@ class Layout(Interned):
         slot = as_integer(slot, "rank", LayoutError)
         if slot >= self.slots:
             raise LayoutError(f"rank {slot} of a layout over ranks 0 to {self.slots - 1}")
+        # Cells are sorted by rank.
         low, high = self.cell_slot.searchsorted((slot, slot + 1))
         return range(int(low), int(high))
 

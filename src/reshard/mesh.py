@@ -231,6 +231,7 @@ class DeviceMesh(Interned):
             size = self.axis_size(axis)
             position = self.axis_names.index(axis.name)
             full = self.shape[position]
+            # The place along the whole axis, of each place of the grid in row-major order.
             along = np.arange(self.size) // math.prod(self.shape[position + 1 :]) % full
             # A sub-axis is the middle digit of the place along its axis: `pre`, `size`, the rest.
             index = index * size + along // (full // (axis.pre * size)) % size

@@ -136,6 +136,7 @@ class RunTable(Interned):
         role: ArrayLike = OWNED,
     ) -> RunTable:
         """A table from columns of single runs, each of shape `(runs,)` or a scalar for all."""
+        # In the order of `Run`'s fields; each run is there once.
         columns = np.broadcast_arrays(part, start, length, local_start, 1, 0, 0, role)
         return cls(dimension_length, parts, np.stack(columns, axis=-1).astype(np.int64))
 
@@ -229,6 +230,7 @@ class RunTable(Interned):
     def runs_of(self, part: int) -> list[tuple[int, int, int, int]]:
         """The single runs of one part: `(start, stop, local_start, role)` in local order."""
         single = self._single
+        # Runs are sorted by part.
         low, high = np.searchsorted(single.part, (part, part + 1))
         columns = (single.start, single.stop, single.local_start, single.role)
         return list(zip(*(column[low:high].tolist() for column in columns), strict=True))
@@ -372,6 +374,7 @@ def _check_magnitudes(matrix: IntArray) -> None:
 
 def _single_runs(matrix: IntArray) -> SingleRuns:
     part, start, length, local_start, repeat, global_step, local_step, role = matrix.T
+    # For each run, its row and how many runs of that row come before it.
     row = np.arange(len(repeat)).repeat(repeat)
     step = ragged_arange(repeat)
     begin = np.where(role == PAD, 0, start)[row] + np.where(role == PAD, 0, global_step)[row] * step

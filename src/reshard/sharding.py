@@ -359,6 +359,7 @@ class ShardingSpec(Interned):
             )
         mesh = self.mesh
         tables = [_table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)]
+        # For each dimension, the part that each device has of it.
         parts = [_coordinates(mesh, dim.axes) for dim in self.dim_specs]
         contributions = _parts(mesh, self.partial_axes)
         # Devices at other coordinates than `only` gives hold nothing.

@@ -134,6 +134,7 @@ def _estimate_messages(
         whole = LayoutChange(step.source_layout, step.target_layout)
         return exchanges_part([whole], itemsize_bytes, topology, name, inside=inside)
     if isinstance(step, Permute):
+        # A rank receives one whole shard, as large as what its sender sends.
         sent = step.received_elements * itemsize_bytes
         sender, receiver = np.array(step.pairs, dtype=np.int64).reshape(-1, 2).T
         copies = _find_permuted_copies(
@@ -158,6 +159,7 @@ def _find_permuted_copies(
     shape, arrays = (
         one.cell_shape[np.searchsorted(one.cell_slot, sender)] for one in (own, around)
     )
+    # Elements of each shard, and of its longest runs of memory in the array around it.
     elements, run = shape.prod(axis=1), run_elements(shape, arrays)
     is_copied = (elements > 0) & ((sender == receiver) | (run < elements))
     return LocalCopies(

@@ -138,6 +138,7 @@ def fit(measurements: Iterable[Measurement]) -> Fitted:
     every = tuple(measurements)
     of = {subject: [one for one in every if one.subject == subject] for subject in SUBJECTS}
     call_s = median([one.seconds_s for one in of[CALL]] or [0.0])
+    # A measured step has a call in it.
     step_s = max(median([one.seconds_s for one in of[STEP]] or [0.0]) - call_s, 0.0)
     kinds = [kind for kind in FORMULAS if any(one.subject == kind for one in every)]
     costs = {
@@ -234,6 +235,7 @@ def _solve_robustly(rows: FloatArray, wanted: FloatArray) -> FloatArray:
 
 def _solve_without_negatives(rows: FloatArray, wanted: FloatArray) -> FloatArray:
     """Least squares with no unknown below 0: of all subsets the best, and the first of equals."""
+    # A column of zeros shows nothing of its cost, which stays 0.
     things = [int(column) for column in np.flatnonzero(rows.any(axis=0))]
     best, least = np.zeros(rows.shape[1]), float(wanted @ wanted)
     for count in range(1, len(things) + 1):

@@ -76,6 +76,7 @@ def message_cost(
     total = np.zeros(len(pair), dtype=np.int64)
     np.add.at(total, of_piece.reshape(-1), size)
     of_pair = np.zeros(len(pair), dtype=np.int64)
+    # All pieces of a pair of ranks have one link.
     of_pair[of_piece.reshape(-1)] = levels
     work = _MessageWork(name, topology, of_pair, total, copies or LocalCopies.none())
     best = Part.nothing(name)
@@ -102,6 +103,7 @@ class _MessageWork:
     def of_busiest_rank(self, ranks: IntArray) -> Part:
         """What the rank that takes longest sends, or receives; the first of equals."""
         topology = self.topology
+        # Messages of each rank on each kind of link: shape `(levels, ranks)`.
         count = np.zeros((len(LEVELS), topology.ranks), dtype=np.int64)
         total = np.zeros_like(count)
         np.add.at(count, (self.levels, ranks), 1)

@@ -45,6 +45,7 @@ def identity(reduction: str, kind: ArrayKind) -> Storage:
         return kind.element(0)
     if reduction == "product":
         return kind.element(1)
+    # NumPy gives no limits for truth values.
     if kind.dtype.name == "bool":
         least, greatest = 0.0, 1.0
     elif is_integer(kind.dtype):

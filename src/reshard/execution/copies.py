@@ -225,6 +225,7 @@ def _share(pieces: Sequence[Copy], workers: int) -> None:
         for piece in pieces:
             piece.carry_out()
         return
+    # Its methods are atomic, so threads need no lock.
     waiting = deque(pieces)
 
     def work() -> None:

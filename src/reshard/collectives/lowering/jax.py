@@ -273,6 +273,7 @@ def _write_all_to_all(step: Step, before: ShardingSpec, after: ShardingSpec) -> 
 def _write_all_reduce(before: ShardingSpec, after: ShardingSpec) -> str:
     axes = _list_names(axis for axis in before.partial_axes if axis not in after.partial_axes)
     reduction = before.reduction or "sum"
+    # JAX has no reduction for products.
     if reduction == "product":
         return f"x = jnp.prod(lax.all_gather(x, {axes}), axis=0, dtype=x.dtype)"
     return f"x = lax.{_REDUCTIONS[reduction]}(x, {axes})"
@@ -284,6 +285,7 @@ def _write_scatter(axes: tuple[Axis, ...], before: ShardingSpec, dim: int) -> li
         return [
             f"x = lax.psum_scatter(x, {_list_names(axes)}, scatter_dimension={dim}, tiled=True)"
         ]
+    # JAX scatters sums alone: here parts are exchanged, and each device combines its own.
     count = math.prod(map(before.mesh.axis_size, axes))
     return [
         f"pieces = jnp.stack(jnp.split(x, {count}, axis={dim}))",
@@ -341,6 +343,7 @@ def _write_joint(
     Shards are padded by a window, for a window that reached over the end would be moved back.
     """
     local = ceil_shape(after, step.shape)
+    # Where a window holds the piece, and not what lies behind it.
     within = " & ".join(
         f"(lax.broadcasted_iota(int, piece_{number}, {dim}) < size[{dim}])"
         for dim in range(len(local))

@@ -57,6 +57,7 @@ class WholeAxes:
                 )
             for low, high in parts:
                 self._parts.append(Axis(name, low, high // low))
+                # Parts are named by where they begin and end in their axis.
                 word = name if len(parts) == 1 else f"{name}_{low}_{high}"
                 # A part must not have the name of another axis.
                 while len(parts) > 1 and word in cuts:

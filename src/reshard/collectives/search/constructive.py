@@ -82,6 +82,7 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
     space, source, target = problem.space, problem.source, problem.target
     reduced = source.pending - target.pending
     if source.prime_mesh == target.prime_mesh:
+        # To be sliced by, before the rearrangement.
         lacking = target.used - source.used - source.pending
         if reduced:
             # Ranks that hold the same contribution share the work of combining it.
@@ -90,6 +91,7 @@ def _find_by_one_rearrangement(problem: Problem) -> Iterator[Path]:
                 - source.used
                 - source.pending
             )
+        # To be gathered along, behind it.
         dropped = (source.used | lacking | reduced) - target.used
         ways_back = source
     else:

@@ -88,6 +88,7 @@ class _Search:
         problem, space = self.problem, self.problem.space
         prime_mesh = space.prime_meshes[state.prime_mesh]
         ranks = len(space.ranks)
+        # Axes along which ranks hold replicas.
         free = [a for a in prime_mesh.primes if a not in state.used and a not in state.pending]
         # Slices only drop elements, so they cost nothing.
         for after in self._find_slices(state, free):
@@ -141,6 +142,7 @@ class _Search:
         dims = range(len(space.shape))
         parts = tuple(space.parts(state, dim) for dim in dims)
         count = math.prod(parts)
+        # Contributions lie along axes of one prime mesh, and keep a state there.
         prime_meshes = range(len(space.prime_meshes)) if not state.pending else [state.prime_mesh]
         for number in prime_meshes:
             prime_mesh = space.prime_meshes[number]
@@ -242,6 +244,7 @@ def _replace_cut(state: State, dim: int, cut: Cut) -> State:
 
 def exact_outcome(problem: Problem, budget: int | None = DEFAULT_BUDGET) -> Outcome:
     """The cheapest path, or the best known when the work allowed is done; None for no limit."""
+    # The program to fall back on, whose cost others must get below.
     known = constructive_search(problem) if problem.steps == JOINT else _search_whole_axes(problem)
     bar = math.inf if known is None else path_cost(problem, known)
     least = problem.distance(problem.source)
@@ -280,6 +283,7 @@ def _run_a_star(search: _Search, source: State, least: int, bar: float) -> Path 
     # A node is a state and whether a rearrangement led to it, since none may follow that.
     paid = {(source, False): 0}
     came: dict[tuple[State, bool], tuple[State, bool] | None] = {(source, False): None}
+    # Of equals, the one found first: states have no order, and all ranks must choose alike.
     order = itertools.count()
     queue = [(least, 0, next(order), source, False)]
     done: set[tuple[State, bool]] = set()

@@ -49,6 +49,7 @@ class StateTable:
                 *(by_primes[d][primes] for d, primes in enumerate(assigned)), indexing="ij"
             )
             rows.append(np.array([column.reshape(-1) for column in grid], dtype=np.int64))
+        # Of shape `(dims, states)`: which of `cuts` each state has in each dimension.
         self.ids: IntArray = np.concatenate(rows, axis=1)
         pairs = [
             [space.intervals(prime_mesh, space.shape[d], cut) for cut in self.cuts[d]] for d in dims

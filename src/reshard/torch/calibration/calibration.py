@@ -185,6 +185,7 @@ class _Measuring:
             is_over = counted >= _FEWEST_ROUNDS and (
                 elapsed_s * (len(taken_s) + 1) / len(taken_s) > seconds_s
             )
+            # By the clock of the first rank, so that all end with the same round.
             over = torch.tensor([is_over if is_first else 0], device=self._device)
             dist.broadcast(over, 0)
             if is_first and progress is not None:

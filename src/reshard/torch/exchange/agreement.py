@@ -163,6 +163,7 @@ def _raise_problems(
     cause: Exception | None = None,
 ) -> None:
     every: list[str | None] = [None] * dist.get_world_size(group)
+    # Texts are gathered only when it is known that some rank has a problem.
     dist.all_gather_object(every, own_problem, group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     ranks_with: dict[str, list[int]] = {}
@@ -235,6 +236,7 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
     with run_errors(_UNANSWERED):
         digests = _gather_digests(own, group)
         for rank, digest in zip(ranks, digests, strict=True):
+            # Equal values come from the first rank that has them.
             first_with.setdefault(digest, rank)
         for digest, rank in first_with.items():
             # Only the first rank and the one that has the value take part in its message.

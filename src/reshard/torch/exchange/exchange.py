@@ -127,6 +127,7 @@ class MessageExchange:
         self._group = group
         self._device = device
         self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
+        # Grouped messages to and from all ranks are in memory at once.
         peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
         message_bytes = limit_message_bytes(extra_bytes, peers)
         found = list_messages(

@@ -160,6 +160,7 @@ class _Lister:
         layout: Layout | None = None
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Layout):
             value, layout = value[0], shift_ranks(value[1], self.first_rank)
+        # This rank has no part of the tensor, and knows its layout.
         if value is None and layout is not None:
             self.entries.append(Entry(name, None, None, layout, fusion=fusion, own_name=own_name))
             return

@@ -299,6 +299,7 @@ class ShardBuffers:
         """
         for number, phase in enumerate(self._phases.phases):
             is_there = self._phases.is_view(number)
+            # A slice that is a view moves nothing.
             if phase.kind == "local" and is_there:
                 continue
             transfers = phase.transfers(self._rank)

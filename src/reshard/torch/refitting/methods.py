@@ -108,6 +108,7 @@ class RefitMethods:
             return "it is a piece of a fused tensor"
         if match.specs is None:
             return "a side of it is not a DTensor"
+        # Without a topology nothing is known of times: a program has to move less.
         is_assumed = self.method == "auto" and self.topology is None
         if is_assumed and match.source.contributions <= match.target.contributions:
             return "no topology is given, and nothing of it is combined"

@@ -197,6 +197,7 @@ class Refit:
                 Where that is after the first byte, the target is not usable.
             PlanError: on every rank, ranks that run different refits.
         """
+        # Before each run, since a rank may have failed, or its tensors may have moved.
         agree(Intent({"refit": self._prepared.part.digest.encode()}, self._problem()), self._group)
         self.is_usable = False
         try:
