@@ -4,7 +4,7 @@ Boxes that form no grid (flat ranges, ragged shards, chunk lists) are compared o
 
 1. Each box is an interval of a line, such that boxes that meet have intervals that meet. One
    line is a dimension. Another is the row-major order, from a box's first element to its last:
-   flat ranges, whose inner dimensions are cut anywhere, scarcely meet on it::
+   flat ranges, whose inner dimensions are cut anywhere, hardly meet on it::
 
        +-------------+
        | 0  0  0 +---|      dimension 1   |-0-----||-1-|     |-1---------|   all meet all

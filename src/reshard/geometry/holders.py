@@ -148,7 +148,7 @@ class Holders:
 # A model has few different sources, and many targets for each.
 @lru_cache(maxsize=128)
 def find_holders(layout: Layout) -> Holders:
-    """Who holds each element of `layout`, as a source."""
+    """The holders of each element of `layout`, as a source."""
     copies = find_replicas(layout.placement)
     key_code = KeyCode(layout, copies.first)
     runs = [_find_stretches(table) for table in layout.tables]

@@ -28,8 +28,9 @@ from reshard.runs import IntArray, distinct, ragged_arange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyIntersections:
-    """Those of target cell `c` are `begin[of_cell[c]]:begin[of_cell[c] + 1]` of the columns, in the
-    order of contributions and source keys; `pair` is the pair of each overlap.
+    """What target cells meet: rows `begin[of_cell[c]]:begin[of_cell[c] + 1]` for target cell `c`.
+
+    They are in the order of contributions and source keys; `pair` is the pair of each overlap.
     """
 
     overlaps: tuple[Overlap, ...]

@@ -87,7 +87,7 @@ class LayoutChange(Interned):
 
     @cached_property
     def holders(self) -> Holders:
-        """Who holds each element of the source."""
+        """The holders of each element of the source."""
         return find_holders(self.source)
 
     @property
@@ -178,7 +178,7 @@ class LayoutChange(Interned):
 
     @property
     def staying_elements(self) -> int:
-        """Elements that are where they shall be."""
+        """Elements that are in place already."""
         return int(self.routes.elements[self.routes.stays].sum())
 
     @cached_property

@@ -54,7 +54,7 @@ class RoutePieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPieces:
-    """The pieces of every pair that are the same whoever of its holders sends them.
+    """The pieces of every pair, cut alike for all of its holders.
 
     Pieces that continue one another for all holders are joined. Those of pair `i` are
     `begin[i]:begin[i + 1]`; `entry` is where each begins in the columns of the overlap.
@@ -111,7 +111,7 @@ class Overlap:
 
     @cached_property
     def shared_pieces(self) -> SharedPieces:
-        """The pieces of every pair, whoever of its holders sends them."""
+        """The pieces of every pair, for any of its holders."""
         pairs = np.arange(len(self.pair_set))
         begin = self.piece_begin
         pair = np.repeat(pairs, np.diff(begin))
@@ -193,7 +193,7 @@ def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
 def overlap_of_pairs(
     holders: DimensionHolders, target: RunTable, part: IntArray, source_part: IntArray
 ) -> Overlap:
-    """The same for some pairs of a target part and a source part, in any order and repeated.
+    """The overlap of given pairs of a target part and a source part, in any order and repeated.
 
     Each holder set must be one part.
     """

@@ -161,7 +161,7 @@ class RouteFinder:
     def _find_intersecting_needs(
         self, intersections: KeyIntersections, cells: IntArray, allowed: list[BoolArray] | None
     ) -> CellNeeds:
-        """The same, where it is known what each cell meets."""
+        """The needs of cells, from what each is known to meet."""
         key = intersections.of_cell[cells]
         row, at = ragged_ranges(intersections.begin[key], np.diff(intersections.begin)[key])
         cell = cells[row]
@@ -231,7 +231,7 @@ class RouteFinder:
         contribution: IntArray,
         pairs: tuple[IntArray, ...],
     ) -> Routes:
-        """The same where every need has one key: the choice is among its copies."""
+        """The source cell of each need, where a need has one key: one of its copies."""
         holders = self.holders
         parts = [overlap.pair_set[pairs[d]] for d, overlap in enumerate(self.overlaps)]
         key = holders.key_of(contribution, parts)

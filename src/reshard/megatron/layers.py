@@ -99,7 +99,7 @@ class PipelineLayers:
 
     @classmethod
     def windows(cls, counts: Iterable[int]) -> PipelineLayers:
-        """So many layers on each stage, in order."""
+        """The number of layers of each stage, in order."""
         return cls((tuple(counts),))
 
     @property

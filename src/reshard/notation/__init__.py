@@ -6,7 +6,7 @@ has `parse_NAME` and `NAME_text`, and some more:
 
     vocabulary, mesh_order, scanner    what several of them share
     dtensor.objects, jax_objects       live objects of torch and jax, which are not imported
-    objects                            `sharding_of`: of a live object, whosever it is
+    objects                            `sharding_of`: of a live object of any system
     flat_buffer                        the long buffers of ZeRO and FSDP
 
 Every public name of theirs is one of this package, loaded when it is first used.

@@ -84,7 +84,7 @@ class Job:
 
     @cached_property
     def assignment(self) -> SenderAssignment:
-        """Who sends what of all that moves: the same on all ranks.
+        """The senders of all that moves, the same on all ranks.
 
         Raises PlanError where a source leaves out an element.
         """

@@ -73,7 +73,7 @@ class Plan(Interned):
 
     @property
     def target(self) -> Layout:
-        """Where they shall be."""
+        """Where the elements go."""
         return self.change.target
 
     @cached_property

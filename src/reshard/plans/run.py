@@ -120,7 +120,7 @@ def run_stages(
     stages: Callable[[int], Iterable[Transfers]],
     arrays: Mapping[str, Mapping[int, Any]],
 ) -> dict[str, dict[int, Any]]:
-    """The same by the transfers of stages: `stages(number)` are those of tensor `number`.
+    """The target's arrays by the transfers of stages: `stages(number)` are those of a tensor.
 
     The first fill target arrays from source arrays, the next from target arrays.
     """

@@ -119,7 +119,7 @@ class ClassShares:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyAssignment:
-    """Who makes the first copies, and the others of the first classes that `is_relayed`."""
+    """The shares of ranks in the first copies, and in the others where a class `is_relayed`."""
 
     is_relayed: BoolArray
     first: ClassShares
@@ -147,7 +147,7 @@ class ClassSizes:
 
 
 def assign_copies(classes: CopyClasses, sizes: ClassSizes, ranks: int) -> CopyAssignment:
-    """Who makes which part of the copies of some classes, between `ranks` ranks."""
+    """The shares of `ranks` ranks in the copies of some classes."""
     far, near = classes.nature == _FAR, classes.nature == _NEAR
     direct = _share_copies(classes, sizes, far)
     if not near.any():

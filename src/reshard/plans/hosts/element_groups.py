@@ -129,7 +129,7 @@ def find_element_groups(plan: LayoutChange) -> ElementGroups:
     try:
         routes = finder.into(np.arange(regions.layout.cells))
     except PlanError:
-        # The same is missing in the target, whose slots have numbers that people know.
+        # The same is missing in the target, whose slots are ranks that an error can name.
         for slot in plan.target.holders:
             plan.routes_into(slot)
         raise

@@ -117,5 +117,5 @@ def fan_out_transfers(
 
 
 def transfers_of_slot(transfers: Transfers, slot: int) -> Transfers:
-    """Those that a slot sends or receives."""
+    """The transfers that a slot sends or receives."""
     return transfers.take((transfers.source_slot == slot) | (transfers.target_slot == slot))

@@ -12,7 +12,7 @@ handed on, also on one of other copies::
 
 1. A line is cut in *stretches*, whole tensors' flows of at least `_STRETCH_BYTES`, and each
    stretch in the proportions of the shares. So all senders are busy in every part of a job,
-   and yet no small tensor goes in crumbs.
+   and yet no small tensor is cut into tiny pieces.
 2. Cuts are moved back to the boundary of an element. Between two neighbouring cuts of a flow,
    on whichever line, lies a fragment.
 """

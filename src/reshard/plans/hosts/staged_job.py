@@ -178,7 +178,7 @@ class StagedJob:
 
     @cached_property
     def _list_copies(self) -> tuple[IntArray, ...]:
-        """Who sends how much to which host: ranks, hosts and bytes, for each fragment twice."""
+        """Senders, hosts that receive, and bytes: two copies for each fragment."""
         columns = self.fragments
         shape = columns.item.shape
         size, first, second, host, others = (np.zeros(shape, dtype=np.int64) for _ in range(5))

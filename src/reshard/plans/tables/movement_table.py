@@ -1,4 +1,4 @@
-"""Who sends what to whom, as tables that stay short however many ranks there are.
+"""Tables of what moves between ranks, short however many ranks there are.
 
 1. A few transfers are listed box by box.
 2. More of them are added up by sender and receiver.

@@ -68,7 +68,7 @@ def plan_table(change: LayoutChange, transfers: Transfers, dtype: DType | None =
 
 
 def gather_row(gathered: int, moved: int) -> tuple[str, int, str]:
-    """The row of an all-gather and a slice, the baseline that people know."""
+    """The row of an all-gather and a slice, the usual baseline."""
     remark = ""
     if moved and gathered != moved:
         times = gathered / moved

@@ -90,7 +90,7 @@ class ReshardingPlan:
         return found
 
     def redistributions(self, tensor_name: str) -> list[TensorRedistribution]:
-        """Those of one tensor, by source rank; an empty list for an absent name."""
+        """The redistributions of one tensor, by source rank; an empty list for an absent name."""
         return list(self._by_name.get(tensor_name, ()))
 
     def source_rank(self, tensor_name: str) -> int | None:
@@ -117,7 +117,7 @@ class ReshardingResult:
             empty mapping.
         success: whether everything was done; False for an execution that was cancelled, whose
             shards then are those tensors that were complete.
-        warnings: what a careful person wants to know, in full sentences.
+        warnings: what a user should know, in full sentences.
         duration_s: how long it took.
         copied_bytes: the size of all elements that this process copied.
     """
