@@ -30,7 +30,7 @@ from reshard.runs import IntArray, distinct, ragged_arange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyNeeds:
-    """What target keys need of source keys, as columns of shape `(needs,)`; `pair` has one for
+    """The needs of target keys from source keys, as columns of shape `(needs,)`; `pair` has one for
     each dimension. The source keys of need `n` are `key[key_begin[n]:key_begin[n + 1]]`.
     """
 

@@ -28,9 +28,10 @@ from reshard.runs import IntArray, distinct, ragged_arange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyIntersections:
-    """What target cells meet: rows `begin[of_cell[c]]:begin[of_cell[c] + 1]` for target cell `c`.
+    """The keys that target cells meet.
 
-    They are in the order of contributions and source keys; `pair` is the pair of each overlap.
+    Those of cell `c` are rows `begin[of_cell[c]]:begin[of_cell[c] + 1]`, in the order of
+    contributions and source keys; `pair` is the pair of each overlap.
     """
 
     overlaps: tuple[Overlap, ...]
@@ -45,7 +46,7 @@ class KeyIntersections:
 def find_key_intersections(
     source: Layout, target: Layout, combines: tuple[tuple[int, ...], ...]
 ) -> KeyIntersections:
-    """What the cells of `target` meet of a source in which no element has two keys.
+    """The keys that the cells of `target` meet, of a source in which no element has two keys.
 
     `combines[c]` are the source contributions that target contribution `c` adds up.
     """

@@ -142,7 +142,7 @@ class LayoutChange(Interned):
         return boxes if self.holders.is_exclusive else join_boxes(boxes)
 
     def for_rank(self, rank: int) -> Transfers:
-        """What one rank receives, keeps and sends, found without the others' part.
+        """The transfers of one rank: to it, within it and from it, found without the others'.
 
         Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
         """

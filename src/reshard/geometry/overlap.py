@@ -178,7 +178,7 @@ class Overlap:
 # The tensors of all layers are cut alike, wherever the layers live.
 @lru_cache(maxsize=128)
 def find_overlap(holders: DimensionHolders, target: RunTable) -> Overlap:
-    """What each part of `target` takes from each holder set."""
+    """The overlap of the parts of `target` and the holder sets of a source."""
     runs = _find_runs(target)
     # Stretches may overlap and nest, so the first that can reach a run is found by the
     # furthest stop so far, and what does not reach it after all is dropped.
@@ -205,7 +205,7 @@ def overlap_of_pairs(
 
 
 def wanted_runs(target: RunTable) -> PartRuns:
-    """What each part of a target has, pads left out."""
+    """The runs of each part of a target, pads left out."""
     runs = _find_runs(target)
     return PartRuns.of(target.parts, runs.part, runs.start, runs.stop)
 

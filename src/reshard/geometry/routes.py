@@ -135,7 +135,7 @@ class RouteFinder:
         cells: IntArray,
         allowed: list[BoolArray] | None = None,
     ) -> CellNeeds:
-        """What cells need: the product of their pairs, for each contribution."""
+        """The needs of cells: the product of their pairs, for each contribution."""
         if self.intersections is not None:
             return self._find_intersecting_needs(self.intersections, cells, allowed)
         counts = np.array([len(sources) for sources in self.combines], dtype=np.int64)

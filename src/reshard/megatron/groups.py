@@ -104,7 +104,7 @@ class MegatronGrids:
 
 
 def _find_misfits(groups: Mapping[int, Groups], known: set[str]) -> Iterator[str]:
-    """What is wrong with the groups by themselves."""
+    """The problems of the groups by themselves."""
     for axis in sorted(known - set(GROUP_AXES)):
         yield f"a process group along {axis!r}; the axes are {', '.join(GROUP_AXES)}"
     for rank, of in groups.items():

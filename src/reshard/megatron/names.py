@@ -88,7 +88,7 @@ class MegatronNames:
         return places[rank]
 
     def global_name(self, name: str, rank: int, chunk: int = 0) -> str:
-        """What `name`, of model chunk `chunk` on `rank`, is called in the whole model.
+        """The global name of `name`, which is of model chunk `chunk` on `rank`.
 
         Raises:
             NotationError: a rank, layer or expert that is not there.
@@ -107,7 +107,7 @@ class MegatronNames:
         return self._renumber(name, layer, expert)
 
     def local_name(self, name: str) -> str:
-        """What the ranks that have the tensor of global `name` call it.
+        """The local name of the tensor of global `name`, on the ranks that have it.
 
         Raises NotationError for a layer or expert that is not there.
 

@@ -27,7 +27,7 @@ from reshard.megatron.ranks import places_along
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What one rank knows of one of its parameters; see `MegatronParameter` for each field."""
+    """One of a rank's parameters, as the rank knows it; see `MegatronParameter` for each field."""
 
     shape: Shape
     tensor_model_parallel: bool = False
@@ -41,7 +41,7 @@ class LocalParameter:
 
     @classmethod
     def of(cls, parameter: Any) -> LocalParameter:
-        """What a live parameter says: a torch tensor with Megatron's attributes.
+        """The description of a live parameter, a torch tensor with Megatron's attributes.
 
         A parameter whose gradients are not reduced with the others (`allreduce` is False) belongs
         to an expert.
@@ -188,7 +188,7 @@ def _combine(
 def _group_by_part(
     name: str, part: Mapping[int, int], held: Mapping[int, LocalParameter]
 ) -> list[LocalParameter]:
-    """What each tensor-parallel rank says; copies of one must say the same."""
+    """The description by each tensor-parallel rank; copies of one must agree."""
     found: dict[int, tuple[int, LocalParameter]] = {}
     for rank, local in held.items():
         first_rank, first = found.setdefault(part[rank], (rank, local))

@@ -105,7 +105,7 @@ class FlatBuffer:
 
     @property
     def rank_elements(self) -> int:
-        """How many elements of the buffer each rank has, padding included."""
+        """The elements of the buffer that each rank has, padding included."""
         used = 0
         if self.tensors:
             used = self.starts[-1] + math.prod(self.tensors[-1][1])
@@ -113,11 +113,11 @@ class FlatBuffer:
 
     @property
     def elements(self) -> int:
-        """How long the buffer is, padding included."""
+        """The length of the buffer, padding included."""
         return self.rank_elements * self.ranks
 
     def pieces(self, rank: int) -> tuple[BufferPiece, ...]:
-        """What one rank has of the tensors, in the order of its part.
+        """The pieces of tensors that one rank has, in the order of its part.
 
         Raises:
             NotationError: a rank that is not there.

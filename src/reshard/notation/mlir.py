@@ -48,7 +48,7 @@ _GRID = r"(?:shard\.grid|mesh\.mesh)\b"
 
 @dataclass(slots=True)
 class _Words:
-    """What a text says, in the dialect's own terms."""
+    """The contents of a text, in the dialect's own terms."""
 
     mesh_name: str | None = None
     split_axes: list[list[int]] = field(default_factory=list)

@@ -53,7 +53,7 @@ class Notation:
     def parse(
         self, text: str, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
     ) -> ShardingSpec | Layout:
-        """What a text of this notation says.
+        """The sharding, or the layout, of a text of this notation.
 
         Args:
             text: without a prefix.
@@ -144,7 +144,7 @@ NOTATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedSharding:
-    """What a text says, and in which notation."""
+    """The sharding of a text, and its notation."""
 
     notation: Notation
     sharding: ShardingSpec | Layout
@@ -257,7 +257,7 @@ def public_names() -> dict[str, str]:
 
 
 def load_public_name(name: str) -> Any:
-    """What a public name means; its module is loaded.
+    """The value of a public name; its module is loaded.
 
     Raises:
         AttributeError: a name that no notation has.

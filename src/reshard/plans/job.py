@@ -107,7 +107,7 @@ class Job:
         return self._name_items(transfers_of_all(self.assignment, POLICIES[self.sources]))
 
     def for_rank(self, rank: int) -> JobTransfers:
-        """What one rank receives, keeps and sends of every tensor, found without the others'.
+        """The transfers of one rank, of every tensor: to it, within it and from it.
 
         Raises PlanError for a negative rank, and where a source leaves out an element.
 

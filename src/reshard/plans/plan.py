@@ -91,7 +91,7 @@ class Plan(Interned):
         return self.job.transfers.get(_NAME, Transfers.none(self.source.ndim))
 
     def for_rank(self, rank: int) -> Transfers:
-        """What one rank receives, keeps and sends, found without the others' part.
+        """The transfers of one rank: to it, within it and from it, found without the others'.
 
         Raises LayoutError for a rank that cannot be; one beyond both layouts has no part.
         """

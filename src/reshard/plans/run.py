@@ -25,7 +25,7 @@ NamedChange = tuple[str, DType, LayoutChange]
 
 
 def copies_of_change(change: LayoutChange) -> TensorCopies:
-    """What the engine does for a change of layouts."""
+    """The copies of a change of layouts, for the engine."""
     return TensorCopies(
         change.source,
         change.target,

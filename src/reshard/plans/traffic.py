@@ -87,12 +87,12 @@ class Traffic:
 
     @cached_property
     def sent(self) -> IntArray:
-        """What each rank sends: shape `(ranks,)`."""
+        """Amounts that each rank sends: shape `(ranks,)`."""
         return self._sum_by(self.sender, self.amount)
 
     @cached_property
     def received(self) -> IntArray:
-        """What each rank receives: shape `(ranks,)`."""
+        """Amounts that each rank receives: shape `(ranks,)`."""
         return self._sum_by(self.receiver, self.amount)
 
     @cached_property

@@ -45,7 +45,7 @@ _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """How each tensor is cut, and by which rule.
+    """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
     those that one matched. `unmatched` tensors are replicated. `unused_rules` (given by hand)
@@ -112,7 +112,7 @@ class _AssignmentBuilder:
         self.lay_out = cache(self._lay_out)
 
     def name_of(self, number: int) -> str:
-        """How messages call a rule."""
+        """The name of a rule in messages."""
         where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
         return f"{where}rule `{self.rules[number]}`"
 
@@ -236,7 +236,7 @@ def assign(
     config: Mapping[str, object] | None = None,
     itemsizes_bytes: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """How each tensor of `shapes` is cut over `mesh`.
+    """The sharding of each tensor of `shapes` over `mesh`.
 
     Args:
         shapes: of the tensors, by name.

@@ -24,7 +24,7 @@ AxisMapping = Mapping[str, tuple[Axis, ...]]
 
 
 def joint_size(mesh: DeviceMesh, axes: Iterable[Axis]) -> int:
-    """How many coordinates axes have together."""
+    """The number of coordinates that axes have together."""
     return math.prod(mesh.axis_size(axis) for axis in axes)
 
 

@@ -39,7 +39,7 @@ class MemberSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How members lie in a fused parameter.
+    """The places of members in a fused parameter.
 
     Args:
         members: their names, or patterns of them where the fused parameter's name is one.
@@ -128,7 +128,7 @@ class Fusion:
         return tuple(found)
 
     def sizes(self, length: int) -> tuple[int, ...]:
-        """How much of a fused dimension of `length` each member has. Raises RecipeError as above.
+        """The length of each member in a fused dimension of `length`. Raises RecipeError as above.
 
         >>> Fusion(("gate", "up")).sizes(6)
         (3, 3)

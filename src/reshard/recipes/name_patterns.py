@@ -24,7 +24,7 @@ Meaning = str | Fusion
 
 
 class ForeignName(NamedTuple):
-    """What a name is called: a name, or the fused parameter of that name, of these members."""
+    """A name elsewhere: of the tensor itself, or of the fused parameter of these members."""
 
     name: str
     fusion: Fusion | None = None
@@ -48,7 +48,7 @@ def find_by_pattern(name: str, table: Mapping[str, str] | Mapping[str, Meaning])
 
 
 def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | None:
-    """What a table's convention calls the name of a recipe; None where it says nothing of it.
+    """The name that a table's convention has for one of a recipe; None where it has none.
 
     >>> table = {"*.fc1": Fusion(("*.gate", "*.up")), "*.fc2": "*.down"}
     >>> find_foreign_name("layers.3.down", table).name

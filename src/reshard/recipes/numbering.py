@@ -32,7 +32,7 @@ BY_BYTES = "bytes"
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """What a number in names counts, and which mesh axis deals it out.
+    """The things that a number in names counts, and the mesh axis that they are divided over.
 
     Args:
         axis: the recipe's axis.

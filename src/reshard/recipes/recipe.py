@@ -129,7 +129,7 @@ class Recipe:
     def naming(
         self, convention: str, config: Mapping[str, object] | None = None
     ) -> dict[str, str | Fusion]:
-        """What names of a convention, such as `megatron`, are in the recipe's names.
+        """The recipe's names for those of a convention, such as `megatron`.
 
         A table for `refit(source_names=...)` and `refit(target_names=...)`.
 

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors whose names match a pattern are cut.
+    """The sharding of the tensors whose names match a pattern.
 
     Args:
         pattern: a glob on the whole name, case included: `*` stands for any characters (dots

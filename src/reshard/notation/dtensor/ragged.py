@@ -87,7 +87,7 @@ class RaggedShard:
             )
 
     def ranges(self, indices: int) -> tuple[tuple[int, int], ...]:
-        """What each rank has of so many flattened indices: `(start, stop)`.
+        """The range of `indices` flattened indices that each rank has: `(start, stop)`.
 
         Raises:
             NotationError: a rank that would end inside an index.

@@ -137,7 +137,7 @@ class DocumentReader:
         return [read(value, f"{name}[{number}]") for number, value in entries]
 
     def chosen(self, values: list[Value], number: object, where: str) -> Value:
-        """What a number stands for."""
+        """The value that a number stands for."""
         at = whole_number(number, where, 0)
         if at >= len(values):
             raise NotationError(f"{where}: number {at} of {len(values)}")

@@ -38,7 +38,7 @@ def to_json(value: Layout | Plan | Job) -> str:
 
 
 def from_json(text: str) -> Layout | Plan | Job:
-    """What a document of `to_json` describes: the very layout or plan, or an equal job.
+    """The layout, plan or job of a document: the very layout or plan, or an equal job.
 
     Raises:
         ReshardError: any other text: NotationError, or what building such a value raises.

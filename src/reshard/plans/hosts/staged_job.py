@@ -114,7 +114,7 @@ class StagedJob:
         return self._expand(item, np.arange(begin, end), None)
 
     def for_rank(self, rank: int) -> tuple[StageTransfers, ...]:
-        """What one rank receives, keeps, sends and hands on, item by item."""
+        """The transfers of one rank in both stages, item by item."""
         found = []
         for number in range(len(self.job.items)):
             begin, end = self._item_begin[number : number + 2].tolist()

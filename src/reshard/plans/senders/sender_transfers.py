@@ -78,7 +78,7 @@ def _select_everything(assignment: SenderAssignment) -> Selection:
 def transfers_of_rank(
     assignment: SenderAssignment, rank: int, find_senders: FindSenders | None
 ) -> list[GroupTransfers]:
-    """What one rank receives, keeps and sends."""
+    """The transfers of one rank: to it, within it and from it."""
     if rank >= len(assignment.rank_groups.group):
         return []
     wanted = np.flatnonzero(assignment.rows.rank_group == assignment.rank_groups.group[rank])

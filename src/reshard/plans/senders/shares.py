@@ -171,7 +171,7 @@ class _DemandClasses:
         return np.add.reduceat(of_rows, self.begin)
 
     def loads(self, shares: _Floats) -> _Floats:
-        """What one member of each group sends."""
+        """The load of one member of each group."""
         return np.bincount(self.group, shares, len(self.size)) / self.size
 
 

@@ -1,4 +1,4 @@
-"""What `print(job)` shows: what moves, the least that could, who is busiest, which tensors."""
+"""The text of `print(job)`: what moves, the least that could, the busiest ranks, the tensors."""
 
 from __future__ import annotations
 

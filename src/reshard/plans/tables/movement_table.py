@@ -21,7 +21,7 @@ MOST_ROWS = 24
 
 
 def movement_table(moving: Transfers, traffic: Traffic, most_rows: int = MOST_ROWS) -> str:
-    """What moves between ranks, in at most `most_rows` rows and a line on what is left out.
+    """A table of what moves between ranks, in at most `most_rows` rows and a line on the rest.
 
     Args:
         moving: the boxes, without those that stay.
@@ -66,7 +66,7 @@ def _format_numbers(rows: Sequence[Sequence[object]], headers: Sequence[str], al
 
 
 def rank_table(traffic: Traffic, most_rows: int = MOST_ROWS, dtype: DType | None = None) -> str:
-    """What each rank sends and receives, ranks that do the same in one row.
+    """A table of what each rank sends and receives, ranks that do the same in one row.
 
     Where there are more than `most_rows` kinds of ranks, those that move most are listed. With a
     dtype, amounts are in bytes.

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: both layouts, what moves, and what each rank sends and receives."""
+"""The text of `print(plan)`: both layouts, what moves, and what each rank sends and receives."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorRedistribution:
-    """What one source rank gives of one tensor.
+    """The slices of one tensor that one source rank gives.
 
     Attributes:
         tensor_name: of the whole tensor.
@@ -109,7 +109,7 @@ class ReshardingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReshardingResult:
-    """What an execution gave.
+    """The result of an execution.
 
     Attributes:
         target_shards: the arrays of each target rank, `{rank: {name: array}}`; where several

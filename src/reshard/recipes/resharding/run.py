@@ -123,7 +123,7 @@ class ReshardingRun:
             raise _Cancelled
 
     def result(self, ranks: Iterable[int], notes: Sequence[str] = ()) -> ReshardingResult:
-        """What there is of the target `ranks`. `notes` say why other processes stopped early."""
+        """The arrays of the target `ranks` so far; `notes` say why other processes stopped."""
         own = list(ranks)
         warnings = [*self._list_unplanned(), *self._list_empty(own), *notes]
         if self.was_cancelled:

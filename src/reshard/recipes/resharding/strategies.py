@@ -42,7 +42,7 @@ from reshard.recipes.strategies import Config, Strategy, strategy
 
 
 class TensorMetadata(NamedTuple):
-    """What a strategy has to know of a tensor: its dtype, and its layout over source ranks."""
+    """A tensor as strategies need it: its dtype, and its layout over source ranks."""
 
     dtype: Any
     layout: Layout
