@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from reshard.errors import (
-    ArrayIndexError,
     MeshError,
     ReshardError,
     ShardError,
-    SpecError,
     UsageError,
 )
 from reshard.mesh import DeviceMesh
@@ -44,13 +42,12 @@ from reshard.spmd.shards.pending_sums import (
     with_pending,
     without_pending,
 )
+from reshard.spmd.shards.refusals import REFUSALS, check_shapes, make_refusal, refuse
 from reshard.spmd.shards.runner import MOST_KEPT, Runner, replicated
 from reshard.spmd.shards.shard_copies import Movement
 
 Attributes = Mapping[str, Any]
 RunCall = Callable[..., Any]
-REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
-"""The errors of libraries for elements, or shapes, that they cannot work on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +320,7 @@ def _compile(
         rows = _compute(name, functions, columns, operands, runner, shares_failure)
     except ReshardError as error:
         if layout is None:
-            _check_shapes(operator, types, attributes, error)
+            check_shapes(operator, types, attributes, error)
         raise
     # 6. Types of the results. Where these do not let contributions wait, it is compiled without.
     is_single = not isinstance(rows[0], tuple | list)
@@ -362,52 +359,13 @@ def _compute(
     try:
         rows = [function(*row) for function, *row in zip(functions, *columns, strict=True)]
     except REFUSALS as error:
-        failure = _make_refusal(name, operands, runner, error)
+        failure = make_refusal(name, operands, runner, error)
     # Every rank takes part, whether or not it failed: the others wait for it otherwise.
     if shares_failure:
         failure = runner.failure_of_any(failure)
     if failure is not None:
         raise failure
     return rows
-
-
-def _check_shapes(
-    operator: Operator,
-    operands: Sequence[ArrayType | None],
-    attributes: Attributes,
-    refusal: ReshardError,
-) -> None:
-    """Raises SpecError where the operator's rule says why a library refused whole arrays."""
-    shapes = [() if one is None else one.shape for one in operands]
-    try:
-        operator.inferred(shapes, **attributes)
-    except SpecError as error:
-        given = ", ".join("a number" if one is None else str(one) for one in operands)
-        said = f"{operator.name} of "
-        text = str(error).removeprefix(said)
-        raise SpecError(f"{said}{given}: {text}") from refusal
-
-
-def _make_refusal(
-    name: str, operands: Sequence[Any], runner: Runner, error: Exception
-) -> Exception:
-    """An error of a library as one that names the operation and its operands."""
-    # Memory has nothing to do with the operands' elements: callers may catch the library's own
-    # error.
-    if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
-        return error
-    given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
-    kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
-    refusal = kind(
-        f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
-        "elements that it takes, by sp.astype for instance"
-    )
-    refusal.__cause__ = error
-    return refusal
-
-
-def _refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
-    raise _make_refusal(name, operands, runner, error)
 
 
 def _take_column(operand: Any, move: Movement | None, count: int) -> tuple[Any, ...]:
@@ -479,7 +437,7 @@ def _make_run(
                 try:
                     made._shards = tuple([function(shard) for shard in x._shards])
                 except REFUSALS as error:
-                    _refuse(name, (x,), runner, error)
+                    refuse(name, (x,), runner, error)
                 made.runner = runner
                 return made
 
@@ -491,7 +449,7 @@ def _make_run(
             try:
                 made._shards = tuple(map(function, x._shards, y._shards))
             except REFUSALS as error:
-                _refuse(name, (x, y), runner, error)
+                refuse(name, (x, y), runner, error)
             made.runner = runner
             return made
 

@@ -1,0 +1,53 @@
+"""Refusals: errors of libraries as errors that name the operation and its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from reshard.errors import ArrayIndexError, ReshardError, SpecError, UsageError
+from reshard.spmd.array_type import ArrayType
+from reshard.spmd.operators.operator import Operator
+from reshard.spmd.shards.array_value import ArrayValue
+from reshard.spmd.shards.runner import Runner
+
+REFUSALS = (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError)
+"""The errors of libraries for elements, or shapes, that they cannot work on."""
+
+
+def check_shapes(
+    operator: Operator,
+    operands: Sequence[ArrayType | None],
+    attributes: Mapping[str, Any],
+    refusal: ReshardError,
+) -> None:
+    """Raises SpecError where the operator's rule says why a library refused whole arrays."""
+    shapes = [() if one is None else one.shape for one in operands]
+    try:
+        operator.inferred(shapes, **attributes)
+    except SpecError as error:
+        given = ", ".join("a number" if one is None else str(one) for one in operands)
+        said = f"{operator.name} of "
+        text = str(error).removeprefix(said)
+        raise SpecError(f"{said}{given}: {text}") from refusal
+
+
+def make_refusal(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> Exception:
+    """An error of a library as one that names the operation and its operands."""
+    # Memory has nothing to do with the operands' elements: callers may catch the library's own
+    # error.
+    if isinstance(error, ReshardError) or "OutOfMemory" in type(error).__name__:
+        return error
+    given = ", ".join(str(x.type if isinstance(x, ArrayValue) else x) for x in operands)
+    kind = ArrayIndexError if isinstance(error, IndexError) else UsageError
+    refusal = kind(
+        f"{name} of {given}: {runner.library.name} cannot: {str(error).strip()}; give it "
+        "elements that it takes, by sp.astype for instance"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def refuse(name: str, operands: Sequence[Any], runner: Runner, error: Exception) -> NoReturn:
+    """Raises a library's error as `make_refusal` has it."""
+    raise make_refusal(name, operands, runner, error)
