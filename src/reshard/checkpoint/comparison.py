@@ -2,6 +2,13 @@
 
 Both are read block by block in the tensors' own order, so cuts, formats and files do not
 matter. Nothing is taken from manifests: the bytes are read, compared and digested.
+
+1. Names, shapes and dtypes are compared without reading.
+2. Threads read the blocks of the tensors that both have, compare and digest them.
+3. Items that are not tensors are compared by their digests, if both formats can hold such.
+
+`check_digests` reads one checkpoint in the same way, and compares its digests with those that
+its manifest recorded, and its bytes with the checksums that files have of their own.
 """
 
 from __future__ import annotations

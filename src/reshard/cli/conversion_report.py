@@ -25,6 +25,7 @@ def conversion_report(source: str, conversion: Conversion, ranks_per_host: int |
     alike: dict[LayoutChange, list[JobItem]] = {}
     for item in job.items:
         alike.setdefault(item.change, []).append(item)
+    # The kinds of change with most bytes first; the rest is counted in a remark.
     drawn = sorted(alike.values(), key=lambda items: -sum(map(_size_bytes, items)))
     transfers = sum(len(found.transfers.moving) for found in job.transfers.groups)
     left_out = sum(len(items) for items in drawn[MOST_DRAWN:])

@@ -1,4 +1,4 @@
-"""What `reshard explain` says of a movement, as text, as JSON and as a report.
+"""Explanations of a change of layout by `reshard explain`: as text, as JSON and as a report.
 
 A tensor is planned as a job of its own: what a rank holds already stays, and where several hold
 what another one lacks, the most loaded of them sends as little as possible.
@@ -146,6 +146,7 @@ class Explanation:
     def _found_program(self) -> Program | str:
         """The program of collectives, or why there is none."""
         source, target = (side.reading.sharding for side in (self.before, self.after))
+        # Collectives run along mesh axes, over the same devices on both sides.
         if isinstance(source, Layout) or isinstance(target, Layout):
             return "a side says what each rank holds, and no mesh"
         if set(source.mesh.devices) != set(target.mesh.devices):

@@ -55,6 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; the exit code."""
     prepare_streams()
     try:
+        # Not `program.main`, which would print errors and exit on its own.
         with program.make_context("reshard", list(arguments) or ["--help"]) as context:
             return cast(int, program.invoke(context))
     except click.exceptions.Exit as done:

@@ -151,6 +151,7 @@ def _with_halo(rule: Halo, part: Part, length: int) -> Part:
     inside = {place.global_index for place in part}
     role = "fresh halo" if rule.fresh else "halo"
     places: Part = []
+    # A halo continues the range from the part's first to its last index.
     for index in range(min(inside) - rule.before, max(inside) + 1 + rule.after):
         if index in inside:
             places.append(Place(index))
@@ -181,5 +182,6 @@ def _see_through(outer: Part, place: Place) -> Place:
     if place.role == "pad" or outer[place.global_index].role == "pad":
         return Place(NO_ELEMENT, "pad")
     roles = {place.role, outer[place.global_index].role}
+    # In order of age: a stale copy of anything is stale.
     role = next(role for role in ("halo", "fresh halo", "owned") if role in roles)
     return Place(outer[place.global_index].global_index, role)

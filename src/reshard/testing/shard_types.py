@@ -66,6 +66,7 @@ def sharding_spec(grid: Grid, sharding: ShardingOp, ndim: int) -> ShardingSpec:
     for axis in (axis for axes in sharding.split_axes for axis in axes):
         _check_axis(grid, axis)
     cuts = [*sharding.split_axes, *[()] * (ndim - len(sharding.split_axes))]
+    # Lists beyond the tensor's dimensions are allowed while they are empty.
     if any(cuts[ndim:]):
         raise NotationError(
             f"{len(cuts)} lists of axes for a tensor of {ndim} dimensions; give at most one a "

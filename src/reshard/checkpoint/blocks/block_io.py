@@ -1,7 +1,12 @@
 """One block of a tensor, read from the shards that hold it or written to those that take it.
 
 A reader gathers a block in the tensor's own row-major order; a writer spreads it. Both work
-in a `Workspace`, the memory of one thread, and never allocate more than it has.
+in a `Workspace`, the memory of one thread, and never allocate more than it has::
+
+    reader   files --(one range at a time)--> span buffer --(Span.copy)--> block
+    writer   block --(Span.copy)--> span buffer --(one range at a time)--> files
+
+A block that is one range of one file, in its own order, is read and written without the copy.
 """
 
 from __future__ import annotations

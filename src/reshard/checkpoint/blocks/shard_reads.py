@@ -1,4 +1,4 @@
-"""Reads of a part of a shard, and of little else.
+"""Reads of a box of a shard, with little besides.
 
 What a rank needs of a shard is a box of it. In the file, which is row major, a box is a number
 of equally long ranges::

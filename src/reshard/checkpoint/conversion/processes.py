@@ -1,13 +1,13 @@
-"""Several processes that work on one conversion, and what they say to each other.
+"""Cooperation of several processes on one conversion.
 
 They are started by `torchrun`, or by anything that sets its variables (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), and talk through `torch.distributed` (gloo). Little is said: what
-process 0 decided, what each has done at the end, and now and then that it is still alive.
+MASTER_ADDR, MASTER_PORT), and communicate through `torch.distributed` (gloo). They exchange
+little: what process 0 decided, what each has done at the end, and at intervals a sign of life.
 
 1. `share` hands a value of process 0 to all; `collect` hands everybody's to all.
 2. An error in one process reaches the others: at once through `fail`, which they notice at
    their next `check`.
-3. A process that was killed says nothing. The others notice that its sign of life does not
+3. A process that was killed sends nothing. The others notice that its sign of life does not
    change, and stop after `timeout_s`.
 """
 

@@ -171,6 +171,7 @@ def _per_rank(conversion: Conversion) -> list[dict[str, int]]:
     read, written = conversion.read_bytes_by_rank, conversion.write_bytes_by_rank
     sent = conversion.job.sent_bytes.tolist()
     received = conversion.job.received_bytes.tolist()
+    # Ranks of either side: one that only reads has no place among those that receive.
     ranks = sorted({*range(len(sent)), *range(len(received)), *read, *written})
     return [
         {

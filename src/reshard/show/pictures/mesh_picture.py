@@ -1,4 +1,4 @@
-"""What each device of a mesh holds, drawn as the devices lie in the mesh.
+"""Pictures of a mesh: what each device holds, drawn as the devices lie in the mesh.
 
 The last axis runs to the right, the one before it down; every further axis runs down too, in
 blocks of those inside it. An arrow says which axis runs where::

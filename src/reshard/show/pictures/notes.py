@@ -1,4 +1,4 @@
-"""Notes below a picture: what of a layout no drawing can say.
+"""Notes below a picture: the properties of a layout that no drawing can show.
 
 The dimensions that are not drawn, contributions, padding, halos, ranks that hold nothing.
 """

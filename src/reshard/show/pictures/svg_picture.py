@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor, as a picture in colour.
+"""Pictures of layouts in colour, as SVG: which rank holds which part of a tensor.
 
 1. The same regions as in the text pictures (`regions`, `drawing`): boxes held alike are one.
 2. Rows and columns are to scale; where there are few, none is too small to see.

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor, as a picture made of text.
+"""Pictures of layouts as text: which rank holds which part of a tensor.
 
 1. The two most cut dimensions are drawn (`regions.drawn_dimensions`), a tensor of one
    dimension as a line of boxes if it fits and as a column of them otherwise.

@@ -1,4 +1,4 @@
-"""A reader of pickles that runs nothing: what a pickle says, without doing what it says.
+"""A reader of pickles that runs nothing: it describes the calls of a pickle and makes none.
 
 A pickle is a program: it names functions and classes, and calls them. PyTorch's checkpoints
 are full of pickles of a few known shapes. Here their opcodes are read one by one, on a stack
