@@ -101,7 +101,7 @@ def look_into(
         FormatError: no such archive, or one of more than `tensor_bytes`.
     """
     packed = RangeStream(read, place.start_bytes, packed_bytes)
-    stream = unpacked(packed, transforms, _bound_bytes(tensor_bytes), label)
+    stream = unpacked(packed, transforms, _find_most_bytes(tensor_bytes), label)
     front = read_archive_front(stream.read(FRONT_BYTES), label)
     if front.storage_bytes > tensor_bytes:
         raise FormatError(
@@ -111,7 +111,7 @@ def look_into(
     return PackedArchive(label, place, packed_bytes, transforms, front)
 
 
-def _bound_bytes(storage_bytes: int) -> int:
+def _find_most_bytes(storage_bytes: int) -> int:
     return FRONT_BYTES + storage_bytes + _MOST_TAIL_BYTES
 
 
@@ -223,7 +223,7 @@ class UnpackedFile(SourceFile):
         """Unpack an archive and check it: its storage into the file, the rest in memory."""
         storage_bytes = archive.front.storage_bytes
         packed = RangeStream(self._read_packed, archive.place.start_bytes, archive.packed_bytes)
-        most_bytes = _bound_bytes(storage_bytes)
+        most_bytes = _find_most_bytes(storage_bytes)
         stream = unpacked(packed, archive.transforms, most_bytes, archive.label)
         front = stream.read(archive.front.start_bytes)
         checksum = self._unpack_storage(stream, archive)
