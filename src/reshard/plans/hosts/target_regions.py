@@ -61,7 +61,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
     label = np.array([distinct.index(sources) for sources in combines], dtype=np.int64)
     wanting = Layout(
         target.shape,
-        [_freshen_halos(table) for table in target.tables],
+        [_refresh_halos(table) for table in target.tables],
         target.slots,
         target.cell_slot,
         target.cell_part,
@@ -81,7 +81,7 @@ def find_regions(target: Layout, combines: tuple[tuple[int, ...], ...]) -> Regio
     return regions
 
 
-def _freshen_halos(table: RunTable) -> RunTable:
+def _refresh_halos(table: RunTable) -> RunTable:
     runs = table.single_runs()
     if not (runs.role == HALO).any():
         return table
