@@ -196,7 +196,7 @@ def test_what_megatron_cannot_say(spec: ShardingSpec, message: str) -> None:
         ("tp=2 | partition_dim=0 expert_ranks=0 ndim=1", {}, NotationError, "no expert's"),
         ("etp=2 edp=2 | partition_dim=0 ndim=1", {}, NotationError, "edp=2 .* `expert` behind"),
         ("tp=2 edp=2 | expert ndim=1", {}, NotationError, "belongs to an expert's grid"),
-        ("tp=0 | ndim=1", {}, MeshError, "tp=0"),
+        ("tp=0 | ndim=1", {}, MeshError, "parallel size tp 0 must be at least 1"),
         ("tp=2 order=dp | ndim=1", {}, MeshError, "leaves out tp"),
         (
             "partition_dim=0",
