@@ -432,23 +432,31 @@ class Layout(Interned):
 def _check_box(pair: Any, shape: tuple[int, ...]) -> tuple[int, Box]:
     """A rank and its box, as ints. Raises LayoutError where the box is not in the tensor."""
     try:
-        slot, (start, stop) = pair
+        slot, given = pair
+        start, stop = given
     except (TypeError, ValueError):
         raise LayoutError(
             f"{pair!r} where a rank and a box were expected, such as (0, Box((0, 0), (2, 4)))"
         ) from None
-    box = Box(
-        as_integers(start, "start of a box", LayoutError, least=None),
-        as_integers(stop, "stop of a box", LayoutError, least=None),
-    )
+    # Most boxes are of plain ints, and there may be tens of thousands: those are taken as they are.
+    if type(start) is type(stop) is tuple and {*map(type, (slot, *start, *stop))} == {int}:
+        box = given if type(given) is Box else Box(start, stop)
+    else:
+        slot = as_integer(slot, "rank", LayoutError)
+        box = Box(
+            as_integers(start, "start of a box", LayoutError, least=None),
+            as_integers(stop, "stop of a box", LayoutError, least=None),
+        )
     if len(box.start) != len(box.stop):
         raise LayoutError(
             f"a box from {box.start} to {box.stop}; both corners need one index a dimension"
         )
-    inside = all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False))
+    inside = all(0 <= a <= b <= n for a, b, n in zip(*box, shape, strict=False))
     if len(box.start) != len(shape) or not inside:
         raise LayoutError(f"box {box} does not lie in a tensor of shape {list(shape)}")
-    return as_integer(slot, "rank", LayoutError), box
+    if slot < 0:
+        raise LayoutError(f"rank {slot} must not be negative")
+    return slot, box
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
