@@ -52,10 +52,12 @@ test check: export PYTHONDONTWRITEBYTECODE :=
 TESTS := $(VENV)/bin/python -m pytest -q -n $(PROCESSES) --dist worksteal
 QUICK := \
 	$(filter-out tests/test_documents.py tests/test_soak.py,$(wildcard tests/test_*.py)) \
-	tests/text tests/cost tests/execution tests/plans/documents tests/plans/senders \
+	tests/text tests/cost tests/execution tests/plans/documents tests/plans/senders/test_shares.py \
+	tests/plans/senders/test_adding_a_policy.py \
 	tests/notation tests/recipes/test_recipe.py tests/recipes/test_shipped_recipes.py \
 	tests/checkpoint/blocks tests/checkpoint/files tests/checkpoint/conversion/test_staging.py \
-	tests/checkpoint/formats tests/checkpoint/conversion/test_journal.py \
+	tests/checkpoint/formats/safetensors tests/checkpoint/formats/test_adding_a_format.py \
+	tests/checkpoint/conversion/test_journal.py \
 	tests/collectives/test_steps.py tests/spmd/rules tests/spmd/propagation/test_propagation.py \
 	tests/spmd/test_eager_networks.py tests/cli/test_golden_output.py tests/cli/test_failures.py \
 	"tests/torch/test_redistribution.py::test_every_tensor_is_what_the_oracle_and_dtensor_say[2]" \
