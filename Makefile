@@ -5,7 +5,7 @@ DEMO := .demo
 # One more than cores, by default two: many tests wait for disks, or for what must time out.
 PROCESSES ?= 3
 
-.PHONY: demo venv test check lint bench soak golden clean
+.PHONY: demo venv test check lint bench soak golden engines clean
 
 # The main job on a real trained model: recut its checkpoint twice, and prove nothing was lost.
 demo: $(DEMO)/venv/.installed $(DEMO)/model/.fetched
@@ -95,5 +95,22 @@ soak: venv
 golden: venv
 	RESHARD_UPDATE_GOLDEN=1 $(VENV)/bin/python -m pytest -q tests/show tests/cli
 
+# What inference engines and trainers do with the same checkpoints, each in an environment of its
+# own (2 GB together): torch is the CPU build, so a package index that has no `torch==2.13.0+cpu`
+# needs PyTorch's own beside it, in PIP_EXTRA_INDEX_URL. ENGINES="vllm" runs one of them.
+# Requirements are whole and pinned: dependencies are not followed, since they would bring CUDA.
+ENGINES ?= transformers vllm megatron
+
+engines: $(ENGINES:%=.engines/%/.installed)
+	@for engine in $(ENGINES); do \
+		RESHARD_ENGINE=$$engine PYTHONPATH=src:tests OMP_NUM_THREADS=1 .engines/$$engine/bin/python \
+			-m pytest -q -p no:cacheprovider -W default tests/engines || exit 1; \
+	done
+
+.engines/%/.installed: tests/engines/requirements/%.txt
+	$(PYTHON) -m venv .engines/$*
+	.engines/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .engines $(VENV) $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
