@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Nested, Padded, Sizes, Windows
 from reshard.errors import RuleError
 from reshard.layout import Layout
@@ -154,6 +154,26 @@ def test_blocks_are_cut_each_by_itself(sizes: list[int], parts: int) -> None:
                 part += [int(i) for i in piece]
         table = Blocks(tuple(sizes), rule).table(sum(sizes), parts)
         assert indices_of(table) == expected
+
+
+def test_joined_blocks_follow_their_own_rules() -> None:
+    # Mamba's in_proj of 4 heads of 2 and 2 groups of 3 states: z, x, B, C, dt.
+    rule = Joined((8, 8, 6, 6, 4), (Heads(4), Heads(4), Heads(2), Heads(2), Heads(4)))
+    z, x, b, c, dt = (
+        np.arange(32)[a:e].tolist() for a, e in itertools.pairwise((0, 8, 16, 22, 28, 32))
+    )
+    assert indices_of(rule.table(32, 2))[1] == z[4:] + x[4:] + b[3:] + c[3:] + dt[2:]
+    # With more ranks than groups, those whose heads use a group hold it.
+    assert indices_of(rule.table(32, 4))[1] == z[2:4] + x[2:4] + b[:3] + c[:3] + dt[1:2]
+    assert indices_of(rule.table(32, 4))[2] == z[4:6] + x[4:6] + b[3:] + c[3:] + dt[2:3]
+
+
+@given(st.lists(st.integers(0, 12), max_size=6), counts)
+def test_blocks_joined_by_one_rule_are_blocks(sizes: list[int], parts: int) -> None:
+    joined = Joined(tuple(sizes), (Balanced(),) * len(sizes))
+    assert joined.table(sum(sizes), parts) is Blocks(tuple(sizes), Balanced()).table(
+        sum(sizes), parts
+    )
 
 
 @given(st.lists(st.integers(0, 12), max_size=8), counts)
@@ -303,6 +323,12 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Blocks((4, -1)), r"blocks \[4, -1\]"),
         (lambda: Blocks((4, 1)).table(6, 2), r"\[4, 1\] add up to 5, but the length is 6"),
         (lambda: Blocks((4, 2), Sizes((3, 1))).table(6, 2), "add up to 4, but the length is 2"),
+        (lambda: Joined((4, -1), (Ceil(), Ceil())), r"blocks \[4, -1\]"),
+        (lambda: Joined((4, 2), (Ceil(),)), "1 rules for 2 blocks; give one for each"),
+        (lambda: Joined((4,), Ceil()), "give a list with one for each block"),  # type: ignore[arg-type]
+        (lambda: Joined((4,), (2,)), "2 is no cut rule"),  # type: ignore[arg-type]
+        (lambda: Joined((4, 2), (Ceil(), Ceil())).table(7, 2), r"\[4, 2\] add up to 6"),
+        (lambda: Joined((4,), (Heads(3),)).table(4, 2), "4 is not made of 3 equal heads"),
         (lambda: Pieces(((4, -2),)), r"pieces \[4, -2\]"),
         (lambda: Pieces(((),)), "pieces of a block are none"),
         (lambda: Pieces(((4, 2),)).table(6, 3), "2 pieces for 3 parts"),

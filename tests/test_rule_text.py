@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Padded, Sizes, Windows
 from reshard.errors import LayoutError, NotationError, RuleError
 from reshard.rule_text import parse_rule
@@ -37,6 +37,12 @@ def test_every_rule_reads_back(data: st.DataObject) -> None:
         ("blocks[]", Blocks(())),
         ("balanced@blocks[6,2]", Blocks((6, 2), Balanced())),
         ("stride2@blocks[6,2]", Blocks((6, 2), Strided(2))),
+        ("joined[6@heads3,2]", Joined((6, 2), (Heads(3), Ceil()))),
+        ("joined[]", Joined((), ())),
+        (
+            "joined[ 6@sizes[3, 3], 4@balanced@blocks[2,2] ]",
+            Joined((6, 4), (Sizes((3, 3)), Blocks((2, 2), Balanced()))),
+        ),
         ("pieces[4:2,6:4]", Pieces(((4, 2), (6, 4)))),
         ("whole[4,6,4]", WholeBlocks((4, 6, 4))),
         ("whole[4,6,4;1,2]", WholeBlocks((4, 6, 4), (1, 2))),
@@ -72,6 +78,11 @@ def test_a_text_means_its_rule(text: str, rule: CutRule) -> None:
         ("windows[4]", "cannot read the cut rule 'windows"),
         ("windows[1:2:3]", "cannot read the cut rule 'windows"),
         ("pieces[4:x]", "cannot read the cut rule 'pieces"),
+        ("joined", "cannot read the cut rule 'joined'; write joined"),
+        ("joined[heads3@6]", "cannot read the cut rule"),
+        ("joined[6@]", "cannot read the cut rule"),
+        ("joined[6@spiral]", "unknown cut rule 'spiral'"),
+        ("balanced@joined[6]", "cannot wrap another rule"),
         ("whole", "cannot read the cut rule 'whole'"),
         ("cyclic", "cannot read the cut rule 'cyclic'"),
         ("cyclic4[1]", "cannot read the cut rule"),

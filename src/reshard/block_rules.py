@@ -3,7 +3,7 @@
 The blocks lie one behind another. A part gets a piece of each of them, or whole ones::
 
     blocks of 4, 8 and 4 over 2 parts     |----|--------|----|
-    a piece of each (`Blocks`)             0  1 0   1    0  1
+    a piece of each (`Blocks`, `Joined`)   0  1 0   1    0  1
     whole ones (`WholeBlocks`)             0    0        1
     blocks of 2, in turn (`BlockCyclic`)   0 1 0 1 0 1 0 1
 
@@ -12,7 +12,7 @@ See `reshard.cut_rules` for what a rule is, and for those without blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -122,24 +122,73 @@ class Blocks(CutRule):
                 f"they are those on each of {parts} parts, give {whole}, or every part's own sizes"
             )
         expect_sum("blocks", self.sizes, length)
-        rows: list[IntArray] = []
-        # Where the next block begins in the local order of each part.
-        local = np.zeros(parts, dtype=np.int64)
-        start = 0
-        tables = {size: self.rule.table(size, parts) for size in set(self.sizes)}
-        for size in self.sizes:
-            table = tables[size]
-            block = table.rows.copy()
-            block[:, Run._fields.index("start")] += start
-            block[:, Run._fields.index("local_start")] += local[block[:, 0]]
-            rows.append(block)
-            local += table.local_lengths
-            start += size
-        return RunTable(length, parts, np.concatenate(rows) if rows else [])
+        return _join(length, parts, self.sizes, [self.rule] * len(self.sizes))
 
     @property
     def text(self) -> str:
         return chained(self.rule) + f"blocks{bracketed(self.sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(CutRule):
+    """Consecutive blocks of the given sizes, each cut over all parts by a rule of its own.
+
+    A part holds its piece of every block, in the order of the blocks. Sources: fused weights
+    whose members do not have equally many heads, so that with more parts than some have they
+    are shared: Mamba's in_proj (vLLM's loader of it), fused query, key and value.
+
+    >>> from reshard.cut_rules import Heads
+    >>> rule = Joined((8, 2, 2), (Heads(4), Heads(2), Heads(2)))
+    >>> rule.text
+    'joined[8@heads4,2@heads2,2@heads2]'
+    >>> rule.table(12, 4).runs_of(1)
+    [(2, 4, 0, 0), (8, 9, 2, 0), (10, 11, 3, 0)]
+    """
+
+    sizes: tuple[int, ...]
+    rules: tuple[CutRule, ...]
+    name: ClassVar[str] = "joined"
+
+    def __post_init__(self) -> None:
+        set_numbers(self, "sizes", "blocks")
+        if isinstance(self.rules, CutRule) or not isinstance(self.rules, Iterable):
+            raise RuleError(f"rules {self.rules!r} of blocks; give a list with one for each block")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            expect_rule(rule)
+        if len(self.rules) != len(self.sizes):
+            raise RuleError(
+                f"{len(self.rules)} rules for {len(self.sizes)} blocks; give one for each"
+            )
+
+    def _cut(self, length: int, parts: int) -> RunTable:
+        expect_sum("blocks", self.sizes, length)
+        return _join(length, parts, self.sizes, self.rules)
+
+    @property
+    def text(self) -> str:
+        pairs = zip(self.sizes, self.rules, strict=True)
+        blocks = [f"{n}" if rule.is_default else f"{n}@{rule.text}" for n, rule in pairs]
+        return f"joined[{','.join(blocks)}]"
+
+
+def _join(length: int, parts: int, sizes: Sequence[int], rules: Sequence[CutRule]) -> RunTable:
+    """The table of blocks one behind another, each cut by its rule."""
+    rows: list[IntArray] = []
+    # Where the next block begins in the local order of each part.
+    local = np.zeros(parts, dtype=np.int64)
+    start = 0
+    pairs = list(zip(sizes, rules, strict=True))
+    tables = {(size, rule): rule.table(size, parts) for size, rule in set(pairs)}
+    for size, rule in pairs:
+        table = tables[size, rule]
+        block = table.rows.copy()
+        block[:, Run._fields.index("start")] += start
+        block[:, Run._fields.index("local_start")] += local[block[:, 0]]
+        rows.append(block)
+        local += table.local_lengths
+        start += size
+    return RunTable(length, parts, np.concatenate(rows) if rows else [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,25 +5,26 @@ of a dimension of that length, whatever the two numbers are: no rule needs one t
 other. A rule with numbers of its own (sizes, blocks) says in a `RuleError` when they do not
 add up to the length.
 
-==================  ============================================  ==========================
-text                cut                                                  found in
-==================  ============================================  ==========================
-(none)              equal parts by ceil, the last ones short or empty    MLIR, GSPMD, `torch.chunk`
-`unit64`            the same, in whole units of 64                       attention heads
-`balanced`          sizes differ by at most one                          `numpy.array_split`
-`sizes[3,1]`        these sizes                                          MLIR offsets, pipelines
-`windows[0:4,2:6]`  these intervals, which may overlap                   sliding windows
-`heads8`            8 equal groups, shared by parts when there are more  key/value heads
-`pad128`            equal parts, padded to a multiple of 128             XLA, padded vocabularies
-`halo[1,1]`         the rule before it, and copies of the neighbours'    MLIR
-`stride2`           2 equal blocks, each cut over all parts              Megatron, `_StridedShard`
-`blocks[6,2]`       blocks of these sizes, each cut over all parts       fused weights, Mamba
-`pieces[4:2,1:1]`   blocks, and how much of each a part has              PartitionedShard unaligned
-`whole[6,2]`        blocks of these sizes, never cut                     PartitionedShard aligned
-`cyclic16`          blocks of 16 dealt in turn                           ScaLAPACK
-==================  ============================================  ==========================
+====================  =================================================  ==========================
+text                  cut                                                found in
+====================  =================================================  ==========================
+(none)                equal parts by ceil, the last short or empty       MLIR, GSPMD, `torch.chunk`
+`unit64`              the same, in whole units of 64                     attention heads
+`balanced`            sizes differ by at most one                        `numpy.array_split`
+`sizes[3,1]`          these sizes                                        MLIR offsets, pipelines
+`windows[0:4,2:6]`    these intervals, which may overlap                 sliding windows
+`heads8`              8 equal groups, shared where there are more parts  key/value heads
+`pad128`              equal parts, padded to a multiple of 128           XLA, padded vocabularies
+`halo[1,1]`           the rule before it, and copies of the neighbours'  MLIR
+`stride2`             2 equal blocks, each cut over all parts            Megatron, `_StridedShard`
+`blocks[6,2]`         blocks of these sizes, each cut over all parts     fused weights, Mamba
+`joined[4,2@heads1]`  blocks, each by its own rule over all parts        fused weights, Mamba
+`pieces[4:2,1:1]`     blocks, and how much of each a part has            PartitionedShard unaligned
+`whole[6,2]`          blocks of these sizes, never cut                   PartitionedShard aligned
+`cyclic16`            blocks of 16 dealt in turn                         ScaLAPACK
+====================  =================================================  ==========================
 
-The last five are made of blocks, and live in `reshard.block_rules`. A cut of a cut
+The last six are made of blocks, and live in `reshard.block_rules`. A cut of a cut
 (DTensor: two mesh axes on one dimension) is `Nested`, written as levels in a sharding's text.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -31,6 +31,7 @@ _SHAPES = {
     "heads": "heads8",
     "stride": "stride2",
     "blocks": "blocks[16,8,4]",
+    "joined": "joined[6@heads3,2]",
     "pieces": "pieces[4:2,6:4]",
     "whole": "whole[4,6,4] or whole[4,6,4;1,2]",
     "cyclic": "cyclic16 or cyclic16+1",
@@ -52,7 +53,7 @@ def parse_rule(text: str) -> CutRule:
     'balanced@halo[1,1,fresh]'
     """
     rule: CutRule = Ceil()
-    for word in text.split("@") if text else ():
+    for word in split_outside_brackets(text, "@") if text else ():
         rule = _parse_word(word.strip(), rule, text)
     return rule
 
@@ -110,6 +111,8 @@ def _build(
         return Sizes(_numbers(bracket))
     if name == "blocks":
         return Blocks(_numbers(bracket), inner)
+    if name == "joined":
+        return _parse_joined(bracket)
     if name == "windows":
         return Windows(tuple((start, stop) for start, stop in _groups(bracket)))
     if name == "pieces":
@@ -123,6 +126,32 @@ def _build(
             return None
         return Halo(int(before), int(after), "fresh" in flags, "padded" in flags, inner)
     return None
+
+
+def _parse_joined(text: str) -> CutRule:
+    blocks = split_outside_brackets(text, ",") if text.strip() else []
+    pairs = [block.partition("@") for block in blocks]
+    # `6@` has no rule, which is not the same as the default one.
+    if any(at and not rule.strip() for _, at, rule in pairs):
+        raise ValueError
+    return Joined(
+        tuple(int(size) for size, _, _ in pairs), tuple(parse_rule(rule) for _, _, rule in pairs)
+    )
+
+
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    """The pieces of a text between separators of one letter that no square brackets enclose.
+
+    >>> split_outside_brackets("tp@joined[6@heads3,2], -", ",")
+    ['tp@joined[6@heads3,2]', ' -']
+    """
+    pieces, depth, start = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if letter == separator and depth <= 0:
+            pieces.append(text[start:at])
+            start = at + 1
+    return [*pieces, text[start:]]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

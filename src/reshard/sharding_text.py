@@ -24,15 +24,13 @@ from reshard.errors import LayoutError, NotationError
 from reshard.integers import as_integer
 from reshard.layout import REDUCTIONS
 from reshard.mesh import DeviceMesh
-from reshard.rule_text import parse_rule
+from reshard.rule_text import parse_rule, split_outside_brackets
 from reshard.sharding import DimSpec, Level, ShardingSpec, expect_mesh
 
 # A word and its brackets, in which those of sub-axes may be: `sum(x:(1)2 y)`.
 _MARK = re.compile(r"(\w+)\(([^()]*(?:\(\d+\)[^()]*)*)\)\s*")
 _COORDINATES = re.compile(r"([^=]+)=(\d+(?:,\d+)*)")
 _OPEN = re.compile(r"(\?)?(?:!(\d+))?")
-# Of a separator: no `]` follows that was opened before it.
-_OUTSIDE_BRACKETS = r"(?![^\[]*\])"
 
 
 def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpec:
@@ -69,9 +67,8 @@ def spec(mesh: DeviceMesh, text: str, *, ndim: int | None = None) -> ShardingSpe
 
 def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
     # Without blanks in brackets, items can be split at the blanks that are left.
-    packed = re.sub(r"\[[^\]]*\]", lambda bracket: re.sub(r"\s", "", bracket[0]), text)
-    dims, bar, marks = packed.partition("|")
-    items = [item.strip() for item in re.split("," + _OUTSIDE_BRACKETS, dims)]
+    dims, bar, marks = _pack_brackets(text).partition("|")
+    items = [item.strip() for item in split_outside_brackets(dims, ",")]
     if not dims.strip():
         items = []
     if items.count("...") == 1 and ndim is not None:
@@ -90,6 +87,15 @@ def _parse(mesh: DeviceMesh, text: str, ndim: int | None) -> ShardingSpec:
     )
 
 
+def _pack_brackets(text: str) -> str:
+    depth, kept = 0, []
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if not (depth > 0 and letter.isspace()):
+            kept.append(letter)
+    return "".join(kept)
+
+
 def _parse_dim(item: str) -> DimSpec:
     if not item:
         raise NotationError("an empty item; write `-` for a dimension that is not cut")
@@ -102,7 +108,7 @@ def _parse_dim(item: str) -> DimSpec:
     if words == ["-"]:
         words = []
     body = " ".join(words)
-    levels = re.split("/" + _OUTSIDE_BRACKETS, body) if body else []
+    levels = split_outside_brackets(body, "/") if body else []
     return DimSpec([_parse_level(level.strip(), item) for level in levels], is_open, priority)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -70,9 +70,11 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
         case Strided():
             block = max(-(-length // rule.stride), 1)
             sizes = [min(block, length - start) for start in range(0, length, block)]
-            return _blocks(sizes, Ceil(), parts)
+            return _blocks(sizes, [Ceil()] * len(sizes), parts)
         case Blocks():
-            return _blocks(rule.sizes, rule.rule, parts)
+            return _blocks(rule.sizes, [rule.rule] * len(rule.sizes), parts)
+        case Joined():
+            return _blocks(rule.sizes, rule.rules, parts)
         case Pieces():
             owner = [
                 p for block in rule.pieces for p, size in enumerate(block) for _ in range(size)
@@ -131,10 +133,10 @@ def _heads(count: int, length: int, parts: int) -> list[Part]:
     return dealt
 
 
-def _blocks(sizes: Sequence[int], rule: CutRule, parts: int) -> list[Part]:
+def _blocks(sizes: Sequence[int], rules: Sequence[CutRule], parts: int) -> list[Part]:
     dealt: list[Part] = [[] for _ in range(parts)]
     start = 0
-    for size in sizes:
+    for size, rule in zip(sizes, rules, strict=True):
         # Each part has its piece of every block, one block behind the other.
         for whole, piece in zip(dealt, parts_of(rule, size, parts), strict=True):
             whole += [

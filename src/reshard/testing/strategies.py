@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from reshard.block_rules import BlockCyclic, Blocks, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -138,6 +138,7 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
         whole.append(st.builds(WholeBlocks, pieces))
         whole.append(whole_blocks_with_counts(length, parts))
         other.append(st.builds(Blocks, pieces, st.sampled_from([Ceil(), Balanced(), Padded(2)])))
+        other.append(joined_blocks(length))
         other.append(pieces_of_blocks(length, parts))
         other.append(strided_with_local_lengths(length, parts))
     widths = st.integers(0, 2)
@@ -153,6 +154,17 @@ def whole_blocks_with_counts(draw: st.DrawFn, length: int, parts: int) -> WholeB
     blocks = draw(st.integers(1, 6))
     counts = draw(sizes_adding_up_to(blocks, parts))
     return WholeBlocks(draw(sizes_adding_up_to(length, blocks)), counts)
+
+
+@st.composite
+def joined_blocks(draw: st.DrawFn, length: int) -> Joined:
+    """Blocks, each with a rule of its own; heads that parts may share among them."""
+    sizes = draw(st.integers(1, 4).flatmap(lambda count: sizes_adding_up_to(length, count)))
+    found: list[CutRule] = []
+    for size in sizes:
+        heads = [Heads(n) for n in range(1, 7) if size % n == 0]
+        found.append(draw(st.sampled_from([Ceil(), Balanced(), Strided(2), Padded(2), *heads])))
+    return Joined(sizes, tuple(found))
 
 
 @st.composite
