@@ -11,6 +11,7 @@ from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.numbering import Numbering
 from reshard.sharding_text import spec
 
 MESH = DeviceMesh.of(dp=2, tp=4)
@@ -174,3 +175,30 @@ def test_a_rule_by_hand_of_the_wrong_rank_or_length_names_tensor_and_shape() -> 
         assign(SHAPES, MESH, [Rule("a.*", "tp, -")])
     with pytest.raises(RecipeError, match=r"'b\.weight' of shape \[6, 8\], rule .* add up to 8, b"):
         assign(SHAPES, MESH, [Rule("*.weight", "tp@sizes[2,2,2,2], -")])
+
+
+def test_layers_of_different_kinds_by_lists_of_the_config() -> None:
+    """Of two kinds of layers each has its rule and its number of heads."""
+    config = {"types": ["full", "linear", "full"], "heads": [2, 4, 8], "layers": 3}
+    rules = (
+        Rule("l.{layer}.w", "tp@heads{heads[layer]}, -", when="types[layer]=full"),
+        Rule("l.{layer}.w", "-, tp"),
+    )
+    recipe = Recipe(
+        "kinds", "", (), ("tp", "pp"), rules, numbers={"layer": Numbering("pp", "layers")}
+    )
+    shapes = {f"l.{layer}.w": (16, 4) for layer in range(3)}
+    found = assign(shapes, DeviceMesh.of(tp=2), (), recipe, config)
+    assert [str(spec) for spec in found.specs.values()] == ["tp@heads2, -", "-, tp", "tp@heads8, -"]
+    assert [rule.when for rule in found.matched.values()] == [rules[0].when, None, rules[0].when]
+
+
+def test_a_rule_by_hand_asks_a_list_by_the_layer() -> None:
+    rule = Rule("l.{layer}.w", "tp@heads{heads[layer]}, -")
+    recipe = Recipe(
+        "r", "", (), ("pp",), (Rule("*", "..."),), numbers={"layer": Numbering("pp", "layers")}
+    )
+    found = assign(
+        {"l.1.w": (16, 4)}, DeviceMesh.of(tp=2), [rule], recipe, {"heads": [2, 4], "layers": 2}
+    )
+    assert str(found.specs["l.1.w"]) == "tp@heads4, -"

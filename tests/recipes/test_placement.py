@@ -7,9 +7,9 @@ import pytest
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.numbering import Numbering
 
 NUMBERS = {"layer": Numbering("pp", "layers", "balanced"), "expert": Numbering("ep", "experts")}
 CONFIG = {"layers": 4, "experts": 6, "tied": True}

@@ -11,9 +11,9 @@ from reshard.errors import RecipeError
 from reshard.recipes import recipe_file
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import SHIPPED, choose_recipe, load_recipe, shipped_recipes
-from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.numbering import Numbering
 
 TEXT = """
 name = "mine"

@@ -110,3 +110,30 @@ def test_a_rule_counts_by_the_config() -> None:
     assert rule.counts({"tied": True}) and rule.counts({"tied": 1})
     assert not rule.counts({"tied": False}) and not rule.counts({}) and not rule.counts(None)
     assert Rule("a", "-").counts(None)
+
+
+def test_a_rule_counts_by_the_layer() -> None:
+    rule = Rule("l.{layer}.w", "-", when="types[layer]=full & !tied")
+    config = {"types": ["full", "linear"]}
+    assert rule.counts(config, {"layer": 0}) and not rule.counts(config, {"layer": 1})
+    assert not rule.counts({**config, "tied": True}, {"layer": 0})
+
+
+@pytest.mark.parametrize(
+    ("spec", "when"), [("tp@heads{heads[layer]}", None), ("-", "types[layer]=full")]
+)
+def test_an_entry_of_a_number_that_the_pattern_has_not(spec: str, when: str | None) -> None:
+    with pytest.raises(
+        RecipeError, match=r"entry of \[layer\] in config.json, and its pattern has"
+    ):
+        Rule("l.*.w", spec, when=when)
+
+
+def test_a_condition_that_cannot_be_read() -> None:
+    with pytest.raises(RecipeError, match=r"cannot read the condition 'a b'"):
+        Rule("a", "-", when="a b")
+
+
+def test_the_equals_sign_inside_braces_and_parentheses_divides_nothing() -> None:
+    rule = Rule.parse("a=b=tp@blocks[{(q + (k * 2)) * d},{k}], - | only(pp=0)")
+    assert rule.pattern == "a=b" and Rule.parse(str(rule)) == rule

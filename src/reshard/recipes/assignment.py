@@ -31,11 +31,12 @@ from reshard.cut_rules import CutRule
 from reshard.errors import LayoutError, RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.axis_mapping import joint_size, map_coordinates, map_sharding
-from reshard.recipes.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
+from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
+from reshard.recipes.config.variables import fill_in, variables
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.variables import fill_in, number_in
+from reshard.recipes.shardings.axis_mapping import joint_size, map_coordinates, map_sharding
+from reshard.recipes.shardings.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
 
@@ -98,8 +99,13 @@ class _AssignmentBuilder:
         config: Mapping[str, object] | None,
     ) -> None:
         self.mesh, self.recipe, self.config = mesh, recipe, config
-        # Rules by hand come first, so a number below `by_hand` tells whose rule it is.
-        from_recipe = [rule for rule in recipe.rules if rule.counts(config)] if recipe else []
+        # Rules by hand come first, so a number below `by_hand` tells whose rule it is. Conditions
+        # that differ by layer are asked where a name is matched.
+        from_recipe = [
+            rule
+            for rule in (recipe.rules if recipe else ())
+            if (one := rule.condition) is None or one.index_names or one.holds(config)
+        ]
         self.rules = (*rules, *from_recipe)
         self.by_hand = len(rules)
         self.mapping = recipe.map_axes(mesh) if recipe else {}
@@ -108,6 +114,10 @@ class _AssignmentBuilder:
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
         self.places: dict[str, Places] = {}
+        self.asked_names = [
+            {name for variable in variables(rule.spec) for name in variable.index_names}
+            for rule in self.rules
+        ]
         # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
         self.lay_out = cache(self._lay_out)
 
@@ -128,28 +138,47 @@ class _AssignmentBuilder:
         """The first rule that matches a tensor."""
         for number, rule in enumerate(self.rules):
             found = rule.numbers_in(name)
-            if found is not None:
+            if found is not None and rule.counts(self.config, found):
                 return _Match(number, tuple(found.items()))
         return None
 
-    def sharding(self, number: int, ndim: int, lives: _Coordinates = ()) -> ShardingSpec:
-        """A rule's sharding for tensors of `ndim` dimensions that live where `lives` says."""
+    def sharding(
+        self, number: int, ndim: int, lives: _Coordinates = (), numbers: Numbers = NO_NUMBERS
+    ) -> ShardingSpec:
+        """A rule's sharding for tensors of `ndim` dimensions that live where `lives` says.
+
+        `numbers` of their names are what lists in the config are asked by.
+        """
         rule = self.rules[number]
         if self.recipe_mesh is None or number < self.by_hand:
-            text = fill_in(rule.spec, self.config)
+            text = fill_in(rule.spec, self.config, numbers=numbers)
             written, mapping = spec(self.mesh, text, ndim=ndim), None
         else:
-            text = fill_in(rule.spec, self.config, self.recipe.cuts if self.recipe else {})
+            cuts = self.recipe.cuts if self.recipe else {}
+            text = fill_in(rule.spec, self.config, cuts, numbers)
             written, mapping = spec(self.recipe_mesh, text, ndim=ndim), self.mapping
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, lives, self.mapping)
         return map_sharding(self.mesh, written, mapping, restricted)
 
     def _lay_out(
-        self, number: int, shape: tuple[int, ...], lives: _Coordinates
+        self,
+        number: int,
+        shape: tuple[int, ...],
+        lives: _Coordinates,
+        asked: tuple[tuple[str, int], ...],
     ) -> tuple[ShardingSpec, Layout]:
-        sharding = self.sharding(number, len(shape), lives)
+        sharding = self.sharding(number, len(shape), lives, dict(asked))
         return sharding, sharding.layout(shape)
+
+    def asked(self, match: _Match) -> tuple[tuple[str, int], ...]:
+        """The numbers of a name that its rule asks lists of the config by."""
+        names = self.asked_names[match.number]
+        return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
+
+    def cut(self, match: _Match, shape: tuple[int, ...]) -> tuple[ShardingSpec, Layout]:
+        """What its rule makes of a tensor."""
+        return self.lay_out(match.number, shape, self.lives(match), self.asked(match))
 
     def lives(self, match: _Match) -> _Coordinates:
         """Where what a rule decides lives, for the numbers whose places are known."""
@@ -191,7 +220,7 @@ class _AssignmentBuilder:
                 if what not in needed or (numbering.cut == BY_BYTES) != by_bytes or parts == 1:
                     continue
                 with _name_in_errors(f"recipe {self.recipe.name if self.recipe else ''!r}, {what}"):
-                    count = number_in(self.config, tuple(numbering.count.split("|")))
+                    count = parse_expression(numbering.count).value(self.config)
                     if by_bytes:
                         first, *things, last = self._weigh(
                             what, count, shapes, matches, itemsizes_bytes
@@ -217,7 +246,7 @@ class _AssignmentBuilder:
             if numbers is None and not ends:
                 continue
             with self.naming(name, shapes[name], match):
-                _, layout = self.lay_out(match.number, shapes[name], self.lives(match))
+                _, layout = self.cut(match, shapes[name])
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
@@ -260,8 +289,10 @@ def assign(
     builder = _AssignmentBuilder(mesh, rules, recipe, config)
     for number in range(len(rules)):
         # A wrong rule given by hand is a mistake even where it matches nothing.
+        # One that asks for the entry of a layer is read when a name says which.
         with _name_in_errors(builder.name_of(number)):
-            builder.sharding(number, ndim=0)
+            if not builder.asked_names[number]:
+                builder.sharding(number, ndim=0)
     found = {name: builder.match(name) for name in shapes}
     matches = {name: match for name, match in found.items() if match is not None}
     builder.find_places(shapes, matches, itemsizes_bytes)
@@ -275,7 +306,7 @@ def assign(
             layouts[name] = specs[name].layout(shape)
             continue
         with builder.naming(name, shape, match):
-            specs[name], layouts[name] = builder.lay_out(match.number, shape, builder.lives(match))
+            specs[name], layouts[name] = builder.cut(match, shape)
     used = {match.number for match in matches.values()}
     unused = [n for n in range(len(builder.rules)) if n not in used]
     used_axes = {axis for sharding in set(specs.values()) for axis in _find_used_axes(sharding)}

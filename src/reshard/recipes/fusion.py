@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from reshard.errors import RecipeError
-from reshard.recipes.variables import number_in
+from reshard.recipes.config.expressions import parse_expression
 
-# A number, or the keys of a config.json that has it, `|` between alternatives.
+# A number, or an expression of a config.json (`reshard.recipes.config.expressions`).
 Number = int | str
 
 
@@ -44,13 +44,13 @@ class Fusion:
     Args:
         members: their names, or patterns of them where the fused parameter's name is one.
         shares: how the members share the dimension, as any numbers in the same proportion, such
-            as their heads; equally when empty. A text names keys of config.json.
+            as their heads; equally when empty. A text is an expression of config.json.
         groups: how many times the members follow one another; every group has all of them.
         dimension: that is shared.
 
     Raises:
         RecipeError: fewer than two members, one twice, or shares and groups that are no whole
-            numbers of at least 1.
+            numbers of at least 1, or no expression.
 
     >>> Fusion(("q", "k", "v"), shares=(4, 2, 2), groups=2).member_slices(8)[2:4]
     (MemberSlice(member='v', member_start=0, start=3, stop=4),
@@ -83,6 +83,7 @@ class Fusion:
         for what, fewest, numbers in (*least, ("dimension", 0, (self.dimension,))):
             for number in numbers:
                 if isinstance(number, str) and what != "dimension":
+                    parse_expression(number)
                     continue
                 if isinstance(number, bool) or not isinstance(number, int) or number < fewest:
                     raise RecipeError(
@@ -97,7 +98,7 @@ class Fusion:
         """
 
         def number(given: Number) -> int:
-            return number_in(config, tuple(given.split("|"))) if isinstance(given, str) else given
+            return parse_expression(given).value(config) if isinstance(given, str) else given
 
         return replace(self, shares=tuple(map(number, self.shares)), groups=number(self.groups))
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.numbering import Numbering, check_cut
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.numbering import Numbering, check_cut
 
 
 @dataclass(frozen=True, slots=True)

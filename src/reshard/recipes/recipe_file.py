@@ -16,7 +16,7 @@
 
     [numbers.layer]                     # optional: what {layer} in a pattern counts
     axis = "pp"                         # the axis that deals the layers out,
-    count = "num_hidden_layers"         # the key of config.json that says how many there are,
+    count = "num_hidden_layers"         # how many there are, by config.json,
     cut = "balanced"                    # optional: by which rule ("ceil"), or "bytes"
     beyond_last = true                  # optional: later ones live with the last (false)
 
@@ -24,7 +24,7 @@
     pattern = "*embed_tokens.weight"
     spec = "tp@{vocabulary}, -"
     at = { layer = ["first", "last"] }  # optional: where it lives, with no number in its name
-    when = "tie_word_embeddings"        # optional: a key of config.json that must be true
+    when = "tie_word_embeddings"        # optional: a condition on config.json
     note = "tied with the output layer" # optional: what users should know
 
     [names.megatron]                    # optional: what names elsewhere are here
@@ -36,8 +36,9 @@ A recipe that extends another has its own rules first and then the other's, and 
 cuts, stand-ins and numbers come over those of the same name, and its axes, if it has any, replace
 the other's.
 
-A table of fused members may have `shares`, `groups` and `dimension` (`reshard.recipes.fusion`);
-shares and groups are numbers, or keys of config.json.
+A table of fused members may have `shares`, `groups` and `dimension` (`reshard.recipes.fusion`).
+Counts, shares and groups are expressions of config.json (`reshard.recipes.config.expressions`),
+shares and groups also numbers; conditions are of `reshard.recipes.config.conditions`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from typing import Any, Protocol
 
 from reshard.errors import RecipeError
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.numbering import Numbering
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.numbering import Numbering
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
 _OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers", "names")
@@ -187,7 +188,7 @@ class _TableReader:
         dimension = table.get("dimension", 0)
         if not isinstance(shares, list):
             raise self._make_error(
-                f"{key}.shares", shares, "a list of numbers or keys of config.json"
+                f"{key}.shares", shares, "a list of numbers or expressions of config.json"
             )
         for what, value, kinds in (
             *(("shares", share, int | str) for share in shares),
@@ -196,7 +197,7 @@ class _TableReader:
         ):
             # `true` is an int of Python.
             if not isinstance(value, kinds) or isinstance(value, bool):
-                raise self._make_error(f"{key}.{what}", value, "a number or a key of config.json")
+                raise self._make_error(f"{key}.{what}", value, "a number, or text in quotes")
         try:
             return Fusion(
                 self._expect_texts(table["members"], key), tuple(shares), groups, dimension

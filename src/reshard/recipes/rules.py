@@ -9,7 +9,7 @@ whose pattern matches a tensor decides it::
 
 A number in a name can be given a name in the pattern, `*layers.{layer}.mlp.up_proj.weight`. The
 recipe says what it numbers, and that chooses where on the mesh the tensor lives (see
-`reshard.recipes.numbering`).
+`reshard.recipes.shardings.numbering`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from reshard.errors import RecipeError
-from reshard.recipes.variables import variables
+from reshard.recipes.config.conditions import Condition, parse_condition
+from reshard.recipes.config.expressions import NO_NUMBERS, Config, Numbers
+from reshard.recipes.config.variables import variables
 
 ENDS = ("first", "last")
 _NUMBER = re.compile(r"\{([^{}]*)\}")
@@ -36,10 +38,12 @@ class Rule:
             too, so it crosses levels of a name), `?` for one, `[0-3]` for one of a set, and
             `{layer}` for a number.
         spec: the native text of a sharding (see `reshard.sharding_text`). `...` stands for the
-            missing `-`, and keys of the model's config.json in braces for their numbers.
+            missing `-`, and expressions of the model's config.json in braces for their numbers
+            (see `reshard.recipes.config.expressions`).
         at: with which of what a recipe numbers the tensor lives, where its name has no number:
             `(("layer", ("first", "last")),)`.
-        when: a key of the model's config.json that must be true for the rule to count.
+        when: a condition on the model's config.json under which alone the rule counts (see
+            `reshard.recipes.config.conditions`).
         note: what a user should know where this rule decides a tensor.
 
     Raises:
@@ -65,8 +69,15 @@ class Rule:
         ):
             if not text.strip():
                 raise RecipeError(f"the rule {str(self)!r} has an empty {part}; {remedy}")
-        variables(self.spec)
+        asked = {name for variable in variables(self.spec) for name in variable.index_names}
+        if self.when is not None:
+            asked |= parse_condition(self.when).index_names
         names = self.numbers
+        for name in sorted(asked - set(names)):
+            raise RecipeError(
+                f"the rule {str(self)!r} asks for the entry of [{name}] in config.json, and its "
+                f"pattern has no such number; write {{{name}}} into the pattern"
+            )
         for name in names:
             if not name.isidentifier() or names.count(name) > 1:
                 raise RecipeError(
@@ -92,13 +103,12 @@ class Rule:
         >>> Rule.parse("*.weight = tp, - | only(pp=0)").spec
         'tp, - | only(pp=0)'
         """
-        # Greedy: the last `=` outside of parentheses, which may hold a sub-axis such as `x:(1)2`.
-        match = re.fullmatch(r"(.*)=((?:[^=()]|\([^()]*(?:\(\d+\)[^()]*)*\))*)", text, re.DOTALL)
-        if match is None:
+        at = _find_divider(text)
+        if at is None:
             raise RecipeError(
                 f"cannot read the rule {text!r}; write pattern=spec, such as '*.weight=tp, -'"
             )
-        return cls(match[1].strip(), match[2].strip())
+        return cls(text[:at].strip(), text[at + 1 :].strip())
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -130,12 +140,28 @@ class Rule:
             name = f"{name[:begin]}{number}{name[end:]}"
         return name
 
-    def counts(self, config: Mapping[str, object] | None) -> bool:
-        """Whether the rule counts for a model, by its `when`."""
-        return self.when is None or bool((config or {}).get(self.when))
+    @property
+    def condition(self) -> Condition | None:
+        """What `when` says."""
+        return None if self.when is None else parse_condition(self.when)
+
+    def counts(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
+        """Whether the rule counts for a model and the numbers of a name, by its `when`."""
+        condition = self.condition
+        return condition is None or condition.holds(config, numbers)
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.spec}"
+
+
+def _find_divider(text: str) -> int | None:
+    """The place of the last `=` outside of parentheses and braces."""
+    depth = 0
+    for at in range(len(text) - 1, -1, -1):
+        depth = max(0, depth + (text[at] in ")}") - (text[at] in "({"))
+        if text[at] == "=" and not depth:
+            return at
+    return None
 
 
 @lru_cache(maxsize=4096)

@@ -33,11 +33,11 @@ from reshard.mesh import DeviceMesh
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.fused_sharding import fused_spec
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import choose_recipe, load_recipe
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.fused_sharding import fused_spec
 from reshard.recipes.strategies import strategy as find_strategy
 
 DEFAULT_EXTRA_BYTES = 256 * 1024 * 1024

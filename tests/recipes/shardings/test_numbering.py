@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import RecipeError, RuleError
-from reshard.recipes.numbering import Numbering, Places, sizes_by_weight
+from reshard.recipes.shardings.numbering import Numbering, Places, sizes_by_weight
 from reshard.rule_text import parse_rule
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from reshard.cut_rules import CutRule, Sizes
 from reshard.errors import LayoutError, RecipeError
+from reshard.recipes.config.expressions import parse_expression
 from reshard.rule_text import parse_rule
 
 BY_BYTES = "bytes"
@@ -36,12 +37,13 @@ class Numbering:
 
     Args:
         axis: the recipe's axis.
-        count: the key of config.json that says how many there are; `|` between alternatives.
+        count: how many there are: an expression of config.json (see
+            `reshard.recipes.config.expressions`).
         cut: the text of a cut rule, or `bytes` for equal bytes at every coordinate.
         beyond_last: whether numbers from the count on are allowed, and live with the last one.
 
     Raises:
-        RecipeError: a cut that is no rule.
+        RecipeError: a cut that is no rule, or a count that is no expression.
     """
 
     axis: str
@@ -50,6 +52,7 @@ class Numbering:
     beyond_last: bool = False
 
     def __post_init__(self) -> None:
+        parse_expression(self.count)
         if self.cut != BY_BYTES:
             check_cut(self.cut, "a cut rule such as balanced or sizes[5,6,5], or `bytes`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import RecipeError
-from reshard.recipes.variables import fill_in, variables
+from reshard.recipes.config.variables import fill_in, variables
 
 
 def test_text_without_braces_is_left_alone() -> None:
@@ -22,16 +22,29 @@ def test_every_variable_gets_its_own_number() -> None:
 
 def test_the_first_alternative_that_is_there_counts() -> None:
     text = "tp@heads{new|old|oldest}"
-    assert variables(text) == (("new", "old", "oldest"),)
+    assert [str(key) for key in variables(text)[0].keys] == ["new", "old", "oldest"]
     assert fill_in(text, {"new": 8, "old": 32}) == "tp@heads8"
     assert fill_in(text, {"old": 32, "oldest": 64}) == "tp@heads32"
     assert fill_in(text, {"new": None, "oldest": 64}) == "tp@heads64"
 
 
-@pytest.mark.parametrize("text", ["{}", "{a|}", "{a b}", "{8}", "{a", "a}", "{{a}}", "{a}{"])
+@pytest.mark.parametrize("text", ["{}", "{a|}", "{a b}", "{8.5}", "{a", "a}", "{{a}}", "{a}{"])
 def test_braces_that_cannot_be_read(text: str) -> None:
     with pytest.raises(RecipeError, match=r"cannot read .* in the spec .*; write a key"):
         variables(text)
+
+
+def test_arithmetic_and_entries() -> None:
+    config = {"q": 4, "k": 2, "dim": 16, "sizes": [3, 5]}
+    text = "tp@blocks[{q * dim},{(k + k) * dim},{ sizes[layer] }]"
+    assert fill_in(text, config, numbers={"layer": 1}) == "tp@blocks[64,64,5]"
+
+
+def test_words_stand_for_names_alone() -> None:
+    words = {"vocabulary": "pad8", "heads.query": "heads12"}
+    assert fill_in(
+        "tp@{vocabulary}, x@{ heads.query }, {vocabulary+1}", {"vocabulary": 4}, words
+    ) == ("tp@pad8, x@heads12, 5")
 
 
 def test_no_config() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from reshard import DeviceMesh, ShardingSpec, spec
 from reshard.errors import RecipeError
 from reshard.mesh import Axis
-from reshard.recipes.fused_sharding import fused_spec
 from reshard.recipes.fusion import Fusion
+from reshard.recipes.shardings.fused_sharding import fused_spec
 
 MESH = DeviceMesh.of(tp=2, fsdp=3)
 
