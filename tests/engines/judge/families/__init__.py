@@ -1,0 +1,1 @@
+"""The families that are judged: each file ends with a list `FAMILIES`."""

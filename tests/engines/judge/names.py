@@ -1,0 +1,94 @@
+"""Names: the checkpoint that the Hub has, where transformers calls its parameters something else.
+
+transformers stacks experts, renames and fuses when it loads, and undoes it when it saves. Each
+rank's shards under the Hub's names, with numbers of experts counted on the rank, must load into
+the rank's module as the shards under transformers' own names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .family import Family
+from .modules import local_config
+from .shards import Array, Coordinate, CutModel, JudgeError
+
+
+def number_on_rank(cut: CutModel, coordinate: Coordinate) -> dict[str, str]:
+    """For each tensor at a coordinate its name there: experts are counted from 0."""
+    held = [
+        name for name, pieces in cut.pieces.items() if any(at == coordinate for at, _ in pieces)
+    ]
+    numbers = {
+        name: {
+            what: number
+            for what, number in (cut.assignment.matched[name].numbers_in(name) or {}).items()
+            if what not in cut.numbers_of_stages
+        }
+        for name in held
+    }
+    there: dict[str, set[int]] = {}
+    for found in numbers.values():
+        for what, number in found.items():
+            there.setdefault(what, set()).add(number)
+    places = {
+        what: {number: place for place, number in enumerate(sorted(found))}
+        for what, found in there.items()
+    }
+    return {
+        name: cut.assignment.matched[name].with_numbers(
+            name, {what: places[what][number] for what, number in numbers[name].items()}
+        )
+        for name in held
+    }
+
+
+def tensors_of(cut: CutModel, coordinate: Coordinate) -> dict[str, Array]:
+    """All that the stages of a coordinate hold, under its own names."""
+    return {
+        local: np.ascontiguousarray(
+            next(p.array for (at, _), p in cut.pieces[name].items() if at == coordinate)
+        )
+        for name, local in number_on_rank(cut, coordinate).items()
+    }
+
+
+def load_shards(family: Family, config: Any, tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """The state dict of a rank's module after transformers has loaded its shards."""
+    import transformers
+    from safetensors.numpy import save_file
+
+    auto = getattr(transformers, family.auto)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(dict(tensors), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        model, found = auto.from_pretrained(
+            folder, config=config, dtype=torch.float64, output_loading_info=True
+        )
+    wrong = {key: sorted(found[key]) for key in found if found[key]}
+    if wrong:
+        raise JudgeError(f"transformers cannot load a rank's shards: {wrong}")
+    state: dict[str, Any] = model.state_dict()
+    return state
+
+
+def compare_names(family: Family, whole: Any, own: CutModel, hub: CutModel) -> None:
+    """Compare each rank's shards under transformers' names with those of the Hub's names.
+
+    Raises:
+        JudgeError: shards that transformers cannot load, or that are others.
+    """
+    for coordinate in own.coordinates:
+        config = local_config(family, whole, own, coordinate)
+        loaded = load_shards(family, config, tensors_of(hub, coordinate))
+        for name, shard in tensors_of(own, coordinate).items():
+            if not np.array_equal(loaded[name].numpy(), shard):
+                raise JudgeError(
+                    f"{name} at {coordinate} of {own.compute_axes} is not what the shards under "
+                    "the Hub's names make of it"
+                )
