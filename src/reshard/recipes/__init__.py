@@ -6,6 +6,7 @@
     axis_mapping, numbering, local_names     its parts: mesh axes, layers and experts, their ranks
     fusion, fused_sharding, name_patterns    names of other programs, and fused parameters
     strategies                               layouts without rules: whole tensors in turn, by size
+    engine_layouts/                      what the loaders of engines do with a checkpoint
     resharding/                              strategies that also carry it out, over arrays
 
 Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.

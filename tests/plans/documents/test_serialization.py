@@ -107,9 +107,9 @@ def test_a_document_changed_anywhere_is_another_plan_or_one_of_our_errors(value:
         ("", "is not JSON"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "is no layout, plan or job"),
-        ("{}", "is no layout, plan or job"),
-        ('{"reshard":"trace","version":1}', "is no layout, plan or job"),
+        ("[]", "is no layout, plan, job or engine-layout"),
+        ("{}", "is no layout, plan, job or engine-layout"),
+        ('{"reshard":"trace","version":1}', "is no layout, plan, job or engine-layout"),
         ('{"reshard":"layout","version":2}', "version 2"),
         ('{"reshard":"layout","version":1}', "tables"),
         ('{"reshard":"layout","version":1,"tables":[],"layouts":[]}', "0 layouts"),
@@ -136,7 +136,7 @@ def test_a_plan_between_shapes_is_refused_as_always() -> None:
 
 
 def test_what_has_no_document() -> None:
-    with pytest.raises(UsageError, match="expected a Layout, a Plan or a Job"):
+    with pytest.raises(UsageError, match="expected a Layout, a Plan, a Job or an EngineLayout"):
         reshard.to_json({"a": 1})  # type: ignore[arg-type]
 
 

@@ -1,11 +1,14 @@
 """Layouts, plans and jobs as JSON text, and back: `reshard.to_json` and `reshard.from_json`.
 
-A document says what it is, so there is one function to read them all.
+A document says what it is, so there is one function to read them all. What stands above this
+package has its own module for its document, which is loaded when one is read or written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 from reshard.errors import NotationError, UsageError
 from reshard.layout import Layout
@@ -15,8 +18,9 @@ from reshard.plans.job import Job
 from reshard.plans.plan import Plan
 
 
-def to_json(value: Layout | Plan | Job) -> str:
-    """A layout, a plan or a job as a short JSON document, the same for equal ones.
+def to_json(value: Layout | Plan | Job | Any) -> str:
+    """A layout, a plan, a job or an engine's layout as a short JSON document, the same for equal
+    ones.
 
     Raises UsageError for anything else.
 
@@ -34,16 +38,25 @@ def to_json(value: Layout | Plan | Job) -> str:
     if isinstance(value, Layout):
         writer.layout(value)
         return writer.document("layout", {})
-    raise UsageError(f"{value!r} has no JSON document; expected a Layout, a Plan or a Job")
+    kind = getattr(type(value), "document_kind", None)
+    if kind in _MODULES:
+        text: str = import_module(_MODULES[kind]).write_document(value)
+        return text
+    raise UsageError(
+        f"{value!r} has no JSON document; expected a Layout, a Plan, a Job or an EngineLayout"
+    )
 
 
-def from_json(text: str) -> Layout | Plan | Job:
-    """The layout, plan or job of a document: the very layout or plan, or an equal job.
+def from_json(text: str) -> Any:
+    """The layout, plan, job or engine's layout of a document: the very layout or plan, or an equal
+    one of the others.
 
     Raises:
         ReshardError: any other text: NotationError, or what building such a value raises.
     """
-    reader = DocumentReader(text, _READERS)
+    reader = DocumentReader(text, [*_READERS, *_MODULES])
+    if reader.kind in _MODULES:
+        return import_module(_MODULES[reader.kind]).read_document(reader)
     return _READERS[reader.kind](reader)
 
 
@@ -63,3 +76,6 @@ _READERS: dict[str, Callable[[DocumentReader], Layout | Plan | Job]] = {
     "plan": _read_plan,
     "job": read_job,
 }
+
+# Kinds of documents with modules of their own, which have `write_document` and `read_document`.
+_MODULES = {"engine-layout": "reshard.recipes.engine_layouts.document"}

@@ -1,0 +1,364 @@
+"""Layouts by engines as JSON documents.
+
+Layers and ranks repeat one another, so a document has each thing once, and means it by its number::
+
+    {"reshard": "engine-layout", "version": 1, "engine": ..., "mesh": ...,
+     "names":    [all names, see name_columns],
+     "kinds":    [dtype and shape of sources],
+     "columns":  [columns of numbers],
+     "patterns": [ways to fill a parameter, their columns by number],
+     "sources":  [column of names, column of kinds],
+     "ranks":    [parameters: columns of names, of patterns and of the names of their sources]}
+
+Everything is checked when it is read: what no layout can be is one of our errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import View
+from reshard.errors import NotationError
+from reshard.layout import Box
+from reshard.mesh import DeviceMesh
+from reshard.plans.documents.document import DocumentReader, DocumentWriter, read_dtype
+from reshard.plans.documents.number_columns import packed, unpacked, whole_number
+from reshard.recipes.engine_layouts.engine_layout import (
+    METHODS,
+    EngineLayout,
+    RankLayout,
+    SourceTensor,
+)
+from reshard.recipes.engine_layouts.name_columns import read_names, sort_names, write_names
+from reshard.recipes.engine_layouts.parameter_layout import ParameterLayout
+from reshard.recipes.engine_layouts.patterns import (
+    ComputedPattern,
+    ParameterPattern,
+    PieceColumns,
+)
+from reshard.recipes.engine_layouts.pieces import Constant
+from reshard.runs import IntArray
+
+
+class _Columns:
+    """Columns of numbers, each written once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.written: list[Any] = []
+
+    def number(self, column: Iterable[int] | IntArray) -> int:
+        """The number of a column in the document."""
+        values = np.ascontiguousarray(column, dtype=np.int64)
+        found = self.numbers.setdefault(values.tobytes(), len(self.numbers))
+        if found == len(self.written):
+            self.written.append(packed(values.tolist()))
+        return found
+
+
+def write_document(layout: EngineLayout) -> str:
+    """The JSON document of an engine's layout; equal ones have the same."""
+    columns = _Columns()
+    names = sort_names(
+        [*layout.sources, *(name for rank in layout.ranks for name in rank.parameters)]
+    )
+    number_of = {name: number for number, name in enumerate(names)}
+    kinds: dict[SourceTensor, int] = {}
+    of_sources = sorted(layout.sources, key=number_of.__getitem__)
+    source_kinds = [kinds.setdefault(layout.sources[name], len(kinds)) for name in of_sources]
+    patterns: dict[ParameterPattern, int] = {}
+    known: dict[tuple[str, ...], IntArray] = {}
+
+    def number_names(some: tuple[str, ...]) -> IntArray:
+        if some not in known:
+            known[some] = np.array([number_of[name] for name in some], dtype=np.int64)
+        return known[some]
+
+    ranks = []
+    for rank in layout.ranks:
+        parameters = list(rank.parameters.values())
+        lists = [number_names(one.sources) for one in parameters]
+        written: dict[str, Any] = {
+            "rank": rank.rank,
+            "names": columns.number([number_of[name] for name in rank.parameters]),
+            "patterns": columns.number(
+                [patterns.setdefault(one.pattern, len(patterns)) for one in parameters]
+            ),
+            "sources": columns.number(np.concatenate(lists) if lists else []),
+            "unread": columns.number([number_of[name] for name in rank.unread]),
+        }
+        if rank.method != METHODS[0]:
+            written["method"] = rank.method
+        if rank.tied:
+            written["tied"] = [list(group) for group in rank.tied]
+        if rank.notes:
+            written["notes"] = list(rank.notes)
+        ranks.append(written)
+    content = {
+        "engine": layout.engine,
+        "engine_version": layout.version,
+        "mesh": {
+            "name": layout.mesh.name,
+            "axes": [
+                list(pair) for pair in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True)
+            ],
+            "devices": packed(layout.mesh.devices),
+        },
+        "notes": list(layout.notes),
+        "names": write_names(names),
+        "kinds": [[kind.dtype.name, list(kind.shape)] for kind in kinds],
+        "sources": [
+            columns.number([number_of[name] for name in of_sources]),
+            columns.number(source_kinds),
+        ],
+        "patterns": [_write_pattern(pattern, columns) for pattern in patterns],
+        "ranks": ranks,
+    }
+    # Columns are collected by all that refers to them.
+    return DocumentWriter().document(
+        EngineLayout.document_kind, {**content, "columns": columns.written}
+    )
+
+
+def _write_pattern(pattern: ParameterPattern, columns: _Columns) -> dict[str, Any]:
+    own = pattern.columns
+    written: dict[str, Any] = {"dtype": pattern.dtype.name, "shape": list(pattern.shape)}
+    if len(own.source):
+        # Ranks differ by where they begin in their sources, and in nothing else.
+        first = int(own.offset[0])
+        written["first"] = first
+        written["pieces"] = [
+            columns.number(column)
+            for column in (
+                *own.start.T,
+                *own.stop.T,
+                *own.strides.T,
+                own.source,
+                own.offset - first,
+                own.steps,
+            )
+        ]
+    if pattern.steps != ((),):
+        written["steps"] = [list(one) for one in pattern.steps]
+    if pattern.computed:
+        written["computed"] = [
+            [
+                _write_box(one.box),
+                list(one.operations),
+                list(one.sources),
+                *([] if one.view is None else [one.view.offset, list(one.view.strides)]),
+            ]
+            for one in pattern.computed
+        ]
+    if pattern.constants:
+        # Not a number and infinities are no JSON.
+        written["constants"] = [[_write_box(one.box), repr(one.value)] for one in pattern.constants]
+    if pattern.unfilled:
+        written["unfilled"] = [_write_box(box) for box in pattern.unfilled]
+    return written
+
+
+def _write_box(box: Box) -> list[list[int]]:
+    return [list(box.start), list(box.stop)]
+
+
+def read_document(reader: DocumentReader) -> EngineLayout:
+    """The engine's layout of a document.
+
+    Raises:
+        ReshardError: a document that is no such layout.
+    """
+    return _LayoutReader(reader).read()
+
+
+class _LayoutReader:
+    """A document's columns, names and patterns, by number."""
+
+    def __init__(self, reader: DocumentReader) -> None:
+        self.reader = reader
+        self.columns = reader.all_of("columns", lambda value, where: unpacked(value, where))
+        self.names = np.array(read_names(reader.field("names", list), "names"), dtype=object)
+        self.kinds = reader.all_of("kinds", _read_kind)
+        self.patterns = reader.all_of("patterns", self._read_pattern)
+        # Ranks that read alike have one tuple of names for each parameter.
+        self.known: dict[tuple[int, bytes], list[tuple[str, ...]]] = {}
+
+    def read(self) -> EngineLayout:
+        """The engine's layout."""
+        field = self.reader.field
+        engine, version = field("engine", str), field("engine_version", str)
+        written = field("sources", list)
+        if len(written) != 2:
+            raise NotationError(f"sources: {len(written)} columns; expected names and kinds")
+        names = self._names_of(written[0], "sources")
+        kinds = [
+            self.reader.chosen(self.kinds, number, "sources")
+            for number in self._column(written[1], "sources").tolist()
+        ]
+        if len(kinds) != len(names):
+            raise NotationError(f"sources: {len(names)} names and {len(kinds)} kinds")
+        ranks = self.reader.all_of("ranks", self._read_rank)
+        sources = dict(zip(names, kinds, strict=True))
+        return EngineLayout(engine, version, self._read_mesh(), sources, ranks, self._notes(None))
+
+    def _notes(self, of: dict[str, Any] | None) -> tuple[str, ...]:
+        return tuple(_check_texts(self.reader.field("notes", list, [], of=of), "notes"))
+
+    def _column(self, number: object, where: str) -> IntArray:
+        return self.reader.chosen(self.columns, number, where)
+
+    def _names_of(self, number: object, where: str) -> list[str]:
+        column = self._column(number, where)
+        if len(column) and (column.min() < 0 or column.max() >= len(self.names)):
+            raise NotationError(f"{where}: a name of {len(self.names)} that is not there")
+        names: list[str] = self.names[column].tolist()
+        return names
+
+    def _read_mesh(self) -> DeviceMesh:
+        written = self.reader.field("mesh", dict)
+        axes = self.reader.field("axes", list, of=written)
+        if not all(isinstance(axis, list) and len(axis) == 2 for axis in axes):
+            raise NotationError(f"mesh: {axes!r} is not a list of axes and sizes")
+        devices = unpacked(written.get("devices"), "mesh.devices").tolist()
+        name = self.reader.field("name", str, of=written)
+        return DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
+
+    def _read_rank(self, value: Any, where: str) -> RankLayout:
+        if not isinstance(value, dict):
+            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        names = self._names_of(value.get("names"), f"{where}.names")
+        patterns = [
+            self.reader.chosen(self.patterns, number, f"{where}.patterns")
+            for number in self._column(value.get("patterns"), f"{where}.patterns").tolist()
+        ]
+        sources = self._sources_of(value.get("sources"), patterns, f"{where}.sources")
+        if not len(names) == len(patterns) == len(sources):
+            raise NotationError(f"{where}: {len(names)} names and {len(patterns)} patterns")
+        parameters = {
+            name: ParameterLayout(name, pattern, own)
+            for name, pattern, own in zip(names, patterns, sources, strict=True)
+        }
+        tied = self.reader.field("tied", list, [], of=value)
+        return RankLayout(
+            whole_number(value.get("rank"), f"{where}.rank", 0),
+            parameters,
+            tuple(self._names_of(value.get("unread"), f"{where}.unread")),
+            tuple(tuple(_check_texts(group, f"{where}.tied")) for group in tied),
+            self.reader.field("method", str, METHODS[0], of=value),
+            self._notes(value),
+        )
+
+    def _sources_of(
+        self, number: object, patterns: Sequence[ParameterPattern], where: str
+    ) -> list[tuple[str, ...]]:
+        """The names of each parameter's sources, of all of which there is one column."""
+        counts = np.array([pattern.sources for pattern in patterns], dtype=np.int64)
+        key = (whole_number(number, where, 0), counts.tobytes())
+        if key not in self.known:
+            names = self._names_of(number, where)
+            if len(names) != counts.sum():
+                raise NotationError(f"{where}: {len(names)} names for {counts.sum()} sources")
+            ends = np.cumsum(counts)
+            self.known[key] = [
+                tuple(names[a:b])
+                for a, b in zip((ends - counts).tolist(), ends.tolist(), strict=True)
+            ]
+        return self.known[key]
+
+    def _read_pattern(self, value: Any, where: str) -> ParameterPattern:
+        if not isinstance(value, dict):
+            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        field = self.reader.field
+        shape = _check_numbers(field("shape", list, of=value), f"{where}.shape", 0)
+        dims = len(shape)
+        steps = [
+            tuple(_check_texts(one, f"{where}.steps"))
+            for one in field("steps", list, [[]], of=value)
+        ]
+        columns = PieceColumns.empty(dims)
+        if "pieces" in value:
+            numbers = field("pieces", list, of=value)
+            own = [self._column(number, f"{where}.pieces") for number in numbers]
+            if len(own) != 3 * dims + 3 or len({len(column) for column in own}) != 1:
+                raise NotationError(
+                    f"{where}: columns of {[len(column) for column in own]} pieces for {dims} "
+                    "dimensions"
+                )
+            tables = [
+                np.array(own[dims * i : dims * (i + 1)], np.int64).reshape(dims, len(own[-1])).T
+                for i in range(3)
+            ]
+            first = whole_number(value.get("first"), f"{where}.first", 0)
+            columns = PieceColumns(
+                tables[0], tables[1], own[-3], own[-2] + first, tables[2], own[-1]
+            )
+        computed = field("computed", list, [], of=value)
+        constants = field("constants", list, [], of=value)
+        unfilled = field("unfilled", list, [], of=value)
+        return ParameterPattern(
+            shape,
+            read_dtype(value.get("dtype"), f"{where}.dtype"),
+            columns,
+            steps,
+            [_read_computed(one, dims, f"{where}.computed") for one in computed],
+            [_read_constant(one, dims, f"{where}.constants") for one in constants],
+            [_read_box(one, dims, f"{where}.unfilled") for one in unfilled],
+        )
+
+
+def _check_numbers(value: object, where: str, least: int | None = None) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise NotationError(f"{where}: {value!r} is not a list of whole numbers")
+    if least is None:
+        return tuple(whole_number(number, where) for number in value)
+    return tuple(whole_number(number, where, least) for number in value)
+
+
+def _check_texts(value: object, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise NotationError(f"{where}: {value!r} is not a list of texts")
+    return value
+
+
+def _read_kind(value: Any, where: str) -> SourceTensor:
+    if not isinstance(value, list) or len(value) != 2:
+        raise NotationError(f"{where}: {value!r} is not a dtype and a shape")
+    return SourceTensor(read_dtype(value[0], where), _check_numbers(value[1], where, 0))
+
+
+def _read_box(value: Any, dims: int, where: str) -> Box:
+    if not isinstance(value, list) or len(value) != 2:
+        raise NotationError(f"{where}: {value!r} is not two corners of a box")
+    start, stop = (_check_numbers(corner, where, 0) for corner in value)
+    if len(start) != dims or len(stop) != dims:
+        raise NotationError(f"{where}: the box {value!r} of a parameter of {dims} dimensions")
+    return Box(start, stop)
+
+
+def _read_computed(value: Any, dims: int, where: str) -> ComputedPattern:
+    if not isinstance(value, list) or len(value) not in (3, 5):
+        raise NotationError(f"{where}: {value!r} is not a box, operations, sources and a region")
+    view = None
+    if len(value) == 5:
+        strides = _check_numbers(value[4], where)
+        if len(strides) != dims:
+            raise NotationError(f"{where}: {len(strides)} strides of {dims} dimensions")
+        view = View(whole_number(value[3], where, 0), strides)
+    sources = _check_numbers(value[2], where, 0)
+    operations = tuple(_check_texts(value[1], where))
+    if view is not None and len(sources) != 1:
+        raise NotationError(f"{where}: a region of {len(sources)} sources")
+    return ComputedPattern(_read_box(value[0], dims, where), operations, sources, view)
+
+
+def _read_constant(value: Any, dims: int, where: str) -> Constant:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
+        raise NotationError(f"{where}: {value!r} is not a box and the text of a value")
+    try:
+        number = float(value[1])
+    except ValueError:
+        raise NotationError(f"{where}: {value[1]!r} is not the text of a value") from None
+    return Constant(_read_box(value[0], dims, where), number)
