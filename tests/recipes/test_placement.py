@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from reshard.errors import RecipeError
@@ -10,6 +12,7 @@ from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering
+from reshard.sharding_text import spec
 
 NUMBERS = {"layer": Numbering("pp", "layers", "balanced"), "expert": Numbering("ep", "experts")}
 CONFIG = {"layers": 4, "experts": 6, "tied": True}
@@ -62,6 +65,17 @@ def test_tied_ends_of_more_than_two_stages() -> None:
         "-, - | only(pp=0,3)",
         "-, - | only(pp=3)",
         "-, - | only(pp=2)",
+    ]
+
+
+def test_names_counted_by_themselves_live_with_the_last() -> None:
+    numbers = NUMBERS | {"layer": Numbering("pp", "layers", "bytes", behind=("next.*",))}
+    recipe = dataclasses.replace(RECIPE, rules=(Rule("*l.{layer}.*", "-, -"),), numbers=numbers)
+    shapes = {f"l.{layer}.w": (8, 8) for layer in range(4)} | {"next.l.0.w": (16, 8)}
+    found = assign(shapes, DeviceMesh.of(pp=2), (), recipe, CONFIG)
+    # And its bytes are of the last stage.
+    assert [*found.specs.values()] == [
+        spec(DeviceMesh.of(pp=2), f"-, - | only(pp={at})") for at in (0, 0, 0, 1, 1)
     ]
 
 

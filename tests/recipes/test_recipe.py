@@ -169,6 +169,10 @@ def test_a_recipe_that_extends_another(tmp_path: Path) -> None:
             '[numbers.layer]\naxis = "tp"\ncount = "n"\nbeyond_last = 1',
             r"`numbers\.layer\.beyond_last` is 1, true or false",
         ),
+        (
+            '[numbers.layer]\naxis = "tp"\ncount = "n"\nbehind = "mtp.*"',
+            r"`numbers\.layer\.behind` is 'mtp.\*', a list",
+        ),
         ('[numbers.layer]\naxis = "tp"\ncount = "n"\ncut = "x"', "mine.toml: the cut 'x' is not"),
         ('[numbers.layer]\naxis = "zp"\ncount = "n"', "number 'layer' is of axis 'zp'"),
     ],
@@ -206,7 +210,9 @@ def test_the_documented_file_can_be_read(tmp_path: Path) -> None:
     first = recipe.rules[0]
     assert (first.at, first.when) == ((("layer", ("first", "last")),), "tie_word_embeddings")
     assert recipe.rules[1:] == load_recipe("llama").rules
-    assert recipe.numbers == {"layer": Numbering("pp", "num_hidden_layers", "balanced", True)}
+    assert recipe.numbers == {
+        "layer": Numbering("pp", "num_hidden_layers", "balanced", True, ("mtp.*",))
+    }
     assert recipe.cuts == {"vocabulary": "ceil", "feed_forward": "ceil"}
     assert (recipe.axes, recipe.stand_ins) == (("tp", "fsdp", "etp", "pp"), {"etp": "tp"})
     assert list(recipe.names) == ["megatron", "vllm"]

@@ -86,6 +86,8 @@ class _Match(NamedTuple):
 
     number: int
     numbers: tuple[tuple[str, int], ...]
+    # Those that count something behind the last one.
+    behind: frozenset[str] = frozenset()
 
 
 class _AssignmentBuilder:
@@ -139,7 +141,9 @@ class _AssignmentBuilder:
         for number, rule in enumerate(self.rules):
             found = rule.numbers_in(name)
             if found is not None and rule.counts(self.config, found):
-                return _Match(number, tuple(found.items()))
+                numbers = self.recipe.numbers if self.recipe else {}
+                behind = [w for w in found if w in numbers and numbers[w].is_behind(name)]
+                return _Match(number, tuple(found.items()), frozenset(behind))
         return None
 
     def sharding(
@@ -185,7 +189,11 @@ class _AssignmentBuilder:
         found: dict[str, tuple[int, ...]] = {}
         for what, number in match.numbers:
             if what in self.places:
-                self._add_coordinates(found, what, self.places[what].of_number(number))
+                places = self.places[what]
+                lives = (
+                    places.of_ends(["last"]) if what in match.behind else places.of_number(number)
+                )
+                self._add_coordinates(found, what, lives)
         for what, ends in self.rules[match.number].at:
             if what in self.places:
                 self._add_coordinates(found, what, self.places[what].of_ends(ends))
@@ -251,7 +259,7 @@ class _AssignmentBuilder:
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
                 # Entry 0 is the first end, entry -1 the last, with all numbers beyond the count.
-                weights[1 + min(numbers, count)] += weight
+                weights[1 + (count if what in match.behind else min(numbers, count))] += weight
             for end in ends:
                 weights[0 if end == "first" else -1] += weight
         return weights

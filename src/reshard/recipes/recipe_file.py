@@ -19,6 +19,7 @@
     count = "num_hidden_layers"         # how many there are, by config.json,
     cut = "balanced"                    # optional: by which rule ("ceil"), or "bytes"
     beyond_last = true                  # optional: later ones live with the last (false)
+    behind = ["mtp.*"]                  # optional: names of which all live with the last
 
     [[rules]]                           # the first that matches a tensor decides it
     pattern = "*embed_tokens.weight"
@@ -56,7 +57,7 @@ from reshard.recipes.shardings.numbering import Numbering
 _REQUIRED_KEYS = ("name", "axes", "rules")
 _OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers", "names")
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
-_NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last"))
+_NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
 _FUSION_KEYS = (("members",), ("shares", "groups", "dimension"))
 
 
@@ -160,6 +161,7 @@ class _TableReader:
                 self._expect_text(fields["count"], f"{key}.count"),
                 self._expect_text(fields.get("cut", "ceil"), f"{key}.cut"),
                 beyond,
+                self._expect_texts(fields.get("behind", []), f"{key}.behind"),
             )
         return numbers
 

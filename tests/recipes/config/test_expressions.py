@@ -46,6 +46,8 @@ CONFIG: dict[str, object] = {
         ("sizes[1]", 16),
         ("sizes[layer]", 32),
         ("text_config.sizes[layer]|9", 9),
+        ("sizes[] * 2", 6),
+        ("heads[]|7", 7),
         ("heads[layer]", 12),
     ],
 )
@@ -72,7 +74,7 @@ def test_arithmetic_is_that_of_python(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "|", "a|", "a b", "a +", "+ a", "a ** b", "a / b", "(a", "a)", "a.", ".a", "1.5", "a[]",
+    ["", "|", "a|", "a b", "a +", "+ a", "a ** b", "a / b", "(a", "a)", "a.", ".a", "1.5", "a[[]",
      "a[-1]", "a[0][1]", "-1", "a % b", "a.b[c", "2a"],
 )  # fmt: skip
 def test_text_that_cannot_be_read(text: str) -> None:

@@ -56,7 +56,7 @@ def show(name: str | None, as_json: bool) -> int:
     Keys of --json:
       recipes [{name, description, model_types}] (without a name), or
       name, description, model_types, axes, stand_ins, cuts
-      numbers {of each: axis, count, cut, beyond_last}
+      numbers {of each: axis, count, cut, beyond_last, behind}
       rules [{pattern, spec, at, when, note}]
     """
     if name is None:
@@ -279,6 +279,7 @@ def _recipe_json(one: Recipe) -> dict[str, Any]:
                 "count": numbering.count,
                 "cut": numbering.cut,
                 "beyond_last": numbering.beyond_last,
+                "behind": list(numbering.behind),
             }
             for name, numbering in one.numbers.items()
         },

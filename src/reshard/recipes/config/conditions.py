@@ -56,7 +56,7 @@ class Condition:
     def index_names(self) -> frozenset[str]:
         """The numbers of names by which lists are asked."""
         keys = [key for term in self.terms for key in term.keys]
-        return frozenset(key.index for key in keys if isinstance(key.index, str))
+        return frozenset(key.index for key in keys if key.index and isinstance(key.index, str))
 
     def holds(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> bool:
         """Whether it holds for a config and the numbers of a name.

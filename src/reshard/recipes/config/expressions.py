@@ -5,6 +5,7 @@
     num_attention_heads                                 a key
     text_config.num_attention_heads                     a key of a config inside the config
     intermediate_size[layer]                            the entry of a list for this layer
+    layer_types[]                                       how many entries a list has
     head_dim * num_attention_heads                      + - * // and parentheses
     head_dim | hidden_size // num_attention_heads       the first alternative that can be said
 
@@ -30,7 +31,7 @@ Numbers = Mapping[str, int]
 NO_NUMBERS: Numbers = {}
 REMEDY = "put the model's config.json beside the checkpoint, or write the number in the rule"
 _WORD = r"[A-Za-z_]\w*"
-_KEY = re.compile(rf"({_WORD}(?:\.{_WORD})*)(?:\[\s*({_WORD}|\d+)\s*\])?")
+_KEY = re.compile(rf"({_WORD}(?:\.{_WORD})*)(?:\[\s*({_WORD}|\d+|)\s*\])?")
 _TOKEN = re.compile(rf"\s*(?:(?P<key>{_KEY.pattern})|(?P<number>\d+)|(?P<sign>//|[-+*|()]))\s*")
 
 
@@ -38,7 +39,8 @@ _TOKEN = re.compile(rf"\s*(?:(?P<key>{_KEY.pattern})|(?P<number>\d+)|(?P<sign>//
 class Key:
     """A key of a config, with the keys of the configs around it, and the index of an entry.
 
-    The index is the name of a number in tensors' names, or a number, or None.
+    The index is the name of a number in tensors' names, or a number, or None. An empty one asks how
+    many entries there are.
     """
 
     path: tuple[str, ...]
@@ -62,6 +64,8 @@ class Key:
         value: object = config
         for word in self.path:
             value = value.get(word) if isinstance(value, Mapping) else None
+        if self.index == "":
+            return len(value) if isinstance(value, list | tuple | str) else None
         if self.index is None or not isinstance(value, list | tuple | str):
             return value
         if isinstance(self.index, str) and self.index not in numbers:
@@ -111,7 +115,7 @@ class Expression:
     @property
     def index_names(self) -> frozenset[str]:
         """The numbers of names by which lists are asked."""
-        return frozenset(key.index for key in self.keys if isinstance(key.index, str))
+        return frozenset(key.index for key in self.keys if key.index and isinstance(key.index, str))
 
     def value(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> int:
         """The number that it is for a config and the numbers of a name.

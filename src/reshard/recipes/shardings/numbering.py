@@ -17,6 +17,7 @@ and by which cut rule::
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ class Numbering:
             `reshard.recipes.config.expressions`).
         cut: the text of a cut rule, or `bytes` for equal bytes at every coordinate.
         beyond_last: whether numbers from the count on are allowed, and live with the last one.
+        behind: globs of names whose numbers are counted by themselves, as those of layers that
+            predict further tokens (`mtp.layers.0`); all of these live with the last one.
 
     Raises:
         RecipeError: a cut that is no rule, or a count that is no expression.
@@ -50,11 +53,20 @@ class Numbering:
     count: str
     cut: str = "ceil"
     beyond_last: bool = False
+    behind: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         parse_expression(self.count)
         if self.cut != BY_BYTES:
             check_cut(self.cut, "a cut rule such as balanced or sizes[5,6,5], or `bytes`")
+
+    def is_behind(self, name: str) -> bool:
+        """Whether the thing that a tensor belongs to is one behind the last.
+
+        >>> Numbering("pp", "num_hidden_layers", behind=("mtp.*",)).is_behind("mtp.layers.0.norm")
+        True
+        """
+        return any(fnmatch.fnmatchcase(name, glob) for glob in self.behind)
 
 
 def check_cut(text: str, expected: str = "a cut rule such as ceil, pad128 or unit64") -> CutRule:
