@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
+from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering
@@ -202,3 +203,22 @@ def test_a_rule_by_hand_asks_a_list_by_the_layer() -> None:
         {"l.1.w": (16, 4)}, DeviceMesh.of(tp=2), [rule], recipe, {"heads": [2, 4], "layers": 2}
     )
     assert str(found.specs["l.1.w"]) == "tp@heads4, -"
+
+
+def test_coupled_cuts_and_cuts_of_numbers_by_name() -> None:
+    """Experts of one tensor are dealt out as those of their own names are, by one option."""
+    rules = (Rule("q", "tp@{heads.query} / fsdp, -"), Rule("experts.w", "ep@{expert}, -"))
+    recipe = Recipe(
+        *("r", "", (), ("tp", "fsdp", "ep"), rules),
+        numbers={"expert": Numbering("ep", "experts")},
+        coupled={"heads": Coupling((("query", "heads"),))},
+    )
+    config = {"heads": 4, "experts": 5}
+    mesh = DeviceMesh.of(tp=2, ep=3)
+    shapes = {"q": (8, 6), "experts.w": (5, 4)}
+    found = assign(shapes, mesh, (), recipe, config)
+    assert [str(one) for one in found.specs.values()] == ["tp@heads4, -", "ep, -"]
+    balanced = assign(shapes, mesh, (), recipe.with_options({"expert": "balanced"}), config)
+    assert str(balanced.specs["experts.w"]) == "ep@balanced, -"
+    with pytest.raises(RecipeError, match="unknown cut rule 'bytes'"):
+        assign(shapes, mesh, (), recipe.with_options({"expert": "bytes"}), config)

@@ -9,6 +9,7 @@ import pytest
 
 from reshard.errors import RecipeError
 from reshard.recipes import recipe_file
+from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import SHIPPED, choose_recipe, load_recipe, shipped_recipes
 from reshard.recipes.recipe import Recipe
@@ -142,6 +143,7 @@ def test_a_recipe_that_extends_another(tmp_path: Path) -> None:
     assert found.rules == (Rule("a", "tp@{a}"), *base.rules)
     assert (found.name, found.description, found.model_types) == ("more", "", ())
     assert (found.axes, found.cuts) == (base.axes, {"a": "pad4"})
+    assert (found.storage, found.coupled) == (("fsdp", "dp"), {})
     path.write_text('name = "more"\nextends = "mine.toml"\naxes = ["x"]')
     assert (load_recipe(path).axes, load_recipe(path).rules) == (("x",), base.rules)
     for text, message in (
@@ -153,6 +155,27 @@ def test_a_recipe_that_extends_another(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):
             load_recipe(path)
+
+
+def test_couplings_of_a_recipe_and_of_one_that_extends_it(tmp_path: Path) -> None:
+    """Members come over those of the same name."""
+    heads, state = Coupling((("q", "heads"), ("k", "groups"))), Coupling((("head", "n"),))
+    text = TEXT.replace("[[rules]]", '[coupled.heads]\nq = "heads"\nk = "groups"\n[[rules]]', 1)
+    base = load_recipe(_written(tmp_path, f'storage = ["z"]\n{text}'))
+    assert (base.coupled, base.storage) == ({"heads": heads}, ("z",))
+    path = tmp_path / "more.toml"
+    path.write_text('name = "more"\nextends = "mine.toml"\n[coupled.state]\nhead = "n"')
+    found = load_recipe(path)
+    assert (found.coupled, found.storage) == ({"heads": heads, "state": state}, ("z",))
+    path.write_text('name = "more"\nextends = "mine.toml"\n[coupled.heads]\nk = "n"\nr = "m"')
+    assert load_recipe(path).coupled == {
+        "heads": Coupling((("q", "heads"), ("k", "n"), ("r", "m")))
+    }
+    path.write_text(
+        'name = "more"\nextends = "mine.toml"\n[[rules]]\npattern = "w"\nspec = "tp@{heads.v}"'
+    )
+    with pytest.raises(RecipeError, match=r"'heads' has no member as in \{heads\.v\}; its members"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +198,15 @@ def test_a_recipe_that_extends_another(tmp_path: Path) -> None:
         ),
         ('[numbers.layer]\naxis = "tp"\ncount = "n"\ncut = "x"', "mine.toml: the cut 'x' is not"),
         ('[numbers.layer]\naxis = "zp"\ncount = "n"', "number 'layer' is of axis 'zp'"),
+        ('[numbers.layer]\naxis = "tp"\ncount = "n +"', "cannot read the expression 'n \\+'"),
+        ("coupled = 1", "`coupled` is 1, a table"),
+        ("[coupled]\nheads = 1", r"`coupled\.heads` is 1, a table"),
+        ("[coupled.heads]\nq = 8", r"`coupled\.heads\.q` is 8, text"),
+        ("[coupled.heads]", r"coupled\.heads: a coupling without members"),
+        ('[coupled.heads]\nq = "a b"', r"coupled\.heads: cannot read the expression 'a b'"),
+        ('[coupled."a.b"]\nq = "a"', r"`coupled\.a\.b` is .*, a name of letters"),
+        ('[coupled.tp]\nq = "a"', "has two things named 'tp'"),
+        ("storage = 1", "`storage` is 1, a list of texts"),
     ],
 )
 def test_a_wrong_table_is_named(tmp_path: Path, more: str, message: str) -> None:
@@ -265,7 +297,8 @@ def test_the_documented_keys_are_those_of_the_shipped_files() -> None:
     keys: set[str] = set()
     for name in shipped_recipes():
         keys |= set(tomllib.loads((SHIPPED / f"{name}.toml").read_text()))
-    assert keys == documented.keys()
+    # The storage axes of all shipped recipes are those that a recipe has by default.
+    assert keys | {"storage"} == documented.keys()
 
 
 @pytest.mark.parametrize(

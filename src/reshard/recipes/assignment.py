@@ -32,7 +32,7 @@ from reshard.errors import LayoutError, RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
-from reshard.recipes.config.variables import fill_in, variables
+from reshard.recipes.config.variables import expand, fill_in, variables
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.axis_mapping import joint_size, map_coordinates, map_sharding
@@ -116,9 +116,15 @@ class _AssignmentBuilder:
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
         self.places: dict[str, Places] = {}
+        # The recipe's rules with its own cuts written out; what is left in braces, a config says.
+        words = recipe.words if recipe else {}
+        self.texts = [
+            rule.spec if number < self.by_hand else expand(rule.spec, words)
+            for number, rule in enumerate(self.rules)
+        ]
         self.asked_names = [
-            {name for variable in variables(rule.spec) for name in variable.index_names}
-            for rule in self.rules
+            {name for variable in variables(text) for name in variable.index_names}
+            for text in self.texts
         ]
         # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
         self.lay_out = cache(self._lay_out)
@@ -153,13 +159,10 @@ class _AssignmentBuilder:
 
         `numbers` of their names are what lists in the config are asked by.
         """
-        rule = self.rules[number]
+        text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
-            text = fill_in(rule.spec, self.config, numbers=numbers)
             written, mapping = spec(self.mesh, text, ndim=ndim), None
         else:
-            cuts = self.recipe.cuts if self.recipe else {}
-            text = fill_in(rule.spec, self.config, cuts, numbers)
             written, mapping = spec(self.recipe_mesh, text, ndim=ndim), self.mapping
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, lives, self.mapping)

@@ -23,9 +23,14 @@ from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
+from reshard.recipes.config.variables import variables
+from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering, check_cut
+
+# The names that axes of data parallelism and of weights divided among its ranks have.
+STORAGE_AXES = ("fsdp", "dp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,10 @@ class Recipe:
         axes: the axes its rules may name.
         rules: in order; the first that matches a tensor decides it.
         cuts: cut rules by name, for rules that say `tp@{name}`.
-        numbers: what the numbers in its patterns count, by their names.
+        numbers: what the numbers in its patterns count, by their names. A rule that says
+            `ep@{expert}` cuts a dimension as these are dealt out.
+        coupled: what operators need cut together, for rules that say `tp@{heads.query}`.
+        storage: the axes that divide storage only: what they cut is gathered before computing.
         stand_ins: for an axis, the one whose mesh axes it takes where the mesh lacks it.
         mesh_axes: for an axis, the axes of the mesh that it is mapped to, separated by spaces.
         names: by convention, what each name or pattern of it is in the recipe's names: a name, or
@@ -63,6 +71,8 @@ class Recipe:
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
+    coupled: Mapping[str, Coupling] = field(default_factory=dict)
+    storage: tuple[str, ...] = STORAGE_AXES
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -79,8 +89,9 @@ class Recipe:
             raise RecipeError(f"axes of recipe {self.name!r}: {error}") from error
         for cut in self.cuts.values():
             check_cut(cut)
-        for name in [*self.cuts, *self.numbers]:
-            if name in self.axes or (name in self.cuts and name in self.numbers):
+        named = [*self.cuts, *self.numbers, *self.coupled]
+        for name in named:
+            if name in self.axes or named.count(name) > 1:
                 raise RecipeError(f"recipe {self.name!r} has two things named {name!r}; rename one")
         for what, axis in (
             *((f"number {name!r}", numbering.axis) for name, numbering in self.numbers.items()),
@@ -99,6 +110,22 @@ class Recipe:
                         f"recipe {self.name!r}, rule `{rule}`: nothing says what {number!r} "
                         f"numbers; add a table [numbers.{number}] with `axis` and `count`"
                     )
+            for variable in variables(rule.spec):
+                coupling, dot, _ = variable.text.partition(".")
+                if dot and coupling in self.coupled and variable.text not in self.words:
+                    members = ", ".join(name for name, _ in self.coupled[coupling].members)
+                    raise RecipeError(
+                        f"recipe {self.name!r}, rule `{rule}`: the coupling {coupling!r} has no "
+                        f"member as in {{{variable.text}}}; its members are {members}"
+                    )
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The cut rules that rules name in braces: cuts, cuts of numbers, and coupled ones."""
+        found = {name: one.cut for name, one in self.numbers.items()} | dict(self.cuts)
+        for name, coupling in self.coupled.items():
+            found |= coupling.words(name)
+        return found
 
     def with_options(self, options: Mapping[str, str]) -> Recipe:
         """The recipe with what a user chooses: cuts, cuts of numbers, and axes of the mesh.

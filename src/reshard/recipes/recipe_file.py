@@ -7,6 +7,7 @@
     model_types = ["my_moe"]            # optional: `model_type` of the models it is for
     extends = "llama"                   # optional: a shipped recipe, or the path of a file
     axes = ["tp", "fsdp", "etp", "pp"]  # the axes its rules may name
+    storage = ["fsdp", "dp"]            # optional: those that only divide storage
 
     [cuts]                              # optional: cut rules that users may replace
     vocabulary = "ceil"
@@ -21,6 +22,11 @@
     beyond_last = true                  # optional: later ones live with the last (false)
     behind = ["mtp.*"]                  # optional: names of which all live with the last
 
+    [coupled.heads]                     # optional: what an operator needs cut together,
+    query = "num_attention_heads"       # the unit first: how many there are, by config.json,
+    key_value = "num_key_value_heads"   # for rules that say tp@{heads.query} (see
+                                        # `reshard.recipes.coupling.coupling`)
+
     [[rules]]                           # the first that matches a tensor decides it
     pattern = "*embed_tokens.weight"
     spec = "tp@{vocabulary}, -"
@@ -34,8 +40,8 @@
         "model.layers.*.mlp.gate_proj.weight", "model.layers.*.mlp.up_proj.weight"] }
 
 A recipe that extends another has its own rules first and then the other's, and so its names; its
-cuts, stand-ins and numbers come over those of the same name, and its axes, if it has any, replace
-the other's.
+cuts, stand-ins, numbers and members of couplings come over those of the same name, and its axes and
+storage axes, if it has any, replace the other's.
 
 A table of fused members may have `shares`, `groups` and `dimension` (`reshard.recipes.fusion`).
 Counts, shares and groups are expressions of config.json (`reshard.recipes.config.expressions`),
@@ -49,13 +55,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from reshard.errors import RecipeError
+from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.recipe import Recipe
+from reshard.recipes.recipe import STORAGE_AXES, Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.numbering import Numbering
 
 _REQUIRED_KEYS = ("name", "axes", "rules")
-_OPTIONAL_KEYS = ("description", "model_types", "extends", "cuts", "stand_ins", "numbers", "names")
+_OPTIONAL_KEYS = (
+    *("description", "model_types", "extends", "storage", "cuts", "stand_ins", "numbers"),
+    *("coupled", "names"),
+)
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
 _FUSION_KEYS = (("members",), ("shares", "groups", "dimension"))
@@ -116,6 +126,10 @@ class _TableReader:
                 dict(base.numbers if base else {}) | self._read_numbers(table),
                 dict(base.stand_ins if base else {}) | self._expect_text_table(table, "stand_ins"),
                 names=self._read_names(table, base.names if base else {}),
+                coupled=self._read_couplings(table, base.coupled if base else {}),
+                storage=self._expect_texts(table["storage"], "storage")
+                if "storage" in table
+                else (base.storage if base else STORAGE_AXES),
             )
         except RecipeError as error:
             if self._where in str(error):
@@ -164,6 +178,24 @@ class _TableReader:
                 self._expect_texts(fields.get("behind", []), f"{key}.behind"),
             )
         return numbers
+
+    def _read_couplings(
+        self, table: dict[str, Any], base: Mapping[str, Coupling]
+    ) -> dict[str, Coupling]:
+        """Couplings; own members over those of the recipe that is extended."""
+        couplings = dict(base)
+        tables = self._expect_table(table.get("coupled", {}), "coupled")
+        for name in tables:
+            key = f"coupled.{name}"
+            own = self._expect_text_table(tables, name, "coupled.")
+            members = (dict(base[name].members) if name in base else {}) | own
+            if not name.isidentifier():
+                raise self._make_error(key, members, "a name of letters, digits and _")
+            try:
+                couplings[name] = Coupling(tuple(members.items()))
+            except RecipeError as error:
+                raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
+        return couplings
 
     def _read_names(
         self, table: dict[str, Any], base: Mapping[str, Mapping[str, str | Fusion]]
@@ -242,9 +274,12 @@ class _TableReader:
             raise self._make_error(key, value, "a table")
         return value
 
-    def _expect_text_table(self, table: dict[str, Any], key: str) -> dict[str, str]:
-        items = self._expect_table(table.get(key, {}), key).items()
-        return {name: self._expect_text(value, f"{key}.{name}") for name, value in items}
+    def _expect_text_table(
+        self, table: dict[str, Any], key: str, prefix: str = ""
+    ) -> dict[str, str]:
+        where = prefix + key
+        items = self._expect_table(table.get(key, {}), where).items()
+        return {name: self._expect_text(value, f"{where}.{name}") for name, value in items}
 
     def _make_error(self, key: str, value: object, expected: str) -> RecipeError:
         return RecipeError(

@@ -36,7 +36,8 @@ LEFT_OVER = {"check_own", "check_rules"}
 OWN = """
 name = "mine"
 model_types = ["mine"]
-axes = ["tp", "pp", "etp"]
+axes = ["tp", "pp", "etp", "zero"]
+storage = ["zero"]
 [cuts]
 rows = "balanced"
 [stand_ins]
@@ -44,6 +45,9 @@ etp = "tp"
 [numbers.block]
 axis = "pp"
 count = "n_layers|depth"
+[coupled.states]
+head = "ssm_heads"
+group = "ssm_groups|1"
 [[rules]]
 pattern = "*.{block}.*.w2.weight"
 spec = "-, etp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import RecipeError
-from reshard.recipes.config.variables import fill_in, variables
+from reshard.recipes.config.variables import expand, fill_in, variables
 
 
 def test_text_without_braces_is_left_alone() -> None:
@@ -41,10 +41,10 @@ def test_arithmetic_and_entries() -> None:
 
 
 def test_words_stand_for_names_alone() -> None:
-    words = {"vocabulary": "pad8", "heads.query": "heads12"}
-    assert fill_in(
-        "tp@{vocabulary}, x@{ heads.query }, {vocabulary+1}", {"vocabulary": 4}, words
-    ) == ("tp@pad8, x@heads12, 5")
+    words = {"vocabulary": "pad8", "heads.query": "heads{q}"}
+    text = "tp@{vocabulary}, x@{ heads.query }, {vocabulary+1}"
+    assert expand(text, words) == "tp@pad8, x@heads{q}, {vocabulary+1}"
+    assert fill_in(expand(text, words), {"q": 3, "vocabulary": 4}) == "tp@pad8, x@heads3, 5"
 
 
 def test_no_config() -> None:

@@ -55,7 +55,8 @@ def show(name: str | None, as_json: bool) -> int:
     \b
     Keys of --json:
       recipes [{name, description, model_types}] (without a name), or
-      name, description, model_types, axes, stand_ins, cuts
+      name, description, model_types, axes, storage, stand_ins, cuts
+      coupled {of each: the counts of its members, the unit first}
       numbers {of each: axis, count, cut, beyond_last, behind}
       rules [{pattern, spec, at, when, note}]
     """
@@ -242,6 +243,11 @@ def _recipe_lines(one: Recipe) -> list[str]:
     for axis in one.axes:
         stand_in = f"; if it has none, {one.stand_ins[axis]}" if axis in one.stand_ins else ""
         options.append((f"{axis}={axis}", f"axes of the mesh for {axis}{stand_in}"))
+    coupled = [
+        (f"{name}.{member}", count + ("" if member != coupling.unit else ", each on one rank"))
+        for name, coupling in one.coupled.items()
+        for member, count in coupling.members
+    ]
     rules = [(rule.pattern, rule.spec, _where_text(rule)) for rule in one.rules]
     lines = [
         f"{one.name}: {one.description}" if one.description else one.name,
@@ -249,6 +255,7 @@ def _recipe_lines(one: Recipe) -> list[str]:
         "",
         table(options, ("option", "meaning")),
         "",
+        *([table(coupled, ("cut together", "how many")), ""] if coupled else []),
         table(rules, ("pattern, first match", "cut", "where")),
     ]
     return [printable(line, keep="\n") for line in lines]
@@ -272,7 +279,9 @@ def _recipe_json(one: Recipe) -> dict[str, Any]:
         **_summary_json(one),
         "axes": list(one.axes),
         "stand_ins": dict(one.stand_ins),
+        "storage": [axis for axis in one.storage if axis in one.axes],
         "cuts": dict(one.cuts),
+        "coupled": {name: dict(coupling.members) for name, coupling in one.coupled.items()},
         "numbers": {
             name: {
                 "axis": numbering.axis,

@@ -8,8 +8,8 @@ names it as the model's config.json does, in an expression::
             2. write its number in place of the braces
     tp@heads8, -
 
-A recipe may also have cuts of its own under a name, `tp@{vocabulary}`, whose text is written
-in place of the braces and which a user may replace.
+A recipe may also have cuts of its own under a name, `tp@{vocabulary}` or `tp@{heads.query}`, whose
+text is written in place of the braces first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from reshard.recipes.config.expressions import (
 )
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_NO_WORDS: Mapping[str, str] = {}
 
 
 def variables(spec: str) -> tuple[Expression, ...]:
@@ -59,18 +58,12 @@ def _describe_unreadable(spec: str, braces: str) -> str:
     )
 
 
-def fill_in(
-    spec: str,
-    config: Config | None,
-    words: Mapping[str, str] = _NO_WORDS,
-    numbers: Numbers = NO_NUMBERS,
-) -> str:
-    """The spec's text with the numbers of `config`, or words, in place of its variables.
+def fill_in(spec: str, config: Config | None, numbers: Numbers = NO_NUMBERS) -> str:
+    """The spec's text with the numbers of `config` in place of its variables.
 
     Args:
         spec: with braces.
         config: of the model.
-        words: texts by name, for braces that hold nothing but the name.
         numbers: of a tensor's name, for lists with an entry a layer.
 
     Raises:
@@ -78,14 +71,17 @@ def fill_in(
 
     >>> fill_in("tp@heads{num_key_value_heads|num_attention_heads}", {"num_attention_heads": 12})
     'tp@heads12'
-    >>> fill_in("tp@{vocabulary}, -", None, {"vocabulary": "pad128"})
-    'tp@pad128, -'
     """
-
-    def say(expression: Expression) -> str:
-        if expression.text in words:
-            return words[expression.text]
-        return str(expression.value(config, numbers))
-
-    texts = iter([say(expression) for expression in variables(spec)])
+    texts = iter([str(one.value(config, numbers)) for one in variables(spec)])
     return _BRACES.sub(lambda braces: next(texts), spec)
+
+
+def expand(spec: str, words: Mapping[str, str]) -> str:
+    """The spec's text with words in place of the braces that hold nothing but their names.
+
+    The words may have braces of their own.
+
+    >>> expand("tp@{vocabulary}, x@{heads.query}", {"heads.query": "heads{heads}"})
+    'tp@{vocabulary}, x@heads{heads}'
+    """
+    return _BRACES.sub(lambda braces: words.get(braces[1].strip(), braces[0]), spec)
