@@ -1,40 +1,26 @@
 """Names of other programs: a checkpoint by other names, with parameters fused or apart.
 
 Programs call the tensors of one model differently, and keep some of them in one parameter. Nothing
-is copied for that: a tensor by another name is bound to the same bytes of the same files::
+is copied for that: a tensor by another name is bound to the same bytes of the same files
+(`reshard.checkpoint.fusing`).
 
-    file          | q q k v | q q k v |  = linear_qkv, read as it lies
-    q_proj          0:2       4:6           two boxes of rows, each with its own address
-    k_proj              2         6
-
-1. A stored tensor is boxes of elements, each taken from one shard (`tiles.source_tiles`), with
-   the place in a file where it begins and its strides there.
-2. A part of a fused parameter has the boxes inside of its stretches; a fused parameter has those
-   of its members. So cuts may be anywhere, also inside a group or a head.
-3. What is renamed only keeps its digest. A fused parameter has other blocks than its members:
-   there is no digest to compare, and a note says so.
+What is renamed only keeps its digest. A fused parameter has other blocks than its members: there is
+no digest to compare, and a note says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.strided_spans import is_dense
-from reshard.checkpoint.blocks.tiles import source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.fusing import fuse_members, split_into_members
 from reshard.errors import RecipeError, UsageError
-from reshard.layout import Box, Layout
-from reshard.recipes.fusion import Fusion, MemberSlice
+from reshard.recipes.fusion import Fusion
 from reshard.recipes.name_patterns import ForeignName, Meaning, find_by_pattern, find_foreign_name
 from reshard.recipes.recipe import Recipe
-
-MOST_BOXES = 100_000
 
 # A convention of a recipe, or a table of names.
 Names = str | Mapping[str, Meaning]
@@ -81,15 +67,6 @@ def names_of(
     return NameTable(f"{text} ({found})", table)
 
 
-class _StoredBox(NamedTuple):
-    """A box of a tensor, of the rank `slot`, that begins at `place` and has `strides` there."""
-
-    slot: int
-    box: Box
-    place: FileRange
-    strides: tuple[int, ...]
-
-
 def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Checkpoint:
     """The checkpoint in a recipe's names, every fused parameter as its members.
 
@@ -108,7 +85,7 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
         if isinstance(meaning, str):
             new.add(dataclasses.replace(tensor, name=meaning), name)
             continue
-        for member in _split_into_members(tensor, meaning):
+        for member in split_into_members(tensor, meaning):
             new.add(member, name)
     new.expect_change(table)
     return new.checkpoint()
@@ -144,8 +121,9 @@ def in_names_of(
                 f"{list(theirs.fusion.members)}; correct the table of names"
             )
         elif theirs.name not in new.made_of:
-            members = [_find_member(checkpoint, theirs.name, one) for one in theirs.fusion.members]
-            new.add(_fuse_members(theirs.name, theirs.fusion, members), *theirs.fusion.members)
+            names = theirs.fusion.tensors
+            members = [_find_member(checkpoint, theirs.name, one) for one in names]
+            new.add(fuse_members(theirs.name, theirs.fusion, members), *names)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
 
@@ -226,151 +204,3 @@ class _Tensors:
         return dataclasses.replace(
             old, tensors=self.tensors, checksums=tuple(checksums), paths=paths, notes=notes
         )
-
-
-def _split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
-    """The members of a fused parameter."""
-    at = fusion.dimension
-    if at >= len(tensor.shape):
-        raise RecipeError(
-            f"{tensor.name!r} has shape {list(tensor.shape)}, and is fused along dimension {at}"
-        )
-    # Where along the dimension each member's rows lie, such as q, k and v of every group in turn.
-    stretches = _find_stretches(tensor.name, fusion, tensor.shape[at])
-    boxes, itemsize_bytes = list(_list_stored_boxes(tensor)), tensor.dtype.itemsize_bytes
-    for member in fusion.members:
-        own = [stretch for stretch in stretches if stretch.member == member]
-        shape = list(tensor.shape)
-        shape[at] = sum(stretch.stop - stretch.start for stretch in own)
-        moved = [
-            piece
-            for one in own
-            for box in boxes
-            for piece in _move_box(
-                box, itemsize_bytes, at, one.start, one.stop, one.member_start - one.start
-            )
-        ]
-        yield _bind_boxes(member, tensor, tuple(shape), moved)
-
-
-def _fuse_members(name: str, fusion: Fusion, members: list[StoredTensor]) -> StoredTensor:
-    """The fused parameter of members."""
-    at, first = fusion.dimension, members[0]
-    # 1. Members must agree in type, and in every dimension but the fused one.
-    lengths = {}
-    for one in members:
-        is_alike = one.dtype is first.dtype and _drop_dimension(one.shape, at) == _drop_dimension(
-            first.shape, at
-        )
-        if not is_alike or at >= len(one.shape):
-            raise RecipeError(
-                f"{name!r} cannot be fused of {first.name!r}, {first.dtype.name} "
-                f"{list(first.shape)}, and {one.name!r}, {one.dtype.name} {list(one.shape)}"
-            )
-        lengths[one.name] = one.shape[at]
-    # 2. Their lengths must be in the proportion of the fusion's shares.
-    stretches = _find_stretches(name, fusion, sum(lengths.values()))
-    for one in members:
-        end = max(s.member_start + s.stop - s.start for s in stretches if s.member == one.name)
-        if end != one.shape[at]:
-            raise RecipeError(
-                f"{name!r} is fused of {', '.join(f'{n} of {k!r}' for k, n in lengths.items())} "
-                f"along dimension {at}, which are not in the proportion of "
-                f"{':'.join(map(str, fusion.shares))}; correct config.json"
-            )
-    # 3. Each member's boxes move to its stretches of the fused dimension; no byte moves.
-    shape = (*first.shape[:at], sum(lengths.values()), *first.shape[at + 1 :])
-    moved: list[_StoredBox] = []
-    for one in members:
-        boxes = list(_list_stored_boxes(one))
-        for stretch in stretches:
-            if stretch.member == one.name:
-                begin, size = stretch.member_start, stretch.stop - stretch.start
-                ahead = stretch.start - begin
-                for box in boxes:
-                    moved += _move_box(
-                        box, one.dtype.itemsize_bytes, at, begin, begin + size, ahead
-                    )
-    return _bind_boxes(name, first, shape, moved)
-
-
-def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
-    return (*shape[:dimension], *shape[dimension + 1 :])
-
-
-def _find_stretches(name: str, fusion: Fusion, length: int) -> tuple[MemberSlice, ...]:
-    try:
-        return fusion.member_slices(length)
-    except RecipeError as error:
-        raise RecipeError(f"the fused parameter {name!r}: {error}") from None
-
-
-def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
-    """The boxes that a tensor is put together from, each element in one of them."""
-    for tile in source_tiles(tensor.assembly).tiles:
-        place = tensor.file_range(tile.slot, tile.number, tile.offset)
-        view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
-        dimensions = [
-            list(zip(*(column.tolist() for column in columns), strict=True))
-            for columns in zip(tile.start, tile.length, tile.local, strict=True)
-        ]
-        for pieces in itertools.product(*dimensions):
-            offset = view.offset + sum(
-                local * stride for (_, _, local), stride in zip(pieces, view.strides, strict=True)
-            )
-            start_bytes = place.start_bytes + offset * tensor.dtype.itemsize_bytes
-            start = tuple(begin for begin, _, _ in pieces)
-            stop = tuple(begin + length for begin, length, _ in pieces)
-            here = FileRange(place.path, start_bytes)
-            yield _StoredBox(tile.slot, Box(start, stop), here, view.strides)
-
-
-def _move_box(
-    lying: _StoredBox, itemsize_bytes: int, dimension: int, start: int, stop: int, ahead: int
-) -> Iterator[_StoredBox]:
-    """The part of a box at `start:stop` of a dimension, moved `ahead` indices along it."""
-    box, place = lying.box, lying.place
-    low, high = max(start, box.start[dimension]), min(stop, box.stop[dimension])
-    if low < high:
-        begin, end = list(box.start), list(box.stop)
-        begin[dimension], end[dimension] = low + ahead, high + ahead
-        further = (low - box.start[dimension]) * lying.strides[dimension] * itemsize_bytes
-        here = FileRange(place.path, place.start_bytes + further)
-        yield lying._replace(box=Box(tuple(begin), tuple(end)), place=here)
-
-
-def _bind_boxes(
-    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[_StoredBox]
-) -> StoredTensor:
-    """A tensor of boxes, of the type and the ranks of another."""
-    boxes: list[tuple[int, Box]] = []
-    addresses: dict[int, list[FileRange]] = {}
-    views: dict[int, list[View]] = {}
-    strided: set[int] = set()
-    for slot, box, place, strides in moved:
-        view = View(0, strides)
-        if is_dense(view, box.shape):
-            view = View.row_major(box.shape)
-        else:
-            strided.add(slot)
-        boxes.append((slot, box))
-        addresses.setdefault(slot, []).append(place)
-        views.setdefault(slot, []).append(view)
-    # An empty tensor needs an address all the same: that of a shard it came from.
-    if not boxes:
-        # No elements: it lies nowhere, and must be somewhere.
-        slot = like.stored_slots[0]
-        boxes.append((slot, Box((0,) * len(shape), shape)))
-        addresses[slot] = [like.file_range(slot)]
-    if len(boxes) > MOST_BOXES:
-        raise RecipeError(
-            f"{name!r} would lie in {len(boxes)} pieces of files, more than {MOST_BOXES}; make the "
-            "source whole first (--to full), and change names then"
-        )
-    layout = Layout.from_boxes(shape, boxes, max(like.layout.slots, max(addresses) + 1))
-    binding = Binding(
-        layout,
-        {slot: tuple(places) for slot, places in addresses.items()},
-        {slot: tuple(views[slot]) for slot in strided},
-    )
-    return StoredTensor(name, like.dtype, binding)

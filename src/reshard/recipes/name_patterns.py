@@ -1,10 +1,12 @@
 """Names of other programs: what a name is in a recipe's names, by a table of patterns, and back.
 
 A table maps names of one convention to those of a recipe: `*` in a pattern stands for any text,
-which then stands for the same `*` in the entry. An entry is a name, or a `Fusion` of names::
+which then stands for the same `*` in the entry. An entry is a name, or a `Fusion` of names, in
+which `{}` is the number of a stack's member::
 
     "decoder.layers.*.mlp.linear_fc2.weight"  is  "model.layers.*.mlp.down_proj.weight"
     "decoder.layers.*.mlp.linear_fc1.weight"  is fused of gate_proj and up_proj of "model.layers.*"
+    "layers.*.experts.down_proj"              is stacked of "layers.*.experts.{}.down_proj.weight"
 
 Read backwards, the first entry that gives a name is what it is called.
 """
@@ -68,8 +70,12 @@ def find_foreign_name(name: str, table: Mapping[str, Meaning]) -> ForeignName | 
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, with a group for what each `*` stands for."""
-    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
+    """The regular expression of a pattern, with a group for what each `*` stands for.
+
+    `{}` is the number of a stack's member, which no group has.
+    """
+    parts = [r"\d+".join(map(re.escape, part.split("{}"))) for part in pattern.split("*")]
+    return re.compile("(.*?)".join(parts))
 
 
 def _fill_in_fusion(fusion: Fusion, found: tuple[str, ...]) -> Fusion:

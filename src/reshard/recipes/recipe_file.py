@@ -43,9 +43,10 @@ A recipe that extends another has its own rules first and then the other's, and 
 cuts, stand-ins, numbers and members of couplings come over those of the same name, and its axes and
 storage axes, if it has any, replace the other's.
 
-A table of fused members may have `shares`, `groups` and `dimension` (`reshard.recipes.fusion`).
-Counts, shares and groups are expressions of config.json (`reshard.recipes.config.expressions`),
-shares and groups also numbers; conditions are of `reshard.recipes.config.conditions`.
+A table of fused members may have `shares`, `groups`, `dimension`, `stacked` and `transposed`
+(`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of config.json
+(`reshard.recipes.config.expressions`), all but counts also numbers; conditions are of
+`reshard.recipes.config.conditions`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _OPTIONAL_KEYS = (
 )
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
-_FUSION_KEYS = (("members",), ("shares", "groups", "dimension"))
+_FUSION_KEYS = (("members",), ("shares", "groups", "dimension", "stacked", "transposed"))
 
 
 class _ReadableFile(Protocol):
@@ -219,7 +220,8 @@ class _TableReader:
     def _read_fusion(self, table: dict[str, Any], key: str) -> Fusion:
         self._check_keys(table, *_FUSION_KEYS, f"{key}.")
         shares, groups = table.get("shares", []), table.get("groups", 1)
-        dimension = table.get("dimension", 0)
+        dimension, stacked = table.get("dimension", 0), table.get("stacked", 0)
+        transposed = table.get("transposed", False)
         if not isinstance(shares, list):
             raise self._make_error(
                 f"{key}.shares", shares, "a list of numbers or expressions of config.json"
@@ -227,15 +229,17 @@ class _TableReader:
         for what, value, kinds in (
             *(("shares", share, int | str) for share in shares),
             ("groups", groups, int | str),
+            ("stacked", stacked, int | str),
             ("dimension", dimension, int),
         ):
             # `true` is an int of Python.
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise self._make_error(f"{key}.{what}", value, "a number, or text in quotes")
+        if not isinstance(transposed, bool):
+            raise self._make_error(f"{key}.transposed", transposed, "true or false")
         try:
-            return Fusion(
-                self._expect_texts(table["members"], key), tuple(shares), groups, dimension
-            )
+            members = self._expect_texts(table["members"], key)
+            return Fusion(members, tuple(shares), groups, dimension, stacked, transposed)
         except RecipeError as error:
             raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 

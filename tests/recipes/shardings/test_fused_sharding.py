@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,9 @@ CASES = [
     ("tp@heads4, fsdp", "tp@heads2, fsdp", "tp@blocks[12,12], fsdp"),
     ("tp@sizes[9,3], -", "tp, -", "tp@pieces[9:3,6:6], -"),
     ("tp, - | only(fsdp=1)", "tp, - | only(fsdp=1)", "tp@blocks[12,12], - | only(fsdp=1)"),
+    # Several ranks hold the same, or padding: every member keeps its rule.
+    ("tp@pad8, -", "tp@pad8, -", "tp@pad8@blocks[12,12], -"),
+    ("tp fsdp@heads12, -", "tp fsdp@heads3, -", "tp fsdp@joined[12@heads12,12@heads3], -"),
 ]
 
 
@@ -85,6 +89,54 @@ def test_what_is_fused_by_hand(a: str, b: str, expected: str) -> None:
     assert str(fused_spec("f", Fusion(("a", "b")), specs, shapes, [Axis("fsdp")])) == expected
 
 
+STACKS = [
+    # How a member is cut where expert {} lives, the fusion, and how the stack is cut.
+    ("tp / fsdp, -", {}, "-, tp@blocks[12,12] / fsdp, -"),
+    ("tp, - | only(ep={})", {}, "ep, tp@blocks[12,12], -"),
+    ("tp, - | only(ep={} pp=1)", {}, "ep, tp@blocks[12,12], - | only(pp=1)"),
+    ("tp, - | only(ep={})", {"transposed": True}, "ep, -, tp@blocks[12,12]"),
+    ("-, tp", {"transposed": True}, "-, tp, -"),
+    ("tp, fsdp", {"groups": 12, "transposed": True}, "-, fsdp, tp@heads12"),
+    ("tp@sizes[8,4], -", {"groups": 12}, "-, tp@sizes[16,8], -"),
+]
+
+
+@pytest.mark.parametrize(("cut", "how", "expected"), STACKS)
+def test_stacks(cut: str, how: dict[str, Any], expected: str) -> None:
+    """Five experts over three coordinates: two, two and one."""
+    mesh = DeviceMesh.of(pp=2, ep=3, tp=2, fsdp=3)
+    fusion = Fusion(("{}.gate", "{}.up"), stacked=5, **how)
+    specs = {name: spec(mesh, cut.format(int(name[0]) // 2)) for name in fusion.tensors}
+    shapes = dict.fromkeys(specs, (12, 6))
+    found = fused_spec("f", fusion, specs, shapes, [Axis("fsdp")])
+    assert str(found) == expected
+    assert found.layout(fusion.shape_with((24, 6))).shape[0] == 5
+
+
+def test_stacks_over_several_axes_and_uneven_ones() -> None:
+    mesh, fusion = DeviceMesh.of(dp=2, tp=2), Fusion(("{}.down",), stacked=4)
+    shapes = dict.fromkeys(fusion.tensors, (4, 6))
+    for places, expected in (
+        ([(0, 0), (0, 1), (1, 0), (1, 1)], "dp tp, -, -"),
+        ([(0, 0), (1, 0), (0, 1), (1, 1)], "tp dp, -, -"),
+        ([(0, 0), (0, 0), (0, 0), (1, 0)], "dp@sizes[3,1], -, - | only(tp=0)"),
+    ):
+        specs = {
+            name: spec(mesh, f"-, - | only(dp={dp} tp={tp})")
+            for name, (dp, tp) in zip(fusion.tensors, places, strict=True)
+        }
+        assert str(fused_spec("f", fusion, specs, shapes)) == expected
+    specs["1.down"] = spec(mesh, "-, - | only(dp=1 tp=0)")
+    with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
+        fused_spec("f", fusion, specs, shapes)
+    specs["1.down"] = spec(mesh, "-, - | only(tp=0)")
+    with pytest.raises(RecipeError, match="do not live one behind the other along dp"):
+        fused_spec("f", fusion, specs, shapes)
+    specs["1.down"] = spec(mesh, "tp, -")
+    with pytest.raises(RecipeError, match=r"is a stack of '0\.down', cut as"):
+        fused_spec("f", fusion, specs, shapes)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "match"),
     [
@@ -93,8 +145,6 @@ def test_what_is_fused_by_hand(a: str, b: str, expected: str) -> None:
         ("tp, - | only(fsdp=1)", "tp, - | only(fsdp=2)", "cut them over the same axes"),
         ("fsdp / tp, -", "fsdp / tp, -", "below another cut"),
         ("tp / fsdp@balanced, -", "tp / fsdp, -", "are cut by 2 rules"),
-        ("tp@pad, -", "tp@pad, -", "or padding"),
-        ("tp fsdp@heads3, -", "tp fsdp@heads3, -", "several hold the same of one"),
     ],
 )
 def test_what_cannot_be_fused(a: str, b: str, match: str) -> None:

@@ -154,6 +154,11 @@ def _sizes(
     own_name: str,
 ) -> Iterator[int]:
     """How much of a fused tensor here each member has."""
+    if fusion.stacked or fusion.transposed:
+        raise UsageError(
+            f"{own_name!r} is a stack, or has transposed members, {list(fusion.members)}; a module "
+            "with a recipe has neither. Give it by names that are not fused"
+        )
     if fusion.groups != 1:
         raise UsageError(
             f"{own_name!r} has its members in {fusion.groups} groups; a module with a recipe has "

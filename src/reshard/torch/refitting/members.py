@@ -128,6 +128,11 @@ def fused_members(name: str, tensor: ModelTensor) -> dict[str, Member]:
     if fusion is None:
         return {}
     shape, dimension = tensor.layout.shape, fusion.dimension
+    if fusion.stacked or fusion.transposed:
+        raise ShardError(
+            f"{name}: a stack or transposed members, {list(fusion.members)}, which live models "
+            "cannot be matched by; write a checkpoint in the other names, or give `stacks`"
+        )
     if dimension >= len(shape):
         raise ShardError(f"{name}: shape {list(shape)}, but its dimension {dimension} is fused")
     places: dict[str, list[MemberRange]] = {member: [] for member in fusion.members}

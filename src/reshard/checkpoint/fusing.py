@@ -1,0 +1,331 @@
+"""Fused parameters of checkpoints: bound to the bytes of their members, and members to theirs.
+
+Nothing is copied: a tensor is bound to places in the files of others::
+
+    file          | q q k v | q q k v |  = linear_qkv, read as it lies
+    q_proj          0:2       4:6           two boxes of rows, each with its own address
+    k_proj              2         6
+
+1. A stored tensor is boxes of elements, each taken from one shard (`tiles.source_tiles`), with
+   the place in a file where it begins and its strides there.
+2. A member has the boxes inside of its stretches. One of a stack has those at its number, without
+   that dimension, and a transposed one has its last two dimensions swapped, strides and all.
+3. A fused parameter has those of its members, by the same steps backwards. So cuts may be
+   anywhere, also inside a group or a head.
+4. Members whose indices alternate (gate and up of gpt-oss) are boxes with twice the stride; two
+   such boxes that lie in each other are one box again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.blocks.tiles import source_tiles
+from reshard.checkpoint.contents import StoredTensor
+from reshard.errors import RecipeError
+from reshard.layout import Box, Layout
+from reshard.recipes.fusion import Fusion
+
+MOST_BOXES = 100_000
+
+
+class _StoredBox(NamedTuple):
+    """A box of a tensor, of the rank `slot`, that begins at `place` and has `strides` there."""
+
+    slot: int
+    box: Box
+    place: FileRange
+    strides: tuple[int, ...]
+
+    def moved(
+        self, box: Box, further_bytes: int = 0, strides: tuple[int, ...] | None = None
+    ) -> _StoredBox:
+        """The elements `further_bytes` behind, as `box`."""
+        place = FileRange(self.place.path, self.place.start_bytes + further_bytes)
+        return _StoredBox(self.slot, box, place, self.strides if strides is None else strides)
+
+
+class _Share(NamedTuple):
+    """The indices of a member in a fused dimension: `size` from `start` on, in each of `groups`.
+
+    A group has `period` indices, and the member's follow one another in the groups' order.
+    """
+
+    start: int
+    size: int
+    groups: int
+    period: int
+
+    @property
+    def alternates(self) -> bool:
+        """Whether it has single indices at equal distances."""
+        return self.size == 1 and self.groups > 1
+
+    @property
+    def length(self) -> int:
+        """Of the member."""
+        return self.size * self.groups
+
+
+def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredTensor]:
+    """The members of a fused parameter, those of a stack number by number.
+
+    Raises:
+        RecipeError: a shape that its members cannot share, or more boxes than are taken.
+    """
+    try:
+        whole = fusion.shape_of_members(tensor.shape)
+    except RecipeError as error:
+        raise RecipeError(f"{tensor.name!r} has {error}") from None
+    at, itemsize_bytes = fusion.dimension, tensor.dtype.itemsize_bytes
+    shares = _find_shares(tensor.name, fusion, whole[at])
+    boxes = list(_list_stored_boxes(tensor))
+    for number, of_number in enumerate(_unstack(boxes, itemsize_bytes, fusion)):
+        own = [_swap(one) for one in of_number] if fusion.transposed else of_number
+        for member, share in zip(fusion.members, shares, strict=True):
+            shape = (*whole[:at], share.length, *whole[at + 1 :])
+            moved = (p for one in own for p in _take_share(one, itemsize_bytes, at, share))
+            yield _bind_boxes(member.replace("{}", str(number)), tensor, shape, moved)
+
+
+def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> StoredTensor:
+    """The fused parameter of members, given in the order of `fusion.tensors`.
+
+    Raises:
+        RecipeError: members that do not fit together, or more boxes than are taken.
+    """
+    at, first = fusion.dimension, members[0]
+    together = len(fusion.members)
+    # 1. Members must agree in type, and in every dimension but the fused one.
+    for number, one in enumerate(members):
+        alike = members[number % together]
+        is_alike = one.dtype is first.dtype and _drop_dimension(one.shape, at) == _drop_dimension(
+            first.shape, at
+        )
+        if not is_alike or at >= len(one.shape) or one.shape != alike.shape:
+            raise RecipeError(
+                f"{name!r} cannot be fused of {first.name!r}, {first.dtype.name} "
+                f"{list(first.shape)}, and {one.name!r}, {one.dtype.name} {list(one.shape)}"
+            )
+    # 2. Their lengths must be in the proportion of the fusion's shares.
+    lengths = [one.shape[at] for one in members[:together]]
+    shares = _find_shares(name, fusion, sum(lengths))
+    if [share.length for share in shares] != lengths:
+        named = zip(members[:together], lengths, strict=True)
+        raise RecipeError(
+            f"{name!r} is fused of {', '.join(f'{n} of {one.name!r}' for one, n in named)} "
+            f"along dimension {at}, which are not in the proportion of "
+            f"{':'.join(map(str, fusion.shares))}; correct config.json"
+        )
+    whole = (*first.shape[:at], sum(lengths), *first.shape[at + 1 :])
+    if fusion.transposed and len(whole) < 2:
+        raise RecipeError(f"{name!r} would be {first.name!r} {list(first.shape)} transposed")
+
+    # 3. Each member's boxes move to its indices of the fused dimension; no byte moves.
+    def move_all() -> Iterator[_StoredBox]:
+        for number in range(len(members) // together):
+            of_number = members[number * together : (number + 1) * together]
+            for one in _put_shares(of_number, at, shares):
+                swapped = _swap(one) if fusion.transposed else one
+                yield _stack(swapped, number) if fusion.stacked else swapped
+
+    return _bind_boxes(name, first, fusion.shape_with(whole), move_all())
+
+
+def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
+    return (*shape[:dimension], *shape[dimension + 1 :])
+
+
+def _find_shares(name: str, fusion: Fusion, length: int) -> tuple[_Share, ...]:
+    """Where along the dimension each member's indices lie, such as q, k and v of every group."""
+    try:
+        sizes = fusion.shares_of_group(length)
+    except RecipeError as error:
+        raise RecipeError(f"the fused parameter {name!r}: {error}") from None
+    groups = fusion.groups if isinstance(fusion.groups, int) else 1
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(
+        _Share(start, n, groups, sum(sizes)) for start, n in zip(starts, sizes, strict=False)
+    )
+
+
+def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
+    """The boxes that a tensor is put together from, each element in one of them."""
+    for tile in source_tiles(tensor.assembly).tiles:
+        place = tensor.file_range(tile.slot, tile.number, tile.offset)
+        view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+        dimensions = [
+            list(zip(*(column.tolist() for column in columns), strict=True))
+            for columns in zip(tile.start, tile.length, tile.local, strict=True)
+        ]
+        for pieces in itertools.product(*dimensions):
+            offset = view.offset + sum(
+                local * stride for (_, _, local), stride in zip(pieces, view.strides, strict=True)
+            )
+            start_bytes = place.start_bytes + offset * tensor.dtype.itemsize_bytes
+            start = tuple(begin for begin, _, _ in pieces)
+            stop = tuple(begin + length for begin, length, _ in pieces)
+            here = FileRange(place.path, start_bytes)
+            yield _StoredBox(tile.slot, Box(start, stop), here, view.strides)
+
+
+def _unstack(
+    boxes: list[_StoredBox], itemsize_bytes: int, fusion: Fusion
+) -> list[list[_StoredBox]]:
+    """The boxes of each number of a stack, without its dimension; all of them where it is none."""
+    if not isinstance(fusion.stacked, int) or not fusion.stacked:
+        return [boxes]
+    found: list[list[_StoredBox]] = [[] for _ in range(fusion.stacked)]
+    for one in boxes:
+        box, first = Box(one.box.start[1:], one.box.stop[1:]), one.box.start[0]
+        for number in range(first, one.box.stop[0]):
+            further_bytes = (number - first) * one.strides[0] * itemsize_bytes
+            found[number].append(one.moved(box, further_bytes, one.strides[1:]))
+    return found
+
+
+def _stack(one: _StoredBox, number: int) -> _StoredBox:
+    """A box as number `number` of a stack."""
+    box = Box((number, *one.box.start), (number + 1, *one.box.stop))
+    return one.moved(box, strides=(math.prod(one.box.shape), *one.strides))
+
+
+def _swap(one: _StoredBox) -> _StoredBox:
+    """A box with its last two dimensions swapped."""
+    box = Box(_swap_last(one.box.start), _swap_last(one.box.stop))
+    return one.moved(box, strides=_swap_last(one.strides))
+
+
+def _swap_last(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return (*numbers[:-2], numbers[-1], numbers[-2])
+
+
+def _take_share(
+    one: _StoredBox, itemsize_bytes: int, at: int, share: _Share
+) -> Iterator[_StoredBox]:
+    """The parts of a fused parameter's box that are a member's."""
+    low, high, stride = one.box.start[at], one.box.stop[at], one.strides[at]
+    if share.alternates:
+        # The first and the last index of the member at or behind `low`, and before `high`.
+        begin = max(0, -(-(low - share.start) // share.period))
+        end = min(share.groups, -(-(high - share.start) // share.period))
+        if begin < end:
+            further = (share.start + begin * share.period - low) * stride * itemsize_bytes
+            strides = (*one.strides[:at], stride * share.period, *one.strides[at + 1 :])
+            yield one.moved(_replace(one.box, at, begin, end), further, strides)
+        return
+    first = max(0, (low - share.start - share.size) // share.period)
+    for group in range(first, share.groups):
+        start = share.start + group * share.period
+        begin, end = max(low, start), min(high, start + share.size)
+        if start >= high:
+            return
+        if begin < end:
+            ahead = group * share.size - start
+            box = _replace(one.box, at, begin + ahead, end + ahead)
+            yield one.moved(box, (begin - low) * stride * itemsize_bytes)
+
+
+def _put_shares(
+    members: Sequence[StoredTensor], at: int, shares: Sequence[_Share]
+) -> Iterator[_StoredBox]:
+    """The boxes of members, at their indices of the fused dimension."""
+    itemsize_bytes = members[0].dtype.itemsize_bytes
+    boxes = [list(_list_stored_boxes(one)) for one in members]
+    if all(share.alternates for share in shares) and len(shares) > 1:
+        yield from _alternate(boxes, itemsize_bytes, at)
+        return
+    for own, share in zip(boxes, shares, strict=True):
+        for one in own:
+            low, high, stride = one.box.start[at], one.box.stop[at], one.strides[at]
+            for group in range(low // max(share.size, 1), share.groups):
+                start = group * share.size
+                begin, end = max(low, start), min(high, start + share.size)
+                if start >= high:
+                    break
+                if begin < end:
+                    ahead = share.start + group * share.period - start
+                    box = _replace(one.box, at, begin + ahead, end + ahead)
+                    yield one.moved(box, (begin - low) * stride * itemsize_bytes)
+
+
+def _alternate(
+    boxes: Sequence[Sequence[_StoredBox]], itemsize_bytes: int, at: int
+) -> Iterator[_StoredBox]:
+    """The boxes of members whose indices alternate.
+
+    Those of all members that lie in each other in one file are one box; of others every index is
+    one.
+    """
+    period = len(boxes)
+    found: dict[tuple[object, ...], dict[int, _StoredBox]] = {}
+    for number, own in enumerate(boxes):
+        for one in own:
+            found.setdefault((one.slot, one.place.path, one.box, one.strides), {})[number] = one
+    for of_members in found.values():
+        one = next(iter(of_members.values()))
+        low, high, stride = one.box.start[at], one.box.stop[at], one.strides[at]
+        starts = [m.place.start_bytes for _, m in sorted(of_members.items())]
+        step, rest = divmod(stride, period)
+        expected = [starts[0] + n * step * itemsize_bytes for n in range(period)]
+        if not rest and starts == expected:
+            strides = (*one.strides[:at], step, *one.strides[at + 1 :])
+            yield of_members[0].moved(
+                _replace(one.box, at, low * period, high * period), 0, strides
+            )
+            continue
+        for number, alone in of_members.items():
+            for index in range(low, high):
+                place = index * period + number
+                further = (index - low) * stride * itemsize_bytes
+                yield alone.moved(_replace(alone.box, at, place, place + 1), further)
+
+
+def _replace(box: Box, dimension: int, start: int, stop: int) -> Box:
+    """A box that reaches over other indices of one dimension."""
+    return Box(
+        (*box.start[:dimension], start, *box.start[dimension + 1 :]),
+        (*box.stop[:dimension], stop, *box.stop[dimension + 1 :]),
+    )
+
+
+def _bind_boxes(
+    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[_StoredBox]
+) -> StoredTensor:
+    """A tensor of boxes, of the type and the ranks of another."""
+    boxes: list[tuple[int, Box]] = []
+    addresses: dict[int, list[FileRange]] = {}
+    views: dict[int, list[View]] = {}
+    strided: set[int] = set()
+    for slot, box, place, strides in moved:
+        view = View(0, strides)
+        if is_dense(view, box.shape):
+            view = View.row_major(box.shape)
+        else:
+            strided.add(slot)
+        boxes.append((slot, box))
+        if len(boxes) > MOST_BOXES:
+            raise RecipeError(
+                f"{name!r} would lie in more than {MOST_BOXES} pieces of files; make the source "
+                "whole first (--to full), and change names then"
+            )
+        addresses.setdefault(slot, []).append(place)
+        views.setdefault(slot, []).append(view)
+    # An empty tensor needs an address all the same: that of a shard it came from.
+    if not boxes:
+        # No elements: it lies nowhere, and must be somewhere.
+        slot = like.stored_slots[0]
+        boxes.append((slot, Box((0,) * len(shape), shape)))
+        addresses[slot] = [like.file_range(slot)]
+    layout = Layout.from_boxes(shape, boxes, max(like.layout.slots, max(addresses) + 1))
+    binding = Binding(
+        layout,
+        {slot: tuple(places) for slot, places in addresses.items()},
+        {slot: tuple(views[slot]) for slot in strided},
+    )
+    return StoredTensor(name, like.dtype, binding)
