@@ -1,13 +1,15 @@
 """Recipes and strategies: from the names of a model's tensors to their layouts.
 
-    recipe, rules, variables, recipe_file    a recipe, its rules, and the TOML file they are in
-    shipped/, library                        the recipes that come with reshard: one file each
-    assignment                               rules and a mesh give every tensor a layout
-    axis_mapping, numbering, local_names     its parts: mesh axes, layers and experts, their ranks
-    fusion, fused_sharding, name_patterns    names of other programs, and fused parameters
-    strategies                               layouts without rules: whole tensors in turn, by size
+    recipe, rules, recipe_file           a recipe, its rules, and the TOML file they are in
+    config/                              numbers and conditions of config.json in rules
+    coupling/                            cuts that an operator needs together
+    shipped/, library                    the recipes that come with reshard: one file each
+    assignment                           rules and a mesh give every tensor a layout
+    shardings/, local_names              its parts: mesh axes, layers and experts, their ranks
+    fusion, name_patterns                names of other programs, and fused parameters
+    strategies                           layouts without rules: whole tensors in turn, by size
     engine_layouts/                      what the loaders of engines do with a checkpoint
-    resharding/                              strategies that also carry it out, over arrays
+    resharding/                          strategies that also carry it out, over arrays
 
 Start at `recipe` and `assignment`. To add a recipe, add a file to `shipped/`.
 """
