@@ -63,6 +63,8 @@ class Family:
             whole, besides the output layer.
         summed: globs of modules, no linear layers, whose outputs are parts of a sum, and the
             axes over which it runs.
+        sized_by_shard: globs of parameters that no key of the config makes smaller; they take the
+            shard's length in the dimensions that are cut.
         wide_norms: globs of norms over the whole of a cut width.
         prepare: what else must be done to a rank's module; see `modules.RankModule`.
         dense: what must be done to the whole model before all.
@@ -79,6 +81,7 @@ class Family:
     outputs: Callable[[Any], Any] = lambda found: found.logits
     gathered: tuple[str, ...] = ()
     summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sized_by_shard: tuple[str, ...] = ()
     wide_norms: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda rank: None
     dense: Callable[[Any], None] = lambda model: None

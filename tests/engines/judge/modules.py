@@ -189,7 +189,7 @@ class RankModule:
             if name not in self.cut.pieces:
                 raise JudgeError(f"the model needs {name}, which is not in the checkpoint")
             shard = self.parameter(name, self.stage)
-            if parameter.shape != shard.shape:
+            if self._expected_shape(name, parameter) != tuple(shard.shape):
                 raise JudgeError(
                     f"{name} is {list(shard.shape)} on rank {self.rank}; its module, made for the "
                     f"rank's heads and widths, wants {list(parameter.shape)} ({prefix}.{key})"
@@ -199,6 +199,17 @@ class RankModule:
             ):
                 raise JudgeError(f"{name} differs between stages")
             parameter.data = shard
+        if isinstance(module, Conv1D):
+            module.nf = module.weight.shape[1]
+
+    def _expected_shape(self, name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a parameter in the rank's module."""
+        shape = list(parameter.shape)
+        if matches_any(name, self.family.sized_by_shard):
+            for dimension in range(len(shape)):
+                if self.axes(name, dimension):
+                    shape[dimension] = len(self.indices(name, dimension))
+        return tuple(shape)
 
     def _fill_buffers(self) -> None:
         for name, buffer in self.model.named_buffers():

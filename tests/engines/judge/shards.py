@@ -192,6 +192,9 @@ class CutModel:
                 module = _module_of_number(name, rule, what)
                 for coordinate in self.coordinates:
                     stages = self.stages_of(name, coordinate)
+                    # Of experts, each coordinate has its own.
+                    if not stages:
+                        continue
                     if len(stages) != 1 or found.setdefault(module, stages[0]) != stages[0]:
                         raise JudgeError(
                             f"{name} is on stages {stages}, others of {module} on {found[module]}"

@@ -19,6 +19,7 @@ from reshard.recipes import Recipe, choose_recipe
 from .family import Family
 from .modules import InDouble, RankModule, make_model, randomize
 from .names import compare_names
+from .plans import explain_differences
 from .ranks import Meeting
 from .records import digest_of, write_shapes
 from .shards import Array, CutModel, JudgeError, assign_case, parse_parallelism
@@ -167,11 +168,25 @@ def judge_family(family: Family) -> tuple[dict[str, Any], list[str]]:
         if case.has_other_names:
             shapes["hub_shapes"] = write_shapes(case.hub)
         cases.append({"config": case.config, **shapes, "verdicts": verdicts})
+    plan, wrong = compare_plan(case)
+    failures += wrong
     record = {
         "family": family.name,
         "recipe": case.recipe.name,
         "class": type(case.model).__name__,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "differs_from_plan": plan,
         "cases": cases,
     }
     return record, failures
+
+
+def compare_plan(case: Case) -> tuple[list[str] | None, list[str]]:
+    """Differences from transformers' plan, at the first size of tp that goes."""
+    for size in range(2, 6):
+        try:
+            cut = cut_case(case, f"tp={size}", case.tensors)
+        except RecipeError:
+            continue
+        return explain_differences(case.family, case.model, cut)
+    return None, [f"tp=2 to 5 are refused for the last case of {case.family.name}"]
