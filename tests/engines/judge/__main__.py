@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
+
+import transformers
 
 from .family import load_families
 from .records import write_record
@@ -17,6 +20,9 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="all when none is named")
     parser.add_argument("--no-record", action="store_true", help="leave the records as they are")
     given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
     families = load_families()
     failed = []
     for name in given.families or sorted(families):

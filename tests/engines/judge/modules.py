@@ -71,7 +71,8 @@ def make_model(family: Family, config: Any) -> nn.Module:
 
     auto = getattr(transformers, family.auto)
     make = auto.from_config if family.auto.startswith("Auto") else auto._from_config
-    model: nn.Module = make(config, attn_implementation="eager")
+    with InDouble():
+        model: nn.Module = make(config, attn_implementation="eager", dtype=torch.float64)
     return model.double().eval()
 
 

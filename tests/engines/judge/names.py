@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .family import Family
-from .modules import local_config
+from .modules import local_config, matches_any
 from .shards import Array, Coordinate, CutModel, JudgeError
 
 
@@ -60,21 +60,34 @@ def tensors_of(cut: CutModel, coordinate: Coordinate) -> dict[str, Array]:
 
 
 def load_shards(family: Family, config: Any, tensors: Mapping[str, Array]) -> dict[str, Any]:
-    """The state dict of a rank's module after transformers has loaded its shards."""
+    """The state dict of a rank's module after transformers has loaded its shards.
+
+    Parameters that no key of the config makes smaller cannot be loaded so, and are left out.
+    """
     import transformers
     from safetensors.numpy import save_file
 
     auto = getattr(transformers, family.auto)
     with tempfile.TemporaryDirectory() as folder:
         save_file(dict(tensors), Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        model, found = auto.from_pretrained(
-            folder, config=config, dtype=torch.float64, output_loading_info=True
-        )
-    wrong = {key: sorted(found[key]) for key in found if found[key]}
-    if wrong:
-        raise JudgeError(f"transformers cannot load a rank's shards: {wrong}")
-    state: dict[str, Any] = model.state_dict()
-    return state
+        # Looked for by models that generate.
+        (Path(folder) / "generation_config.json").write_text("{}")
+        try:
+            model, found = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float64,
+                output_loading_info=True,
+                ignore_mismatched_sizes=bool(family.sized_by_shard),
+            )
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            raise JudgeError(f"transformers cannot load a rank's shards: {error!r}") from error
+    mismatched = {key[0] for key in found.pop("mismatched_keys", ())}
+    odd = {name for name in mismatched if not matches_any(name, family.sized_by_shard)}
+    wrong = {key: sorted(map(str, found[key])) for key in found if found[key]}
+    if wrong or odd:
+        raise JudgeError(f"transformers cannot load a rank's shards: {wrong or sorted(odd)}")
+    return {name: one for name, one in model.state_dict().items() if name not in mismatched}
 
 
 def compare_names(family: Family, whole: Any, own: CutModel, hub: CutModel) -> None:
@@ -85,9 +98,11 @@ def compare_names(family: Family, whole: Any, own: CutModel, hub: CutModel) -> N
     """
     for coordinate in own.coordinates:
         config = local_config(family, whole, own, coordinate)
-        loaded = load_shards(family, config, tensors_of(hub, coordinate))
+        theirs = tensors_of(hub, coordinate)
+        loaded = load_shards(family, config, theirs)
         for name, shard in tensors_of(own, coordinate).items():
-            if not np.array_equal(loaded[name].numpy(), shard):
+            found = loaded[name].numpy() if name in loaded else theirs.get(name)
+            if found is None or not np.array_equal(found, shard):
                 raise JudgeError(
                     f"{name} at {coordinate} of {own.compute_axes} is not what the shards under "
                     "the Hub's names make of it"

@@ -43,7 +43,7 @@ def differences(plan: dict[str, str], cut: CutModel) -> dict[str, str]:
     """For each parameter (its numbers as `*`) that is cut otherwise: how."""
     found: dict[str, str] = {}
     for name, spec in cut.assignment.specs.items():
-        general = re.sub(r"\d+", "*", name)
+        general = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         style = plan.get(general, plan.get(general.rpartition(".")[0]))
         theirs = planned_cut(style, general, len(spec.dim_specs))
         ours = recipe_cut(cut, name)

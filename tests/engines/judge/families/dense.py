@@ -16,6 +16,15 @@ HEADS = {
     "num_key_value_heads": ("*layers.0.self_attn.k_proj.weight", 0),
     **WIDTHS,
 }
+
+
+def length(suffix: str, dimension: int) -> Any:
+    """The length of a rank's parameter, for a key that the whole model's config may leave out."""
+    return lambda shapes, whole: next(
+        shape[dimension] for name, shape in shapes.items() if name.endswith(suffix)
+    )
+
+
 # Of configs that leave it out: a rank has the whole model's, whatever its number of heads.
 HEAD_WIDTH = {"head_dim": lambda shapes, whole: whole.hidden_size // whole.num_attention_heads}
 
@@ -58,8 +67,7 @@ NARROW = (
 )
 TIED = {"tie_word_embeddings": True}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-PHI_PLAN = "the plan gathers what it has cut without regard to parts; here each part is cut"
-NO_EMBEDDING = "the plan names the output layer, not the embedding; both are cut here"
+NO_EMBEDDING = "the plan cuts the output layer and no embedding; here both are cut"
 
 
 def share_of_heads(pattern: str, weight: str, dimension: int, *keys: str) -> Any:
@@ -165,6 +173,7 @@ FAMILIES = [
     Family(
         name="cohere",
         config=narrow("cohere", tie_word_embeddings=True, use_qk_norm=True, logit_scale=0.5),
+        differs={"*_norm.weight": "the plan leaves these norms of every head whole"},
         variants=NARROW,
         local=HEADS | HEAD_WIDTH,
     ),
@@ -186,16 +195,21 @@ FAMILIES = [
         name="phi3",
         config=narrow("phi3", sliding_window=4),
         # Phi-4 has 40 and 10 heads.
-        variants=(*NARROW, {"num_attention_heads": 40, "num_key_value_heads": 10, "hidden_size": 80}),
+        variants=(
+            *NARROW,
+            {"num_attention_heads": 40, "num_key_value_heads": 10, "hidden_size": 80},
+        ),
         local={
             **HEAD_WIDTH,
             **WIDTHS,
             "num_attention_heads": ("*layers.0.self_attn.o_proj.weight", 1),
             "num_key_value_heads": lambda shapes, whole: (
-                shapes["model.layers.0.self_attn.qkv_proj.weight"][0]
-                - shapes["model.layers.0.self_attn.o_proj.weight"][1]
-            )
-            // (2 * (whole.hidden_size // whole.num_attention_heads)),
+                (
+                    shapes["model.layers.0.self_attn.qkv_proj.weight"][0]
+                    - shapes["model.layers.0.self_attn.o_proj.weight"][1]
+                )
+                // (2 * (whole.hidden_size // whole.num_attention_heads))
+            ),
         },
     ),
     Family(
@@ -222,7 +236,7 @@ FAMILIES = [
             "n_positions": 32,
         },
         variants=({"n_head": 15}, {"n_inner": None}, {"tie_word_embeddings": False}),
-        local={"n_inner": ("*h.0.mlp.c_fc.weight", 1), "vocab_size": ("*wte.weight", 0)},
+        local={"n_inner": length("h.0.mlp.c_fc.weight", 1), "vocab_size": ("*wte.weight", 0)},
         sized_by_shard=("*.attn.c_attn.*", "*.attn.c_proj.weight"),
         prepare=share_of_heads("*.attn", "c_proj.weight", 0, "split_size", "num_heads"),
     ),
@@ -237,12 +251,16 @@ FAMILIES = [
             "num_hidden_layers": 3,
             "max_position_embeddings": 64,
         },
-        variants=({"num_attention_heads": 15, "use_parallel_residual": False}, {"tie_word_embeddings": True}),
+        variants=(
+            {"num_attention_heads": 15, "use_parallel_residual": False},
+            {"tie_word_embeddings": True},
+        ),
         local={
             "intermediate_size": ("*layers.0.mlp.dense_4h_to_h.weight", 1),
             "vocab_size": ("*embed_in.weight", 0),
         },
         sized_by_shard=("*.attention.query_key_value.*", "*.attention.dense.weight"),
+        differs={"*embed_in.weight": NO_EMBEDDING},
     ),
     Family(
         name="falcon",
