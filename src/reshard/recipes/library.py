@@ -19,8 +19,8 @@ SHIPPED = resources.files("reshard.recipes") / "shipped"
 def shipped_recipes() -> tuple[str, ...]:
     """The names of the recipes that come with reshard, sorted: the files of its folder `shipped`.
 
-    >>> shipped_recipes()[:3]
-    ('bert', 'deepseek_v3', 'gpt2')
+    >>> "llama" in shipped_recipes()
+    True
     """
     return tuple(
         sorted(
