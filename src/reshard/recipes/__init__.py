@@ -7,6 +7,7 @@
     assignment                           rules and a mesh give every tensor a layout
     shardings/, local_names              its parts: mesh axes, layers and experts, their ranks
     fusion, name_patterns                names of other programs, and fused parameters
+    quantization/                        stored tensors of quantised weights, cut together
     strategies                           layouts without rules: whole tensors in turn, by size
     engine_layouts/                      what the loaders of engines do with a checkpoint
     resharding/                          strategies that also carry it out, over arrays

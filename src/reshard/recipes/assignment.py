@@ -12,8 +12,10 @@
 
 4. A number in the name, of a layer or an expert, says at which coordinate of an axis the tensor
    lives. Where layers are cut by bytes, those of all layers are counted first.
-5. A tensor that no rule matches is replicated, and listed.
-6. The layout of every tensor is built, so a rule that does not fit is known before anything
+5. The stored tensors of a quantised weight are cut as the rule for the weight says, at their
+   groups (see `reshard.recipes.quantization.folding`).
+6. A tensor that no rule matches is replicated, and listed.
+7. The layout of every tensor is built, so a rule that does not fit is known before anything
    is read.
 """
 
@@ -33,6 +35,8 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
 from reshard.recipes.config.variables import expand, fill_in, variables
+from reshard.recipes.quantization.folding import FoldedWeights
+from reshard.recipes.quantization.weights import find_quantized
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.axis_mapping import joint_size, map_coordinates, map_sharding
@@ -116,18 +120,21 @@ class _AssignmentBuilder:
             DeviceMesh(f"recipe {recipe.name}", sizes, recipe.axes) if recipe else None
         )
         self.places: dict[str, Places] = {}
-        # The recipe's rules with its own cuts written out; what is left in braces, a config says.
-        words = recipe.words if recipe else {}
-        self.texts = [
-            rule.spec if number < self.by_hand else expand(rule.spec, words)
-            for number, rule in enumerate(self.rules)
-        ]
+        self.texts = self._write_out_cuts(recipe)
         self.asked_names = [
             {name for variable in variables(text) for name in variable.index_names}
             for text in self.texts
         ]
         # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
         self.lay_out = cache(self._lay_out)
+
+    def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
+        """The specs with the recipe's own cuts written out; the rest in braces, a config says."""
+        words = recipe.words if recipe else {}
+        return [
+            rule.spec if number < self.by_hand else expand(rule.spec, words)
+            for number, rule in enumerate(self.rules)
+        ]
 
     def name_of(self, number: int) -> str:
         """The name of a rule in messages."""
@@ -151,6 +158,23 @@ class _AssignmentBuilder:
                 behind = [w for w in found if w in numbers and numbers[w].is_behind(name)]
                 return _Match(number, tuple(found.items()), frozenset(behind))
         return None
+
+    def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
+        """The rules of all tensors that one matches; stored ones of a weight that none matches."""
+        found: dict[str, _Match | None] = {}
+        for name in folded.shapes:
+            found[name] = self.match(name)
+            if found[name] is None and name in folded.weights:
+                found |= {member: self.match(member) for member in folded.drop(name)}
+        matches = {name: match for name, match in found.items() if match is not None}
+        if self.recipe is not None:
+            by_recipe = {
+                name: self.rules[match.number]
+                for name, match in matches.items()
+                if name in folded.weights and match.number >= self.by_hand
+            }
+            self.texts = self._write_out_cuts(folded.with_units(self.recipe, by_recipe))
+        return matches
 
     def sharding(
         self, number: int, ndim: int, lives: _Coordinates = (), numbers: Numbers = NO_NUMBERS
@@ -214,7 +238,7 @@ class _AssignmentBuilder:
         self,
         shapes: Mapping[str, tuple[int, ...]],
         matches: Mapping[str, _Match],
-        itemsizes_bytes: Mapping[str, int] | None,
+        itemsizes_bytes: Mapping[str, float] | None,
     ) -> None:
         """Where each layer and expert lives, for the numbers that some tensor needs."""
         needed = {what for match in matches.values() for what, _ in match.numbers}
@@ -247,7 +271,7 @@ class _AssignmentBuilder:
         count: int,
         shapes: Mapping[str, tuple[int, ...]],
         matches: Mapping[str, _Match],
-        itemsizes_bytes: Mapping[str, int] | None,
+        itemsizes_bytes: Mapping[str, float] | None,
     ) -> list[float]:
         """Bytes that ranks hold of each thing: shape `(1 + count + 1,)`, with both ends."""
         weights = [0.0] * (count + 2)
@@ -275,6 +299,7 @@ def assign(
     recipe: Recipe | None = None,
     config: Mapping[str, object] | None = None,
     itemsizes_bytes: Mapping[str, int] | None = None,
+    logical_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Assignment:
     """The sharding of each tensor of `shapes` over `mesh`.
 
@@ -287,10 +312,13 @@ def assign(
         config: the model's config.json, for the variables of the rules.
         itemsizes_bytes: of one element by tensor, where layers are cut by bytes; equal ones
             when None.
+        logical_shapes: of quantised weights whose stored tensors do not tell it (bitsandbytes
+            4-bit), by the weight's name.
 
     Raises:
         RecipeError: a rule that cannot be read or does not fit a tensor it matches, an axis or
-            a variable that is not there, a number beyond those that the config says there are.
+            a variable that is not there, a number beyond those that the config says there are,
+            a quantised weight that is not known or would be cut through a group.
 
     >>> shapes = {"up.weight": (8, 4), "up.bias": (8,), "norm": (4,)}
     >>> found = assign(shapes, DeviceMesh.of(tp=2), [Rule("up.*", "tp, ...")])
@@ -304,28 +332,37 @@ def assign(
         with _name_in_errors(builder.name_of(number)):
             if not builder.asked_names[number]:
                 builder.sharding(number, ndim=0)
-    found = {name: builder.match(name) for name in shapes}
-    matches = {name: match for name, match in found.items() if match is not None}
-    builder.find_places(shapes, matches, itemsizes_bytes)
-    specs: dict[str, ShardingSpec] = {}
-    layouts: dict[str, Layout] = {}
+    quantized = find_quantized(shapes, config, itemsizes_bytes, logical_shapes)
+    folded = FoldedWeights(quantized, shapes, rules)
+    matches = builder.match_all(folded)
+    whole = folded.shapes
+    builder.find_places(
+        whole, matches, folded.itemsizes_bytes(itemsizes_bytes) if itemsizes_bytes else None
+    )
+    cut: dict[str, tuple[ShardingSpec, Layout]] = {}
+    decided: dict[str, Rule] = {}
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
-    for name, shape in shapes.items():
+    for name, shape in whole.items():
         match = matches.get(name)
         if match is None:
-            specs[name] = replicated(len(shape))
-            layouts[name] = specs[name].layout(shape)
+            cut[name] = replicated(len(shape)), replicated(len(shape)).layout(shape)
             continue
         with builder.naming(name, shape, match):
-            specs[name], layouts[name] = builder.cut(match, shape)
+            found = {name: builder.cut(match, shape)}
+            if name in folded.weights:
+                found = folded.spread(name, folded.align(name, found[name][0]))
+        cut |= found
+        decided |= dict.fromkeys(found, builder.rules[match.number])
+    specs = {name: cut[name][0] for name in shapes}
+    layouts = {name: cut[name][1] for name in shapes}
     used = {match.number for match in matches.values()}
     unused = [n for n in range(len(builder.rules)) if n not in used]
     used_axes = {axis for sharding in set(specs.values()) for axis in _find_used_axes(sharding)}
     return Assignment(
         specs,
         layouts,
-        {name: builder.rules[match.number] for name, match in matches.items()},
-        unmatched=tuple(name for name in shapes if name not in matches),
+        {name: decided[name] for name in shapes if name in decided},
+        unmatched=tuple(name for name in shapes if name not in decided),
         unused_rules=tuple(builder.rules[n] for n in unused if n < builder.by_hand),
         unused_recipe_rules=tuple(builder.rules[n] for n in unused if n >= builder.by_hand),
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),

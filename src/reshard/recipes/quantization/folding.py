@@ -148,9 +148,7 @@ class FoldedWeights:
                     f"({weight.method})"
                 )
 
-    def spread(
-        self, name: str, sharding: ShardingSpec
-    ) -> dict[str, tuple[ShardingSpec, Layout]]:
+    def spread(self, name: str, sharding: ShardingSpec) -> dict[str, tuple[ShardingSpec, Layout]]:
         """The shardings and layouts of a weight's stored tensors, from that of the logical one."""
         weight = self.weights[name]
         return {

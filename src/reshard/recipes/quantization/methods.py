@@ -1,4 +1,4 @@
-"""Methods of quantisation: the tensors that each stores for a weight, and what their dimensions are.
+"""Methods of quantisation: the tensors that each stores for a weight, and their dimensions.
 
 A quantised weight is one *logical* weight, `X.weight` of `[out, in]`, in several *stored* tensors.
 A row of the table says of each stored tensor what its dimensions are of the logical ones::
@@ -63,18 +63,18 @@ class Method:
     uncut: tuple[tuple[str, str], ...] = ()
 
 
-def _form(suffix: str, *dimensions: str, logical: str = "") -> StoredForm:
+def _make_form(suffix: str, *dimensions: str, logical: str = "") -> StoredForm:
     return StoredForm(suffix, logical, dimensions)
 
 
-def _module_form(suffix: str, *dimensions: str) -> StoredForm:
+def _make_module_form(suffix: str, *dimensions: str) -> StoredForm:
     """A tensor of the module `X` that has the weight `X.weight`."""
     return StoredForm(suffix, ".weight", dimensions)
 
 
 # Of activations, known in advance, and shared by all of the weight.
 _ACTIVATION_SCALES = tuple(
-    _module_form(suffix, "", "*")
+    _make_module_form(suffix, "", "*")
     for suffix in (
         ".input_scale",
         ".input_zero_point",
@@ -91,37 +91,37 @@ METHODS: tuple[Method, ...] = (
     Method(
         "bitsandbytes 4-bit",
         (
-            _form(".absmax", "flat/block"),
-            _form("", "flat/pack, *"),
-            _form(".quant_map", "*"),
-            _form(".nested_absmax", "flat/nested"),
-            _form(".nested_quant_map", "*"),
-            _form(".quant_state.bitsandbytes__nf4", "*"),
-            _form(".quant_state.bitsandbytes__fp4", "*"),
+            _make_form(".absmax", "flat/block"),
+            _make_form("", "flat/pack, *"),
+            _make_form(".quant_map", "*"),
+            _make_form(".nested_absmax", "flat/nested"),
+            _make_form(".nested_quant_map", "*"),
+            _make_form(".quant_state.bitsandbytes__nf4", "*"),
+            _make_form(".quant_state.bitsandbytes__fp4", "*"),
         ),
         needs=("",),
     ),
     Method(
         "bitsandbytes 8-bit",
         (
-            _module_form(".SCB", "out"),
-            _form("", "out, in"),
-            _module_form(".weight_format", "", "*"),
+            _make_module_form(".SCB", "out"),
+            _make_form("", "out, in"),
+            _make_module_form(".weight_format", "", "*"),
         ),
         needs=("",),
     ),
     Method(
         "MXFP4 of gpt-oss",
-        (_form("_blocks", "out, in/32, *"), _form("_scales", "out, in/32")),
+        (_make_form("_blocks", "out, in/32, *"), _make_form("_scales", "out, in/32")),
         needs=("_scales",),
         order=("in", "out"),
     ),
     Method(
         "NVFP4 of ModelOpt",
         (
-            _form("_scale_2", "", "*"),
-            _form("", "out, in/2"),
-            _form("_scale", "out, in/group"),
+            _make_form("_scale_2", "", "*"),
+            _make_form("", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
             *_ACTIVATION_SCALES,
         ),
         needs=("", "_scale"),
@@ -129,27 +129,31 @@ METHODS: tuple[Method, ...] = (
     Method(
         "NVFP4 of compressed-tensors",
         (
-            _form("_packed", "out, in/2"),
-            _form("_scale", "out, in/group"),
-            _form("_global_scale", "", "*"),
+            _make_form("_packed", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
+            _make_form("_global_scale", "", "*"),
             *_ACTIVATION_SCALES,
         ),
         needs=("_scale", "_global_scale"),
     ),
     Method(
         "MXFP4 of compressed-tensors",
-        (_form("_packed", "out, in/2"), _form("_scale", "out, in/group"), *_ACTIVATION_SCALES),
+        (
+            _make_form("_packed", "out, in/2"),
+            _make_form("_scale", "out, in/group"),
+            *_ACTIVATION_SCALES,
+        ),
         needs=("_scale",),
         lacks=("_shape",),
     ),
     Method(
         "packed compressed-tensors",
         (
-            _form("_packed", "out, in/pack"),
-            _form("_scale", "out~, in~"),
-            _form("_zero_point", "out/pack, in~"),
-            _form("_shape", "*"),
-            _form("_g_idx", "in"),
+            _make_form("_packed", "out, in/pack"),
+            _make_form("_scale", "out~, in~"),
+            _make_form("_zero_point", "out/pack, in~"),
+            _make_form("_shape", "*"),
+            _make_form("_g_idx", "in"),
             *_ACTIVATION_SCALES,
         ),
         needs=("_scale", "_shape"),
@@ -158,10 +162,10 @@ METHODS: tuple[Method, ...] = (
     Method(
         "GPTQ",
         (
-            _module_form(".qweight", "in/pack, out"),
-            _module_form(".scales", "in~, out"),
-            _module_form(".qzeros", "in~, out/pack"),
-            _module_form(".g_idx", "in"),
+            _make_module_form(".qweight", "in/pack, out"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
+            _make_module_form(".g_idx", "in"),
         ),
         needs=(".scales", ".g_idx"),
         uncut=((".g_idx", "in"),),
@@ -169,9 +173,9 @@ METHODS: tuple[Method, ...] = (
     Method(
         "AWQ",
         (
-            _module_form(".qweight", "in, out/pack"),
-            _module_form(".scales", "in~, out"),
-            _module_form(".qzeros", "in~, out/pack"),
+            _make_module_form(".qweight", "in, out/pack"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
         ),
         needs=(".scales", ".qzeros"),
         lacks=(".g_idx",),
@@ -179,9 +183,9 @@ METHODS: tuple[Method, ...] = (
     Method(
         "GPTQ without g_idx",
         (
-            _module_form(".qweight", "in/pack, out"),
-            _module_form(".scales", "in~, out"),
-            _module_form(".qzeros", "in~, out/pack"),
+            _make_module_form(".qweight", "in/pack, out"),
+            _make_module_form(".scales", "in~, out"),
+            _make_module_form(".qzeros", "in~, out/pack"),
         ),
         needs=(".scales",),
         lacks=(".g_idx",),
@@ -189,8 +193,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         "FP8 in blocks",
         (
-            _form("_scale_inv", "", "*", "out/rows, in/columns"),
-            _form("", "out, in"),
+            _make_form("_scale_inv", "", "*", "out/rows, in/columns"),
+            _make_form("", "out, in"),
             *_ACTIVATION_SCALES,
         ),
         needs=("",),
@@ -198,9 +202,9 @@ METHODS: tuple[Method, ...] = (
     Method(
         "scaled 8-bit",
         (
-            _form("_scale", "", "out~", "out~, in~"),
-            _form("", "out, in"),
-            _form("_zero_point", "", "out~", "out~, in~"),
+            _make_form("_scale", "", "out~", "out~, in~"),
+            _make_form("", "out, in"),
+            _make_form("_zero_point", "", "out~", "out~, in~"),
             *_ACTIVATION_SCALES,
         ),
         needs=("",),

@@ -117,9 +117,7 @@ def find_quantized(
         return found
     for logical, reason in failed.items():
         if logical not in found:
-            raise RecipeError(
-                f"the quantised weight of {reason}. What is known: {known_methods()}"
-            )
+            raise RecipeError(f"the quantised weight of {reason}. What is known: {known_methods()}")
     _expect_no_strangers(shapes, found)
     return found
 
@@ -206,7 +204,7 @@ class _Finder:
         # 1. Which stored tensors there are, and which of the alternatives each is.
         stored = {}
         for form in method.forms:
-            name = _stored_name(logical, form.suffix, form.logical)
+            name = _make_stored_name(logical, form.suffix, form.logical)
             if name is not None and name in self.shapes:
                 stored[name] = form.dimensions
         leading = self._count_leading(stored)
@@ -231,7 +229,7 @@ class _Finder:
             for item, length in zip(texts, own[len(found) :], strict=True):
                 found.append(self._read(name, item, length, lengths, method, leading))
             members[name] = tuple(found)
-            for d, one in enumerate(found[: len(own) - len(texts)]):
+            for d in range(len(own) - len(texts)):
                 if own[d] != shape[d]:
                     raise _Unresolved(f"{name!r} of shape {list(own)} for {list(shape)}")
         # 4. The groups that must stay together.
@@ -269,7 +267,7 @@ class _Finder:
     def _flat_lengths(self, logical: str) -> dict[str, int]:
         if logical not in self.logical_shapes or len(self.logical_shapes[logical]) != 2:
             raise _Unresolved(
-                f"the shape of the weight {logical!r} stands in its quant_state, which was not given"
+                f"the shape of {logical!r} stands in its quant_state, which was not given"
             )
         out, inner = self.logical_shapes[logical]
         return {"out": out, "in": inner}
@@ -397,7 +395,7 @@ def _collect(given: object, keys: Collection[str]) -> list[Any]:
     return found
 
 
-def _stored_name(logical: str, suffix: str, replaced: str) -> str | None:
+def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
     """A stored tensor's name; None where the logical one does not end as it should."""
     return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
 
@@ -407,16 +405,14 @@ def _find_stored_name(logical: str, suffix: str, method: Method) -> str | None:
     replaced = next((f.logical for f in method.forms if f.suffix == suffix), "")
     if suffix.startswith(".") and not any(f.suffix == suffix for f in method.forms):
         replaced = ".weight"
-    return _stored_name(logical, suffix, replaced)
+    return _make_stored_name(logical, suffix, replaced)
 
 
 def _split(text: str) -> list[str]:
     return [item.strip() for item in text.split(",")] if text else []
 
 
-def _choose_alternative(
-    name: str, shape: Shape, texts: tuple[str, ...], leading: int
-) -> list[str]:
+def _choose_alternative(name: str, shape: Shape, texts: tuple[str, ...], leading: int) -> list[str]:
     """What the dimensions are behind the leading ones, of the alternative of as many."""
     for text in texts:
         items = _split(text)
