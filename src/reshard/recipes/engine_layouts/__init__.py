@@ -5,6 +5,7 @@
     parameter_layout   one parameter of one rank: a pattern and the names of its sources
     engine_layout      all parameters of a rank, all ranks of an engine
     strided_regions    a strided region of a tensor, as indices along each dimension
+    shard_parameters   parameters that are shards of tensors of their own names
     source_layouts     which rank holds which part of each source
     name_columns       many thousand names as patterns and columns of numbers
     document           an engine's layout as JSON, and back
