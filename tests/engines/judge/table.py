@@ -1,0 +1,104 @@
+"""The page of models, docs/models.md: its tables are made from the records.
+
+`python -m engines.judge.table` writes it, with `src` and `tests` on the path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .records import load_records
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+Record = dict[str, Any]
+
+
+def _list_parallelisms(record: Record) -> list[str]:
+    found = dict.fromkeys(name for case in record["cases"] for name in case["verdicts"])
+    return [*found]
+
+
+def _count_equal(record: Record, parallelism: str) -> tuple[int, int]:
+    """How many cases compute the same at a parallelism, and how many there are."""
+    verdicts = [case["verdicts"][parallelism] for case in record["cases"]]
+    return sum("equal" in verdict for verdict in verdicts), len(verdicts)
+
+
+def _mark(record: Record, parallelism: str, text: str) -> str:
+    equal, cases = _count_equal(record, parallelism)
+    return text + ("" if equal == cases else "*" if equal else "")
+
+
+def _join(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def table_of_models(records: dict[str, Record]) -> str:
+    """One row a family: where its shards compute what the whole model computes."""
+    lines = ["| model | `model_type` | recipe | `tp` | with others | refused |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, record in records.items():
+        sizes, others, refused = [], [], []
+        for parallelism in _list_parallelisms(record):
+            alone = re.fullmatch(r"tp=(\d+)", parallelism)
+            if _count_equal(record, parallelism)[0]:
+                into, text = (sizes, alone[1]) if alone else (others, f"`{parallelism}`")
+                into.append(_mark(record, parallelism, text.replace("|", "\\|")))
+            else:
+                refused.append(f"`{parallelism}`".replace("|", "\\|"))
+        kinds = dict.fromkeys(case["config"]["model_type"] for case in record["cases"])
+        lines.append(
+            f"| {name} | {_join(f'`{kind}`' for kind in kinds)} | `{record['recipe']}` "
+            f"| {' '.join(sizes)} | {_join(others)} | {_join(refused)} |"
+        )
+    return "\n".join(lines)
+
+
+def list_of_refusals(records: dict[str, Record]) -> str:
+    """The first refusal of each family, as the command says it."""
+    lines = []
+    for name, record in records.items():
+        refusals = [
+            (parallelism, verdict["refused"])
+            for case in record["cases"]
+            for parallelism, verdict in case["verdicts"].items()
+            if "refused" in verdict
+        ]
+        if refusals:
+            parallelism, text = refusals[0]
+            lines.append(f"- {name}, `{parallelism}`: {text}")
+    return "\n".join(lines)
+
+
+def list_of_differences(records: dict[str, Record]) -> str:
+    """Where a family's recipe and transformers' plan differ, a line each."""
+    lines: list[str] = []
+    none = [name for name, record in records.items() if record["differs_from_plan"] is None]
+    for name, record in records.items():
+        lines += [f"- {name}: {line}" for line in record["differs_from_plan"] or ()]
+    if none:
+        lines.append(f"\nWithout a plan: {_join(none)}.")
+    return "\n".join(lines)
+
+
+def fill_in(page: str, records: dict[str, Record]) -> str:
+    """The page with its tables made from the records."""
+    for mark, make in (
+        ("models", table_of_models),
+        ("refusals", list_of_refusals),
+        ("differences", list_of_differences),
+    ):
+        begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found and closed, f"{PAGE.name} lacks the marks of {mark}"
+        page = before + begin + make(records) + end + after
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill_in(PAGE.read_text(), load_records()))
