@@ -55,14 +55,19 @@ def matches_any(name: str, globs: Sequence[str]) -> bool:
 def get_key(config: Any, key: str) -> Any:
     """The value of a dotted key of a config."""
     for word in key.split("."):
-        config = getattr(config, word)
+        # Configs with other values for some layers guard their attributes.
+        config = vars(config)[word] if word in vars(config) else getattr(config, word)
     return config
 
 
 def set_key(config: Any, key: str, value: Any) -> None:
     *outer, last = key.split(".")
-    # Not through the checks of whole configs: a rank's sizes need not go with each other.
-    vars(get_key(config, ".".join(outer)) if outer else config)[last] = value
+    config = get_key(config, ".".join(outer)) if outer else config
+    if isinstance(getattr(type(config), last, None), property):
+        setattr(config, last, value)
+    else:
+        # Not through the checks of whole configs: a rank's sizes need not go with each other.
+        vars(config)[last] = value
 
 
 def make_model(family: Family, config: Any) -> nn.Module:
@@ -155,7 +160,7 @@ class RankModule:
 
     def exchange(self, label: str, value: Any, axes: Sequence[str]) -> list[Any]:
         """The values of the ranks that differ from this one in `axes` only, in their order."""
-        return self.meeting.exchange(self.rank, label, value, axes)
+        return self.meeting.exchange(self.rank, label, copy.deepcopy(value), axes)
 
     def add_up(self, label: str, value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """The sum of the values of such ranks."""

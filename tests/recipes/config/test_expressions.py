@@ -16,6 +16,7 @@ CONFIG: dict[str, object] = {
     "zero": 0,
     "absent": None,
     "sizes": [8, 16, 32],
+    "layers": {"2": {"heads": 3, "inner": {"width": 4}}, "3": {"heads": 5}},
     "text_config": {"heads": 6, "inner": {"groups": 2}, "sizes": [1, 2]},
 }
 
@@ -47,6 +48,10 @@ CONFIG: dict[str, object] = {
         ("sizes[layer]", 32),
         ("text_config.sizes[layer]|9", 9),
         ("sizes[] * 2", 6),
+        ("layers[layer].heads", 3),
+        ("layers[layer].inner.width * layers[3].heads", 20),
+        ("layers[1].heads | layers[layer].nowhere | 7", 7),
+        ("heads[layer].inner|7", 7),
         ("heads[]|7", 7),
         ("heads[layer]", 12),
     ],

@@ -5,6 +5,7 @@
     num_attention_heads                                 a key
     text_config.num_attention_heads                     a key of a config inside the config
     intermediate_size[layer]                            the entry of a list for this layer
+    per_layer_config[layer].head_dim                    a key of the config for this layer
     layer_types[]                                       how many entries a list has
     head_dim * num_attention_heads                      + - * // and parentheses
     head_dim | hidden_size // num_attention_heads       the first alternative that can be said
@@ -31,7 +32,8 @@ Numbers = Mapping[str, int]
 NO_NUMBERS: Numbers = {}
 REMEDY = "put the model's config.json beside the checkpoint, or write the number in the rule"
 _WORD = r"[A-Za-z_]\w*"
-_KEY = re.compile(rf"({_WORD}(?:\.{_WORD})*)(?:\[\s*({_WORD}|\d+|)\s*\])?")
+_PATH = rf"{_WORD}(?:\.{_WORD})*"
+_KEY = re.compile(rf"({_PATH})(?:\[\s*({_WORD}|\d+|)\s*\](?:\.({_PATH}))?)?")
 _TOKEN = re.compile(rf"\s*(?:(?P<key>{_KEY.pattern})|(?P<number>\d+)|(?P<sign>//|[-+*|()]))\s*")
 
 
@@ -39,45 +41,56 @@ _TOKEN = re.compile(rf"\s*(?:(?P<key>{_KEY.pattern})|(?P<number>\d+)|(?P<sign>//
 class Key:
     """A key of a config, with the keys of the configs around it, and the index of an entry.
 
-    The index is the name of a number in tensors' names, or a number, or None. An empty one asks how
-    many entries there are.
+    The index is the name of a number in tensors' names, or a number, or None; an empty one asks how
+    many entries there are. `rest` are the keys inside of the entry.
     """
 
     path: tuple[str, ...]
     index: str | int | None = None
+    rest: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Key | None:
         """The key that a text is, or None.
 
         >>> Key.parse("text_config.layer_types[layer]")
-        Key(path=('text_config', 'layer_types'), index='layer')
+        Key(path=('text_config', 'layer_types'), index='layer', rest=())
         """
         match = _KEY.fullmatch(text.strip())
         if match is None:
             return None
-        index = match[2]
-        return cls(tuple(match[1].split(".")), int(index) if index and index.isdigit() else index)
+        index = int(match[2]) if match[2] and match[2].isdigit() else match[2]
+        return cls(
+            tuple(match[1].split(".")), index, tuple(match[3].split(".")) if match[3] else ()
+        )
 
     def find(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> object:
         """What a config has under the key; None where it has nothing, or null."""
-        value: object = config
-        for word in self.path:
-            value = value.get(word) if isinstance(value, Mapping) else None
+        value = _follow(config, self.path)
         if self.index == "":
             return len(value) if isinstance(value, list | tuple | str) else None
-        if self.index is None or not isinstance(value, list | tuple | str):
-            return value
+        if self.index is None or not isinstance(value, list | tuple | str | Mapping):
+            return _follow(value, self.rest)
         if isinstance(self.index, str) and self.index not in numbers:
             raise RecipeError(
                 f"`{self}` asks for the entry of {{{self.index}}}, and no such number is in the "
                 "name; write the number into the rule's pattern"
             )
         at = numbers[self.index] if isinstance(self.index, str) else self.index
-        return value[at] if at < len(value) else None
+        if isinstance(value, Mapping):
+            # The keys of JSON are texts.
+            return _follow(value.get(str(at)), self.rest)
+        return _follow(value[at], self.rest) if at < len(value) else None
 
     def __str__(self) -> str:
-        return ".".join(self.path) + ("" if self.index is None else f"[{self.index}]")
+        index = "" if self.index is None else f"[{self.index}]"
+        return ".".join(self.path) + index + "".join(f".{word}" for word in self.rest)
+
+
+def _follow(value: object, path: tuple[str, ...]) -> object:
+    for word in path:
+        value = value.get(word) if isinstance(value, Mapping) else None
+    return value
 
 
 @dataclass(frozen=True, slots=True)

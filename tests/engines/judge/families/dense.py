@@ -94,6 +94,17 @@ def set_falcon_heads(rank: Any) -> None:
     share_of_heads("*.self_attention", "dense.weight", 1, *keys)(rank)
 
 
+def share_of_full_heads(shapes: Any, whole: Any) -> Any:
+    """Gemma 4's settings by layer: the key/value heads of layers with full attention."""
+    found = {}
+    for key, values in whole.to_dict()["per_layer_config"].items():
+        rows = shapes.get(f"model.layers.{key}.self_attn.k_proj.weight", (0,))[0]
+        found[int(key)] = dict(values)
+        if "num_key_value_heads" in values:
+            found[int(key)]["num_key_value_heads"] = rows // values["head_dim"]
+    return found
+
+
 def llama_like(name: str, **changes: Any) -> Family:
     """A family whose config has the keys of Llama's, with the width of a head."""
     return Family(
@@ -125,6 +136,30 @@ FAMILIES = [
         sliding_window=4,
         layer_types=LAYER_TYPES,
         query_pre_attn_scalar=6,
+    ),
+    Family(
+        name="gemma4",
+        config=tiny(
+            "gemma4_text",
+            num_hidden_layers=4,
+            layer_types=LAYER_TYPES[:2] * 2,
+            tie_word_embeddings=True,
+            sliding_window=4,
+            global_head_dim=8,
+            vocab_size_per_layer_input=61,
+            hidden_size_per_layer_input=5,
+        ),
+        variants=(
+            {"num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size_per_layer_input": 0},
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "intermediate_size": 44},
+        ),
+        local={
+            **HEADS,
+            "vocab_size_per_layer_input": ("*embed_tokens_per_layer.weight", 0),
+            "per_layer_config": share_of_full_heads,
+        },
+        differs={"*embed_tokens_per_layer.weight": "the plan names no embedding of the layers"},
     ),
     llama_like("ernie4_5", tie_word_embeddings=True, use_bias=True),
     llama_like("nemotron", attention_bias=True, mlp_bias=True),
