@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from reshard.errors import LayoutError, MeshError, RecipeError
 from reshard.mesh import Axis, DeviceMesh
+from reshard.recipes.config.expressions import parse_expression
 from reshard.recipes.config.variables import variables
 from reshard.recipes.coupling.coupling import Coupling
 from reshard.recipes.fusion import Fusion
@@ -48,6 +49,7 @@ class Recipe:
             `ep@{expert}` cuts a dimension as these are dealt out.
         coupled: what operators need cut together, for rules that say `tp@{heads.query}`.
         storage: the axes that divide storage only: what they cut is gathered before computing.
+        sizes: expressions of config.json by name, for rules that say `{name}`.
         stand_ins: for an axis, the one whose mesh axes it takes where the mesh lacks it.
         mesh_axes: for an axis, the axes of the mesh that it is mapped to, separated by spaces.
         names: by convention, what each name or pattern of it is in the recipe's names: a name, or
@@ -73,6 +75,7 @@ class Recipe:
     names: Mapping[str, Mapping[str, str | Fusion]] = field(default_factory=dict)
     coupled: Mapping[str, Coupling] = field(default_factory=dict)
     storage: tuple[str, ...] = STORAGE_AXES
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -89,7 +92,9 @@ class Recipe:
             raise RecipeError(f"axes of recipe {self.name!r}: {error}") from error
         for cut in self.cuts.values():
             check_cut(cut)
-        named = [*self.cuts, *self.numbers, *self.coupled]
+        for size in self.sizes.values():
+            parse_expression(size)
+        named = [*self.cuts, *self.numbers, *self.coupled, *self.sizes]
         for name in named:
             if name in self.axes or named.count(name) > 1:
                 raise RecipeError(f"recipe {self.name!r} has two things named {name!r}; rename one")
@@ -121,8 +126,9 @@ class Recipe:
 
     @property
     def words(self) -> dict[str, str]:
-        """The cut rules that rules name in braces: cuts, cuts of numbers, and coupled ones."""
+        """What rules name in braces: cuts, cuts of numbers, coupled ones, and sizes."""
         found = {name: one.cut for name, one in self.numbers.items()} | dict(self.cuts)
+        found |= {name: f"{{{size}}}" for name, size in self.sizes.items()}
         for name, coupling in self.coupled.items():
             found |= coupling.words(name)
         return found

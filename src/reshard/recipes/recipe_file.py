@@ -27,6 +27,9 @@
     key_value = "num_key_value_heads"   # for rules that say tp@{heads.query} (see
                                         # `reshard.recipes.coupling.coupling`)
 
+    [sizes]                             # optional: expressions that several rules use
+    inner = "num_heads * head_dim"
+
     [[rules]]                           # the first that matches a tensor decides it
     pattern = "*embed_tokens.weight"
     spec = "tp@{vocabulary}, -"
@@ -40,8 +43,8 @@
         "model.layers.*.mlp.gate_proj.weight", "model.layers.*.mlp.up_proj.weight"] }
 
 A recipe that extends another has its own rules first and then the other's, and so its names; its
-cuts, stand-ins, numbers and members of couplings come over those of the same name, and its axes and
-storage axes, if it has any, replace the other's.
+cuts, stand-ins, numbers, sizes and members of couplings come over those of the same name, and its
+axes and storage axes, if it has any, replace the other's.
 
 A table of fused members may have `shares`, `groups`, `dimension`, `stacked` and `transposed`
 (`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of config.json
@@ -65,7 +68,7 @@ from reshard.recipes.shardings.numbering import Numbering
 _REQUIRED_KEYS = ("name", "axes", "rules")
 _OPTIONAL_KEYS = (
     *("description", "model_types", "extends", "storage", "cuts", "stand_ins", "numbers"),
-    *("coupled", "names"),
+    *("coupled", "sizes", "names"),
 )
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
@@ -128,6 +131,7 @@ class _TableReader:
                 dict(base.stand_ins if base else {}) | self._expect_text_table(table, "stand_ins"),
                 names=self._read_names(table, base.names if base else {}),
                 coupled=self._read_couplings(table, base.coupled if base else {}),
+                sizes=dict(base.sizes if base else {}) | self._expect_text_table(table, "sizes"),
                 storage=self._expect_texts(table["storage"], "storage")
                 if "storage" in table
                 else (base.storage if base else STORAGE_AXES),

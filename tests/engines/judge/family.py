@@ -65,6 +65,8 @@ class Family:
             axes over which it runs.
         sized_by_shard: globs of parameters that no key of the config makes smaller; they take the
             shard's length in the dimensions that are cut.
+        whole: globs of modules that have the whole model's number of a local key, by that key:
+            routers, which choose among all experts.
         wide_norms: globs of norms over the whole of a cut width.
         prepare: what else must be done to a rank's module; see `modules.RankModule`.
         dense: what must be done to the whole model before all.
@@ -82,6 +84,7 @@ class Family:
     gathered: tuple[str, ...] = ()
     summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sized_by_shard: tuple[str, ...] = ()
+    whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wide_norms: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda rank: None
     dense: Callable[[Any], None] = lambda model: None

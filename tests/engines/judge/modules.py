@@ -77,7 +77,9 @@ def make_model(family: Family, config: Any) -> nn.Module:
     auto = getattr(transformers, family.auto)
     make = auto.from_config if family.auto.startswith("Auto") else auto._from_config
     with InDouble():
-        model: nn.Module = make(config, attn_implementation="eager", dtype=torch.float64)
+        model: nn.Module = make(
+            config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
+        )
     return model.double().eval()
 
 
@@ -128,6 +130,8 @@ class RankModule:
         self.coordinate = cut.coordinates[rank]
         self.config = local_config(family, whole, cut, self.coordinate)
         self.model = make_model(family, self.config)
+        for key, globs in family.whole.items():
+            self._take_whole(key, globs)
         # Layers may be run from the first to the last stage only.
         self.stage = 0
         self.stage_of = cut.stage_of_layers()
@@ -183,6 +187,14 @@ class RankModule:
         return found
 
     # The parameters.
+
+    def _take_whole(self, key: str, globs: Sequence[str]) -> None:
+        """Modules in place of the rank's, made with the whole model's number of a key."""
+        config = copy.deepcopy(self.config)
+        set_key(config, key, get_key(self.whole, key))
+        for name, module in make_model(self.family, config).named_modules():
+            if matches_any(name, globs):
+                self.model.set_submodule(name, module)
 
     def parameter(self, name: str, stage: int) -> torch.Tensor:
         return torch.from_numpy(np.array(self.cut.piece(name, self.coordinate, stage).array))

@@ -57,6 +57,7 @@ def show(name: str | None, as_json: bool) -> int:
       recipes [{name, description, model_types}] (without a name), or
       name, description, model_types, axes, storage, stand_ins, cuts
       coupled {of each: the counts of its members, the unit first}
+      sizes {of each: its expression}
       numbers {of each: axis, count, cut, beyond_last, behind}
       rules [{pattern, spec, at, when, note}]
     """
@@ -256,6 +257,7 @@ def _recipe_lines(one: Recipe) -> list[str]:
         table(options, ("option", "meaning")),
         "",
         *([table(coupled, ("cut together", "how many")), ""] if coupled else []),
+        *([table([*one.sizes.items()], ("size", "what it is")), ""] if one.sizes else []),
         table(rules, ("pattern, first match", "cut", "where")),
     ]
     return [printable(line, keep="\n") for line in lines]
@@ -282,6 +284,7 @@ def _recipe_json(one: Recipe) -> dict[str, Any]:
         "storage": [axis for axis in one.storage if axis in one.axes],
         "cuts": dict(one.cuts),
         "coupled": {name: dict(coupling.members) for name, coupling in one.coupled.items()},
+        "sizes": dict(one.sizes),
         "numbers": {
             name: {
                 "axis": numbering.axis,
