@@ -1,0 +1,1 @@
+"""Megatron-core, whose sharded state dicts say how its models are cut."""
