@@ -116,7 +116,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match=r"'LLama2'; did you mean llama\? .* are .*bert, "):
+    with pytest.raises(RecipeError, match=r"'LLama2'; did you mean llama\b.* are .*bert, "):
         load_recipe("LLama2")
     with pytest.raises(
         RecipeError, match=r"unknown recipe 'xyz'; The shipped recipes are .*bert, "

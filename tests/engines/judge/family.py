@@ -68,6 +68,9 @@ class Family:
         whole: globs of modules that have the whole model's number of a local key, by that key:
             routers, which choose among all experts.
         wide_norms: globs of norms over the whole of a cut width.
+        stacks: globs of modules that begin at the first stage again: a decoder behind an encoder.
+        read: globs of modules that never run: the module around them reads their parameters.
+        own: globs of modules whose cut output the rank uses itself, as it is.
         prepare: what else must be done to a rank's module; see `modules.RankModule`.
         dense: what must be done to the whole model before all.
         differs: for a parameter (glob) whose cut differs from transformers' own plan, why.
@@ -86,6 +89,9 @@ class Family:
     sized_by_shard: tuple[str, ...] = ()
     whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wide_norms: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda rank: None
     dense: Callable[[Any], None] = lambda model: None
     differs: Mapping[str, str] = field(default_factory=dict)

@@ -135,7 +135,9 @@ class RankModule:
         # Layers may be run from the first to the last stage only.
         self.stage = 0
         self.stage_of = cut.stage_of_layers()
-        self.names = {id(p): name for name, p in self.model.named_parameters()}
+        # A tied parameter has several names, of which the checkpoint has one.
+        held = self.model.named_parameters(remove_duplicate=False)
+        self.names = {id(p): name for name, p in sorted(held, key=lambda one: one[0] in cut.pieces)}
         self.filled: dict[str, int] = {}
         self._fill_buffers()
         self._follow_stages()
@@ -202,7 +204,6 @@ class RankModule:
     def _fill(self, module: nn.Module, prefix: str) -> None:
         """Give a module's own parameters the shards of the stage that runs it."""
         for key, parameter in module.named_parameters(recurse=False):
-            # A tied parameter has the name of the first of its places.
             name = self.names[id(parameter)]
             if name not in self.cut.pieces:
                 raise JudgeError(f"the model needs {name}, which is not in the checkpoint")
@@ -247,12 +248,17 @@ class RankModule:
 
         def enter(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if matches_any(name, self.family.stacks):
+                    self.stage = 0
                 if name in self.stage_of:
                     self._enter_stage(name, self.stage_of[name])
                 # The parameters of plain containers and lists are used by their owner.
                 for prefix, inner in module.named_modules():
                     if not prefix or not _has_forward(inner):
                         self._fill(inner, f"{name}.{prefix}")
+                for key, inner in module.named_children():
+                    if matches_any(f"{name}.{key}", self.family.read):
+                        self._fill(inner, f"{name}.{key}")
 
             return hook
 
@@ -274,6 +280,8 @@ class RankModule:
         own = {key: f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)}
         names = {key: self.names[id(getattr(module, key))] for key in own}
         if not any(one in self.cut.pieces and self.cut.is_cut(one) for one in names.values()):
+            return
+        if matches_any(name, self.family.own):
             return
         if isinstance(module, nn.Embedding):
             self._arrange_embedding(name, module, names["weight"])

@@ -1,6 +1,7 @@
 """Names: the checkpoint that the Hub has, where transformers calls its parameters something else.
 
-transformers stacks experts, renames and fuses when it loads, and undoes it when it saves. Each
+transformers stacks experts, renames and fuses when it loads, and undoes it when it saves. Where it
+only renames, each rank's shards must be the same under both names. Else each
 rank's shards under the Hub's names, with numbers of experts counted on the rank, must load into
 the rank's module as the shards under transformers' own names.
 """
@@ -92,12 +93,37 @@ def load_shards(family: Family, config: Any, tensors: Mapping[str, Array]) -> di
     return {name: one for name, one in model.state_dict().items() if name not in mismatched}
 
 
-def compare_names(family: Family, whole: Any, own: CutModel, hub: CutModel) -> None:
+def pair_names(own: Mapping[str, Array], hub: Mapping[str, Array]) -> dict[str, str] | None:
+    """The Hub's name of each tensor; None where some tensor is no tensor there.
+
+    The tensors of a judged model are random, so that equal ones are the same.
+    """
+    by_bytes = {(tensor.shape, tensor.tobytes()): name for name, tensor in hub.items()}
+    found = {name: by_bytes.get((tensor.shape, tensor.tobytes())) for name, tensor in own.items()}
+    pairs = {name: there for name, there in found.items() if there is not None}
+    return pairs if len(set(pairs.values())) == len(own) == len(hub) else None
+
+
+def compare_names(
+    family: Family, whole: Any, own: CutModel, hub: CutModel, pairs: Mapping[str, str] | None
+) -> None:
     """Compare each rank's shards under transformers' names with those of the Hub's names.
+
+    Args:
+        family: of the model.
+        whole: the whole model's config.
+        own: cut under transformers' names.
+        hub: cut under the Hub's names.
+        pairs: the Hub's name of each tensor, where the names alone differ.
 
     Raises:
         JudgeError: shards that transformers cannot load, or that are others.
     """
+    if pairs is not None:
+        for name, there in pairs.items():
+            if own.assignment.layouts[name] is not hub.assignment.layouts[there]:
+                raise JudgeError(f"{name} and {there} are the same tensor, cut in two ways")
+        return
     for coordinate in own.coordinates:
         config = local_config(family, whole, own, coordinate)
         theirs = tensors_of(hub, coordinate)

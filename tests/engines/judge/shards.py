@@ -140,7 +140,8 @@ class CutModel:
             indices = local_indices(layout, rank)
             if indices is None:
                 continue
-            shard = Piece(np.ascontiguousarray(tensor[np.ix_(*indices)]), tuple(indices))
+            held = tensor[np.ix_(*indices)].reshape(tuple(map(len, indices)))
+            shard = Piece(np.array(held, order="C"), tuple(indices))
             key = tuple(here[axis] for axis in self.compute_axes), here.get(STAGES, 0)
             groups.setdefault(key, {})[tuple(here[axis] for axis in storage)] = shard
         return {key: self._join(name, spec, storage, group) for key, group in groups.items()}

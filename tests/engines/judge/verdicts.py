@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from reshard.recipes import Recipe, choose_recipe
 
 from .family import Family
 from .modules import InDouble, RankModule, make_model, randomize
-from .names import compare_names
+from .names import compare_names, pair_names
 from .plans import explain_differences
 from .ranks import Meeting
 from .records import digest_of, write_shapes
@@ -48,6 +49,11 @@ class Case:
     def has_other_names(self) -> bool:
         """Whether the Hub's checkpoints have other names or shapes."""
         return write_shapes(self.hub) != write_shapes(self.tensors)
+
+    @cached_property
+    def renamed(self) -> dict[str, str] | None:
+        """The Hub's name of each tensor, where its checkpoints only have other names."""
+        return pair_names(self.tensors, self.hub)
 
     @property
     def recipe(self) -> Recipe:
@@ -148,7 +154,7 @@ def judge(case: Case, parallelism: str, tamper: Tamper | None = None) -> dict[st
     if case.has_other_names:
         # A RecipeError here is a failure: one name goes, the other does not.
         hub = cut_case(case, parallelism, case.hub)
-        compare_names(case.family, case.model.config, cut, hub)
+        compare_names(case.family, case.model.config, cut, hub, case.renamed)
         verdict["hub_layouts"] = digest_of(hub.assignment)
     return verdict
 
