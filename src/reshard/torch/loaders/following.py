@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import RunError
-from reshard.torch.loaders.operators import NEW, VALUES, WRITING, apply_elementwise
+from reshard.torch.loaders.operators import FACTORIES, NEW, VALUES, WRITING, apply_elementwise
 from reshard.torch.loaders.origins import (
     Filled,
     Made,
@@ -211,6 +211,11 @@ class FollowedOperators(TorchDispatchMode):  # type: ignore[misc]
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
     ) -> Any:
         """The operator's result; on `meta` where one of its tensors is there."""
+        if function in FACTORIES and not self.carries_values:
+            # Numbers of indices are needed; room for what is loaded is not.
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            if dtype.is_floating_point:
+                return function(*args, **{**kwargs, "device": torch.device("meta")})
         is_meta = [one.device.type == "meta" for one in tensors]
         if not any(is_meta):
             return function(*args, **kwargs)

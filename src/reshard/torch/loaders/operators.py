@@ -438,6 +438,15 @@ NEW: dict[Any, Operator] = {
     _aten.fill.Tensor: _fill,
 }
 
+# Operators that make a tensor of nothing: its values are known without it.
+FACTORIES = {
+    _aten.zeros.default,
+    _aten.ones.default,
+    _aten.full.default,
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+}
+
 # Operators that write to their first argument.
 WRITING: dict[Any, Operator] = {
     _aten.copy_.default: _copy_into,
