@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import click
 
+from reshard.checkpoint.changes.planning import QUANTIZATIONS
 from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.registry import written_names
+from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -138,6 +140,22 @@ _CONVERSION_OPTIONS = (
         "megatron. [default: the recipe's own, Hugging Face's]",
     ),
     click.option("--target-names", metavar="NAME", help="The same of the target: megatron, vllm."),
+    click.option(
+        "--dtype",
+        type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
+        help="Cast floating-point tensors; not those of quantised weights, nor float32 ones of a "
+        "model of 16 bits.",
+    ),
+    click.option(
+        "--dequantize",
+        is_flag=True,
+        help="Make values of quantised weights, of --dtype or of config.json's type.",
+    ),
+    click.option(
+        "--quantize",
+        type=click.Choice(QUANTIZATIONS),
+        help="Make the matrices of layers float8, with a scale for each block of 128 by 128.",
+    ),
     click.option(
         "--strategy",
         metavar="NAME",

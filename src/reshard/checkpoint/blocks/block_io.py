@@ -11,10 +11,11 @@ A block that is one range of one file, in its own order, is read and written wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,21 +35,27 @@ from reshard.layout import Box
 
 
 class Workspace:
-    """The memory that one thread works in: room for one block, and for one span of a shard."""
+    """The memory that one thread works in: room for one block, and for one span of a shard.
 
-    def __init__(self, block_bytes: int, span_bytes: int) -> None:
+    `inputs` has room for boxes of what a block is computed from, where it is not read as it is.
+    """
+
+    def __init__(
+        self, block_bytes: int, span_bytes: int, input_bytes: tuple[int, ...] = ()
+    ) -> None:
         self.block = AlignedBuffer(AlignedBuffer.capacity_for(block_bytes))
         self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
+        self.inputs = tuple(AlignedBuffer(AlignedBuffer.capacity_for(n)) for n in input_bytes)
 
     @staticmethod
-    def size_bytes(block_bytes: int, span_bytes: int) -> int:
+    def size_bytes(block_bytes: int, span_bytes: int, input_bytes: tuple[int, ...] = ()) -> int:
         """The memory that a workspace takes."""
-        return AlignedBuffer.capacity_for(block_bytes) + AlignedBuffer.capacity_for(span_bytes)
+        return sum(map(AlignedBuffer.capacity_for, (block_bytes, span_bytes, *input_bytes)))
 
     def close(self) -> None:
         """Give the memory back."""
-        self.block.close()
-        self.span.close()
+        for buffer in (self.block, self.span, *self.inputs):
+            buffer.close()
 
 
 File = TypeVar("File", bound=Closable)
@@ -135,12 +142,13 @@ class _BlockAccess:
             most = max(most, min(rows * row_bytes, max(self.grid.block_bytes, row_bytes)))
         return most
 
-    def spans(self, box: Box) -> Iterator[tuple[str, Span]]:
-        """Every range of a file that lies in a block, with the file's name."""
+    def spans(self, box: Box, grid: BlockGrid | None = None) -> Iterator[tuple[str, Span]]:
+        """Every range of a file that lies in a block of the grid, with the file's name."""
+        grid = self.grid if grid is None else grid
         for tile in self._tiles.meeting(box):
             address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
             view = self.tensor.view(tile.slot, tile.number)
-            at = (self.grid, box, address.start_bytes, self.grid.block_bytes)
+            at = (grid, box, address.start_bytes, grid.block_bytes)
             spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
             for span in spans:
                 yield address.path, span
@@ -171,23 +179,62 @@ class BlockReader(_BlockAccess):
             RunError: a file that cannot be read.
             SourceChangedError: a file that became shorter.
         """
-        box = self.grid.box(index)
-        size_bytes = box.elements * self.grid.itemsize_bytes
-        spans = list(self.spans(box))
+        return self._read_spans(self.grid.box(index), self.grid, workspace.block, workspace.span)
+
+    def _read_spans(
+        self, box: Box, grid: BlockGrid, into: AlignedBuffer, over: AlignedBuffer
+    ) -> memoryview:
+        size_bytes = box.elements * grid.itemsize_bytes
+        spans = list(self.spans(box, grid))
         # The block lies in one range of one file, in its own order: it is read in place.
         if len(spans) == 1 and spans[0][1].is_all_of(box):
             name, span = spans[0]
-            region = workspace.block.region(span.start_bytes, size_bytes)
+            region = into.region(span.start_bytes, size_bytes)
             self._read(name, region, span)
             return region.memory
         # Otherwise each range is read into the second buffer and spread over the block.
-        memory = workspace.block.region(0, size_bytes).memory
-        block = self.array(memory, box.shape)
+        memory = into.region(0, size_bytes).memory
+        self._spread(spans, self.array(memory, box.shape), over)
+        return memory
+
+    def _spread(
+        self, spans: Iterable[tuple[str, Span]], block: NDArray[Any], over: AlignedBuffer
+    ) -> None:
         for name, span in spans:
-            region = workspace.span.region(span.start_bytes, span.size_bytes)
+            region = over.region(span.start_bytes, span.size_bytes)
             self._read(name, region, span)
             span.copy(block, span.over(self.array(region.memory, (-1,))), into_block=True)
-        return memory
+
+    def read_box(self, box: Box, into: AlignedBuffer, over: AlignedBuffer) -> NDArray[Any]:
+        """The bare elements of any box, of its shape, valid as long as `into` is not used again.
+
+        Args:
+            box: of the tensor.
+            into: has room for it.
+            over: has room for `span_bytes`.
+
+        Raises:
+            RunError: a file that cannot be read.
+        """
+        shape = self.tensor.shape
+        cut = max(
+            (d for d, size in enumerate(box.shape) if size < shape[d]), default=self.grid.dimension
+        )
+        cut = max(cut, self.grid.dimension)
+        grid = dataclasses.replace(self.grid, dimension=cut, chunk=1, count=0)
+        lead = box.shape[:cut]
+        if math.prod(lead) == 1:
+            memory = self._read_spans(box, grid, into, over)
+            return self.array(memory, box.shape)
+        # Spans are of single indices of the dimensions before the cut: one after the other.
+        array = self.array(into.region(0, box.elements * grid.itemsize_bytes).memory, box.shape)
+        for index in np.ndindex(*lead):
+            start = tuple(a + i for a, i in zip(box.start, index, strict=False))
+            stop = tuple(a + 1 for a in start)
+            inner = Box((*start, *box.start[cut:]), (*stop, *box.stop[cut:]))
+            part = array[tuple(slice(i, i + 1) for i in index)]
+            self._spread(self.spans(inner, grid), part, over)
+        return array
 
     def _read(self, name: str, region: BufferRegion, span: Span) -> None:
         self._files[name].read_into(region, span.start_bytes)

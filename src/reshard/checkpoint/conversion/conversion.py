@@ -8,15 +8,18 @@ layout, and the files of the target. It can be looked at, and it can be run
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
 from reshard.checkpoint.blocks import grid as blocks
 from reshard.checkpoint.blocks.block_io import BlockReader, BlockWriter, OpenFiles, Workspace
+from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
+from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.files.folders import refusals_explained
@@ -56,6 +59,8 @@ class Conversion:
         resolved: the same as plain values, with the recipe and names found: it distinguishes one
             conversion from another in journals.
         assignment: how rules and recipes matched; None where none were used.
+        computed: tensors that are not moved as they are, by name.
+        rewritten: files beside the tensors with other content than in the source.
     """
 
     source: Checkpoint
@@ -64,6 +69,8 @@ class Conversion:
     request: ConversionRequest
     resolved: Mapping[str, Any]
     assignment: Assignment | None = None
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
+    rewritten: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def format(self) -> CheckpointFormat:
@@ -138,7 +145,9 @@ class Conversion:
     def read_bytes_by_rank(self) -> Mapping[int, int]:
         """Bytes read from the files of each source rank."""
         total: dict[int, int] = {}
-        for tensor in self.source.tensors.values():
+        stored = [t for name, t in self.source.tensors.items() if name not in self.computed]
+        inputs = {one.name: one for made in self.computed.values() for one in made.sources}
+        for tensor in (*stored, *inputs.values()):
             change = tensor.assembly
             # One row a route of the assembly: the rank that it reads from, and how many elements.
             slots = change.source.cell_slot[change.routes.source_cell]
@@ -157,19 +166,26 @@ class Conversion:
     @property
     def workspace_bytes(self) -> int:
         """Memory that one thread needs."""
-        return Workspace.size_bytes(*self._buffers)
+        scratch = SCRATCH_BYTES if self.computed else 0
+        return Workspace.size_bytes(*self._buffers) + scratch
 
     @cached_property
-    def _buffers(self) -> tuple[int, int]:
+    def _buffers(self) -> tuple[int, int, tuple[int, ...]]:
         # One size for all tensors, the largest block and span of any: a thread allocates once.
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
         block = span = 0
+        inputs: tuple[int, ...] = ()
         for name, tensor in self.arrangement.tensors.items():
-            reader = BlockReader(self.source.tensors[name], nothing)
-            writer = BlockWriter(tensor, nothing)
-            block = max(block, reader.grid.largest_bytes)
-            span = max(span, reader.span_bytes, writer.span_bytes)
-        return block, span
+            if name in self.computed:
+                made = ComputedReader(self.computed[name], nothing)
+                pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
+                inputs = tuple(max(pair) for pair in pairs)
+                block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
+            else:
+                reader = BlockReader(self.source.tensors[name], nothing)
+                block, span = max(block, reader.grid.largest_bytes), max(span, reader.span_bytes)
+            span = max(span, BlockWriter(tensor, nothing).span_bytes)
+        return block, span, inputs
 
     def new_workspace(self) -> Workspace:
         """The memory of one thread."""
@@ -239,8 +255,8 @@ def plan_conversion(
         source: a checkpoint, or where it is.
         target: the folder that will hold the new one.
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
-            `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`
-            (see `ConversionRequest`).
+            `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
+            `dtype`, `dequantize`, `quantize` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -275,6 +291,18 @@ def plan_conversion(
     fused: dict[str, Fusion] = {}
     if to_names is not None:
         checkpoint, names, fused = in_names_of(checkpoint, to_names.table)
+    changed = ChangedElements(checkpoint)
+    if request.changes_elements:
+        changed = change_elements(
+            checkpoint,
+            read_config(checkpoint),
+            dtype_name=request.dtype,
+            dequantize=request.dequantize,
+            quantize=request.quantize,
+        )
+        checkpoint = changed.checkpoint
+        if to_names is None:
+            by_own_names, names = checkpoint, {name: name for name in checkpoint}
     # 3. Layouts: by rules and a recipe over a mesh, by a strategy over ranks, or whole.
     mesh, assignment, planned = request.mesh, None, {}
     if mesh is not None and request.is_by_rules:
@@ -305,7 +333,16 @@ def plan_conversion(
             request.most_file_bytes,
         )
     )
-    return Conversion(checkpoint, target, arrangement, request, resolved, assignment)
+    return Conversion(
+        checkpoint,
+        target,
+        arrangement,
+        request,
+        resolved,
+        assignment,
+        changed.computed,
+        changed.rewritten,
+    )
 
 
 def _find_recipe_of(request: ConversionRequest, checkpoint: Checkpoint) -> Recipe | None:
@@ -329,6 +366,12 @@ def _resolve(
 ) -> dict[str, Any]:
     """A request as plain values. Journals on disk have these keys and values."""
     options = parse_options(request.options)
+    # Only where they were given: journals of other conversions have no such keys.
+    changes = {
+        key: getattr(request, key)
+        for key in ("dtype", "dequantize", "quantize")
+        if getattr(request, key)
+    }
     return {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
@@ -339,6 +382,7 @@ def _resolve(
         "most_file_bytes": request.most_file_bytes,
         "source_names": None if from_names is None else from_names.text,
         "target_names": None if to_names is None else to_names.text,
+        **changes,
     }
 
 

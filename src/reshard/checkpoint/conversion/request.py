@@ -16,6 +16,7 @@ from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.renaming import Names
+from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
@@ -40,6 +41,9 @@ class RequestArguments(TypedDict, total=False):
     most_file_bytes: int | None
     source_names: Names | None
     target_names: Names | None
+    dtype: str | None
+    dequantize: bool
+    quantize: str | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class ConversionRequest:
         source_names, target_names: what the tensors are called there, and which are fused, where
             that is not as in the recipe: a convention of it, such as `megatron`, or a table as
             `Recipe.naming` gives it. Rules are for the recipe's names.
+        dtype: cast floating-point tensors to it: bf16, fp16 or fp32. Tensors of quantised weights
+            are not cast, nor float32 ones of a model of 16 bits.
+        dequantize: make values of quantised weights, of `dtype` or of config.json's.
+        quantize: `fp8-block128` makes matrices of layers float8, with scales for each 128 by 128.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -79,6 +87,9 @@ class ConversionRequest:
     most_file_bytes: int | None = None
     source_names: Names | None = None
     target_names: Names | None = None
+    dtype: str | None = None
+    dequantize: bool = False
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         # Iterators can be read once.
@@ -89,6 +100,11 @@ class ConversionRequest:
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
         if self.replicas not in REPLICAS:
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
+        if self.dtype is not None:
+            cast_type(self.dtype)
+        renames = self.source_names is not None or self.target_names is not None
+        _refuse(self.dequantize and renames, "other names", "dequantize")
+        _refuse(self.quantize is not None and renames, "other names", "quantize")
         self._check_format()
         self._check_placement()
 
@@ -152,6 +168,11 @@ class ConversionRequest:
     def is_by_rules(self) -> bool:
         """Whether rules and a recipe say how tensors are cut, and no other strategy."""
         return self.mesh is not None and (self.strategy is None or self.is_by_recipe)
+
+    @property
+    def changes_elements(self) -> bool:
+        """Whether tensors of the target have other elements than those of the source."""
+        return self.dtype is not None or self.dequantize or self.quantize is not None
 
     @property
     def to_text(self) -> str:

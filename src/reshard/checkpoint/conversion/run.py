@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from reshard.checkpoint.blocks.block_io import (
     open_sources,
 )
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.changes.computed import ComputedReader
 from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
@@ -50,7 +52,9 @@ from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.elements.casting import CastCounts
 from reshard.errors import InterruptedRunError, RunError
+from reshard.text.quantities import count_text
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
@@ -139,13 +143,24 @@ class _ConversionRun:
         self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
         self.buffers_by_process: tuple[int, ...] = (0,)
         # One reader and writer a tensor, kept for as long as its blocks come up.
+        self.counts = CastCounts()
+        self._lock = threading.Lock()
         self._access = lru_cache(maxsize=64)(self._open_tensor)
 
-    def _open_tensor(self, number: int) -> tuple[BlockReader, BlockWriter]:
+    def _open_tensor(self, number: int) -> tuple[BlockReader | ComputedReader, BlockWriter]:
         tensor = self.tensors[number]
-        stored = self.conversion.source.tensors[tensor.name]
-        reader = BlockReader(stored, self.sources, self.checksums.watch_source)
+        watch, made = self.checksums.watch_source, self.conversion.computed.get(tensor.name)
+        reader: BlockReader | ComputedReader
+        if made is not None:
+            reader = ComputedReader(made, self.sources, watch, self._count)
+        else:
+            stored = self.conversion.source.tensors[tensor.name]
+            reader = BlockReader(stored, self.sources, watch)
         return reader, BlockWriter(tensor, self.targets, self.checksums.watch_target)
+
+    def _count(self, counts: CastCounts) -> None:
+        with self._lock:
+            self.counts += counts
 
     def _note(self, tensor: int, block: int, digest: bytes) -> None:
         self.finished[tensor][block] = True
@@ -256,9 +271,12 @@ class _ConversionRun:
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.conversion.workspace_bytes
-        others = self.processes.collect((read, written, buffers, self.checksums.state()))
-        self.by_process = tuple((read, written) for read, written, _, _ in others)
-        self.buffers_by_process = tuple(buffers for _, _, buffers, _ in others)
+        others = self.processes.collect(
+            (read, written, buffers, self.counts, self.checksums.state())
+        )
+        self.by_process = tuple((read, written) for read, written, *_ in others)
+        self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in others)
+        self.counts = sum((counts for _, _, _, counts, _ in others), CastCounts())
         if self.staging.owner is None:
             return
         for rank, (*_, state) in enumerate(others):
@@ -309,6 +327,9 @@ class _ConversionRun:
         with refusals_explained("write the files beside the tensors", content):
             for name in self.conversion.source.carried:
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
+                if name in self.conversion.rewritten:
+                    _write_synced(content / name, self.conversion.rewritten[name])
+                    continue
                 shutil.copyfile(self.conversion.source.path(name), content / name)
                 _sync_file(content / name)
             for name, final in self.conversion.format.final_files(arrangement):
@@ -432,10 +453,21 @@ def _report(
         run.resumed_bytes if run else size_bytes,
         time.monotonic() - began_s,
         complete,
-        conversion.notes,
+        (*conversion.notes, *(_describe_counts(run.counts) if run else ())),
         run.by_process if run else ((0, 0),),
         run.buffers_by_process if run else (0,),
     )
+
+
+def _describe_counts(counts: CastCounts) -> Iterator[str]:
+    """What became of numbers that the new type does not have."""
+    if counts.overflowed:
+        yield (
+            f"{count_text(counts.overflowed, 'element')} were too great for the new type and are "
+            "infinite there; bf16 has the range of fp32"
+        )
+    if counts.not_finite:
+        yield f"{count_text(counts.not_finite, 'element')} read were infinite or no number (NaN)"
 
 
 def _write_synced(path: Path, content: bytes) -> None:

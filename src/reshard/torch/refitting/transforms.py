@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from reshard.dtypes import dtype as as_dtype
+from reshard.elements.block_scaling import scale_blocks
 from reshard.errors import ShardError
 from reshard.layout import Layout
 from reshard.runs import PAD, RunTable
@@ -216,13 +217,9 @@ class BlockQuantized(Transform):
         for begin in range(0, received.shape[-2], rows):
             # A row of blocks at a time: only that much is in float32 at once.
             part = received[..., begin : begin + rows, :].to(torch.float32, copy=True)
-            for left in range(0, received.shape[-1], columns):
-                block = part[..., left : left + columns]
-                scale = block.abs().amax(dim=(-2, -1)) / greatest
-                # A block of zeros is divided by one.
-                scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-                scales[..., begin // rows, left // columns] = scale
-                block /= scale[..., None, None]
+            found = scale_blocks(part, columns, greatest, lambda block: block.amax(dim=(-2, -1)))
+            for column, scale in enumerate(found):
+                scales[..., begin // rows, column] = scale
             values[..., begin : begin + rows, :] = part.to(values.dtype)
 
 

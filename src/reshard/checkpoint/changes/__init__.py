@@ -1,0 +1,10 @@
+"""Changes of elements while a checkpoint is converted: other types, quantised or not.
+
+    computed      tensors that are computed from others, block by block
+    casts         elements in another floating-point type
+    dequantized   weights from their quantised tensors
+    quantized     weights in float8 with scales
+    planning      which tensors change, and what config.json says then
+
+Start at `planning`.
+"""

@@ -1,0 +1,299 @@
+"""Weights from their quantised tensors, in boxes.
+
+1. A box of the weight is filled in stretches of some hundred thousand elements.
+2. Of each stored tensor that is read which has the groups that a stretch lies in.
+3. Packed elements become numbers, with dimensions as the weight has them; what the groups have
+   more than the stretch is cut off, and what they share is repeated.
+4. Zero points are subtracted and scales multiplied in float32; the result is rounded once.
+
+What the stored tensors of a method mean is in `_PARTS`, by the method's name in
+`reshard.recipes.quantization.methods`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.changes.computed import ReadBox
+from reshard.checkpoint.contents import StoredTensor
+from reshard.dtypes import DType, dtype
+from reshard.elements.casting import CastCounts, as_float32, cast_elements, is_castable
+from reshard.elements.decoding import unpack_e2m1, unpack_integers
+from reshard.elements.float8 import decode_float8
+from reshard.errors import UsageError
+from reshard.layout import Box
+from reshard.recipes.quantization.group_cuts import StoredDimension
+from reshard.recipes.quantization.weights import QuantizedWeight
+
+# Elements of a stretch: 1 MiB in float32.
+_STRETCH = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stored tensor's part in the values.
+
+    `role` is values, zeros, scales, or a scale of scales that multiplies or divides; `coding` is
+    plain, e2m1, powers (of two), integers, signed (with half of the range added) or awq.
+    """
+
+    role: str
+    suffix: str
+    coding: str = "plain"
+    logical: str = ""
+
+
+_GPTQ = (
+    _Part("values", ".qweight", "integers", ".weight"),
+    _Part("zeros", ".qzeros", "integers", ".weight"),
+    _Part("scales", ".scales", logical=".weight"),
+)
+_PARTS: dict[str, tuple[_Part, ...]] = {
+    "FP8 in blocks": (_Part("values", ""), _Part("scales", "_scale_inv")),
+    "scaled 8-bit": (
+        _Part("values", ""),
+        _Part("zeros", "_zero_point"),
+        _Part("scales", "_scale"),
+    ),
+    "NVFP4 of ModelOpt": (
+        _Part("values", "", "e2m1"),
+        _Part("scales", "_scale"),
+        _Part("multiplier", "_scale_2"),
+    ),
+    "NVFP4 of compressed-tensors": (
+        _Part("values", "_packed", "e2m1"),
+        _Part("scales", "_scale"),
+        _Part("divisor", "_global_scale"),
+    ),
+    "MXFP4 of compressed-tensors": (
+        _Part("values", "_packed", "e2m1"),
+        _Part("scales", "_scale", "powers"),
+    ),
+    "MXFP4 of gpt-oss": (
+        _Part("values", "_blocks", "e2m1"),
+        _Part("scales", "_scales", "powers"),
+    ),
+    "packed compressed-tensors": (
+        _Part("values", "_packed", "signed"),
+        _Part("zeros", "_zero_point", "signed"),
+        _Part("scales", "_scale"),
+    ),
+    "GPTQ": _GPTQ,
+    "GPTQ without g_idx": _GPTQ,
+    "AWQ": (
+        _Part("values", ".qweight", "awq", ".weight"),
+        _Part("zeros", ".qzeros", "awq", ".weight"),
+        _Part("scales", ".scales", logical=".weight"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """A quantised weight's values as `dtype`.
+
+    Args:
+        weight: which stored tensors it has, and what their dimensions are.
+        stored: these, by name.
+        dtype: of the values.
+        bits: of a packed integer.
+        zeros_less_one: whether zero points are stored less one, as GPTQ does.
+
+    Raises:
+        UsageError: a method whose values are not computed.
+    """
+
+    weight: QuantizedWeight
+    stored: Mapping[str, StoredTensor]
+    dtype: DType
+    bits: int = 4
+    zeros_less_one: bool = False
+
+    def __post_init__(self) -> None:
+        method = self.weight.method
+        if method not in _PARTS:
+            raise UsageError(
+                f"the values of {self.weight.name!r} ({method}) are not computed here; they are "
+                f"of: {', '.join(_PARTS)}. Keep it quantised, or use the library that made it"
+            )
+        if self.weight.uncut:
+            table = next(iter(self.weight.uncut.values()))
+            raise UsageError(
+                f"the values of {self.weight.name!r} ({method}) are not computed here, since "
+                f"{table!r} has its groups in any order; use the library that made it"
+            )
+        if 32 % self.bits:
+            raise UsageError(
+                f"the values of {self.weight.name!r} of {self.bits} bits are not computed here; "
+                "2, 4 and 8 are"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical weight's."""
+        return self.weight.shape
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[_Part, StoredTensor], ...]:
+        name = self.weight.name
+        named = (
+            (part, name.removesuffix(part.logical) + part.suffix)
+            for part in _PARTS[self.weight.method]
+        )
+        return tuple((part, self.stored[one]) for part, one in named if one in self.stored)
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that have a part in the values."""
+        return tuple(tensor for _, tensor in self._parts)
+
+    def input_bytes(self, box: Box) -> tuple[int, ...]:
+        """Room for what a stretch of a box needs of each."""
+        step = self._find_step(box)
+        return tuple(
+            _find_most(self.weight.members[tensor.name], tensor.shape, step)
+            * tensor.dtype.itemsize_bytes
+            for tensor in self.sources
+        )
+
+    def _find_step(self, box: Box) -> tuple[int, ...]:
+        """The shape of stretches: whole groups, so that no packed element is read twice."""
+        shape = list(box.shape)
+        for d, size in enumerate(shape):
+            rest = math.prod(shape[d + 1 :])
+            group = self.weight.groups[d]
+            shape[d] = min(size, max(_STRETCH // max(rest, 1) // group, 1) * group)
+            if shape[d] > 1:
+                break
+        return tuple(shape)
+
+    def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
+        """The box's values, rounded."""
+        counts = CastCounts()
+        for part in _list_stretches(box, self._find_step(box)):
+            values = np.ascontiguousarray(self._compute(part, read))
+            rounded = np.empty(values.size, dtype=self.dtype.storage)
+            bare = values.reshape(-1).view(np.uint32)
+            counts += cast_elements(bare, dtype("float32"), rounded, self.dtype)
+            ends = zip(part.start, part.stop, box.start, strict=True)
+            out[tuple(slice(a - o, b - o) for a, b, o in ends)] = rounded.reshape(values.shape)
+        return counts
+
+    def _compute(self, box: Box, read: ReadBox) -> NDArray[np.float32]:
+        """The values of a box in float32."""
+        roles: dict[str, NDArray[np.float32]] = {}
+        for number, (part, tensor) in enumerate(self._parts):
+            roles[part.role] = self._read_part(part, tensor, box, lambda own: read(number, own))  # noqa: B023
+        values = roles["values"]
+        if "zeros" in roles:
+            zeros = roles["zeros"]
+            if self.zeros_less_one:
+                # The sum of a zero point and one wraps as a number of so many bits does.
+                zeros = np.mod(zeros + np.float32(1), np.float32(1 << self.bits))
+            values = values - zeros
+        scales = roles.get("scales", np.ones((), np.float32))
+        if "multiplier" in roles:
+            scales = scales * roles["multiplier"]
+        if "divisor" in roles:
+            scales = scales / roles["divisor"]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values * scales
+
+    def _read_part(
+        self, part: _Part, tensor: StoredTensor, box: Box, read: Callable[[Box], NDArray[Any]]
+    ) -> NDArray[np.float32]:
+        """A part's number for each element of a box, or such as are broadcast over it."""
+        dims = self.weight.members[tensor.name]
+        own = _find_stored_box(dims, tensor.shape, box)
+        packed = self._find_packed(part, dims)
+        numbers = self._decode(part, tensor, packed, read(own))
+        # 1. Only dimensions that the weight has, in its order; others are of length 1.
+        kept = [d for d, one in enumerate(dims) if one.dimension is not None]
+        numbers = numbers.reshape([numbers.shape[d] for d in kept])
+        order = [int(dims[d].dimension or 0) for d in kept]
+        numbers = np.transpose(numbers, np.argsort(order)) if kept else numbers
+        lengths = dict(zip(sorted(order), numbers.shape, strict=True))
+        numbers = numbers.reshape([lengths.get(d, 1) for d in range(len(self.shape))])
+        # 2. For each index of the box, that of its group.
+        for d in kept:
+            one, at = dims[d], int(dims[d].dimension or 0)
+            first = own.start[d] // one.indices * one.elements
+            indices = np.arange(box.start[at], box.stop[at]) - first
+            if d != packed and one.elements > 1:
+                indices //= one.elements
+            if len(indices) != numbers.shape[at] or (d != packed and one.elements > 1):
+                numbers = np.take(numbers, indices, axis=at)
+        return numbers
+
+    def _find_packed(self, part: _Part, dims: tuple[StoredDimension, ...]) -> int | None:
+        """The stored dimension along which elements are packed."""
+        if part.coding in ("plain", "powers"):
+            return None
+        several = [d for d, one in enumerate(dims) if one.elements > 1]
+        if part.coding == "e2m1":
+            return several[-1]
+        return next(d for d in several if dims[d].elements * self.bits == 32 * dims[d].indices)
+
+    def _decode(
+        self, part: _Part, tensor: StoredTensor, packed: int | None, bare: NDArray[Any]
+    ) -> NDArray[np.float32]:
+        """Numbers of stored elements, those of packed ones one after the other."""
+        kind = tensor.dtype
+        if packed is None:
+            if part.coding == "powers" and kind.name == "uint8":
+                return decode_float8(bare, dtype("float8_e8m0fnu"))
+            if is_castable(kind):
+                return as_float32(bare, kind)
+            if kind.name.startswith("float8"):
+                return decode_float8(bare, kind)
+            return bare.view(kind.name).astype(np.float32)
+        if part.coding == "e2m1":
+            # Bytes of a block may have a dimension of their own behind that of blocks.
+            return unpack_e2m1(bare.reshape(*bare.shape[:packed], -1).view(np.uint8))
+        numbers = unpack_integers(bare, self.bits, packed, is_awq=part.coding == "awq")
+        if part.coding == "signed":
+            numbers -= np.float32(1 << (self.bits - 1))
+        return numbers
+
+
+def _find_stored_box(dims: tuple[StoredDimension, ...], stored: tuple[int, ...], box: Box) -> Box:
+    """The stored indices of the groups in which a box of the weight lies."""
+    start, stop = [], []
+    for one, size in zip(dims, stored, strict=True):
+        low, high = 0, size
+        if one.dimension is not None:
+            low = box.start[one.dimension] // one.elements * one.indices
+            high = min(-(-box.stop[one.dimension] // one.elements) * one.indices, size)
+        start.append(low)
+        stop.append(high)
+    return Box(tuple(start), tuple(stop))
+
+
+def _find_most(
+    dims: tuple[StoredDimension, ...], stored: tuple[int, ...], step: tuple[int, ...]
+) -> int:
+    """The most stored elements that a stretch of such a shape lies in, wherever it begins."""
+    return math.prod(
+        size
+        if one.dimension is None
+        else min(size, (step[one.dimension] // one.elements + 2) * one.indices)
+        for one, size in zip(dims, stored, strict=True)
+    )
+
+
+def _list_stretches(box: Box, step: tuple[int, ...]) -> Iterator[Box]:
+    """A box in parts of at most a shape, between multiples of its lengths."""
+    columns = []
+    for a, b, size in zip(box.start, box.stop, step, strict=True):
+        edges = [a, *range((a // size + 1) * size, b, size), b]
+        columns.append(list(itertools.pairwise(edges)))
+    for product in itertools.product(*columns):
+        yield Box(tuple(a for a, _ in product), tuple(b for _, b in product))

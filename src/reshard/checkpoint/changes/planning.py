@@ -1,0 +1,296 @@
+"""Which tensors change, into what, and what config.json says of them then.
+
+1. `dequantize`: every quantised weight becomes one tensor of its values; scales and zero points go.
+2. `quantize`: the matrices of layers become float8 with scales.
+3. `dtype`: all other floating-point tensors are cast. What belongs to a quantised weight is not;
+   nor are float32 tensors where config.json says that the model is of 16 bits: such a model keeps
+   in float32 what needs it, as DeepSeek-V3 does the biases of its routers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.changes.casts import CastTensor
+from reshard.checkpoint.changes.computed import ComputedTensor
+from reshard.checkpoint.changes.dequantized import DequantizedWeight
+from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.dtypes import DType, dtype
+from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.recipes.quantization.weights import (
+    QuantizedWeight,
+    find_quantized,
+    quantization_config,
+)
+from reshard.text.quantities import count_text
+
+#: What `quantize` may be.
+QUANTIZATIONS = ("fp8-block128",)
+# Weights of layers that are matrices: projections, the parts of experts, and what GPT-NeoX, BERT
+# and others call theirs. Routers, norms and embeddings are none of them.
+_MATRIX = re.compile(r".*\.(\w*_proj\w*|w[123]|fc[12]?|c_fc|dense\w*|linear\w*|query\w*)\.weight")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_SCALE_SUFFIX = "_scale_inv"
+# Beside config.json, in checkpoints of ModelOpt.
+_MODELOPT_CONFIG = "hf_quant_config.json"
+
+
+@dataclass(frozen=True)
+class ChangedElements:
+    """A checkpoint with other elements.
+
+    Attributes:
+        checkpoint: with the tensors as they will be; computed ones have no bytes of their own.
+        computed: by name, how.
+        config: config.json then; None where there is none.
+        rewritten: files beside the tensors with new content.
+        notes: for the user.
+    """
+
+    checkpoint: Checkpoint
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    rewritten: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def change_elements(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any] | None,
+    *,
+    dtype_name: str | None = None,
+    dequantize: bool = False,
+    quantize: str | None = None,
+) -> ChangedElements:
+    """A checkpoint with the changes that were asked for.
+
+    Args:
+        checkpoint: to read.
+        config: its config.json.
+        dtype_name: of floating-point tensors: bf16, fp16 or fp32.
+        dequantize: make values of quantised weights, of that type, or of config.json's.
+        quantize: one of `QUANTIZATIONS`.
+
+    Raises:
+        UsageError: an unknown type or quantisation; nothing to dequantise, or what cannot be;
+            a checkpoint that is quantised already.
+        RecipeError: a method of quantisation that is not known.
+    """
+    if dtype_name is None and not dequantize and quantize is None:
+        return ChangedElements(checkpoint, config=config)
+    return _Change(checkpoint, config, dtype_name).make(dequantize, quantize)
+
+
+class _Change:
+    """A change under way."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: Mapping[str, Any] | None, dtype_name: str | None
+    ) -> None:
+        self.checkpoint, self.config = checkpoint, config
+        self.dtype = None if dtype_name is None else cast_type(dtype_name)
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        self.weights = find_quantized(
+            shapes, config, {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()}
+        )
+        self.member_of = {
+            member: name for name, weight in self.weights.items() for member in weight.members
+        }
+        self.computed: dict[str, ComputedTensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.notes: list[str] = []
+
+    def make(self, dequantize: bool, quantize: str | None) -> ChangedElements:
+        if quantize is not None and quantize not in QUANTIZATIONS:
+            raise UsageError(f"quantize {quantize!r}; it can be {', '.join(QUANTIZATIONS)}")
+        if dequantize and quantize is not None:
+            raise UsageError("dequantize and quantize at once; convert in two steps")
+        if dequantize and not self.weights:
+            raise UsageError(
+                f"nothing in {self.checkpoint.folder} is quantised, as far as its names and "
+                "config.json say; leave --dequantize out"
+            )
+        if quantize is not None and self.weights:
+            name = next(iter(self.weights))
+            raise UsageError(
+                f"{self.checkpoint.folder} is quantised already: {name!r} is "
+                f"{self.weights[name].method}; --dequantize it first"
+            )
+        kept: list[str] = []
+        for name, tensor in self.checkpoint.tensors.items():
+            weight = self.weights.get(self.member_of.get(name, ""))
+            if weight is not None:
+                if not dequantize:
+                    self.tensors[name] = tensor
+                elif weight.name not in self.tensors:
+                    self._dequantize(weight)
+            elif quantize is not None and _is_matrix(tensor):
+                self._quantize(tensor)
+            elif self._is_cast(tensor):
+                if self._stays_wide(tensor):
+                    kept.append(name)
+                    self.tensors[name] = tensor
+                else:
+                    self._add(name, CastTensor(tensor, self._expect_dtype()), tensor.binding)
+            else:
+                self.tensors[name] = tensor
+        if kept:
+            self.notes.append(
+                f"{count_text(len(kept), 'tensor')} in float32 stay so (first: {kept[0]}), since "
+                "config.json says that the model is of 16 bits: they were kept on purpose"
+            )
+        made = dequantize or quantize is not None
+        return self._finish(self._make_config(quantize) if made else self._make_plain_config())
+
+    def _is_cast(self, tensor: StoredTensor) -> bool:
+        return (
+            self.dtype is not None
+            and is_castable(tensor.dtype)
+            and (tensor.dtype is not self.dtype)
+        )
+
+    def _expect_dtype(self) -> DType:
+        if self.dtype is None:
+            raise UsageError("no type was given; name bf16, fp16 or fp32")
+        return self.dtype
+
+    def _own_dtype(self) -> DType | None:
+        """The type that config.json gives the model."""
+        texts = (self.config or {}).get("text_config")
+        for one in (self.config or {}, texts if isinstance(texts, Mapping) else {}):
+            for key in _DTYPE_KEYS:
+                name = str(one.get(key, "")).removeprefix("torch.")
+                if name in CAST_TYPES.values():
+                    return dtype(name)
+        return None
+
+    def _stays_wide(self, tensor: StoredTensor) -> bool:
+        own = self._own_dtype()
+        is_half = own is not None and own.itemsize_bytes == 2
+        return is_half and tensor.dtype.name == "float32"
+
+    def _add(self, name: str, computed: ComputedTensor, binding: Binding | None = None) -> None:
+        """A computed tensor; planning sees it where its first source is."""
+        self.computed[name] = computed
+        first = computed.sources[0]
+        if binding is None or binding.layout.shape != computed.shape:
+            place = first.file_range(first.stored_slots[0])
+            whole = Layout.whole(computed.shape, [0], 1)
+            binding = Binding(whole, {0: FileRange(place.path, place.start_bytes)}, {})
+        self.tensors[name] = StoredTensor(name, computed.dtype, binding)
+
+    def _dequantize(self, weight: QuantizedWeight) -> None:
+        stored = {name: self.checkpoint.tensors[name] for name in weight.members}
+        given = quantization_config(self.config)
+        bits = given.get("bits")
+        computed = DequantizedWeight(
+            weight,
+            stored,
+            self.dtype or self._own_dtype() or dtype("bfloat16"),
+            bits if isinstance(bits, int) else _find_bits(weight),
+            weight.method.startswith("GPTQ") and given.get("checkpoint_format") != "gptq_v2",
+        )
+        self._add(
+            weight.name, computed, stored[weight.name].binding if weight.name in stored else None
+        )
+
+    def _quantize(self, tensor: StoredTensor) -> None:
+        self._add(tensor.name, Float8Weight(tensor, is_scales=False), tensor.binding)
+        self._add(tensor.name + _SCALE_SUFFIX, Float8Weight(tensor, is_scales=True))
+
+    def _make_plain_config(self) -> dict[str, Any] | None:
+        """config.json with the new type."""
+        if self.config is None:
+            return None
+        found = dict(self.config)
+        texts = found.get("text_config")
+        if isinstance(texts, Mapping):
+            found["text_config"] = self._with_dtype(texts)
+        return self._with_dtype(found)
+
+    def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        name = self.dtype.name if self.dtype else None
+        return {key: name if key in _DTYPE_KEYS and name else v for key, v in config.items()}
+
+    def _make_config(self, quantize: str | None) -> dict[str, Any] | None:
+        """config.json with or without `quantization_config`."""
+        found = self._make_plain_config()
+        if found is None:
+            return None
+        texts = found.get("text_config")
+        for one in (found, texts if isinstance(texts, dict) else {}):
+            for key in ("quantization_config", "compression_config"):
+                one.pop(key, None)
+        if quantize is not None:
+            others = [
+                name.removesuffix(".weight")
+                for name, tensor in self.checkpoint.tensors.items()
+                if name.endswith(".weight") and len(tensor.shape) == 2 and not _is_matrix(tensor)
+            ]
+            found["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+                "modules_to_not_convert": others,
+            }
+        return found
+
+    def _finish(self, config: dict[str, Any] | None) -> ChangedElements:
+        old = self.checkpoint
+        read = {one.name for computed in self.computed.values() for one in computed.sources}
+        if any(old.tensors[name].digest for name in read):
+            self.notes.append(
+                f"{count_text(len(read), 'tensor')} get other elements and other digests: they are "
+                f"not compared with the digests of {old.folder}. `reshard inspect --digest` "
+                "compares them"
+            )
+        rewritten, carried = {}, old.carried
+        if config is not None and config != self.config:
+            rewritten["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+        if config is not None and "quantization_config" not in config and self.weights:
+            carried = tuple(name for name in carried if name != _MODELOPT_CONFIG)
+        # Boxes of what is computed from may be read several times, or in part.
+        checksums = (
+            dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in read)
+            for one in old.checksums
+        )
+        changed = dataclasses.replace(
+            old,
+            tensors=self.tensors,
+            checksums=tuple(checksums),
+            carried=carried,
+            paths={name: path for name, path in old.paths.items() if name in self.tensors},
+            notes=(*old.notes, *self.notes),
+        )
+        return ChangedElements(changed, self.computed, config, rewritten, tuple(self.notes))
+
+
+def _is_matrix(tensor: StoredTensor) -> bool:
+    """Whether `quantize` is for a tensor."""
+    return (
+        len(tensor.shape) == 2
+        and is_castable(tensor.dtype)
+        and _MATRIX.fullmatch(tensor.name) is not None
+        and re.search(r"\.\d+\.", tensor.name) is not None
+    )
+
+
+def _find_bits(weight: QuantizedWeight) -> int:
+    """The bits of a packed integer, by how many of them are in an int32."""
+    packs = [
+        32 * one.indices // one.elements
+        for name, dims in weight.members.items()
+        for one in dims
+        if one.elements > 1 and name.endswith(("_packed", ".qweight"))
+    ]
+    return packs[0] if packs and packs[0] else 4

@@ -1,0 +1,81 @@
+"""Casts of all kinds of bits, against torch and ml_dtypes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from reshard.dtypes import dtype
+from reshard.elements.casting import cast_elements
+from reshard.errors import UsageError
+
+SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def bits_of(name: str) -> np.ndarray:
+    """All patterns of 16 bits; of 32 and 64 those around where 16-bit types round, and others."""
+    random = np.random.default_rng(0)
+    if dtype(name).itemsize_bytes == 2:
+        return np.arange(1 << 16, dtype=np.uint16)
+    if name == "float64":
+        values = random.standard_normal(1 << 16) * 10.0 ** random.integers(-320, 300, 1 << 16)
+        return values.view(np.uint64)
+    near = np.arange(1 << 18, dtype=np.uint32) << 14
+    anything = random.integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+    return np.concatenate([near - 1, near, near + 1, anything])
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+def test_bits_are_those_of_torch(source: str, target: str) -> None:
+    bits = bits_of(source)
+    found = np.empty(len(bits), dtype=dtype(target).storage)
+    counts = cast_elements(bits, dtype(source), found, dtype(target))
+    values = torch.from_numpy(bits.view(SIGNED[bits.itemsize])).view(getattr(torch, source))
+    expected = values.to(getattr(torch, target))
+    own = torch.from_numpy(found.view(SIGNED[found.itemsize])).view(getattr(torch, target))
+    is_nan = torch.isnan(expected)
+    assert torch.equal(torch.isnan(own), is_nan)
+    # Signs of zeros too, so bits are compared and not numbers.
+    width = getattr(torch, f"int{found.itemsize * 8}")
+    assert torch.equal(own.view(width)[~is_nan], expected.view(width)[~is_nan])
+    if source != target:
+        assert counts.not_finite == int((~torch.isfinite(values)).sum())
+        assert counts.overflowed == int((torch.isinf(expected) & torch.isfinite(values)).sum())
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+def test_float64_is_rounded_once(target: str) -> None:
+    """By integers: each result is the nearest of the exact value's neighbours."""
+    bits = bits_of("float64")
+    values = bits.view(np.float64)
+    found = np.empty(len(bits), dtype=dtype(target).storage)
+    cast_elements(bits, dtype("float64"), found, dtype(target))
+    kind = dtype(target).numpy
+    own = found.view(kind)
+    with np.errstate(all="ignore"):
+        if target != "bfloat16":
+            assert np.array_equal(found, values.astype(kind).view(found.dtype))
+        finite = np.isfinite(own.astype(np.float64))
+        error = np.abs(own.astype(np.float64) - values)
+        for step in (1, -1):
+            other = (found.astype(np.int64) + step).astype(found.dtype).view(kind)
+            is_worse = np.abs(other.astype(np.float64) - values) >= error
+            assert (is_worse | ~finite | np.isnan(other.astype(np.float64))).all()
+
+
+def test_integers_are_not_cast() -> None:
+    with pytest.raises(UsageError, match="elements of int8 are not cast"):
+        cast_elements(np.zeros(1, np.uint8), dtype("int8"), np.zeros(1, np.uint16), dtype("F16"))
+
+
+def test_ml_dtypes_agrees() -> None:
+    bits = bits_of("float32")
+    found = np.empty(len(bits), dtype=np.uint16)
+    cast_elements(bits, dtype("float32"), found, dtype("bfloat16"))
+    values = bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert np.array_equal(found[~np.isnan(values)], expected[~np.isnan(values)])
