@@ -54,8 +54,8 @@ def fill_unvisited(rank: Any) -> None:
         return lambda module, args: rank._fill(inner, name)
 
     for name, mixer in rank.modules("*"):
-        for child in ("conv1d", "dt_proj"):
-            if hasattr(mixer, child):
+        for child in ("conv1d", "conv", "dt_proj"):
+            if isinstance(getattr(mixer, child, None), torch.nn.Conv1d | torch.nn.Linear):
                 mixer.register_forward_pre_hook(fill(f"{name}.{child}", getattr(mixer, child)))
 
 
@@ -156,6 +156,11 @@ MAMBA = {
     "vocab_size": ("*embeddings.weight", 0),
 }
 
+NO_PLAN = {"*": "the plan cuts the output layer only"}
+NO_STATE_SPACE = "the plan leaves state-space layers whole"
+NO_ATTENTION = "the plan leaves attention whole"
+NO_FEED_FORWARD = "the plan cuts no feed-forward layers but experts"
+
 FAMILIES = [
     Family(
         name="mamba2",
@@ -208,6 +213,7 @@ FAMILIES = [
         variants=HYBRID_VARIANTS,
         local=HYBRID | {"intermediate_size": ("*layers.0.feed_forward.up_proj.weight", 0)},
         prepare=prepare("mamba_n_groups"),
+        differs=NO_PLAN,
     ),
     Family(
         name="falcon_h1",
@@ -236,6 +242,7 @@ FAMILIES = [
             "mamba_d_ssm": ("*layers.0.mamba.out_proj.weight", 1),
         },
         prepare=prepare("mamba_n_groups"),
+        differs=NO_PLAN,
     ),
     Family(
         name="granitemoehybrid",
@@ -261,6 +268,11 @@ FAMILIES = [
         whole={"num_local_experts": ("*.block_sparse_moe.router",)},
         parallelisms=EXPERTS,
         prepare=prepare("mamba_n_groups", "*.block_sparse_moe.experts"),
+        differs={
+            "*.mamba.*": NO_STATE_SPACE,
+            "*.self_attn.*": NO_ATTENTION,
+            "*.shared_mlp.*": NO_FEED_FORWARD,
+        },
     ),
     Family(
         name="nemotron_h",
@@ -312,6 +324,13 @@ FAMILIES = [
         whole={"n_routed_experts": ("*.mixer.gate",)},
         parallelisms=EXPERTS,
         prepare=prepare("n_groups", "*.mixer.experts"),
+        differs={
+            "*.mixer.[qkvo]_proj.weight": NO_ATTENTION,
+            "*.mixer.*up_proj.weight": NO_FEED_FORWARD,
+            "*.mixer.*down_proj.weight": NO_FEED_FORWARD,
+            "*.mixer.*": NO_STATE_SPACE,
+            "lm_head.weight": "the plan leaves the output layer whole",
+        },
     ),
     Family(
         name="jamba",
@@ -351,5 +370,10 @@ FAMILIES = [
             fill_unvisited(rank),
             share_experts(rank, "*.feed_forward.experts"),
         ),
+        differs={
+            "*.mamba.*": NO_STATE_SPACE,
+            "*.self_attn.*": NO_ATTENTION,
+            "*.feed_forward.*_proj.weight": NO_FEED_FORWARD,
+        },
     ),
 ]
