@@ -5,6 +5,7 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.notation.objects import sharding_of
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.loaders.tracing import trace_loading
 from reshard.torch.loading import LoadReport, load
 from reshard.torch.models.naming import renamed
 from reshard.torch.models.parameters import MegatronModel
@@ -35,4 +36,5 @@ __all__ = [
     "refit",
     "renamed",
     "sharding_of",
+    "trace_loading",
 ]

@@ -1,0 +1,97 @@
+"""Region maps, against arrays of numbers to which the same is done."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.torch.loaders.origins import Filled, Taken
+from reshard.torch.loaders.region_map import RegionMap, concatenated, find_progressions
+
+
+def spread(one: RegionMap) -> np.ndarray:  # type: ignore[type-arg]
+    """For each element its place in source 0, minus the value it is filled with, or -1."""
+    found = np.full(one.shape, -1.0)
+    for start, stop, origin in one.regions:
+        inside = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+        assert (found[inside] == -1).all(), "regions overlap"
+        if isinstance(origin, Filled):
+            found[inside] = -origin.value
+        elif isinstance(origin, Taken):
+            places = np.full(found[inside].shape, origin.offset)
+            for d, stride in enumerate(origin.strides):
+                steps = np.arange(places.shape[d]) * stride
+                places = places + steps.reshape((-1,) + (1,) * (places.ndim - d - 1))
+            found[inside] = places
+    return found
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[RegionMap, np.ndarray]:  # type: ignore[type-arg]
+    """A map that was made by a few changes, and the array with the same done to it."""
+    shape = draw(st.sampled_from([(4, 6), (3, 2, 4), (7,), (2, 1, 3)]))
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    one = RegionMap.of(shape, Taken(0, 0, strides))
+    array = np.arange(math.prod(shape), dtype=float).reshape(shape)
+    for _ in range(draw(st.integers(0, 5))):
+        dim = draw(st.integers(0, len(one.shape) - 1))
+        size = one.shape[dim]
+        change = draw(st.sampled_from(["narrow", "take", "cat", "pad", "write", "repeat"]))
+        if change == "narrow" and size:
+            low = draw(st.integers(0, size - 1))
+            high = draw(st.integers(low + 1, size))
+            one, array = one.narrowed(dim, low, high), array.take(range(low, high), dim)
+        elif change == "take" and size:
+            indices = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=6))
+            one, array = one.taken_at(dim, indices), array.take(indices, dim)
+        elif change == "cat" and size < 20:
+            one, array = concatenated([one, one], dim), np.concatenate([array, array], dim)
+        elif change == "pad":
+            before = [0] * len(one.shape)
+            before[dim] = draw(st.integers(0, 2))
+            after = [0] * len(one.shape)
+            one = one.padded(before, after, 5.0)
+            widths = list(zip(before, after, strict=True))
+            array = np.pad(array, widths, constant_values=-5.0)
+        elif change == "write":
+            part = one.narrowed(dim, 0, (size + 1) // 2)
+            one = one.overwritten(part.changed(lambda _: Filled(3.0)).regions)
+            inside = (slice(None),) * dim + (slice(0, (size + 1) // 2),)
+            array = array.copy()
+            array[inside] = np.where(array[inside] == -1, -1, -3.0)
+        elif change == "repeat" and array.size < 100:
+            repeats = [1] * len(one.shape)
+            repeats[dim] = 2
+            one, array = one.repeated(repeats), np.tile(array, repeats)
+    return one, array
+
+
+@given(maps())
+def test_maps_follow_what_is_done_to_arrays(given_maps: tuple[RegionMap, np.ndarray]) -> None:  # type: ignore[type-arg]
+    one, array = given_maps
+    assert one.shape == array.shape
+    assert (spread(one) == array).all()
+    joined = one.coalesced()
+    assert len(joined.regions) <= len(one.regions)
+    assert (spread(joined) == array).all()
+
+
+@given(st.lists(st.integers(-3, 9), max_size=12))
+def test_progressions_are_the_numbers(numbers: list[int]) -> None:
+    found = find_progressions(numbers)
+    listed = [first + i * step for _, first, step, count in found for i in range(count)]
+    assert listed == numbers
+    assert [at for at, *_ in found] == [
+        sum(count for *_, count in found[:i]) for i in range(len(found))
+    ]
+
+
+def test_slices_that_were_written_one_by_one_are_one_region() -> None:
+    rows = RegionMap.of((4, 6), Taken(0, 0, (6, 1)))
+    cut = concatenated([rows.narrowed(0, i, i + 1) for i in range(4)], 0)
+    assert cut.coalesced() == rows
+    halves = concatenated([cut.narrowed(1, 0, 2), cut.narrowed(1, 2, 6)], 1)
+    assert halves.coalesced() == rows
