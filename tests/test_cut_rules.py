@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Nested, Padded, Sizes, Windows
 from reshard.errors import RuleError
 from reshard.layout import Layout
@@ -323,6 +323,8 @@ def test_the_partitioned_shard_example_has_the_pieces_of_its_text() -> None:
         (lambda: Blocks((4, -1)), r"blocks \[4, -1\]"),
         (lambda: Blocks((4, 1)).table(6, 2), r"\[4, 1\] add up to 5, but the length is 6"),
         (lambda: Blocks((4, 2), Sizes((3, 1))).table(6, 2), "add up to 4, but the length is 2"),
+        (lambda: Grouped(0), "indices of a group"),
+        (lambda: Grouped(2).table(7, 2), "7 is not made of groups of 2"),
         (lambda: Joined((4, -1), (Ceil(), Ceil())), r"blocks \[4, -1\]"),
         (lambda: Joined((4, 2), (Ceil(),)), "1 rules for 2 blocks; give one for each"),
         (lambda: Joined((4,), Ceil()), "give a list with one for each block"),  # type: ignore[arg-type]

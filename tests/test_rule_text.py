@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import Balanced, Ceil, CutRule, Halo, Heads, Padded, Sizes, Windows
 from reshard.errors import LayoutError, NotationError, RuleError
 from reshard.rule_text import parse_rule
@@ -38,6 +38,9 @@ def test_every_rule_reads_back(data: st.DataObject) -> None:
         ("balanced@blocks[6,2]", Blocks((6, 2), Balanced())),
         ("stride2@blocks[6,2]", Blocks((6, 2), Strided(2))),
         ("joined[6@heads3,2]", Joined((6, 2), (Heads(3), Ceil()))),
+        ("groups2", Grouped(2)),
+        ("unit32@groups2", Grouped(2, Ceil(32))),
+        ("groups2@blocks[6,2]", Blocks((6, 2), Grouped(2))),
         ("joined[]", Joined((), ())),
         (
             "joined[ 6@sizes[3, 3], 4@balanced@blocks[2,2] ]",
@@ -79,6 +82,8 @@ def test_a_text_means_its_rule(text: str, rule: CutRule) -> None:
         ("windows[1:2:3]", "cannot read the cut rule 'windows"),
         ("pieces[4:x]", "cannot read the cut rule 'pieces"),
         ("joined", "cannot read the cut rule 'joined'; write joined"),
+        ("groups", "cannot read the cut rule 'groups'; write groups2"),
+        ("groups[2]", "cannot read the cut rule"),
         ("joined[heads3@6]", "cannot read the cut rule"),
         ("joined[6@]", "cannot read the cut rule"),
         ("joined[6@spiral]", "unknown cut rule 'spiral'"),

@@ -192,6 +192,42 @@ def _join(length: int, parts: int, sizes: Sequence[int], rules: Sequence[CutRule
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped(CutRule):
+    """Groups of `size` indices that stay together, cut by `rule` like single indices.
+
+    Source: gate and up of an expert in alternate columns (gpt-oss), cut where the rows of the layer
+    behind them are.
+
+    >>> from reshard.cut_rules import Ceil
+    >>> Grouped(2, Ceil(4)).table(20, 2).local_lengths.tolist()
+    [16, 4]
+    """
+
+    size: int
+    rule: CutRule = BY_CEIL
+    name: ClassVar[str] = "groups"
+
+    def __post_init__(self) -> None:
+        set_number(self, "size", "indices of a group", least=1)
+        expect_rule(self.rule)
+
+    def _cut(self, length: int, parts: int) -> RunTable:
+        if length % self.size:
+            raise RuleError(
+                f"length {length} is not made of groups of {self.size}; give the number of indices "
+                "that stay together in this tensor"
+            )
+        rows = self.rule.table(length // self.size, parts).rows.copy()
+        for field in ("start", "length", "local_start", "global_step", "local_step"):
+            rows[:, Run._fields.index(field)] *= self.size
+        return RunTable(length, parts, rows)
+
+    @property
+    def text(self) -> str:
+        return chained(self.rule) + f"groups{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces(CutRule):
     """Consecutive blocks, each cut into pieces of the given sizes: `pieces[b][p]` for part `p`.
 

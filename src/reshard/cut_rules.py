@@ -19,12 +19,13 @@ text                  cut                                                found i
 `stride2`             2 equal blocks, each cut over all parts            Megatron, `_StridedShard`
 `blocks[6,2]`         blocks of these sizes, each cut over all parts     fused weights, Mamba
 `joined[4,2@heads1]`  blocks, each by its own rule over all parts        fused weights, Mamba
+`groups2`             pairs, cut as the rule before it cuts indices    gate and up of gpt-oss
 `pieces[4:2,1:1]`     blocks, and how much of each a part has            PartitionedShard unaligned
 `whole[6,2]`          blocks of these sizes, never cut                   PartitionedShard aligned
 `cyclic16`            blocks of 16 dealt in turn                         ScaLAPACK
 ====================  =================================================  ==========================
 
-The last six are made of blocks, and live in `reshard.block_rules`. A cut of a cut
+The last seven are made of blocks, and live in `reshard.block_rules`. A cut of a cut
 (DTensor: two mesh axes on one dimension) is `Nested`, written as levels in a sharding's text.
 """
 

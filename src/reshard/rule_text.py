@@ -1,7 +1,7 @@
 """The text of a cut rule, read back: `parse_rule(rule.text) == rule`.
 
 A rule is a word with a number or a bracket behind it. Rules that wrap another one (`blocks`,
-`halo`) take the rule written before them: `balanced@halo[1,1]`.
+`groups`, `halo`) take the rule written before them: `balanced@halo[1,1]`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -32,6 +32,7 @@ _SHAPES = {
     "stride": "stride2",
     "blocks": "blocks[16,8,4]",
     "joined": "joined[6@heads3,2]",
+    "groups": "groups2",
     "pieces": "pieces[4:2,6:4]",
     "whole": "whole[4,6,4] or whole[4,6,4;1,2]",
     "cyclic": "cyclic16 or cyclic16+1",
@@ -65,9 +66,9 @@ def _parse_word(word: str, inner: CutRule, text: str) -> CutRule:
         raise NotationError(
             f"unknown cut rule {word!r} in {text!r}; the rules are {', '.join(_SHAPES)}"
         )
-    if not inner.is_default and name not in ("blocks", "halo"):
+    if not inner.is_default and name not in ("blocks", "groups", "halo"):
         raise NotationError(
-            f"{word!r} in {text!r} cannot wrap another rule; only `blocks` and `halo` can"
+            f"{word!r} in {text!r} cannot wrap another rule; only `blocks`, `groups` and `halo` can"
         )
     try:
         rule = _build(name, match[2], match[3], match[4], inner)
@@ -90,6 +91,8 @@ def _build(
         # Words without brackets: `ceil`, `pad4`, `cyclic16+2`.
         if name in ("ceil", "balanced"):
             return None if number else (Ceil() if name == "ceil" else Balanced())
+        if name == "groups":
+            return Grouped(int(number), inner)
         if name == "pad":
             return Padded(int(number or 1))
         one_number: dict[str, Callable[[int], CutRule]] = {

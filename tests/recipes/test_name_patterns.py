@@ -9,7 +9,15 @@ from reshard.recipes.fusion import Fusion
 from reshard.recipes.library import load_recipe, shipped_recipes
 from reshard.recipes.name_patterns import find_by_pattern, find_foreign_name
 
-CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 4}
+CONFIG = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_rope_head_dim": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -18,19 +26,19 @@ CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 4}
 )
 def test_shipped_tables_are_read_back(recipe: str, convention: str) -> None:
     """What a name is called is that name again; a fused one is of the same members."""
-    table = load_recipe(recipe).naming(convention, {**CONFIG, "num_local_experts": 4})
+    table = load_recipe(recipe).naming(convention, CONFIG)
     told = set()
     for theirs, own in table.items():
         members = own.members if isinstance(own, Fusion) else (own,)
         for member in members:
-            name = member.replace("*", "3")
+            name = member.replace("*", "3").replace("{}", "2")
             found = find_foreign_name(name, table)
             assert found is not None
             meaning = (
                 find_by_pattern(found.name, table) if found.name not in table else table[found.name]
             )
             assert meaning == (name if found.fusion is None else found.fusion)
-            assert name in (found.fusion.members if found.fusion else [name])
+            assert name in (found.fusion.tensors if found.fusion else [name])
             told.add(found.name)
         assert theirs
     assert told

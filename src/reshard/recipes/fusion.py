@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from reshard.errors import RecipeError
+from reshard.recipes.config.conditions import parse_condition
 from reshard.recipes.config.expressions import parse_expression
 
 # A number, or an expression of a config.json (`reshard.recipes.config.expressions`).
@@ -57,6 +58,7 @@ class Fusion:
         dimension: that is shared, of a member.
         stacked: how many of each member are stacked in front; 0 where they are not.
         transposed: whether the last two dimensions are swapped, after stacking and sharing.
+        when: a condition of config.json on which there is such a parameter.
 
     Raises:
         RecipeError: one member that is neither stacked nor transposed, one twice, members whose
@@ -75,6 +77,7 @@ class Fusion:
     dimension: int = 0
     stacked: Number = 0
     transposed: bool = False
+    when: str = ""
 
     def __post_init__(self) -> None:
         for given in (self.members, self.shares):
@@ -102,6 +105,8 @@ class Fusion:
                 f"{len(self.shares)} shares for the {len(members)} members {list(members)}; give "
                 "one for each"
             )
+        if self.when:
+            parse_condition(self.when)
         least = (
             ("a share", 1, self.shares),
             ("groups", 1, (self.groups,)),
@@ -116,6 +121,14 @@ class Fusion:
                     raise RecipeError(
                         f"{what} of {number!r}; it is a whole number of at least {fewest}"
                     )
+
+    def counts(self, config: Mapping[str, object] | None) -> bool:
+        """Whether a model has such a parameter, by its `when`.
+
+        >>> Fusion(("q", "kv"), when="q_rank").counts({"q_rank": None})
+        False
+        """
+        return not self.when or parse_condition(self.when).holds(config)
 
     def filled_in(self, config: Mapping[str, object] | None) -> Fusion:
         """The fusion with the numbers of `config`. Raises RecipeError for one that is not there.

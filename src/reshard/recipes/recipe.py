@@ -188,6 +188,7 @@ class Recipe:
         return {
             theirs: own.filled_in(config) if isinstance(own, Fusion) else own
             for theirs, own in self.names[convention].items()
+            if not isinstance(own, Fusion) or own.counts(config)
         }
 
     def map_axes(self, mesh: DeviceMesh) -> dict[str, tuple[Axis, ...]]:

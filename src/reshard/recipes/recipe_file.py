@@ -46,9 +46,9 @@ A recipe that extends another has its own rules first and then the other's, and 
 cuts, stand-ins, numbers, sizes and members of couplings come over those of the same name, and its
 axes and storage axes, if it has any, replace the other's.
 
-A table of fused members may have `shares`, `groups`, `dimension`, `stacked` and `transposed`
-(`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of config.json
-(`reshard.recipes.config.expressions`), all but counts also numbers; conditions are of
+A table of fused members may have `shares`, `groups`, `dimension`, `stacked`, `transposed`
+and `when` (`reshard.recipes.fusion`). Counts, shares, groups and stacked are expressions of
+config.json (`reshard.recipes.config.expressions`), all but counts also numbers; conditions are of
 `reshard.recipes.config.conditions`.
 """
 
@@ -72,7 +72,7 @@ _OPTIONAL_KEYS = (
 )
 _RULE_KEYS = (("pattern", "spec"), ("at", "when", "note"))
 _NUMBER_KEYS = (("axis", "count"), ("cut", "beyond_last", "behind"))
-_FUSION_KEYS = (("members",), ("shares", "groups", "dimension", "stacked", "transposed"))
+_FUSION_KEYS = (("members",), ("shares", "groups", "dimension", "stacked", "transposed", "when"))
 
 
 class _ReadableFile(Protocol):
@@ -243,7 +243,8 @@ class _TableReader:
             raise self._make_error(f"{key}.transposed", transposed, "true or false")
         try:
             members = self._expect_texts(table["members"], key)
-            return Fusion(members, tuple(shares), groups, dimension, stacked, transposed)
+            when = self._expect_text(table.get("when", ""), f"{key}.when")
+            return Fusion(members, tuple(shares), groups, dimension, stacked, transposed, when)
         except RecipeError as error:
             raise RecipeError(f"recipe file {self._where}, {key}: {error}") from error
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -75,6 +75,18 @@ def parts_of(rule: CutRule, length: int, parts: int) -> list[Part]:
             return _blocks(rule.sizes, [rule.rule] * len(rule.sizes), parts)
         case Joined():
             return _blocks(rule.sizes, rule.rules, parts)
+        case Grouped():
+            groups = parts_of(rule.rule, length // rule.size, parts)
+            return [
+                [
+                    place
+                    if place.global_index == NO_ELEMENT
+                    else Place(place.global_index * rule.size + at, place.role)
+                    for place in part
+                    for at in range(rule.size)
+                ]
+                for part in groups
+            ]
         case Pieces():
             owner = [
                 p for block in rule.pieces for p, size in enumerate(block) for _ in range(size)

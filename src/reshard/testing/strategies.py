@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from reshard.block_rules import BlockCyclic, Blocks, Joined, Pieces, Strided, WholeBlocks
+from reshard.block_rules import BlockCyclic, Blocks, Grouped, Joined, Pieces, Strided, WholeBlocks
 from reshard.cut_rules import (
     Balanced,
     Ceil,
@@ -139,6 +139,9 @@ def rules(draw: st.DrawFn, lengths: Collection[int], parts: int) -> CutRule:
         whole.append(whole_blocks_with_counts(length, parts))
         other.append(st.builds(Blocks, pieces, st.sampled_from([Ceil(), Balanced(), Padded(2)])))
         other.append(joined_blocks(length))
+        sizes = [size for size in (1, 2, 3) if length % size == 0]
+        inner = st.sampled_from([Ceil(2), Balanced(), Padded(2), BlockCyclic(1)])
+        other.append(st.builds(Grouped, st.sampled_from(sizes), inner))
         other.append(pieces_of_blocks(length, parts))
         other.append(strided_with_local_lengths(length, parts))
     widths = st.integers(0, 2)

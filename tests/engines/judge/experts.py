@@ -15,13 +15,14 @@ import torch
 from .modules import RankModule
 
 
-def share_experts(rank: RankModule, experts: str) -> None:
+def share_experts(rank: RankModule, experts: str, added_once: str = "") -> None:
     """Arrange the experts of a rank's module.
 
     Args:
         rank: whose module it is.
         experts: a glob of the modules with stacked experts, which take hidden states, and the
             numbers and weights of each token's experts.
+        added_once: a parameter that the first of the ranks adds which have parts of one expert.
     """
     for name, module in rank.modules(experts):
         names = [f"{name}.{inner}" for inner, _ in module.named_parameters()]
@@ -34,6 +35,29 @@ def share_experts(rank: RankModule, experts: str) -> None:
         if axes:
             held = rank.indices(names[0], 0)
             _arrange(rank, name, module, held, tuple(sorted(axes)))
+        if added_once:
+            inside = {
+                axis
+                for one in names
+                for dimension in range(1, len(rank.cut.assignment.layouts[one].shape))
+                for axis in rank.axes(one, dimension)
+            }
+            place = dict(zip(rank.cut.compute_axes, rank.coordinate, strict=True))
+            if any(place[axis] for axis in inside):
+                _leave_out(module, added_once)
+
+
+def _leave_out(module: Any, parameter: str) -> None:
+    """Compute as if a parameter were zero."""
+    answer = module.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        given = getattr(module, parameter)
+        given.data = torch.zeros_like(given)
+        found: torch.Tensor = answer(*args)
+        return found
+
+    module.forward = forward
 
 
 def _arrange(

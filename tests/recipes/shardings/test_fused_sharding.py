@@ -96,8 +96,8 @@ STACKS = [
     ("tp, - | only(ep={} pp=1)", {}, "ep, tp@blocks[12,12], - | only(pp=1)"),
     ("tp, - | only(ep={})", {"transposed": True}, "ep, -, tp@blocks[12,12]"),
     ("-, tp", {"transposed": True}, "-, tp, -"),
-    ("tp, fsdp", {"groups": 12, "transposed": True}, "-, fsdp, tp@heads12"),
-    ("tp@sizes[8,4], -", {"groups": 12}, "-, tp@sizes[16,8], -"),
+    ("tp, fsdp", {"groups": 12, "transposed": True}, "-, fsdp, tp@groups2"),
+    ("tp@sizes[8,4], -", {"groups": 12}, "-, tp@sizes[8,4]@groups2, -"),
 ]
 
 

@@ -8,7 +8,8 @@ Every rank has its part of each member, in the order of the parameter's stretche
     groups of a key/value head each           0 0 0 0 | 0 0 0 0 | 1 1 1 1 | 1 1 1 1
 
 1. In blocks, each member is cut by its own rule.
-2. Groups that follow one another are dealt out whole, as the members are, or like heads.
+2. Groups that follow one another are dealt out whole, like heads; alternating indices as those of
+   the members are.
 3. A stack is cut over the axes at whose coordinates the members of different numbers live.
 4. An axis that only divides storage (`fsdp`) cuts what is there, as it cuts any other parameter.
 5. All other dimensions must be cut alike.
@@ -21,7 +22,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from reshard.block_rules import Blocks, Joined, Pieces
+from reshard.block_rules import Blocks, Grouped, Joined, Pieces
 from reshard.cut_rules import CutRule, Heads, Sizes
 from reshard.errors import RecipeError, RuleError
 from reshard.mesh import Axis
@@ -172,13 +173,9 @@ def _find_rule(
                 f"cut it over at most {groups}"
             )
         found: CutRule = Heads(groups)
-        # Whole groups of every member, equally many at each part.
-        widths = [length // groups for length in lengths]
-        counts = {tuple(n / w for n in one) for one, w in zip(sizes, widths, strict=True) if w}
-        if exact and len(counts) == 1 and all(n == int(n) for n in next(iter(counts))):
-            by_members = Sizes(tuple(int(n) * sum(widths) for n in counts.pop()))
-            if by_members.table(total, parts) is not found.table(total, parts):
-                found = by_members
+        # Members of single indices in turn are cut alike, index by index.
+        if len(set(rules)) == 1 and set(lengths) == {groups}:
+            return Grouped(len(lengths), rules[0])
         return found
     if len(lengths) == 1:
         return rules[0]
