@@ -96,8 +96,8 @@ def convert(
 
     The new checkpoint appears at `target` whole, or not at all. What to cut for, and how, is a
     `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
-    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`. The other
-    arguments say how it is run (see `run_conversion`).
+    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`.
+    The other arguments say how it is run (see `run_conversion`).
 
     Raises:
         CheckpointError: a source that cannot be used.

@@ -122,9 +122,14 @@ option_option = click.option(
 _CONVERSION_OPTIONS = (
     click.option(
         "--to",
-        required=True,
         metavar="MESH",
         help="What to cut for: a mesh (tp=2,dp=2), a number of ranks (3), or `full`.",
+    ),
+    click.option(
+        "--layout",
+        metavar="FILE",
+        help="Cut for the ranks of an engine as its own loader reads, instead of --to: a file that "
+        "`reshard recipe derive` wrote.",
     ),
     rule_option,
     click.option(

@@ -7,6 +7,7 @@ layout, and the files of the target. It can be looked at, and it can be run
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -21,6 +22,7 @@ from reshard.checkpoint.blocks.block_io import BlockReader, BlockWriter, OpenFil
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.engine_cuts import cut_by_engine
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.files.source_file import SourceFile
@@ -33,6 +35,7 @@ from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
+from reshard.plans.documents.serialization import to_json
 from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment, assign
@@ -256,7 +259,7 @@ def plan_conversion(
         target: the folder that will hold the new one.
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
-            `dtype`, `dequantize`, `quantize` (see `ConversionRequest`).
+            `dtype`, `dequantize`, `quantize`, `layout` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -303,9 +306,15 @@ def plan_conversion(
         checkpoint = changed.checkpoint
         if to_names is None:
             by_own_names, names = checkpoint, {name: name for name in checkpoint}
-    # 3. Layouts: by rules and a recipe over a mesh, by a strategy over ranks, or whole.
+    # 3. Layouts: by an engine, by rules and a recipe over a mesh, by a strategy, or whole.
     mesh, assignment, planned = request.mesh, None, {}
-    if mesh is not None and request.is_by_rules:
+    engine = request.engine_layout
+    if engine is not None:
+        layouts, notes = cut_by_engine(checkpoint, engine)
+        checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
+        for name, tensor in checkpoint.tensors.items():
+            planned[name] = PlannedTensor(tensor.dtype, layouts[name])
+    elif mesh is not None and request.is_by_rules:
         assignment = assign_tensors(by_own_names, mesh, request.parsed_rules, recipe)
         storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
         shapes = {name: tensor.shape for name, tensor in by_own_names.tensors.items()}
@@ -317,9 +326,9 @@ def plan_conversion(
                 layout = spec.layout(tensor.shape)
             planned[name] = PlannedTensor(tensor.dtype, layout, str(spec))
     else:
-        layouts = _place_by_strategy(request, checkpoint)
+        placed = _place_by_strategy(request, checkpoint)
         for name, tensor in checkpoint.tensors.items():
-            planned[name] = PlannedTensor(tensor.dtype, layouts[name])
+            planned[name] = PlannedTensor(tensor.dtype, placed[name])
     # 4. Files: the format finds a place for every shard.
     arrangement = request.target_format.arrange(
         NewCheckpoint(
@@ -372,6 +381,9 @@ def _resolve(
         for key in ("dtype", "dequantize", "quantize")
         if getattr(request, key)
     }
+    if request.engine_layout is not None:
+        text = to_json(request.engine_layout).encode()
+        changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
     return {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),

@@ -20,18 +20,21 @@ from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
+from reshard.recipes.engine_layouts import EngineLayout
+from reshard.recipes.engine_layouts.layout_file import read_layout_file
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.strategies import by_recipe, strategy
 
 Target = str | int | DeviceMesh
 RecipeName = str | os.PathLike[str] | Recipe
+LayoutFile = str | os.PathLike[str] | EngineLayout
 
 
 class RequestArguments(TypedDict, total=False):
     """The keywords of a `ConversionRequest`, as `convert` takes them."""
 
-    to: Target
+    to: Target | None
     rules: Iterable[str | Rule]
     recipe: RecipeName | None
     options: Mapping[str, str] | Iterable[str]
@@ -44,6 +47,7 @@ class RequestArguments(TypedDict, total=False):
     dtype: str | None
     dequantize: bool
     quantize: str | None
+    layout: LayoutFile | None
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,18 @@ class ConversionRequest:
             are not cast, nor float32 ones of a model of 16 bits.
         dequantize: make values of quantised weights, of `dtype` or of config.json's.
         quantize: `fp8-block128` makes matrices of layers float8, with scales for each 128 by 128.
+        layout: of an engine, or the file that has it: every rank of the target holds what that
+            engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
-        RecipeError: rules that cannot be read; no such strategy.
+        RecipeError: rules that cannot be read; no such strategy; a file without a layout.
 
     >>> ConversionRequest(to="tp=2", rules=["*.weight=tp, -"]).target_format.name
     'sharded-safetensors'
     """
 
-    to: Target
+    to: Target | None = None
     rules: Iterable[str | Rule] = ()
     recipe: RecipeName | None = None
     options: Mapping[str, str] | Iterable[str] = ()
@@ -90,8 +96,10 @@ class ConversionRequest:
     dtype: str | None = None
     dequantize: bool = False
     quantize: str | None = None
+    layout: LayoutFile | None = None
 
     def __post_init__(self) -> None:
+        self._read_layout()
         # Iterators can be read once.
         object.__setattr__(self, "rules", _parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
@@ -107,6 +115,38 @@ class ConversionRequest:
         _refuse(self.quantize is not None and renames, "other names", "quantize")
         self._check_format()
         self._check_placement()
+
+    def _read_layout(self) -> None:
+        if self.layout is None:
+            if self.to is None:
+                raise UsageError(
+                    "nothing says what to cut for; give `to`, such as tp=2, or an engine's layout"
+                )
+            return
+        layout = self.layout
+        if not isinstance(layout, EngineLayout):
+            layout = read_layout_file(layout)
+            object.__setattr__(self, "layout", layout)
+        by_hand = {
+            "rules": bool(self.rules),
+            "a recipe": self.recipe is not None,
+            "a strategy": self.strategy is not None,
+            "names of other programs": self.source_names is not None
+            or self.target_names is not None,
+        }
+        for what, is_given in by_hand.items():
+            _refuse(is_given, what, "an engine's layout")
+        if self.to is not None and DeviceMesh.parse(str(self.to)) is not layout.mesh:
+            raise UsageError(
+                f"to {self.to!r} with a layout for {layout.mesh.text}; leave `to` out, or derive a "
+                "layout for it"
+            )
+        object.__setattr__(self, "to", layout.mesh)
+
+    @property
+    def engine_layout(self) -> EngineLayout | None:
+        """The layout of an engine, if the target is cut by one."""
+        return self.layout if isinstance(self.layout, EngineLayout) else None
 
     def _check_format(self) -> None:
         holds = self.target_format.can_hold
@@ -125,7 +165,7 @@ class ConversionRequest:
             "a recipe",
             f"the strategy {self.strategy!r}",
         )
-        if not self.is_whole and self.is_by_rules:
+        if (not self.is_whole and self.is_by_rules) or self.layout is not None:
             return
         placed_by = f"the strategy {self.strategy or 'simple'!r}"
         if self.is_whole:
@@ -138,7 +178,7 @@ class ConversionRequest:
 
     @cached_property
     def _parsed_target(self) -> tuple[DeviceMesh | None, int | None]:
-        return _parse_target(self.to)
+        return _parse_target(self.to if self.to is not None else "full")
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -167,7 +207,12 @@ class ConversionRequest:
     @property
     def is_by_rules(self) -> bool:
         """Whether rules and a recipe say how tensors are cut, and no other strategy."""
-        return self.mesh is not None and (self.strategy is None or self.is_by_recipe)
+        is_by_engine = self.layout is not None
+        return (
+            self.mesh is not None
+            and not is_by_engine
+            and (self.strategy is None or self.is_by_recipe)
+        )
 
     @property
     def changes_elements(self) -> bool:

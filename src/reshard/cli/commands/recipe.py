@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,12 +13,21 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import assign_tensors, find_recipe
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.command_group import Commands
+from reshard.cli.engine_report import (
+    EngineComparison,
+    find_engine_layout,
+    layout_json,
+    layout_lines,
+)
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import as_path, json_option, option_option, rule_option
 from reshard.cli.output import listing, mesh_json, printable, write, write_json
+from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
+from reshard.plans.documents.serialization import to_json
 from reshard.recipes.assignment import Assignment
+from reshard.recipes.engine_layouts.engines import derive_layout
 from reshard.recipes.library import load_recipe, shipped_recipes
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
@@ -88,6 +99,11 @@ def show(name: str | None, as_json: bool) -> int:
 )
 @rule_option
 @option_option
+@click.option(
+    "--against",
+    metavar="ENGINE|FILE",
+    help="Compare with what an engine's ranks read: its name, or a file of `recipe derive`.",
+)
 @json_option
 def check(
     checkpoint: str,
@@ -95,6 +111,7 @@ def check(
     name: str | None,
     rules: tuple[str, ...],
     options: tuple[str, ...],
+    against: str | None,
     as_json: bool,
 ) -> int:
     """Which rule cuts what of CHECKPOINT, and bytes per rank.
@@ -114,6 +131,8 @@ def check(
       rules [{pattern, spec, by_hand, tensors, size_bytes, example, cut}]
       ranks [{rank, tensors, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+      against {engine, version, mesh, same, differences [{pattern, tensors, ranks, example}],
+        unread, unknown} (with --against)
     """
     opened = open_checkpoint(checkpoint)
     # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
@@ -130,15 +149,62 @@ def check(
         raise UsageError("--option is of a recipe; name one with --recipe")
     found = assign_tensors(opened, mesh, by_hand, chosen)
     report = _Report(opened, mesh, found, by_hand, chosen)
+    compared: EngineComparison | None = None
+    if against is not None:
+        engine = find_engine_layout(against, checkpoint, mesh)
+        compared = EngineComparison.of(engine, found.layouts)
     if as_json:
         content = {"path": checkpoint, "mesh": mesh_json(mesh), "recipe": chosen and chosen.name}
-        write_json({**content, "options": chosen_options, **report.as_json()})
+        by_engine = {} if compared is None else {"against": compared.as_json()}
+        write_json({**content, "options": chosen_options, **report.as_json(), **by_engine})
     else:
         by = f" by the recipe {chosen.name}" if chosen else ""
         given = f" with {', '.join(options)}" if options else ""
         title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
-        write("\n".join([printable(title), *report.as_text()]))
-    return DIFFERS if found.unmatched else DONE
+        by_engine_lines = [] if compared is None else compared.as_text()
+        write("\n".join([printable(title), *report.as_text(), *by_engine_lines]))
+    is_same = compared is None or compared.is_same
+    return DONE if is_same and not found.unmatched else DIFFERS
+
+
+@recipe.command()
+@click.argument("model", callback=as_path)
+@click.argument("file", callback=as_path)
+@click.option("--engine", required=True, metavar="NAME", help="Whose loader to follow.")
+@click.option("--to", required=True, metavar="MESH", help="The engine's parallelism (tp=8,pp=2).")
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@json_option
+def derive(model: str, file: str, engine: str, to: str, overwrite: bool, as_json: bool) -> int:
+    """Write what every rank of an engine reads of MODEL to a layout FILE.
+
+    MODEL is a folder with config.json and the checkpoint, of which headers are read. The engine's
+    own code says it. `convert --layout FILE` cuts by it, `recipe check --against FILE` compares.
+
+    \b
+    Examples:
+      reshard recipe derive llama-3-8b llama-vllm.json --engine vllm --to tp=8
+      reshard recipe check llama-3-8b --to tp=8 --against llama-vllm.json
+      reshard convert llama-3-8b llama-tp8 --layout llama-vllm.json
+
+    \b
+    Keys of --json:
+      model, file, engine, version, mesh {text, axes, devices}, size_bytes, seconds_s
+      ranks [{rank, parameters, size_bytes, method, tied, notes}]
+      computed {parameter: operations}, unfilled, unread, notes
+    """
+    path = Path(file)
+    check_place(path, overwrite, "layout file", "layout.json")
+    begun = time.perf_counter()
+    layout = derive_layout(engine, model, to)
+    taken_s = time.perf_counter() - begun
+    text = to_json(layout)
+    write_whole(path, text, overwrite, "layout file")
+    if as_json:
+        content = {"model": model, "file": file, "size_bytes": len(text), "seconds_s": taken_s}
+        write_json({**content, **layout_json(layout)})
+    else:
+        write("\n".join(layout_lines(model, file, layout, len(text), taken_s)))
+    return DONE
 
 
 class _Report:

@@ -9,6 +9,9 @@
     source_layouts     which rank holds which part of each source
     name_columns       many thousand names as patterns and columns of numbers
     document           an engine's layout as JSON, and back
+    layout_file        files with such a document
+    layout_differences where an engine's layouts and a recipe's differ
+    engines            engines whose layouts can be derived
 
 Start at `engine_layout`. `reshard.torch.trace_loading` makes the layout of a rank.
 """

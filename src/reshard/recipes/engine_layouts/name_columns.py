@@ -27,10 +27,15 @@ def sort_names(names: Iterable[str]) -> list[str]:
     >>> sort_names(["a.10", "b", "a.9"])
     ['a.9', 'a.10', 'b']
     """
-    return sorted(set(names), key=_split)
+    return sorted(set(names), key=split_numbers)
 
 
-def _split(name: str) -> tuple[str, tuple[int, ...]]:
+def split_numbers(name: str) -> tuple[str, tuple[int, ...]]:
+    """A name with `{}` for its numbers, and the numbers.
+
+    >>> split_numbers("layers.3.w2.weight")
+    ('layers.{}.w{}.weight', (3, 2))
+    """
     # A brace of the name's own would be read as a number's place.
     if "{" in name or "}" in name:
         return name, ()
@@ -41,7 +46,7 @@ def write_names(names: list[str]) -> list[Any]:
     """Names in the order of `sort_names`, as JSON; `read_names` gives them back."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
-        template, numbers = _split(name)
+        template, numbers = split_numbers(name)
         groups.setdefault(template, []).append(numbers)
     written: list[Any] = []
     for template, rows in groups.items():

@@ -1,0 +1,121 @@
+"""Engines whose layouts can be derived, one row each.
+
+An engine has a function that takes a model's folder and the sizes of its parallelism by name, and
+answers with the layout of all ranks. Its module is loaded when it is used: an engine that is not
+installed is no hindrance to the others.
+
+To add an engine: a module with such a function, and a row in `ENGINES`; or `register_engine`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
+from reshard.recipes.engine_layouts.engine_layout import EngineLayout
+
+DeriveFunction = Callable[..., EngineLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine, and where its layouts come from.
+
+    Attributes:
+        name: for `--engine` and `--against`.
+        description: in a few words.
+        function: what derives a layout, or `module:function` where it is.
+    """
+
+    name: str
+    description: str
+    function: DeriveFunction | str
+
+    def derive(self, model: str | os.PathLike[str], sizes: Mapping[str, int]) -> EngineLayout:
+        """The layout of all ranks.
+
+        Args:
+            model: a folder with config.json and the checkpoint, of which headers are read.
+            sizes: of the parallelism, by name: `{"tp": 8}`.
+
+        Raises:
+            UsageError: sizes that the engine does not have.
+            ReshardError: whatever keeps the engine from deriving it.
+        """
+        function = self._load()
+        known = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default == 1 and type(parameter.default) is int
+        ]
+        for axis in sizes:
+            if axis not in known:
+                raise UsageError(
+                    f"the axis {axis!r} of a layout of {self.name}; it has {', '.join(known)}"
+                )
+        return function(model, **sizes)
+
+    def _load(self) -> DeriveFunction:
+        if not isinstance(self.function, str):
+            return self.function
+        module, _, name = self.function.partition(":")
+        return cast("DeriveFunction", getattr(import_module(module), name))
+
+
+ENGINES: dict[str, Engine] = {}
+
+
+def register_engine(name: str, description: str, function: DeriveFunction | str) -> None:
+    """Add an engine, or replace one.
+
+    Args:
+        name: for `reshard recipe derive --engine NAME`.
+        description: in a few words.
+        function: takes a model's folder, and sizes by name that are 1 by default; or
+            `module:function` where it is.
+
+    Raises:
+        UsageError: a name or a function that cannot be.
+
+    >>> def whole(model, tp: int = 1):
+    ...     raise NotImplementedError
+    >>> register_engine("mine", "an engine of my own", whole)
+    >>> "mine" in ENGINES
+    True
+    >>> del ENGINES["mine"]
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(f"an engine called {name!r}; give a word, such as 'vllm'")
+    if not callable(function) and not (isinstance(function, str) and ":" in function):
+        raise UsageError(f"{function!r} for {name!r}; give a function, or 'module:function'")
+    ENGINES[name] = Engine(name, description, function)
+
+
+def derive_layout(
+    engine: str, model: str | os.PathLike[str], sizes: Mapping[str, int] | DeviceMesh | str
+) -> EngineLayout:
+    """What every rank of an engine holds of a model, as the engine itself says it.
+
+    Args:
+        engine: one of `ENGINES`.
+        model: a folder with config.json and the checkpoint.
+        sizes: of its parallelism: `{"tp": 8}`, `"tp=8,ep=8"` or a mesh.
+
+    Raises:
+        UsageError: an engine that is not known, or sizes that it does not have.
+        ReshardError: whatever keeps the engine from deriving it.
+    """
+    if engine not in ENGINES:
+        raise UsageError(
+            f"no engine {engine!r} is known; it is one of {', '.join(ENGINES) or 'none'}"
+        )
+    mesh: Any = DeviceMesh.parse(sizes) if isinstance(sizes, str) else sizes
+    if isinstance(mesh, DeviceMesh):
+        mesh = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return ENGINES[engine].derive(model, mesh)
