@@ -131,8 +131,7 @@ def check(
       rules [{pattern, spec, by_hand, tensors, size_bytes, example, cut}]
       ranks [{rank, tensors, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
-      against {engine, version, mesh, same, differences [{pattern, tensors, ranks, example}],
-        unread, unknown} (with --against)
+      against {engine, version, mesh, same, differences, unread, unknown}
     """
     opened = open_checkpoint(checkpoint)
     # Rules cut along named axes, so a bare number of ranks or `full` is not enough.
@@ -155,8 +154,9 @@ def check(
         compared = EngineComparison.of(engine, found.layouts)
     if as_json:
         content = {"path": checkpoint, "mesh": mesh_json(mesh), "recipe": chosen and chosen.name}
-        by_engine = {} if compared is None else {"against": compared.as_json()}
-        write_json({**content, "options": chosen_options, **report.as_json(), **by_engine})
+        by_engine = None if compared is None else compared.as_json()
+        content |= {"options": chosen_options, **report.as_json(), "against": by_engine}
+        write_json(content)
     else:
         by = f" by the recipe {chosen.name}" if chosen else ""
         given = f" with {', '.join(options)}" if options else ""
