@@ -12,7 +12,9 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.notation.megatron import parse_megatron
 from reshard.recipes.assignment import Assignment, assign
-from reshard.recipes.library import choose_recipe
+from reshard.recipes.fusion import Fusion
+from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.name_patterns import find_by_pattern, find_foreign_name
 
 # Codestral's sizes, and Nemotron-H's, Granite 4's and Qwen3-Next's of one layer each.
 MAMBA2 = {
@@ -146,6 +148,37 @@ def test_granite_has_its_experts_under_both_names() -> None:
     found = assigned(GRANITE, "ep=2,tp=4,fsdp=2", **hub, **own)
     for theirs, ours in zip(hub, own, strict=True):
         assert found.layouts[theirs] is found.layouts[ours]
+
+
+def test_names_of_stacked_experts() -> None:
+    """transformers 5 calls Nemotron-H's model otherwise than the Hub, too."""
+    table = load_recipe("nemotron_h").naming("stacked", NEMOTRON_H)
+    found = {
+        name: find_foreign_name(name, table)
+        for name in (
+            "backbone.layers.0.mixer.A_log",
+            "backbone.norm_f.weight",
+            "backbone.layers.1.mixer.experts.7.up_proj.weight",
+            "lm_head.weight",
+        )
+    }
+    assert [one and one.name for one in found.values()] == [
+        "model.layers.0.mixer.A_log",
+        "model.norm_f.weight",
+        "model.layers.1.mixer.experts.up_proj",
+        None,
+    ]
+    stack = find_by_pattern("model.layers.1.mixer.experts.up_proj", table)
+    assert isinstance(stack, Fusion)
+    assert stack.tensors[127] == "backbone.layers.1.mixer.experts.127.up_proj.weight"
+    assert find_by_pattern("model.layers.0.mixer.D", table) == "backbone.layers.0.mixer.D"
+    lfm2 = load_recipe("lfm2").naming("stacked", {"num_experts": 3})
+    stack = find_by_pattern("model.layers.1.feed_forward.experts.gate_up_proj", lfm2)
+    assert isinstance(stack, Fusion)
+    assert [name[-len("0.w1.weight") :] for name in stack.tensors[:2]] == [
+        "0.w1.weight",
+        "0.w3.weight",
+    ]
 
 
 def test_layers_that_predict_further_tokens_live_at_the_last_stage() -> None:
