@@ -219,3 +219,22 @@ def test_linear_attention_is_cut_by_key_heads() -> None:
     # Of every head its query and its gate.
     assert rows_of(found.layouts[query], 2) == list(range(4 * 512, 6 * 512))
     assert all(dict(found.specs[name].only) == {"pp": (1,)} for name in further)
+
+
+def test_key_heads_are_shared_by_the_ranks_whose_value_heads_use_them() -> None:
+    """Where query, key and value are not fused by key head, there may be more ranks than those."""
+    config = QWEN3_NEXT | {"model_type": "qwen3_5_text", "linear_num_value_heads": 64}
+    names = {
+        "model.layers.0.linear_attn.in_proj_qkv.weight": (2 * 2048 + 8192, 2048),
+        "model.layers.0.linear_attn.conv1d.weight": (2 * 2048 + 8192, 1, 4),
+        "model.layers.0.linear_attn.in_proj_z.weight": (8192, 2048),
+        "model.layers.0.linear_attn.in_proj_a.weight": (64, 2048),
+    }
+    found = assigned(config, "tp=32", **names)
+    fused, conv, z, a = (found.layouts[name] for name in names)
+    query_rows, key_rows, value_rows = parts_of([2048, 2048, 8192])
+    # Rank 5 has value heads 10 and 11, which use key head 2.
+    expected = query_rows[256:384] + key_rows[256:384] + value_rows[1280:1536]
+    assert rows_of(fused, 5) == rows_of(conv, 5) == expected
+    assert rows_of(z, 5) == list(range(1280, 1536))
+    assert rows_of(a, 5) == [10, 11]
