@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard.errors import UsageError
@@ -71,6 +72,8 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        # What DTensors remember of meshes names groups that the next rank may not have.
+        debug._clear_sharding_prop_cache()
         # An engine may have taken its groups down itself.
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,0 +1,272 @@
+"""The layouts of transformers' ranks, from its own loading code: `layouts`.
+
+transformers cuts a model by plans that its configs have (`base_model_tp_plan`,
+`base_model_ep_plan`), and puts tensors of a checkpoint together where its modules are fused or
+stacked. Both are its own code's here::
+
+    config.json --> a rank's model on `meta`, cut by its plans as DTensors
+    checkpoint's names and shapes --> its conversions and shardings, followed --> the rank's layout
+
+1. This process pretends to be each rank in turn (`pretend_rank`).
+2. The model is built and distributed as `from_pretrained(distributed_config=...)` does it.
+3. Its loading is traced (`trace_loading`): what every local tensor is made of.
+
+Source: transformers 5.23, `distributed` and `core_model_loading`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import MissingExtraError, RunError, UsageError
+from reshard.integers import as_integer
+from reshard.mesh import DeviceMesh
+from reshard.recipes.engine_layouts import EngineLayout, RankLayout, SourceTensor
+from reshard.torch.loaders.pretended_ranks import pretend_rank
+from reshard.torch.loaders.tracing import trace_loading
+
+# Set, transformers loads one tensor after the other.
+_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+_AXES = ("pp", "dp", "fsdp", "tp")
+
+
+def layouts(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    fsdp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    sources: Mapping[str, Any] | None = None,
+) -> EngineLayout:
+    """What every rank of transformers holds of a model, as its own loading fills it.
+
+    Takes no GPU and no weights: models are built without memory, and loaded from names and shapes.
+
+    Args:
+        config: a folder with `config.json`, and with the checkpoint, of which headers are read; or
+            the content of a config.json.
+        tp, ep, fsdp, dp, pp: sizes of its `DistributedConfig`: `tp_size`, `ep_size` (which is over
+            the ranks of `fsdp` and `tp`), `fsdp_size`, `dp_replicate_size`, `pp_size`.
+        sources: the checkpoint's tensors, `{name: (dtype, shape)}`; by default those in the folder,
+            or what transformers would save.
+
+    Returns:
+        A layout over a mesh of axes `pp`, `dp`, `fsdp`, `tp`, as far as they are larger than 1.
+
+    Raises:
+        UsageError: sizes that are none, or a quantised model.
+        MissingExtraError: transformers is not installed.
+        CheckpointError: no checkpoint in the folder.
+        RunError: transformers refuses the model or the parallelism, in its own words.
+    """
+    given = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
+    sizes = {axis: as_integer(given[axis], axis, UsageError, least=1) for axis in _AXES}
+    ep = as_integer(ep, "ep", UsageError, least=1)
+    engine = _import_transformers()
+    with _explain_errors("read the config"):
+        made = _read_config(engine, config)
+    if getattr(made, "quantization_config", None) is not None:
+        raise UsageError(
+            "a quantised model: what transformers holds of it depends on the device it runs on; "
+            "take `quantization_config` out of config.json to trace the weights it is made of"
+        )
+    if sources is None and not isinstance(config, Mapping):
+        tensors = open_checkpoint(config).tensors
+        sources = {name: (one.dtype, one.shape) for name, one in tensors.items()}
+    ranks = sizes["pp"] * sizes["dp"] * sizes["fsdp"] * sizes["tp"]
+    found = []
+    with _silence(engine):
+        if sources is None:
+            with _explain_errors("build the model"):
+                sources = _list_saved(engine, made)
+        for rank in range(ranks):
+            with pretend_rank(rank, ranks):
+                found.append(_trace_rank(engine, made, sizes, ep, rank, sources))
+    cut = {axis: size for axis, size in sizes.items() if size > 1} or {"tp": 1}
+    mesh = DeviceMesh("transformers", list(cut.values()), list(cut))
+    kinds = {name: _as_source(source) for name, source in sources.items()}
+    return EngineLayout("transformers", engine.__version__, mesh, kinds, tuple(found))
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+        import transformers.core_model_loading
+        import transformers.distributed.mixin
+    except ImportError as error:
+        raise MissingExtraError(
+            f"layouts by transformers need transformers 5.20 or later: {error}; run this in an "
+            "environment that has it"
+        ) from error
+    return transformers
+
+
+@contextmanager
+def _silence(engine: Any) -> Iterator[None]:
+    """Without its progress bars, its advice about meshes, and its threads."""
+    # Nothing can follow what other threads load.
+    threads = os.environ.get(_ASYNC)
+    os.environ[_ASYNC] = "1"
+    level = engine.logging.get_verbosity()
+    bars = engine.logging.is_progress_bar_enabled()
+    engine.logging.set_verbosity_error()
+    engine.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if threads is None:
+            del os.environ[_ASYNC]
+        else:
+            os.environ[_ASYNC] = threads
+        engine.logging.set_verbosity(level)
+        if bars:
+            engine.logging.enable_progress_bar()
+
+
+@contextmanager
+def _explain_errors(what: str) -> Iterator[None]:
+    """Say of an error of transformers' what it was doing."""
+    try:
+        yield
+    except (UsageError, MissingExtraError):
+        raise
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:300]
+        raise RunError(f"transformers cannot {what}: {type(error).__name__}: {text}") from error
+
+
+def _read_config(engine: Any, config: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
+    if isinstance(config, Mapping):
+        content = dict(config)
+        kind = content.pop("model_type", None)
+        if not isinstance(kind, str):
+            raise UsageError(f"a config with model_type {kind!r}; give the whole of config.json")
+        return engine.AutoConfig.for_model(kind, **content)
+    folder = Path(config)
+    return engine.AutoConfig.from_pretrained(folder.parent if folder.is_file() else folder)
+
+
+def _find_class(engine: Any, config: Any) -> Any:
+    """The model class that a config names, or the one that its type generates text with."""
+    for name in config.architectures or ():
+        if hasattr(engine, name):
+            return getattr(engine, name)
+    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
+        mapping = getattr(engine, auto)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UsageError(
+        f"transformers has no model for {type(config).__name__}; name a class of its own in "
+        "`architectures` of config.json"
+    )
+
+
+def _list_saved(engine: Any, config: Any) -> dict[str, SourceTensor]:
+    """The tensors that transformers saves of a model: types and shapes by name."""
+    with torch.device("meta"):
+        model = _find_class(engine, config)._from_config(config)
+    own = model.state_dict()
+    # A tied parameter is saved once.
+    tied = {name for names in model.all_tied_weights_keys.items() for name in names[:1]}
+    saved = engine.core_model_loading.revert_weight_conversion(
+        model, {name: tensor for name, tensor in own.items() if name not in tied}
+    )
+    return {name: _as_source(tensor) for name, tensor in saved.items()}
+
+
+def _as_source(source: Any) -> SourceTensor:
+    kind, shape = source if isinstance(source, tuple) else (source.dtype, source.shape)
+    return SourceTensor(as_dtype(kind), tuple(shape))
+
+
+def _trace_rank(
+    engine: Any,
+    config: Any,
+    sizes: Mapping[str, int],
+    ep: int,
+    rank: int,
+    sources: Mapping[str, Any],
+) -> RankLayout:
+    """The layout of the rank that this process pretends to be."""
+    targets: dict[str, torch.Tensor] = {}
+
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        with _explain_errors(f"load rank {rank} of {dict(sizes)}, ep={ep}"):
+            device = next(iter(weights.values())).device
+            targets.update(_load_rank(engine, config, sizes, ep, weights, device))
+
+    # Names and shapes of what is filled are those that the model has before.
+    with _explain_errors(f"build the model of rank {rank} of {dict(sizes)}, ep={ep}"):
+        targets.update(_list_locals(_build_rank(engine, config, sizes, ep)[0]))
+    return trace_loading(load, sources, targets, rank=rank, form="dict")
+
+
+def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> tuple[Any, Any]:
+    """A rank's model without memory, and how its tensors are converted when they are loaded."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.distributed import DistributedConfig
+
+    cls = _find_class(engine, config)
+    wanted, _, mesh = cls.prepare_distribute_model(
+        DistributedConfig(
+            tp_size=sizes["tp"],
+            ep_size=ep,
+            fsdp_size=sizes["fsdp"],
+            dp_replicate_size=sizes["dp"],
+            pp_size=sizes["pp"],
+        )
+    )
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=config.dtype or torch.float32)
+    conversions = get_model_conversion_mapping(model)
+    return cls.maybe_distribute_model(model, wanted, mesh), conversions
+
+
+def _load_rank(
+    engine: Any,
+    config: Any,
+    sizes: Mapping[str, int],
+    ep: int,
+    weights: dict[str, torch.Tensor],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """What a rank holds after transformers loaded it."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    model, conversions = _build_rank(engine, config, sizes, ep)
+    loading = LoadStateDictConfig(
+        device_map={"": str(device)},
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        weight_mapping=conversions,
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, weights, loading)
+    if info.mismatched_keys or info.conversion_errors or info.error_msgs:
+        wrong = [*info.mismatched_keys, *info.conversion_errors.items(), *info.error_msgs]
+        raise RunError(
+            f"transformers cannot load the checkpoint: {str(wrong[0])[:300]}; does config.json "
+            "belong to it?"
+        )
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    return _list_locals(model)
+
+
+def _list_locals(model: Any) -> dict[str, torch.Tensor]:
+    """The rank's own part of every parameter and persistent buffer."""
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in model.state_dict().items()
+    }
