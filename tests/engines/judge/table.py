@@ -92,7 +92,7 @@ def fill_in(page: str, records: dict[str, Record]) -> str:
         ("refusals", list_of_refusals),
         ("differences", list_of_differences),
     ):
-        begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+        begin, end = f"<!-- {mark} -->\n\n", f"\n\n<!-- end of {mark} -->"
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         assert found and closed, f"{PAGE.name} lacks the marks of {mark}"

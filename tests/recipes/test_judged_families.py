@@ -1,0 +1,58 @@
+"""The records of the judge: every recipe still says what was judged.
+
+The judge itself needs transformers, see tests/engines/judge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.judge.family import load_families
+from engines.judge.records import load_records, replay_case
+from engines.judge.table import PAGE, fill_in
+from reshard.recipes import load_recipe, shipped_recipes
+
+RECORDS = load_records()
+
+
+def test_every_family_has_a_record() -> None:
+    assert {*load_families()} == {*RECORDS}
+
+
+def test_every_model_type_of_a_recipe_is_judged() -> None:
+    judged = {
+        (record["recipe"], case["config"]["model_type"])
+        for record in RECORDS.values()
+        for case in record["cases"]
+    }
+    shipped = {
+        (name, model_type)
+        for name in shipped_recipes()
+        for model_type in load_recipe(name).model_types
+    }
+    assert judged <= shipped
+    assert shipped - judged == set()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_recipe_says_what_was_judged(name: str) -> None:
+    wrong: list[Any] = []
+    for case in RECORDS[name]["cases"]:
+        for parallelism, verdict in case["verdicts"].items():
+            if (found := replay_case(case, parallelism)) != verdict:
+                wrong.append((parallelism, verdict, found))
+    assert not wrong, f"judge {name} again: python -m engines.judge {name}"
+
+
+def test_a_record_without_refusals_or_without_more_ranks_than_one_says_little() -> None:
+    for name, record in RECORDS.items():
+        verdicts = [v for case in record["cases"] for v in case["verdicts"].items()]
+        equal = {parallelism for parallelism, verdict in verdicts if "equal" in verdict}
+        assert {"tp=1", "tp=2"} <= equal, name
+
+
+def test_the_page_of_models_says_what_the_records_say() -> None:
+    page = PAGE.read_text()
+    assert fill_in(page, RECORDS) == page, "run python -m engines.judge.table"
