@@ -53,7 +53,7 @@ def number_on_rank(cut: CutModel, coordinate: Coordinate) -> dict[str, str]:
 def tensors_of(cut: CutModel, coordinate: Coordinate) -> dict[str, Array]:
     """All that the stages of a coordinate hold, under its own names."""
     return {
-        local: np.ascontiguousarray(
+        local: np.array(
             next(p.array for (at, _), p in cut.pieces[name].items() if at == coordinate)
         )
         for name, local in number_on_rank(cut, coordinate).items()

@@ -117,6 +117,29 @@ def llama_like(name: str, **changes: Any) -> Family:
 
 FAMILIES = [
     llama_like("llama", attention_bias=True, mlp_bias=True),
+    llama_like("arcee"),
+    llama_like("cwm", layer_types=LAYER_TYPES, sliding_window=4),
+    Family(
+        name="helium",
+        config=narrow("helium", attention_bias=True) | {"head_dim": 4},
+        variants=NARROW,
+        local=HEADS,
+        sized_by_shard=("*.o_proj.weight",),
+    ),
+    llama_like("seed_oss", attention_bias=True, attention_out_bias=True),
+    llama_like("internlm3", qkv_bias=True, bias=True),
+    llama_like("iquestcoder"),
+    llama_like("exaone4", layer_types=LAYER_TYPES, sliding_window=4),
+    llama_like("hunyuan", model_type="hunyuan_v1_dense"),
+    llama_like("apertus"),
+    llama_like("jais2", attention_bias=True, mlp_bias=True),
+    llama_like(
+        "vaultgemma",
+        tie_word_embeddings=True,
+        sliding_window=4,
+        layer_types=LAYER_TYPES,
+        query_pre_attn_scalar=6,
+    ),
     llama_like("mistral", sliding_window=4),
     llama_like("ministral", sliding_window=4, layer_types=LAYER_TYPES),
     llama_like("ministral3"),
@@ -167,6 +190,12 @@ FAMILIES = [
         name="qwen2",
         config=narrow("qwen2"),
         variants=(*NARROW, TIED),
+        local=HEADS | HEAD_WIDTH,
+    ),
+    Family(
+        name="olmo",
+        config=narrow("olmo", clip_qkv=0.8),
+        variants=NARROW,
         local=HEADS | HEAD_WIDTH,
     ),
     Family(
