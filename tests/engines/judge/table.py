@@ -1,6 +1,7 @@
 """The page of models, docs/models.md: its tables are made from the records.
 
-`python -m engines.judge.table` writes it, with `src` and `tests` on the path.
+`python -m engines.judge.table` writes it, with `src` and `tests` on the path, and the words of
+refusals into the records.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .records import load_records
+from .records import load_records, replay_case, write_record
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -59,19 +60,23 @@ def table_of_models(records: dict[str, Record]) -> str:
 
 
 def list_of_refusals(records: dict[str, Record]) -> str:
-    """The first refusal of each family, as the command says it."""
-    lines = []
+    """One refusal of each kind, as the command says it, and how many models have such a one."""
+    examples: dict[str, str] = {}
+    models: dict[str, set[str]] = {}
     for name, record in records.items():
-        refusals = [
-            (parallelism, verdict["refused"])
-            for case in record["cases"]
-            for parallelism, verdict in case["verdicts"].items()
-            if "refused" in verdict
-        ]
-        if refusals:
-            parallelism, text = refusals[0]
-            lines.append(f"- {name}, `{parallelism}`: {text}")
-    return "\n".join(lines)
+        for case in record["cases"]:
+            for parallelism, verdict in case["verdicts"].items():
+                if "refused" in verdict:
+                    # Of one kind are those that differ in names and numbers alone.
+                    reason = verdict["refused"].partition(". ")[0]
+                    words = re.findall(r"(?<![\w.])[a-z]+(?![\w.\[])", reason.partition(" (and")[0])
+                    kind = " ".join(words)
+                    examples.setdefault(kind, f"{name} at `{parallelism}`: {reason}.")
+                    models.setdefault(kind, set()).add(name)
+    return "\n".join(
+        f"- {example} (So or alike: {len(models[kind])} of {len(records)} models.)"
+        for kind, example in sorted(examples.items(), key=lambda pair: -len(models[pair[0]]))
+    )
 
 
 def list_of_differences(records: dict[str, Record]) -> str:
@@ -92,13 +97,26 @@ def fill_in(page: str, records: dict[str, Record]) -> str:
         ("refusals", list_of_refusals),
         ("differences", list_of_differences),
     ):
-        begin, end = f"<!-- {mark} -->\n\n", f"\n\n<!-- end of {mark} -->"
+        begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         assert found and closed, f"{PAGE.name} lacks the marks of {mark}"
-        page = before + begin + make(records) + end + after
+        page = f"{before}{begin}\n\n{make(records)}\n\n{end}{after}"
     return page
 
 
+def renew_refusals(records: dict[str, Record]) -> None:
+    """Write what refusals say into the records; what computes must be judged again."""
+    for name, record in records.items():
+        for case in record["cases"]:
+            for parallelism, verdict in case["verdicts"].items():
+                found = replay_case(case, parallelism)
+                if "refused" in verdict and "refused" in found:
+                    case["verdicts"][parallelism] = found
+        write_record(name, record)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(fill_in(PAGE.read_text(), load_records()))
+    all_records = load_records()
+    renew_refusals(all_records)
+    PAGE.write_text(fill_in(PAGE.read_text(), all_records))
