@@ -112,6 +112,10 @@ def test_copies_that_differ_are_found(llama: Case, monkeypatch: pytest.MonkeyPat
         judge(llama, "dp=2")
 
 
+def test_every_family_has_a_record_and_every_record_a_family() -> None:
+    assert {*FAMILIES} == {*load_records()}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_records_are_what_the_judge_finds(name: str) -> None:
     record, failures = judge_family(FAMILIES[name])

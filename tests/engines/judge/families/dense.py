@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..family import Family
+from ..family import EXPERTS, Family
 
 WIDTHS = {
     "intermediate_size": ("*layers.0.mlp.down_proj.weight", 1),
@@ -105,6 +105,12 @@ def share_of_full_heads(shapes: Any, whole: Any) -> Any:
     return found
 
 
+def share_gemma_experts(rank: Any) -> None:
+    from ..experts import share_experts
+
+    share_experts(rank, "*.experts")
+
+
 def llama_like(name: str, **changes: Any) -> Family:
     """A family whose config has the keys of Llama's, with the width of a head."""
     return Family(
@@ -183,6 +189,31 @@ FAMILIES = [
             "per_layer_config": share_of_full_heads,
         },
         differs={"*embed_tokens_per_layer.weight": "the plan names no embedding of the layers"},
+    ),
+    Family(
+        name="gemma4-experts",
+        config=tiny(
+            "gemma4_text",
+            num_hidden_layers=4,
+            layer_types=LAYER_TYPES[:2] * 2,
+            tie_word_embeddings=True,
+            sliding_window=4,
+            global_head_dim=8,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=7,
+            top_k_experts=3,
+            moe_intermediate_size=13,
+        ),
+        local={
+            **HEADS,
+            "num_experts": ("*layers.0.experts.down_proj", 0),
+            "moe_intermediate_size": ("*layers.0.experts.down_proj", 2),
+        },
+        variants=VARIANTS[:1],
+        whole={"num_experts": ("*.router",)},
+        prepare=share_gemma_experts,
+        parallelisms=EXPERTS,
     ),
     llama_like("ernie4_5", tie_word_embeddings=True, use_bias=True),
     llama_like("nemotron", attention_bias=True, mlp_bias=True),
