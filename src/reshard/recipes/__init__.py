@@ -20,6 +20,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.recipes.assignment import Assignment, assign
+from reshard.recipes.engine_layouts import (
+    Computed,
+    Constant,
+    EngineLayout,
+    ParameterLayout,
+    RankLayout,
+    SourcePiece,
+    SourceTensor,
+)
+from reshard.recipes.engine_layouts.engines import derive_layout, register_engine
 from reshard.recipes.library import choose_recipe, load_recipe, shipped_recipes
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
@@ -35,17 +45,26 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assignment",
+    "Computed",
+    "Constant",
+    "EngineLayout",
+    "ParameterLayout",
+    "RankLayout",
     "Recipe",
     "ReshardingPlan",
     "ReshardingResult",
     "ReshardingStrategy",
     "Rule",
+    "SourcePiece",
+    "SourceTensor",
     "Strategy",
     "TensorMetadata",
     "assign",
     "choose_recipe",
     "create_strategy",
+    "derive_layout",
     "load_recipe",
+    "register_engine",
     "register_strategy",
     "shipped_recipes",
     "strategy",
