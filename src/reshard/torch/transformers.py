@@ -16,9 +16,10 @@ Source: transformers 5.23, `distributed` and `core_model_loading`.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,11 @@ def _build_rank(engine: Any, config: Any, sizes: Mapping[str, int], ep: int) -> 
             pp_size=sizes["pp"],
         )
     )
-    with torch.device("meta"):
-        model = cls._from_config(config, dtype=config.dtype or torch.float32)
+    with ExitStack() as stack:
+        # As `from_pretrained` does: without memory, and parameters are tied when they are loaded.
+        for context in cls.get_init_context(config.dtype or torch.float32, False, False, None):
+            stack.enter_context(context)
+        model = cls(copy.deepcopy(config))
     conversions = get_model_conversion_mapping(model)
     return cls.maybe_distribute_model(model, wanted, mesh), conversions
 
