@@ -80,6 +80,6 @@ def test_mistakes_are_told(model: Path, arguments: tuple[str, ...], says: str) -
     assert not (model.parent / "x").exists()
 
 
-def test_a_recipe_without_names_is_refused(model: Path) -> None:
+def test_a_recipe_alone_compares_by_its_names(model: Path) -> None:
     run = run_here("verify", "named", "named", "--recipe", "auto")
-    assert run.code == 2 and "--recipe without --left-names" in run.errors
+    assert run.code == 0 and "the same" in run.output

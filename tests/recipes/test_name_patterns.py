@@ -14,6 +14,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
     "q_lora_rank": 6,
     "kv_lora_rank": 4,
     "qk_rope_head_dim": 2,

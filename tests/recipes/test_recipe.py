@@ -271,7 +271,7 @@ def test_the_documented_file_can_be_read(tmp_path: Path) -> None:
     }
     assert recipe.cuts == {"vocabulary": "ceil", "feed_forward": "ceil"}
     assert (recipe.axes, recipe.stand_ins) == (("tp", "fsdp", "etp", "pp"), {"etp": "tp"})
-    assert list(recipe.names) == ["megatron", "vllm"]
+    assert list(recipe.names) == ["megatron", "vllm", "sglang"]
     head, gated, *inherited = recipe.names["megatron"].items()
     assert head == ("output_layer.weight", "lm_head.weight")
     members = tuple(f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up"))

@@ -19,11 +19,20 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.fusing import fuse_members, split_into_members
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.name_patterns import ForeignName, Meaning, find_by_pattern, find_foreign_name
+from reshard.recipes.name_patterns import (
+    ForeignName,
+    Meaning,
+    compile_pattern,
+    find_by_pattern,
+    find_foreign_name,
+)
 from reshard.recipes.recipe import Recipe
 
 # A convention of a recipe, or a table of names.
 Names = str | Mapping[str, Meaning]
+
+# The convention of checkpoints that keep all experts of a layer in one tensor.
+STACKED = "stacked"
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,23 @@ def names_of(
         )
     found = hashlib.blake2b(repr(list(table.items())).encode(), digest_size=8).hexdigest()
     return NameTable(f"{text} ({found})", table)
+
+
+def find_stacked_names(
+    checkpoint: Checkpoint, recipe: Recipe | None, config: Mapping[str, object] | None
+) -> NameTable | None:
+    """The recipe's table of stacked names, where a checkpoint has any of them; None elsewhere.
+
+    Programs save the experts of one model stacked (transformers 5, where it is asked to) or each by
+    itself (the Hub); the names tell which.
+
+    Raises:
+        RecipeError: a config that does not give the numbers of the stacks.
+    """
+    patterns = recipe.names.get(STACKED, {}) if recipe is not None else {}
+    if any(compile_pattern(one).fullmatch(name) for one in patterns for name in checkpoint.tensors):
+        return names_of("names", STACKED, recipe, config)
+    return None
 
 
 def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Checkpoint:

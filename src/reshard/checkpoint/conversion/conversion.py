@@ -30,7 +30,13 @@ from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, P
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
-from reshard.checkpoint.renaming import NameTable, in_names_of, in_recipe_names, names_of
+from reshard.checkpoint.renaming import (
+    NameTable,
+    find_stacked_names,
+    in_names_of,
+    in_recipe_names,
+    names_of,
+)
 from reshard.errors import UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -287,6 +293,9 @@ def plan_conversion(
     config = read_config(checkpoint) if recipe is not None else None
     from_names = names_of("source_names", request.source_names, recipe, config)
     to_names = names_of("target_names", request.target_names, recipe, config)
+    # Other names are told for the recipe's, which a source with stacked experts does not have.
+    if from_names is None and isinstance(request.target_names, str):
+        from_names = find_stacked_names(checkpoint, recipe, config)
     resolved = _resolve(request, recipe, from_names, to_names)
     if from_names is not None:
         checkpoint = in_recipe_names(checkpoint, from_names.table)

@@ -11,12 +11,12 @@ from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, find_recipe
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
-from reshard.checkpoint.renaming import in_recipe_names, names_of
+from reshard.checkpoint.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import as_path, json_option, quiet_option, threads_option
 from reshard.cli.output import printable, write, write_json
 from reshard.cli.progress import shown_progress
-from reshard.errors import UsageError
+from reshard.recipes.library import choose_recipe
 from reshard.text.quantities import bytes_text, count_text, duration_text
 
 
@@ -52,14 +52,16 @@ def verify(
     The same bit for bit, whatever the cuts and the formats. Every byte of both is read; names,
     dtypes and shapes count too. Exit code 0: the same; 1: they differ, and it is said where.
 
-    With --left-names or --right-names, both are compared by the recipe's names, and what is fused
-    as what it is fused of.
+    With --left-names, --right-names or --recipe, both are compared by the recipe's names, and what
+    is fused as what it is fused of. Where one has each expert by itself and the other has them
+    stacked, --recipe auto tells by their names.
 
     \b
     Examples:
       reshard verify llama-3-8b llama-tp4
       reshard verify llama-3-8b llama-megatron --right-names megatron
       reshard verify llama-3-8b llama-tp4 --quiet && echo same
+      reshard verify qwen3-moe qwen3-moe-stacked --recipe auto
 
     \b
     Keys of --json:
@@ -69,6 +71,7 @@ def verify(
     """
     began_s = time.monotonic()
     a, b = _name_both(left, right, left_names, right_names, recipe)
+    are_named = any(one is not None for one in (left_names, right_names, recipe))
     with shown_progress("comparing", quiet) as progress:
         found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
     seconds_s = time.monotonic() - began_s
@@ -76,6 +79,8 @@ def verify(
         write_json(_as_json(left, right, found, seconds_s))
     elif not quiet:
         write("\n".join(_as_text(found, seconds_s)))
+        if not (found.is_same or are_named) and _is_one_stacked(left, right):
+            write("one has stacked experts, the other not: compare them with --recipe auto")
     return DONE if found.is_same else DIFFERS
 
 
@@ -84,9 +89,7 @@ def _name_both(
 ) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""
     given = {"--left-names": left_names, "--right-names": right_names}
-    if left_names is None and right_names is None:
-        if recipe is not None:
-            raise UsageError("--recipe without --left-names or --right-names; leave it out")
+    if left_names is None and right_names is None and recipe is None:
         return [left, right]
     opened = [open_checkpoint(path) for path in (left, right)]
     configs = [read_config(one) for one in opened]
@@ -97,8 +100,19 @@ def _name_both(
     for option, checkpoint, config in zip(given, opened, configs, strict=True):
         other = next((one for one in (config, *configs) if one is not None), None)
         named = names_of(option, given[option], chosen, other)
+        if named is None:
+            named = find_stacked_names(checkpoint, chosen, other)
         found.append(checkpoint if named is None else in_recipe_names(checkpoint, named.table))
     return found
+
+
+def _is_one_stacked(left: str, right: str) -> bool:
+    """Whether one of two checkpoints of a model has stacked experts, and the other has not."""
+    opened = [open_checkpoint(path) for path in (left, right)]
+    config = next((c for c in map(read_config, opened) if c is not None), None)
+    recipe = choose_recipe(config) if config is not None else None
+    stacked = [one for one in opened if find_stacked_names(one, recipe, config) is not None]
+    return len(stacked) == 1
 
 
 def _as_text(found: Comparison, seconds_s: float) -> list[str]:
