@@ -34,7 +34,7 @@ from reshard.recipes.fusion import Fusion
 MOST_BOXES = 100_000
 
 
-class _StoredBox(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor, of the rank `slot`, that begins at `place` and has `strides` there."""
 
     slot: int
@@ -44,10 +44,10 @@ class _StoredBox(NamedTuple):
 
     def moved(
         self, box: Box, further_bytes: int = 0, strides: tuple[int, ...] | None = None
-    ) -> _StoredBox:
+    ) -> StoredBox:
         """The elements `further_bytes` behind, as `box`."""
         place = FileRange(self.place.path, self.place.start_bytes + further_bytes)
-        return _StoredBox(self.slot, box, place, self.strides if strides is None else strides)
+        return StoredBox(self.slot, box, place, self.strides if strides is None else strides)
 
 
 class _Share(NamedTuple):
@@ -84,7 +84,7 @@ def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredT
         raise RecipeError(f"{tensor.name!r} has {error}") from None
     at, itemsize_bytes = fusion.dimension, tensor.dtype.itemsize_bytes
     shares = _find_shares(tensor.name, fusion, whole[at])
-    boxes = list(_list_stored_boxes(tensor))
+    boxes = list(list_stored_boxes(tensor))
     for number, of_number in enumerate(_unstack(boxes, itemsize_bytes, fusion)):
         own = [_swap(one) for one in of_number] if fusion.transposed else of_number
         for member, share in zip(fusion.members, shares, strict=True):
@@ -127,7 +127,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
         raise RecipeError(f"{name!r} would be {first.name!r} {list(first.shape)} transposed")
 
     # 3. Each member's boxes move to its indices of the fused dimension; no byte moves.
-    def move_all() -> Iterator[_StoredBox]:
+    def move_all() -> Iterator[StoredBox]:
         for number in range(len(members) // together):
             of_number = members[number * together : (number + 1) * together]
             for one in _put_shares(of_number, at, shares):
@@ -154,7 +154,7 @@ def _find_shares(name: str, fusion: Fusion, length: int) -> tuple[_Share, ...]:
     )
 
 
-def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
+def list_stored_boxes(tensor: StoredTensor) -> Iterator[StoredBox]:
     """The boxes that a tensor is put together from, each element in one of them."""
     for tile in source_tiles(tensor.assembly).tiles:
         place = tensor.file_range(tile.slot, tile.number, tile.offset)
@@ -171,16 +171,14 @@ def _list_stored_boxes(tensor: StoredTensor) -> Iterator[_StoredBox]:
             start = tuple(begin for begin, _, _ in pieces)
             stop = tuple(begin + length for begin, length, _ in pieces)
             here = FileRange(place.path, start_bytes)
-            yield _StoredBox(tile.slot, Box(start, stop), here, view.strides)
+            yield StoredBox(tile.slot, Box(start, stop), here, view.strides)
 
 
-def _unstack(
-    boxes: list[_StoredBox], itemsize_bytes: int, fusion: Fusion
-) -> list[list[_StoredBox]]:
+def _unstack(boxes: list[StoredBox], itemsize_bytes: int, fusion: Fusion) -> list[list[StoredBox]]:
     """The boxes of each number of a stack, without its dimension; all of them where it is none."""
     if not isinstance(fusion.stacked, int) or not fusion.stacked:
         return [boxes]
-    found: list[list[_StoredBox]] = [[] for _ in range(fusion.stacked)]
+    found: list[list[StoredBox]] = [[] for _ in range(fusion.stacked)]
     for one in boxes:
         box, first = Box(one.box.start[1:], one.box.stop[1:]), one.box.start[0]
         for number in range(first, one.box.stop[0]):
@@ -189,13 +187,13 @@ def _unstack(
     return found
 
 
-def _stack(one: _StoredBox, number: int) -> _StoredBox:
+def _stack(one: StoredBox, number: int) -> StoredBox:
     """A box as number `number` of a stack."""
     box = Box((number, *one.box.start), (number + 1, *one.box.stop))
     return one.moved(box, strides=(math.prod(one.box.shape), *one.strides))
 
 
-def _swap(one: _StoredBox) -> _StoredBox:
+def _swap(one: StoredBox) -> StoredBox:
     """A box with its last two dimensions swapped."""
     box = Box(_swap_last(one.box.start), _swap_last(one.box.stop))
     return one.moved(box, strides=_swap_last(one.strides))
@@ -205,9 +203,7 @@ def _swap_last(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return (*numbers[:-2], numbers[-1], numbers[-2])
 
 
-def _take_share(
-    one: _StoredBox, itemsize_bytes: int, at: int, share: _Share
-) -> Iterator[_StoredBox]:
+def _take_share(one: StoredBox, itemsize_bytes: int, at: int, share: _Share) -> Iterator[StoredBox]:
     """The parts of a fused parameter's box that are a member's."""
     low, high, stride = one.box.start[at], one.box.stop[at], one.strides[at]
     if share.alternates:
@@ -233,10 +229,10 @@ def _take_share(
 
 def _put_shares(
     members: Sequence[StoredTensor], at: int, shares: Sequence[_Share]
-) -> Iterator[_StoredBox]:
+) -> Iterator[StoredBox]:
     """The boxes of members, at their indices of the fused dimension."""
     itemsize_bytes = members[0].dtype.itemsize_bytes
-    boxes = [list(_list_stored_boxes(one)) for one in members]
+    boxes = [list(list_stored_boxes(one)) for one in members]
     if all(share.alternates for share in shares) and len(shares) > 1:
         yield from _alternate(boxes, itemsize_bytes, at)
         return
@@ -255,15 +251,15 @@ def _put_shares(
 
 
 def _alternate(
-    boxes: Sequence[Sequence[_StoredBox]], itemsize_bytes: int, at: int
-) -> Iterator[_StoredBox]:
+    boxes: Sequence[Sequence[StoredBox]], itemsize_bytes: int, at: int
+) -> Iterator[StoredBox]:
     """The boxes of members whose indices alternate.
 
     Those of all members that lie in each other in one file are one box; of others every index is
     one.
     """
     period = len(boxes)
-    found: dict[tuple[object, ...], dict[int, _StoredBox]] = {}
+    found: dict[tuple[object, ...], dict[int, StoredBox]] = {}
     for number, own in enumerate(boxes):
         for one in own:
             found.setdefault((one.slot, one.place.path, one.box, one.strides), {})[number] = one
@@ -295,7 +291,7 @@ def _replace(box: Box, dimension: int, start: int, stop: int) -> Box:
 
 
 def _bind_boxes(
-    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[_StoredBox]
+    name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[StoredBox]
 ) -> StoredTensor:
     """A tensor of boxes, of the type and the ranks of another."""
     boxes: list[tuple[int, Box]] = []

@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.binding import View
-from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.errors import ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
@@ -86,6 +87,7 @@ def load(
     *,
     out: Mapping[str, NDArray[Any]] | None = None,
     threads: int = DEFAULT_THREADS,
+    files: OpenFiles[SourceFile] | None = None,
 ) -> dict[str, NDArray[Any]]:
     """One rank's arrays of any layout, from a checkpoint of any format and cut.
 
@@ -98,6 +100,8 @@ def load(
         rank: whose part is wanted.
         out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
         threads: how many read at a time.
+        files: those of the checkpoint (`open_sources`), for who counts what is read, and who then
+            closes them.
 
     Returns:
         The array of each tensor that the rank holds a part of; padding is zero.
@@ -145,12 +149,12 @@ def load(
         # Only now does every array fit.
         if layouts[name].is_padded:
             arrays[name][...] = np.zeros((), dtype=arrays[name].dtype)
-    files = open_sources(checkpoint)
+    opened = open_sources(checkpoint) if files is None else files
 
     def work(read: _Read, buffer: AlignedBuffer) -> None:
         path, start_bytes = _place(read)
         view = read.tensor.view(read.slot, read.number) or View.row_major(read.shape)
-        read_box(files[path], start_bytes, view, read.local, read.target, buffer)
+        read_box(opened[path], start_bytes, view, read.local, read.target, buffer)
 
     # In the order of the files, so that a disk reads forward.
     reads.sort(key=_place)
@@ -158,7 +162,8 @@ def load(
         for _ in run_in_threads(reads, work, _make_buffer, threads):
             pass
     finally:
-        files.close()
+        if files is None:
+            opened.close()
     if out is not None:
         return {name: out[name] for name in arrays}
     return {name: array.view(checkpoint[name].dtype.numpy) for name, array in arrays.items()}
@@ -202,7 +207,8 @@ def _check_given(
             f"the array for {tensor.name!r} is {array.dtype} {list(array.shape)}; the rank's part "
             f"is {tensor.dtype.name} {list(shape)}"
         )
-    if array.dtype not in (tensor.dtype.storage, tensor.dtype.numpy):
+    # Types of ml_dtypes are asked for last: without the package there are none.
+    if array.dtype != tensor.dtype.storage and array.dtype != tensor.dtype.numpy:
         raise ShardError(
             f"the array for {tensor.name!r} is {array.dtype}, the tensor {tensor.dtype.name}; "
             "nothing is cast"

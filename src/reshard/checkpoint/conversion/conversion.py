@@ -283,7 +283,7 @@ def plan_conversion(
         raise UsageError(f"a target {target!r}; give a path")
     target = Path(target)
     with refusals_explained("look at the target", target):
-        _check_apart(
+        check_apart(
             checkpoint,
             target,
             whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
@@ -467,7 +467,7 @@ def find_recipe(
     return found
 
 
-def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
+def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
     source, goal = checkpoint.folder.resolve(), target.resolve()
     if whole_folder and source in goal.parents:
         raise UsageError(

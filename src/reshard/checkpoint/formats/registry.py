@@ -16,6 +16,7 @@ from reshard.errors import UsageError
 # `huggingface` is last: it takes any single file for one of safetensors.
 _MODULES = (
     "reshard.checkpoint.formats.torch_dcp.format",
+    "reshard.checkpoint.formats.vllm_sharded_state",
     "reshard.checkpoint.formats.safetensors.sharded",
     "reshard.checkpoint.formats.safetensors.huggingface",
 )

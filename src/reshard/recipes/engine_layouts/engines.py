@@ -119,3 +119,6 @@ def derive_layout(
     if isinstance(mesh, DeviceMesh):
         mesh = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     return ENGINES[engine].derive(model, mesh)
+
+
+register_engine("vllm", "vLLM, by its own load_weights", "reshard.torch.vllm.layouts:layouts")

@@ -1,0 +1,84 @@
+"""Conversions for engines: what every rank of one holds, written to files that it loads.
+
+    checkpoint  +  layout of the engine  -->  a plan, run block by block as any other
+
+A parameter of a rank is a tensor of its own, whole, and bound to the bytes of the source that it is
+made of (`rank_parameters`). So the run, its journal and its memory are those of conversions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import Conversion, check_apart
+from reshard.checkpoint.conversion.request import ConversionRequest
+from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
+from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.plans.documents.serialization import to_json
+from reshard.recipes.engine_layouts import EngineLayout
+
+
+def plan_for_vllm(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    layout: EngineLayout,
+    *,
+    most_file_bytes: int | None = None,
+) -> Conversion:
+    """Plan to write what vLLM loads with `load_format="sharded_state"`.
+
+    Every rank's files have, tensor by tensor, what the rank holds when its own loader has run and
+    before weights are processed after loading, which vLLM does with these as well.
+
+    Args:
+        source: a checkpoint, or where it is.
+        target: the folder that will hold the files.
+        layout: of vLLM's ranks, as `reshard.torch.vllm.layouts` gives it.
+        most_file_bytes: begin a new part beyond so many bytes.
+
+    Raises:
+        UsageError: another engine's layout, or one of several replicas: files do not tell them
+            apart.
+        RecipeError: a layout of another checkpoint, or parameters that cannot be had from it.
+        CheckpointError: a source that cannot be used.
+    """
+    if layout.engine != "vllm":
+        raise UsageError(f"a layout of {layout.engine!r}; give one of vllm")
+    sizes = dict(zip(layout.mesh.axis_names, layout.mesh.shape, strict=True))
+    if sizes.get("dp", 1) > 1:
+        raise UsageError(
+            f"a layout for {layout.mesh.text}: vLLM's sharded_state has no names for replicas; "
+            "derive one with dp=1, and give each replica the same files"
+        )
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    target = Path(target)
+    with refusals_explained("look at the target", target):
+        whole = isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir()
+        check_apart(checkpoint, target, whole_folder=whole)
+    check_sources(layout, checkpoint)
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
+    found = rank_parameters(checkpoint, ranks)
+    checkpoint = found.bound
+    request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
+    arrangement = request.target_format.arrange(
+        NewCheckpoint(
+            {
+                n: PlannedTensor(t.dtype, Layout.whole(t.shape, [0], 1))
+                for n, t in found.tensors.items()
+            },
+            metadata=checkpoint.metadata,
+            most_file_bytes=most_file_bytes,
+        )
+    )
+    digest = hashlib.blake2b(to_json(layout).encode(), digest_size=16).hexdigest()
+    resolved = {"for": f"vllm {layout.version}", "to": layout.mesh.text, "layout": digest}
+    return Conversion(checkpoint, target, arrangement, request, resolved)

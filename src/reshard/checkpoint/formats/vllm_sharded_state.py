@@ -1,0 +1,150 @@
+"""vLLM's sharded state: safetensors files of each rank's own parameters.
+
+vLLM's load format `sharded_state` reads, on every rank, the files of that rank alone, and copies
+each tensor to the parameter of its name::
+
+    model-rank-0-part-0.safetensors           tp=2
+    model-rank-1-part-0.safetensors
+    model-pp-1-tp-0-part-0.safetensors        with stages
+
+Tensors of one name on different ranks are different tensors. Here a tensor has its rank's name in
+front: `rank-1/model.norm.weight`, `pp-1-tp-0/model.norm.weight`. They are whole, so such a
+checkpoint is inspected and verified as any other; which elements of a model they are, an engine's
+layout says.
+
+Source: vLLM's `ShardedStateLoader`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, NewFile
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.safetensors.header import (
+    OWN_METADATA,
+    SUFFIX,
+    NamedTensor,
+    aligned_order,
+    build_header,
+    drop_convention,
+    list_files,
+    read_header,
+    tensor_size_bytes,
+)
+from reshard.errors import FormatError, UsageError
+from reshard.layout import Layout
+
+NAME = "vllm-sharded-state"
+_FILE_NAME = re.compile(r"model-(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})-part-(\d{1,9})\.safetensors")
+_PREFIX = re.compile(r"(rank-\d{1,6}|pp-\d{1,6}-tp-\d{1,6})/(.+)", re.DOTALL)
+
+
+class VllmShardedStateFormat(CheckpointFormat):
+    """The parameters of each of vLLM's ranks, in files of that rank."""
+
+    name = NAME
+    evidence = f"files such as `model-rank-0-part-0{SUFFIX}`"
+    suffixes = (SUFFIX,)
+    can_hold = frozenset({Holding.WHOLE, Holding.METADATA, Holding.FILE_LIMIT})
+    own_metadata = OWN_METADATA
+
+    def detect(self, path: Path) -> bool:
+        """Whether all safetensors files of a folder have the names of ranks' parts."""
+        if not path.is_dir():
+            return False
+        names = list_files(path)
+        return bool(names) and all(_FILE_NAME.fullmatch(name) for name in names)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the checkpoint, each rank's tensors under the rank's name."""
+        tensors: dict[str, StoredTensor] = {}
+        files, metadata = [], dict[str, str]()
+        ranks: dict[str, int] = {}
+        for name in sorted(list_files(path), key=_file_key):
+            match = _FILE_NAME.fullmatch(name)
+            if match is None:
+                raise FormatError(f"{path / name} is no part of a rank; take it out of the folder")
+            header = read_header(path / name)
+            metadata.update(header.metadata)
+            rank = ranks.setdefault(match[1], len(ranks))
+            files.append(StoredFile(name, header.file_size_bytes, rank))
+            for entry in header.tensors:
+                full = f"{match[1]}/{entry.name}"
+                if full in tensors:
+                    raise FormatError(
+                        f"{path / name} has {entry.name!r}, which another part of {match[1]} has "
+                        "as well; files are left over from another save"
+                    )
+                binding = Binding(
+                    Layout.whole(entry.shape, [0], 1), {0: FileRange(name, entry.start_bytes)}, {}
+                )
+                tensors[full] = StoredTensor(full, entry.dtype, binding)
+        return Checkpoint(path, NAME, tensors, tuple(files), metadata=drop_convention(metadata))
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Each rank's tensors in files of that rank, by the prefix of their names.
+
+        Raises:
+            UsageError: names without the prefix of a rank.
+        """
+        by_rank: dict[str, list[NamedTensor]] = {}
+        for name, tensor in new.tensors.items():
+            match = _PREFIX.fullmatch(name)
+            if match is None:
+                raise UsageError(
+                    f"tensor {name!r} for the format {NAME}, in which every tensor is one rank's; "
+                    "convert with --for vllm"
+                )
+            by_rank.setdefault(match[1], []).append((match[2], tensor.dtype, tensor.layout.shape))
+        metadata = {"format": "pt", **drop_convention(new.metadata)}
+        files: list[NewFile] = []
+        stored: dict[str, StoredTensor] = {}
+        for number, (rank, tensors) in enumerate(by_rank.items()):
+            for part, group in enumerate(_split(tensors, new.most_file_bytes)):
+                file = f"model-{rank}-part-{part}{SUFFIX}"
+                content, header = build_header(aligned_order(group), metadata, label=file)
+                files.append(NewFile(StoredFile(file, header.file_size_bytes, number), content))
+                for entry in header.tensors:
+                    full = f"{rank}/{entry.name}"
+                    planned = new.tensors[full]
+                    address = FileRange(file, entry.start_bytes)
+                    stored[full] = StoredTensor(
+                        full, planned.dtype, Binding(planned.layout, {0: address}, {})
+                    )
+        ordered = {name: stored[name] for name in new.tensors}
+        return Arrangement(NAME, None, ordered, tuple(files))
+
+
+FORMAT = VllmShardedStateFormat()
+
+
+def rank_prefix(rank: int, tp: int, pp: int) -> str:
+    """What the files and tensors of a rank are called by.
+
+    >>> rank_prefix(3, tp=4, pp=1), rank_prefix(3, tp=2, pp=2)
+    ('rank-3', 'pp-1-tp-1')
+    """
+    return f"rank-{rank}" if pp == 1 else f"pp-{rank // tp}-tp-{rank % tp}"
+
+
+def _file_key(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", name))
+
+
+def _split(tensors: list[NamedTensor], most_bytes: int | None) -> Iterator[list[NamedTensor]]:
+    """Tensors in groups of at most so many bytes, or one tensor that alone is larger."""
+    group: list[NamedTensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor_size_bytes(tensor[1], tensor[2])
+        if group and most_bytes is not None and filled + size > most_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(tensor)
+        filled += size
+    yield group

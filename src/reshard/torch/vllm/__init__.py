@@ -1,0 +1,16 @@
+"""vLLM: which element of a checkpoint each of its ranks holds, by its own loader.
+
+    parallelism       sizes of tensor, pipeline, expert and data parallelism
+    rank_models       vLLM's model of a rank, without memory
+    tracing_process   the process in which all ranks are traced
+    layout_cache      layouts that are kept in files
+    layouts           `layouts`: the layouts of all ranks
+    plugin            the load format `reshard` in vLLM itself
+
+vLLM is imported in the process that traces only; see docs/engines.md.
+"""
+
+from reshard.torch.vllm.layouts import layouts
+from reshard.torch.vllm.parallelism import VllmParallelism
+
+__all__ = ["VllmParallelism", "layouts"]

@@ -1,0 +1,201 @@
+"""vLLM's plug-in: the load format `reshard`, by which each rank reads its own bytes alone.
+
+    vllm serve FOLDER --load-format reshard
+
+FOLDER may be a checkpoint of any format and cut that `reshard.checkpoint.open` opens, with the
+`config.json` of the model. On every rank:
+
+1. vLLM builds its model, as ever. Its `load_weights` is traced with the checkpoint's names and
+   shapes, on this very model: nothing is read for that, and nothing is kept in a file.
+2. What is copied is read from the files into the parameters.
+3. What is computed, or goes through operators that the tracer does not follow, is loaded by
+   `load_weights` itself, from those tensors alone.
+
+vLLM finds it by the entry point `vllm.general_plugins`; weights are processed afterwards as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.loading import load
+from reshard.dtypes import dtype as as_dtype
+from reshard.execution.arrays import TorchTensors
+from reshard.layout import Layout
+from reshard.recipes.engine_layouts import ParameterLayout
+
+LOAD_FORMAT = "reshard"
+# What the last load of this process did, for whoever started vLLM.
+last_report: RankReport | None = None
+
+
+def register() -> None:
+    """Register the load format with vLLM. Doing it again changes nothing."""
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+
+    if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        register_model_loader(LOAD_FORMAT)(_make_loader_class())
+
+
+def _make_loader_class() -> Any:
+    """The class of the loader, whose base is vLLM's."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class ReshardModelLoader(BaseModelLoader):  # type: ignore[misc]
+        """Loads any checkpoint that reshard opens, each rank its own bytes."""
+
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(load_config)
+            extra = dict(load_config.model_loader_extra_config or {})
+            self.threads = extra.pop("threads", None)
+            if extra:
+                raise ValueError(
+                    f"model_loader_extra_config has {sorted(extra)}; the load format "
+                    f"{LOAD_FORMAT!r} knows threads"
+                )
+
+        def download_model(self, model_config: Any) -> None:
+            """Do nothing: checkpoints are folders of this machine."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            """Fill the model of this rank."""
+            folder = model_config.model_weights or model_config.model
+            global last_report
+            last_report = load_rank(model, folder, threads=self.threads)
+
+    return ReshardModelLoader
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What loading a rank did.
+
+    `read_bytes` were asked of files, `needed_bytes` are those of the elements that the rank has,
+    each source element once; `by_loader` names the sources that `load_weights` loaded itself.
+    """
+
+    parameters: int
+    needed_bytes: int
+    read_bytes: int
+    by_loader: tuple[str, ...]
+    seconds_s: float
+
+
+def load_rank(
+    model: torch.nn.Module, folder: str | os.PathLike[str], *, threads: int | None = None
+) -> RankReport:
+    """Fill a rank's model from a checkpoint, with what its own `load_weights` puts there.
+
+    Args:
+        model: with `load_weights`, as vLLM's models have.
+        folder: of a checkpoint.
+        threads: how many read at a time; 4 when None.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+        RunError: the loader refuses its tensors.
+    """
+    from reshard.checkpoint.engines.rank_parameters import RankParameters
+    from reshard.checkpoint.formats.opening import open_checkpoint
+    from reshard.torch.loaders.tracing import trace_loading
+
+    begun = time.perf_counter()
+    checkpoint = open_checkpoint(folder)
+    sources = {name: (one.dtype.name, one.shape) for name, one in checkpoint.tensors.items()}
+    load_weights: Any = model.load_weights
+    traced = trace_loading(load_weights, sources, model, values=False)
+    # 1. What is copied is read where it lies; what is not, the loader makes of its sources.
+    tied = {name for group in traced.tied for name in sorted(group)[1:]}
+    found, by_loader = RankParameters(checkpoint), dict[str, None]()
+    for name, parameter in traced.parameters.items():
+        if name in tied or not parameter.sources:
+            continue
+        copied = _find_copied(parameter, checkpoint)
+        if copied is None:
+            by_loader.update(dict.fromkeys(parameter.sources))
+        else:
+            found.add_parameter(copied)
+    files = open_sources(found.bound)
+    try:
+        _read_parameters(found.bound, files, model.state_dict(keep_vars=True), threads)
+        read_bytes = sum(file.read_bytes for file in files)
+    finally:
+        files.close()
+    # 2. The loader comes last. It writes nothing else than what was read before.
+    if by_loader:
+        load_weights((name, _read_whole(checkpoint, name)) for name in by_loader)
+    whole_bytes = sum(checkpoint[name].size_bytes for name in by_loader)
+    needed_bytes = sum(one.size_bytes for one in found.tensors.values()) + whole_bytes
+    return RankReport(
+        len(traced.parameters),
+        needed_bytes,
+        read_bytes + whole_bytes,
+        tuple(by_loader),
+        time.perf_counter() - begun,
+    )
+
+
+def _find_copied(parameter: ParameterLayout, checkpoint: Checkpoint) -> ParameterLayout | None:
+    """A parameter as it is read: in the type of its sources; None where it is not all copied."""
+    if parameter.computed or parameter.unfilled:
+        return None
+    types = {checkpoint[piece.source].dtype for piece in parameter.pieces}
+    if len(types) != 1 or (parameter.constants and types != {parameter.dtype}):
+        return None
+    pieces = [piece._replace(steps=()) for piece in parameter.pieces]
+    steps = [step for piece in parameter.pieces for step in piece.steps]
+    if any(not step.startswith("to ") for step in steps):
+        return None
+    return ParameterLayout.of(
+        parameter.name, parameter.shape, types.pop(), pieces, (), parameter.constants
+    )
+
+
+def _read_parameters(
+    bound: Checkpoint,
+    files: OpenFiles[SourceFile],
+    tensors: Mapping[str, torch.Tensor],
+    threads: int | None,
+) -> None:
+    """Read every tensor of a checkpoint into the parameter of its name."""
+    from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+
+    threads = DEFAULT_THREADS if threads is None else threads
+    in_place, beside = {}, []
+    for name, stored in bound.tensors.items():
+        tensor = tensors[name].detach()
+        is_same = as_dtype(tensor.dtype) is stored.dtype and tensor.is_contiguous()
+        if is_same and tensor.device.type == "cpu" and stored.size_bytes:
+            in_place[name] = TorchTensors(tensor).storage(tensor, name)
+        elif stored.size_bytes:
+            beside.append(name)
+
+    def read(out: dict[str, Any]) -> None:
+        layouts = {name: Layout.whole(bound[name].shape, [0], 1) for name in out}
+        load(bound, layouts, 0, out=out, threads=threads, files=files)
+
+    read(in_place)
+    # One at a time: memory beside the model is that of its largest parameter.
+    for name in beside:
+        stored = bound[name]
+        staged = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype.name))
+        read({name: TorchTensors(staged).storage(staged, name)})
+        tensors[name].detach().copy_(staged)
+
+
+def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    stored = checkpoint[name]
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype.name))
+    if tensor.numel():
+        out = {name: TorchTensors(tensor).storage(tensor, name)}
+        load(checkpoint, {name: Layout.whole(stored.shape, [0], 1)}, 0, out=out)
+    return tensor

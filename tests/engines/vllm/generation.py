@@ -1,0 +1,89 @@
+"""Tokens that vLLM generates on the CPU, greedily, from a folder by a load format.
+
+Usage: python generation.py FOLDER LOAD_FORMAT TP RESULT
+
+Starts TP processes with the executor `external_launcher`, one core each. Rank 0 writes RESULT:
+the tokens, and for the format `reshard` what each rank read. Models need heads of 64: smaller ones
+have no kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROMPTS = [[1, 17, 42, 9, 101, 7], [3, 250, 8, 8, 30]]
+TOKENS = 12
+
+
+def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
+    """Load the model on this rank, and generate."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        load_format=load_format,
+        tensor_parallel_size=tp,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=2,
+        dtype="bfloat16",
+        seed=0,
+    )
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+    tokens = [list(one.outputs[0].token_ids) for one in engine.generate(prompts, params)]
+    found: dict[str, object] = {"tokens": tokens}
+    if load_format == "reshard":
+        from reshard.torch.vllm import plugin
+
+        report = plugin.last_report
+        found |= {"needed_bytes": report.needed_bytes, "read_bytes": report.read_bytes}
+        found |= {"by_loader": list(report.by_loader)}
+    Path(f"{result}.{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+def generate(folder: Path, load_format: str, tp: int, scratch: Path) -> list[dict[str, object]]:
+    """What each rank generates."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = scratch / f"{folder.name}-{load_format}-{tp}.json"
+    processes = []
+    for rank in range(tp):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(tp),
+            "LOCAL_WORLD_SIZE": str(tp),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(one) for one in range(tp)),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_DIST_IDENT": f"reshard-{port}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, __file__, str(folder), load_format, str(tp), str(result)]
+        processes.append(subprocess.Popen(command, env=environment))
+    codes = [process.wait(timeout=600) for process in processes]
+    if any(codes):
+        raise RuntimeError(f"ranks of {folder} by {load_format} ended with {codes}")
+    return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(tp)]
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

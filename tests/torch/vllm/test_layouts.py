@@ -1,0 +1,49 @@
+"""Layouts that are kept, and what is said without an engine. Traces: `tests/engines/vllm`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.errors import CheckpointError, UsageError
+from reshard.plans.documents.serialization import from_json
+from reshard.torch.vllm import layouts
+from reshard.torch.vllm.layout_cache import LayoutCache, request_digest
+from reshard.torch.vllm.layouts import find_version
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
+
+
+def test_a_kept_layout_needs_no_engine(tmp_path: Path) -> None:
+    record = json.loads((GOLDEN / "llama.json").read_text())
+    model = tmp_path / "llama"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(record["config"]))
+    layout = from_json(json.dumps(record["layouts"]["tp=2"]))
+    sources = {name: (kind.name, shape) for name, (kind, shape) in layout.sources.items()}
+    request = {"config": record["config"], "sources": sources, "dtype": "auto"}
+    digest = request_digest({**request, "tp": 2, "pp": 1, "ep": 1, "dp": 1})
+    LayoutCache("vllm", tmp_path).write(layout, digest)
+    assert find_version(sys.executable) is None
+    assert layouts(model, tp=2, sources=sources, cache=tmp_path) == layout
+    # Of another parallelism, or of other tensors, there is none.
+    with pytest.raises(UsageError, match=r"no layout of .* for tp=4 is kept"):
+        layouts(model, tp=4, sources=sources, cache=tmp_path)
+    with pytest.raises(UsageError, match="RESHARD_VLLM_PYTHON"):
+        layouts(model, tp=2, sources={"w": ("float32", (2,))}, cache=tmp_path)
+
+
+def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        layouts(tmp_path, tp=2)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="no JSON"):
+        layouts(tmp_path, tp=2)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="give its dtype and shape"):
+        layouts(tmp_path, sources={"w": 3})
+    with pytest.raises(UsageError, match="cannot be run as Python"):
+        layouts(tmp_path, sources={"w": ("float32", (2,))}, python=tmp_path / "python")
