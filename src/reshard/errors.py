@@ -14,6 +14,8 @@
     ├── ShardError             arrays that do not fit their layout
     ├── ArrayIndexError        an index that an array has no elements at
     ├── RecipeError            a recipe or rule that cannot be applied
+    │   ├── UncomputableError  a cut that ranks cannot compute with
+    │   └── UnmatchedError     tensors that no rule decides
     ├── CheckpointError        a checkpoint on disk that cannot be used
     │   ├── FormatError        a file whose bytes are not what its format promises
     │   ├── CoverageError      shards that overlap, disagree or leave part of a tensor out
@@ -75,6 +77,14 @@ class ArrayIndexError(ReshardError, IndexError):
 
 class RecipeError(ReshardError, ValueError):
     """A recipe or a rule that cannot be applied to these tensors."""
+
+
+class UncomputableError(RecipeError):
+    """A cut that ranks could not compute with: heads that do not go, parts that do not fit."""
+
+
+class UnmatchedError(RecipeError):
+    """Tensors that no rule or recipe decides."""
 
 
 class CheckpointError(ReshardError):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-COLUMNS = {"to": "tp=2", "rules": ["*.weight=-, tp"]}
-ROWS = {"to": "tp=3", "rules": ["*.weight=tp, -"]}
+COLUMNS = {"to": "tp=2", "rules": ["*.weight=-, tp", "*=..."]}
+ROWS = {"to": "tp=3", "rules": ["*.weight=tp, -", "*=..."]}
 
 
 def write_model(folder: Path, rows: int = 1, layers: int = 16) -> Path:

@@ -454,7 +454,7 @@ def test_a_file_replaced_by_one_of_another_shape_beside_a_manifest(whole: Path) 
         ({"to": "tp=2", "replicas": "twice"}, "replicas 'twice'"),
         ({"to": "full", "extra_bytes": 1000}, "memory limit of 1000 bytes"),
         ({"to": "tp=2", "rules": ["*=-, -, - | sum(tp)"]}, "3"),
-        ({"to": "tp=2", "rules": ["weight=-, - | sum(tp)"]}, "partial"),
+        ({"to": "tp=2", "rules": ["weight=-, - | sum(tp)", "*=..."]}, "partial"),
         ({"to": "tp=2", "rules": ["weight=xx, -"]}, "xx"),
         ({"to": "tp=2", "recipe": "auto"}, "config.json"),
         ({"to": "tp=2", "rules": "*=tp, -"}, "give a list of them"),

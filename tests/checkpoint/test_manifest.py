@@ -24,8 +24,8 @@ WHOLE = {
     "e": tensor("float16", (0, 3), 4),
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "box shards": {"to": "tp=3,dp=2", "rules": ["w=tp, dp"]},
-    "interleaved shards": {"to": "tp=2", "rules": ["w=tp@stride2, -", "b=tp@pad8"]},
+    "box shards": {"to": "tp=3,dp=2", "rules": ["w=tp, dp", "*=..."]},
+    "interleaved shards": {"to": "tp=2", "rules": ["w=tp@stride2, -", "b=tp@pad8", "*=..."]},
     "round robin": {"to": 3},
     "whole": {"to": "full"},
     "whole in files": {"to": "full", "most_file_bytes": 100},
@@ -137,7 +137,9 @@ def edited(target: Path, change: Callable[[Any], None]) -> None:
 def test_ranks_that_were_swapped_in_the_mesh_are_noticed(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (4, 4))})
     target = tmp_path / "made"
-    checkpoint.convert(tmp_path / "model.safetensors", target, to="tp=2", rules=["w=tp, -"])
+    checkpoint.convert(
+        tmp_path / "model.safetensors", target, to="tp=2", rules=["w=tp, -", "*=..."]
+    )
     edited(target, lambda content: content["mesh"].update(devices=[1, 0]))
     with pytest.raises(FormatError, match=r"begins at \[0, 0\].*the manifest says at \[2, 0\]"):
         checkpoint.open(target)
@@ -147,7 +149,11 @@ def test_a_partial_sharding_is_no_checkpoint(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (4, 4))})
     target = tmp_path / "made"
     checkpoint.convert(
-        tmp_path / "model.safetensors", target, to="tp=2", rules=["w=-, -"], replicas="every"
+        tmp_path / "model.safetensors",
+        target,
+        to="tp=2",
+        rules=["w=-, -", "*=..."],
+        replicas="every",
     )
     edited(target, lambda content: content["tensors"]["w"].update(spec="-, - | sum(tp)"))
     with pytest.raises(FormatError, match=r"'w' is partial"):
@@ -157,7 +163,9 @@ def test_a_partial_sharding_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_shape_of_more_than_the_files_hold_costs_no_memory(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"w": tensor("float32", (4, 4))})
     target = tmp_path / "made"
-    checkpoint.convert(tmp_path / "model.safetensors", target, to="tp=2", rules=["w=tp@cyclic1, -"])
+    checkpoint.convert(
+        tmp_path / "model.safetensors", target, to="tp=2", rules=["w=tp@cyclic1, -", "*=..."]
+    )
     edited(target, lambda content: content["tensors"]["w"].update(shape=[10**15, 4]))
     with pytest.raises(FormatError, match=r"'w' of 16000000000000000 bytes in files of \d+ bytes"):
         checkpoint.open(target)

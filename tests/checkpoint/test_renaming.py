@@ -358,12 +358,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": 3}, {"to": "full"}, "a table of names and Fusions"),
     (
         {"f": Fusion(("a", "b"))},
-        {"to": "x=2", "rules": ["a=x, -", "b=-, x"]},
+        {"to": "x=2", "rules": ["a=x, -", "b=-, x", "*=..."]},
         "cut them over the same axes, or keep them apart",
     ),
     (
         {"f": Fusion(("a", "b"), (1, 1), 4)},
-        {"to": "x=8", "rules": ["[ab]=x, -"]},
+        {"to": "x=8", "rules": ["[ab]=x, -", "*=..."]},
         "in 4 groups, which 8 ranks cannot be given whole",
     ),
 ]

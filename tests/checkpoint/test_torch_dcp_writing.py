@@ -112,7 +112,9 @@ def test_torch_reads_what_we_write(
     tmp_path: Path, model: Path, to: str, rules: list[str], small_blocks: int
 ) -> None:
     made = tmp_path / "made"
-    checkpoint.convert(model, made, to=to, rules=rules, format="torch-dcp")
+    checkpoint.convert(
+        model, made, to=to, rules=[*rules, "*=..."] if rules else [], format="torch-dcp"
+    )
     assert read_by_torch(made, WHOLE) == bytes_of(WHOLE)
     assert check_archives(made) >= len(WHOLE)
     assert checkpoint.compare(model, made).is_same
@@ -124,7 +126,7 @@ def test_torch_reads_what_we_write(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_torch_reads_it_at_any_world_size(tmp_path: Path, model: Path, ranks: int) -> None:
     made = tmp_path / "made"
-    checkpoint.convert(model, made, to="tp=3", rules=["[wi]=tp, -"], format="torch-dcp")
+    checkpoint.convert(model, made, to="tp=3", rules=["[wi]=tp, -", "*=..."], format="torch-dcp")
     for rank in range(ranks):
         with torch_checkpoints.standing_for(rank, ranks):
             mesh = torch_checkpoints.mesh_of(ranks)
@@ -184,7 +186,7 @@ def nested(tmp_path: Path) -> Path:
 def test_what_is_no_tensor_is_kept(tmp_path: Path, nested: Path) -> None:
     made = tmp_path / "made"
     conversion = checkpoint.plan_conversion(
-        nested, made, to="tp=2", rules=["model.w=-, tp"], format="torch-dcp"
+        nested, made, to="tp=2", rules=["model.w=-, tp", "*=..."], format="torch-dcp"
     )
     assert conversion.losses == ()
     run_conversion(conversion)
@@ -236,7 +238,7 @@ def test_a_megatron_checkpoint_recut(tmp_path: Path) -> None:
     if not source.exists():
         pytest.skip("the fixtures beside the repository are not there")
     made = tmp_path / "made"
-    checkpoint.convert(source, made, to="tp=4", rules=["w=-, tp"], format="torch-dcp")
+    checkpoint.convert(source, made, to="tp=4", rules=["w=-, tp", "*=..."], format="torch-dcp")
     state = {"w": torch.zeros(8, 8)}
     dcp.load(state, checkpoint_id=made, no_dist=True)
     halves = [torch.arange(32.0).view(4, 8) + 100 * rank for rank in (0, 1)]
@@ -257,7 +259,11 @@ def test_what_eight_ranks_of_torch_saved_for_three(tmp_path: Path) -> None:
     torch_checkpoints.save(tmp_path / "dcp", 8, state)
     rules = ["w=tp, -", "h=-, -, tp", "b=tp"]
     checkpoint.convert(
-        tmp_path / "dcp", tmp_path / "made", to="tp=3", rules=rules, format="torch-dcp"
+        tmp_path / "dcp",
+        tmp_path / "made",
+        to="tp=3",
+        rules=[*rules, "*=..."] if rules else [],
+        format="torch-dcp",
     )
     wholes = {name: WHOLE[name] for name in "whb"}
     assert read_by_torch(tmp_path / "made", wholes) == bytes_of(wholes)
@@ -324,7 +330,14 @@ def test_any_cut_to_any_other(data: st.DataObject, block_bytes: int) -> None:
 def convert(source: Path, target: Path, cut: Cut) -> None:
     mesh, specs = cut
     rules = [Rule(name, str(spec) or "...") for name, spec in specs.items()]
-    checkpoint.convert(source, target, to=mesh, rules=rules, format="torch-dcp", threads=2)
+    checkpoint.convert(
+        source,
+        target,
+        to=mesh,
+        rules=[*rules, "*=..."] if rules else [],
+        format="torch-dcp",
+        threads=2,
+    )
 
 
 # Damage
@@ -353,7 +366,7 @@ def test_a_flipped_byte_that_torch_saved_is_noticed(tmp_path: Path, strided: boo
 
 def test_a_flipped_byte_that_we_wrote_is_found(tmp_path: Path, model: Path) -> None:
     made = tmp_path / "made"
-    checkpoint.convert(model, made, to="tp=2", rules=["w=tp, -"], format="torch-dcp")
+    checkpoint.convert(model, made, to="tp=2", rules=["w=tp, -", "*=..."], format="torch-dcp")
     place = open_checkpoint(made)["w"].file_range(1)
     flip(made / place.path, place.start_bytes + 5)
     assert [block.tensor for block in checkpoint.check_digests(made).damaged] == ["w"]
@@ -373,7 +386,7 @@ def test_checksums_that_torch_did_not_compute_are_not_checked(tmp_path: Path) ->
 
 def test_a_second_save_by_torch_is_told_from_ours(tmp_path: Path, model: Path) -> None:
     made = tmp_path / "made"
-    checkpoint.convert(model, made, to="tp=2", rules=["w=tp, -"], format="torch-dcp")
+    checkpoint.convert(model, made, to="tp=2", rules=["w=tp, -", "*=..."], format="torch-dcp")
     torch_checkpoints.save(made, 1, lambda rank: {"w": torch.zeros(7, 6)})
     with pytest.raises(FormatError, match="delete the manifest"):
         open_checkpoint(made)

@@ -64,7 +64,11 @@ def test_torch_reads_what_we_write(
 ) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     report = checkpoint.convert(
-        tmp_path / "model.safetensors", tmp_path / "made", to=to, rules=rules, replicas=replicas
+        tmp_path / "model.safetensors",
+        tmp_path / "made",
+        to=to,
+        rules=[*rules, "*=..."] if rules else [],
+        replicas=replicas,
     )
     assert not any("PyTorch" in note for note in report.notes)
     assert read_by_torch(tmp_path / "made", WHOLE) == {
@@ -85,7 +89,7 @@ def test_torch_reads_what_we_write(
 def test_shards_that_the_convention_cannot_say_do_not_pretend(tmp_path: Path, rule: str) -> None:
     write_file(tmp_path / "model.safetensors", WHOLE)
     report = checkpoint.convert(
-        tmp_path / "model.safetensors", tmp_path / "made", to="tp=2", rules=[rule]
+        tmp_path / "model.safetensors", tmp_path / "made", to="tp=2", rules=[rule, "*=..."]
     )
     assert any("PyTorch" in note and "w" in note for note in report.notes)
     for path in (tmp_path / "made").glob("*.safetensors"):
@@ -108,7 +112,7 @@ def test_safetensors_both_ways(tmp_path: Path) -> None:
     state = {name: as_torch(t) for name, t in WHOLE.items()}
     package.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     checkpoint.convert(
-        tmp_path / "model.safetensors", tmp_path / "cut", to="tp=3", rules=["w=tp, -"]
+        tmp_path / "model.safetensors", tmp_path / "cut", to="tp=3", rules=["w=tp, -", "*=..."]
     )
     checkpoint.convert(tmp_path / "cut", tmp_path / "full", to="full")
     found = package.load_file(tmp_path / "full" / "model.safetensors")
@@ -147,7 +151,7 @@ def test_what_two_processes_of_torch_write(tmp_path: Path) -> None:
         assert [str(box) for box in found["w"].layout.boxes(1)] == ["[4:7, 0:6]"]
         assert checkpoint.compare(tmp_path / "model.safetensors", found).is_same
         cut, full = made.with_suffix(".cut"), made.with_suffix(".full")
-        checkpoint.convert(made, cut, to=mesh, rules=["w=-, tp"])
+        checkpoint.convert(made, cut, to=mesh, rules=["w=-, tp", "*=..."])
         check_shards(cut, whole, specs)
         checkpoint.convert(cut, full, to="full")
         assert read_file(full / "model.safetensors") == whole

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 from cli.command_runs import run_here, write_model
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
-TP4 = ("--to", "tp=4,dp=2", "--rule", "*.weight=tp, -", "--rule", "lost=tp")
+RULES = ("--rule", "*.weight=tp, -", "--rule", "lost=tp")
+TP4 = ("--to", "tp=4,dp=2", *RULES, "--allow", "unmatched")
 
 CASES: dict[str, tuple[str, ...]] = {
     "inspect": ("inspect", "model"),
@@ -32,7 +33,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "plan_picture": ("plan", "sharded", "--to", "full", "--picture", "embed.weight"),
     "plan_ranks": ("plan", "sharded", "--to", "3"),
     "plan_without_rules": ("plan", "model", "--to", "tp=2"),
-    "plan_many_unmatched": ("plan", "deep", "--to", "tp=2", "--rule", "layer.0=tp"),
+    "plan_many_unmatched": (
+        *("plan", "deep", "--to", "tp=2", "--rule", "layer.0=tp", "--allow", "unmatched"),
+    ),
     "convert": ("convert", "model", "new", *TP4),
     "convert_json": ("convert", "model", "new", *TP4, "--json"),
     "convert_full": ("convert", "sharded", "new", "--to", "full", "--max-file", "1kB"),
@@ -73,7 +76,7 @@ def replaced(text: str) -> str:
 @pytest.fixture
 def checkpoints(folder: Path) -> None:
     """Two more checkpoints: `model` cut for eight ranks, and a model that differs."""
-    rules = ("--rule", "*.weight=tp, -", "--rule", "norm=-")
+    rules = ("--rule", "*.weight=tp, -", "--rule", "*=...")
     assert run_here("convert", "model", "sharded", "--to", "tp=4,dp=2", *rules, "-q").code == 0
     other = load_file("model/model.safetensors")
     other["embed.weight"][7, 3] += 1

@@ -16,7 +16,7 @@ from reshard.text.quantities import bytes_text
 from show.page_parts import parsed, svgs
 
 EXPLAIN = ("explain", "x, y", "y, x", "--mesh", "x=2,y=3", "--shape", "6x6")
-PLAN = ("plan", "model", "--to", "tp=4,dp=2", "--rule", "*.weight=tp, -")
+PLAN = ("plan", "model", "--to", "tp=4,dp=2", "--rule", "*.weight=tp, -", "--rule", "*=...")
 COMMANDS = [EXPLAIN, PLAN]
 
 
@@ -37,8 +37,10 @@ def test_a_report_is_written_and_the_output_stays(folder: Path, command: tuple[s
 
 
 def test_the_report_of_a_checkpoint_says_what_the_plan_says(folder: Path) -> None:
-    assert run_here("convert", "model", "cut", "--to", "tp=2", "--rule", "*.weight=tp, -").code == 0
-    plan = ("plan", "cut", "--to", "tp=4", "--rule", "*.weight=-, tp")
+    others = ("--rule", "*=...")
+    cut = ("convert", "model", "cut", "--to", "tp=2", "--rule", "*.weight=tp, -", *others)
+    assert run_here(*cut).code == 0
+    plan = ("plan", "cut", "--to", "tp=4", "--rule", "*.weight=-, tp", *others)
     content = run_here(*plan, "--json").json
     assert run_here(*plan, "--html", "report.html").code == 0
     page = (folder / "report.html").read_text(encoding="utf-8")

@@ -28,6 +28,10 @@ spec = "tp@heads{num_heads}, -"
 [[rules]]
 pattern = "down.weight"
 spec = "-, tp"
+
+[[rules]]
+pattern = "norm"
+spec = "-"
 """
 CONFIG = {"model_type": "perceptron", "num_heads": 3}
 

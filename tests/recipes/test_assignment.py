@@ -25,7 +25,7 @@ def _recipe(*rules: tuple[str, str], axes: tuple[str, ...] = ("tp", "fsdp")) -> 
 
 def test_the_first_rule_that_matches_decides() -> None:
     rules = [Rule("a.*", "tp, ..."), Rule("*.weight", "-, dp tp")]
-    found = assign(SHAPES, MESH, rules)
+    found = assign(SHAPES, MESH, rules, allow=["unmatched"])
     assert list(found.specs) == list(found.layouts) == list(SHAPES)
     assert found.specs == {
         "a.weight": spec(MESH, "tp, -"),
@@ -117,7 +117,8 @@ def test_a_recipe_on_fewer_axes_is_the_one_on_axes_of_size_one(sizes: dict[str, 
 
 
 def test_rules_given_by_hand_may_use_the_config() -> None:
-    found = assign(SHAPES, MESH, [Rule("a.*", "tp@heads{n}, ...")], None, {"n": 2})
+    rules = [Rule("a.*", "tp@heads{n}, ..."), Rule("*", "...")]
+    found = assign(SHAPES, MESH, rules, None, {"n": 2})
     assert found.layouts["a.bias"].boxes(3) == found.layouts["a.bias"].boxes(2)
     assert str(found.specs["a.weight"]) == "tp@heads2, -"
 
@@ -162,7 +163,7 @@ def test_a_recipe_rule_that_does_not_fit_names_tensor_rule_and_recipe(
     where = f"tensor 'a.weight' of shape [8, 6], recipe 'mine', rule `a.weight={text}`: "
     assert str(caught.value).startswith(where)
     # Where it matches nothing, a recipe's rule need not fit.
-    assign({"other": (2,)}, MESH, (), recipe, {"zero": 0})
+    assign({"other": (2,)}, MESH, (), recipe, {"zero": 0}, allow=["unmatched"])
 
 
 def test_no_config_at_all_is_said() -> None:

@@ -259,6 +259,6 @@ def test_stand_ins_in_a_circle_end() -> None:
 
 def test_bytes_of_ranks_have_pads_and_only_what_is_held() -> None:
     shapes = {"a": (5, 2), "b": (3,), "c": ()}
-    rules = [Rule("a", "tp@pad4, -"), Rule("b", "- | only(tp=1)")]
+    rules = [Rule("a", "tp@pad4, -"), Rule("b", "- | only(tp=1)"), Rule("c", "...")]
     found = assign(shapes, DeviceMesh.of(tp=2), rules)
     assert found.rank_bytes({"a": 2, "b": 4, "c": 8}) == {0: 16 + 8, 1: 16 + 12 + 8}

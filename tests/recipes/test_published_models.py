@@ -44,7 +44,9 @@ def recipe_of(model: PublishedModel, **options: str) -> Recipe:
 
 def assigned(model: PublishedModel, mesh: DeviceMesh | str, **options: str) -> Assignment:
     mesh = DeviceMesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return assign(model.shapes, mesh, (), recipe_of(model, **options), model.config)
+    recipe = recipe_of(model, **options)
+    # What is held where is counted here, also where ranks could not compute with it.
+    return assign(model.shapes, mesh, (), recipe, model.config, allow=["uncomputable"])
 
 
 def elements(model: PublishedModel, found: Assignment) -> dict[int, int]:

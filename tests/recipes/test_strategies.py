@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.dtypes import dtype
-from reshard.errors import RecipeError, UsageError
+from reshard.errors import RecipeError, UnmatchedError, UsageError
 from reshard.layout import Layout
 from reshard.recipes import strategies
 from reshard.recipes.strategies import (
@@ -105,12 +105,14 @@ def test_sharded_cuts_rows_by_ceil_and_leaves_scalars_and_nothing_on_rank_0(
 def test_recipe_looks_into_the_config() -> None:
     tensors = {
         "model.layers.0.mlp.up_proj.weight": (dtype("int8"), (9, 2)),
-        "other": (dtype("int8"), ()),
+        "model.norm.weight": (dtype("int8"), (3,)),
     }
     layouts = strategy("Recipe")(tensors, 4, {"model_type": "qwen2"})
     up = layouts["model.layers.0.mlp.up_proj.weight"]
     assert [up.local_shape(rank) for rank in range(4)] == [(3, 2), (3, 2), (3, 2), (0, 2)]
-    assert layouts["other"] is Layout.replicated((), 4)
+    assert layouts["model.norm.weight"] is Layout.replicated((3,), 4)
+    with pytest.raises(UnmatchedError, match="no rule of the recipe 'qwen2' matches 1 of 1 t"):
+        strategy("recipe")({"x": (dtype("int8"), ())}, 4, {"model_type": "qwen2"})
     with pytest.raises(RecipeError, match=r"config\.json, and there is none beside"):
         strategy("recipe")(tensors, 4)
     with pytest.raises(RecipeError, match=r"model type 'x'; there is .*bert, .* give rules"):

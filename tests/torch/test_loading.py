@@ -46,7 +46,9 @@ def stored(folder: Path, to: str) -> Path:
     if to == "full":
         return folder
     rules = ["s=...", "w=-, tp", "*=tp, ..."]
-    checkpoint.convert(folder, folder.with_name("cut"), to=to, rules=rules)
+    checkpoint.convert(
+        folder, folder.with_name("cut"), to=to, rules=[*rules, "*=..."] if rules else []
+    )
     return folder.with_name("cut")
 
 

@@ -15,6 +15,7 @@ from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.registry import written_names
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
+from reshard.recipes.coupling.allowances import ALLOWANCES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -109,7 +110,7 @@ rule_option = click.option(
     multiple=True,
     metavar="PATTERN=SPEC",
     help="How tensors whose names match are cut ('*.weight=tp, -'). Repeatable; the first "
-    "that matches wins. A tensor that none matches is replicated.",
+    "that matches wins.",
 )
 option_option = click.option(
     "--option",
@@ -118,6 +119,13 @@ option_option = click.option(
     metavar="NAME=VALUE",
     help="Of the recipe: a cut (vocabulary=pad128, layer=bytes), or the mesh axes of one "
     "of its axes ('ep=dp tp'). Repeatable; see `reshard recipe show NAME`.",
+)
+allow_option = click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice(ALLOWANCES),
+    help="What is an error otherwise: cuts that ranks cannot compute with, tensors that no rule "
+    "matches (every rank gets them whole). Repeatable.",
 )
 _CONVERSION_OPTIONS = (
     click.option(
@@ -138,6 +146,7 @@ _CONVERSION_OPTIONS = (
         help="Rules for a kind of model: a shipped one, a TOML file, or by config.json.",
     ),
     option_option,
+    allow_option,
     click.option(
         "--source-names",
         metavar="NAME",

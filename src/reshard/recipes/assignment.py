@@ -14,14 +14,16 @@
    lives. Where layers are cut by bytes, those of all layers are counted first.
 5. The stored tensors of a quantised weight are cut as the rule for the weight says, at their
    groups (see `reshard.recipes.quantization.folding`).
-6. A tensor that no rule matches is replicated, and listed.
-7. The layout of every tensor is built, so a rule that does not fit is known before anything
+6. The layout of every tensor is built, so a rule that does not fit is known before anything
    is read.
+7. Where ranks could not compute with what they hold (`reshard.recipes.coupling.inspection`), or
+   no rule matches a tensor, that is an error; who allows it has it listed, and the tensor
+   replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,19 +32,29 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.cut_rules import CutRule
-from reshard.errors import LayoutError, RecipeError
+from reshard.errors import LayoutError, RecipeError, UncomputableError, UnmatchedError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
 from reshard.recipes.config.variables import expand, fill_in, variables
+from reshard.recipes.coupling.allowances import parse_allowed
+from reshard.recipes.coupling.cut_marks import marks_of
+from reshard.recipes.coupling.held_blocks import HeldBlock, HeldBlockReader
+from reshard.recipes.coupling.inspection import Inspection
 from reshard.recipes.quantization.folding import FoldedWeights
 from reshard.recipes.quantization.weights import find_quantized
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
-from reshard.recipes.shardings.axis_mapping import joint_size, map_coordinates, map_sharding
+from reshard.recipes.shardings.axis_mapping import (
+    AxisMapping,
+    joint_size,
+    map_coordinates,
+    map_sharding,
+)
 from reshard.recipes.shardings.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
+from reshard.text.quantities import count_text
 
 # For each number of a recipe the coordinates, along the axis that deals it out.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
@@ -53,7 +65,8 @@ class Assignment:
     """The sharding of each tensor, and the rule that decided it.
 
     `specs` and `layouts` have every tensor, in the order given; `matched` has the rule of
-    those that one matched. `unmatched` tensors are replicated. `unused_rules` (given by hand)
+    those that one matched. `unmatched` tensors are replicated, and `uncomputable` says with which
+    ranks could not compute; both are empty unless allowed. `unused_rules` (given by hand)
     and `unused_recipe_rules` decided no tensor: nothing matches them, or earlier rules took it
     all. `unused_axes` of the mesh hold copies of every tensor. `notes` are for the user.
     """
@@ -66,6 +79,7 @@ class Assignment:
     unused_recipe_rules: tuple[Rule, ...]
     unused_axes: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    uncomputable: tuple[str, ...] = ()
 
     @property
     def unused(self) -> tuple[Rule, ...]:
@@ -127,6 +141,12 @@ class _AssignmentBuilder:
         ]
         # Layers repeat: one sharding and one layout serve all tensors of one rule, shape and place.
         self.lay_out = cache(self._lay_out)
+        self.hold = cache(self._hold)
+        # Of the recipe's rules, by their numbers.
+        known = recipe.words if recipe else {}
+        numbered = list(enumerate(self.rules))[self.by_hand :]
+        self.marks = {number: marks_of(rule.spec, known) for number, rule in numbered}
+        self.reader = HeldBlockReader(mesh, self.mapping, recipe.storage if recipe else ())
 
     def _write_out_cuts(self, recipe: Recipe | None) -> list[str]:
         """The specs with the recipe's own cuts written out; the rest in braces, a config says."""
@@ -149,9 +169,10 @@ class _AssignmentBuilder:
             f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
         )
 
-    def match(self, name: str) -> _Match | None:
-        """The first rule that matches a tensor."""
-        for number, rule in enumerate(self.rules):
+    def match(self, name: str, first: int = 0) -> _Match | None:
+        """The first rule that matches a tensor, from rule number `first` on."""
+        for number in range(first, len(self.rules)):
+            rule = self.rules[number]
             found = rule.numbers_in(name)
             if found is not None and rule.counts(self.config, found):
                 numbers = self.recipe.numbers if self.recipe else {}
@@ -183,14 +204,25 @@ class _AssignmentBuilder:
 
         `numbers` of their names are what lists in the config are asked by.
         """
+        written, mapping = self.written(number, ndim, numbers)
+        return map_sharding(self.mesh, written, mapping, self.restrict(written, mapping, lives))
+
+    def written(
+        self, number: int, ndim: int, numbers: Numbers
+    ) -> tuple[ShardingSpec, AxisMapping | None]:
+        """What a rule says: over the mesh, or over the recipe's axes, and how those are mapped."""
         text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
-            written, mapping = spec(self.mesh, text, ndim=ndim), None
-        else:
-            written, mapping = spec(self.recipe_mesh, text, ndim=ndim), self.mapping
+            return spec(self.mesh, text, ndim=ndim), None
+        return spec(self.recipe_mesh, text, ndim=ndim), self.mapping
+
+    def restrict(
+        self, written: ShardingSpec, mapping: AxisMapping | None, lives: _Coordinates
+    ) -> _Coordinates:
+        """The coordinates of the mesh where what a rule says lives."""
         restricted = [*map_coordinates(self.mesh, written.only, mapping)]
         restricted += map_coordinates(self.mesh, lives, self.mapping)
-        return map_sharding(self.mesh, written, mapping, restricted)
+        return tuple(restricted)
 
     def _lay_out(
         self,
@@ -210,6 +242,37 @@ class _AssignmentBuilder:
     def cut(self, match: _Match, shape: tuple[int, ...]) -> tuple[ShardingSpec, Layout]:
         """What its rule makes of a tensor."""
         return self.lay_out(match.number, shape, self.lives(match), self.asked(match))
+
+    def held_blocks(
+        self, name: str, match: _Match, shape: tuple[int, ...], sharding: ShardingSpec
+    ) -> tuple[_Match | None, tuple[HeldBlock, ...]]:
+        """What ranks hold of the blocks of a tensor that the recipe cuts by names.
+
+        With the match of the recipe's rule, which a rule given by hand may have come before.
+        """
+        own = match if match.number >= self.by_hand else self.match(name, self.by_hand)
+        if own is None or not self.marks[own.number]:
+            return own, ()
+        lives, asked = self.lives(own), self.asked(own)
+        # By a rule given by hand, or moved to groups of a quantised weight.
+        is_other = own is not match or sharding is not self.cut(match, shape)[0]
+        return own, self.hold(own.number, shape, lives, asked, sharding if is_other else None)
+
+    def _hold(
+        self,
+        number: int,
+        shape: tuple[int, ...],
+        lives: _Coordinates,
+        asked: tuple[tuple[str, int], ...],
+        instead: ShardingSpec | None,
+    ) -> tuple[HeldBlock, ...]:
+        try:
+            written, mapping = self.written(number, len(shape), dict(asked))
+            only = self.restrict(written, mapping, lives)
+            return self.reader.read(self.marks[number], written, only, shape, instead)
+        except (LayoutError, RecipeError):
+            # A rule that does not fit says nothing of a tensor that another was given for.
+            return ()
 
     def lives(self, match: _Match) -> _Coordinates:
         """Where what a rule decides lives, for the numbers whose places are known."""
@@ -300,6 +363,8 @@ def assign(
     config: Mapping[str, object] | None = None,
     itemsizes_bytes: Mapping[str, int] | None = None,
     logical_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    allow: Iterable[str] = (),
 ) -> Assignment:
     """The sharding of each tensor of `shapes` over `mesh`.
 
@@ -314,17 +379,23 @@ def assign(
             when None.
         logical_shapes: of quantised weights whose stored tensors do not tell it (bitsandbytes
             4-bit), by the weight's name.
+        allow: what else would be an error: `uncomputable` cuts, `unmatched` tensors.
 
     Raises:
         RecipeError: a rule that cannot be read or does not fit a tensor it matches, an axis or
             a variable that is not there, a number beyond those that the config says there are,
             a quantised weight that is not known or would be cut through a group.
+        UncomputableError: a cut of the recipe's tensors that ranks could not compute with.
+        UnmatchedError: rules or a recipe are given, and match not all tensors.
+        UsageError: what is not known to `allow`.
 
     >>> shapes = {"up.weight": (8, 4), "up.bias": (8,), "norm": (4,)}
-    >>> found = assign(shapes, DeviceMesh.of(tp=2), [Rule("up.*", "tp, ...")])
+    >>> rules = [Rule("up.*", "tp, ...")]
+    >>> found = assign(shapes, DeviceMesh.of(tp=2), rules, allow=["unmatched"])
     >>> print(found.specs["up.weight"], found.specs["up.bias"], found.unmatched, sep=" | ")
     tp, - | tp | ('norm',)
     """
+    allowed = parse_allowed(allow)
     builder = _AssignmentBuilder(mesh, rules, recipe, config)
     for number in range(len(rules)):
         # A wrong rule given by hand is a mistake even where it matches nothing.
@@ -341,6 +412,7 @@ def assign(
     )
     cut: dict[str, tuple[ShardingSpec, Layout]] = {}
     decided: dict[str, Rule] = {}
+    inspection = Inspection(mesh, recipe.coupled if recipe else {}, config)
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
     for name, shape in whole.items():
         match = matches.get(name)
@@ -349,12 +421,28 @@ def assign(
             continue
         with builder.naming(name, shape, match):
             found = {name: builder.cut(match, shape)}
+            sharding, _ = found[name]
             if name in folded.weights:
-                found = folded.spread(name, folded.align(name, found[name][0]))
+                sharding = folded.align(name, sharding)
+                found = folded.spread(name, sharding)
+        own, blocks = builder.held_blocks(name, match, shape, sharding)
+        if own is not None:
+            inspection.add(name, (own.numbers, own.behind), blocks)
         cut |= found
         decided |= dict.fromkeys(found, builder.rules[match.number])
     specs = {name: cut[name][0] for name in shapes}
     layouts = {name: cut[name][1] for name in shapes}
+    unmatched = tuple(name for name in shapes if name not in decided)
+    # Without rules and a recipe, copies of everything are what is asked for.
+    if unmatched and (rules or recipe) and "unmatched" not in allowed:
+        raise UnmatchedError(_describe_unmatched(unmatched, len(shapes), recipe))
+    uncomputable = tuple(map(str, inspection.findings))
+    if uncomputable and "uncomputable" not in allowed:
+        more = f" (and {len(uncomputable) - 1} more such)" if len(uncomputable) > 1 else ""
+        raise UncomputableError(
+            f"{uncomputable[0]}{more}. Shards that are stored and not computed with may be "
+            "accepted: --allow uncomputable, in Python allow=['uncomputable']"
+        )
     used = {match.number for match in matches.values()}
     unused = [n for n in range(len(builder.rules)) if n not in used]
     used_axes = {axis for sharding in set(specs.values()) for axis in _find_used_axes(sharding)}
@@ -362,11 +450,22 @@ def assign(
         specs,
         layouts,
         {name: decided[name] for name in shapes if name in decided},
-        unmatched=tuple(name for name in shapes if name not in decided),
+        unmatched=unmatched,
         unused_rules=tuple(builder.rules[n] for n in unused if n < builder.by_hand),
         unused_recipe_rules=tuple(builder.rules[n] for n in unused if n >= builder.by_hand),
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),
         notes=_collect_notes(builder, matches),
+        uncomputable=uncomputable,
+    )
+
+
+def _describe_unmatched(names: Sequence[str], total: int, recipe: Recipe | None) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    by = f"of the recipe {recipe.name!r}" if recipe else "given"
+    return (
+        f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: {shown}. Give rules "
+        "for them, `*=...` behind all others for copies on every rank, or accept such copies: "
+        "--allow unmatched, in Python allow=['unmatched']"
     )
 
 

@@ -31,7 +31,7 @@ from checkpoint.checkpoint_files import (
     write_ranks,
 )
 from reshard import DeviceMesh, checkpoint, spec
-from reshard.errors import UsageError
+from reshard.errors import UnmatchedError, UsageError
 from reshard.layout import Layout
 from reshard.recipes import strategies
 from reshard.recipes.rules import Rule
@@ -40,7 +40,9 @@ from reshard.recipes.rules import Rule
 def convert(source: Path, target: Path, cut: Cut, replicas: str = "once") -> None:
     mesh, specs = cut
     rules = [Rule(name, str(spec) or "...") for name, spec in specs.items()]
-    checkpoint.convert(source, target, to=mesh, rules=rules, replicas=replicas, threads=2)
+    checkpoint.convert(
+        source, target, to=mesh, rules=[*rules, "*=..."], replicas=replicas, threads=2
+    )
 
 
 @st.composite
@@ -149,7 +151,7 @@ def test_metadata_and_small_files_are_kept(source: Path, to: str) -> None:
 
 
 def test_the_marks_of_the_convention_do_not_outlive_it(source: Path) -> None:
-    checkpoint.convert(source, source.parent / "cut", to="tp=2", rules=["page=tp, -"])
+    checkpoint.convert(source, source.parent / "cut", to="tp=2", rules=["page=tp, -", "*=..."])
     checkpoint.convert(source.parent / "cut", source.parent / "full", to="full")
     metadata = read_metadata(source.parent / "full" / "model.safetensors")
     assert metadata == {"format": "pt", "trained by": "us"}
@@ -224,7 +226,7 @@ def test_a_limit_for_files(source: Path, limit: int) -> None:
 
 def test_overwrite(source: Path) -> None:
     target = source.parent / "target"
-    checkpoint.convert(source, target, to="tp=4", rules=["page=tp, -"])
+    checkpoint.convert(source, target, to="tp=4", rules=["page=tp, -", "*=..."])
     before = {path.name: path.read_bytes() for path in target.glob("*.*")}
     with pytest.raises(UsageError, match="overwrite"):
         checkpoint.convert(source, target, to="tp=2")
@@ -237,15 +239,18 @@ def test_overwrite(source: Path) -> None:
 
 def test_a_checkpoint_converted_onto_itself(source: Path) -> None:
     checkpoint.convert(source, source.parent / "copy", to="full")
-    checkpoint.convert(source, source, to="tp=2", rules=["page=tp, -"], overwrite=True)
+    checkpoint.convert(source, source, to="tp=2", rules=["page=tp, -", "*=..."], overwrite=True)
     assert checkpoint.open(source).format == "sharded-safetensors"
     assert checkpoint.compare(source, source.parent / "copy").is_same
 
 
 def test_tensors_no_rule_matches_and_rules_that_match_none(source: Path) -> None:
-    plan = checkpoint.plan_conversion(
-        source, source.parent / "target", to="tp=2", rules=["page*=tp, -", "absent=tp"]
-    )
+    target, rules = source.parent / "target", ["page*=tp, -", "absent=tp"]
+    with pytest.raises(UnmatchedError, match="no rule given matches 4 of 6 tensors: small, sc"):
+        checkpoint.convert(source, target, to="tp=2", rules=rules)
+    with pytest.raises(UsageError, match="'all' cannot be allowed; what can is uncomputable and"):
+        checkpoint.convert(source, target, to="tp=2", allow=["all"])
+    plan = checkpoint.plan_conversion(source, target, to="tp=2", rules=rules, allow=["unmatched"])
     assert set(plan.unmatched) == {"small", "scalar", "empty", "odd"}
     assert [rule.pattern for rule in plan.unused_rules] == ["absent"]
     assert os.listdir(source.parent) == ["source"], "planning writes nothing"
@@ -266,7 +271,9 @@ def test_what_is_planned_is_read_and_written(
     """Every element is read from one shard, however often it is stored."""
     cut, full = source.parent / "cut", source.parent / "full"
     size = sum(t.size_bytes for t in WHOLE.values())
-    plan = checkpoint.plan_conversion(source, cut, to=to, rules=rules, replicas=replicas)
+    plan = checkpoint.plan_conversion(
+        source, cut, to=to, rules=[*rules, "*=..."], replicas=replicas
+    )
     report = checkpoint.run_conversion(plan)
     assert report.read_bytes == size == sum(plan.read_bytes_by_rank.values())
     written = sum(path.stat().st_size for path in cut.glob("*.safetensors"))
@@ -311,7 +318,7 @@ def test_padding_wider_than_the_tensor(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", whole)
     rules = [f"{name}={text}" for name, text in texts.items()]
     source, cut = tmp_path / "model.safetensors", tmp_path / "cut"
-    checkpoint.convert(source, cut, to=mesh, rules=rules, threads=1)
+    checkpoint.convert(source, cut, to=mesh, rules=[*rules, "*=..."], threads=1)
     check_shards(cut, whole, {name: spec(mesh, text) for name, text in texts.items()})
     checkpoint.convert(cut, tmp_path / "full", to="full", threads=1)
     assert read_file(tmp_path / "full" / "model.safetensors") == whole

@@ -44,6 +44,8 @@ def describe_unmatched(record: dict[str, Any]) -> Iterator[str]:
             for name, found in record["tensors"].items()
             if len(found) > number
         }
-        found = assign(shapes, DeviceMesh.of(tp=1), (), recipe, record["config"])
+        found = assign(
+            *(shapes, DeviceMesh.of(tp=1), (), recipe, record["config"]), allow=["unmatched"]
+        )
         for name in found.unmatched:
             yield f"{name} {list(shapes[name])}"

@@ -92,6 +92,11 @@ class Conversion:
         return self.assignment.unmatched if self.assignment else ()
 
     @property
+    def uncomputable(self) -> tuple[str, ...]:
+        """What ranks could not compute with, where that is allowed."""
+        return self.assignment.uncomputable if self.assignment else ()
+
+    @property
     def unused_rules(self) -> tuple[Rule, ...]:
         """Rules given for this conversion that matched no tensor."""
         return self.assignment.unused_rules if self.assignment else ()
@@ -129,6 +134,7 @@ class Conversion:
             *self.source.notes,
             *self.arrangement.notes,
             *(self.assignment.notes if self.assignment else ()),
+            *(f"not to be computed with: {text}" for text in self.uncomputable),
         ]
         if self.assignment and not (self.request.rules or self.resolved["recipe"]):
             config = read_config(self.source)
@@ -265,7 +271,7 @@ def plan_conversion(
         target: the folder that will hold the new one.
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
-            `dtype`, `dequantize`, `quantize`, `layout` (see `ConversionRequest`).
+            `dtype`, `dequantize`, `quantize`, `layout`, `allow` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -324,7 +330,7 @@ def plan_conversion(
         for name, tensor in checkpoint.tensors.items():
             planned[name] = PlannedTensor(tensor.dtype, layouts[name])
     elif mesh is not None and request.is_by_rules:
-        assignment = assign_tensors(by_own_names, mesh, request.parsed_rules, recipe)
+        assignment = assign_tensors(by_own_names, mesh, request.parsed_rules, recipe, request.allow)
         storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
         shapes = {name: tensor.shape for name, tensor in by_own_names.tensors.items()}
         for name, tensor in checkpoint.tensors.items():
@@ -393,6 +399,7 @@ def _resolve(
     if request.engine_layout is not None:
         text = to_json(request.engine_layout).encode()
         changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
     return {
         "to": request.to_text,
         "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
@@ -422,7 +429,11 @@ def _place_by_strategy(request: ConversionRequest, checkpoint: Checkpoint) -> Ma
 
 
 def assign_tensors(
-    checkpoint: Checkpoint, mesh: DeviceMesh, rules: Iterable[Rule], recipe: Recipe | None
+    checkpoint: Checkpoint,
+    mesh: DeviceMesh,
+    rules: Iterable[Rule],
+    recipe: Recipe | None,
+    allow: Iterable[str] = (),
 ) -> Assignment:
     """How rules and a recipe cut the tensors of a checkpoint over a mesh.
 
@@ -437,6 +448,7 @@ def assign_tensors(
         recipe,
         read_config(checkpoint),
         {name: tensor.dtype.itemsize_bytes for name, tensor in tensors.items()},
+        allow=allow,
     )
 
 

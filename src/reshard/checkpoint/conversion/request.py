@@ -20,6 +20,7 @@ from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
 from reshard.mesh import DeviceMesh
+from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.engine_layouts.layout_file import read_layout_file
 from reshard.recipes.recipe import Recipe, parse_options
@@ -48,6 +49,7 @@ class RequestArguments(TypedDict, total=False):
     dequantize: bool
     quantize: str | None
     layout: LayoutFile | None
+    allow: Iterable[str]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class ConversionRequest:
         quantize: `fp8-block128` makes matrices of layers float8, with scales for each 128 by 128.
         layout: of an engine, or the file that has it: every rank of the target holds what that
             engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
+        allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
+            with, and `unmatched` tensors, which every rank gets whole.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -97,12 +101,14 @@ class ConversionRequest:
     dequantize: bool = False
     quantize: str | None = None
     layout: LayoutFile | None = None
+    allow: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         self._read_layout()
         # Iterators can be read once.
         object.__setattr__(self, "rules", _parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
+        object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
         most = self.most_file_bytes
         if most is not None and (type(most) is not int or most < 1):
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")

@@ -20,13 +20,14 @@ from reshard.cli.engine_report import (
     layout_lines,
 )
 from reshard.cli.failures import DIFFERS, DONE
-from reshard.cli.options import as_path, json_option, option_option, rule_option
+from reshard.cli.options import allow_option, as_path, json_option, option_option, rule_option
 from reshard.cli.output import listing, mesh_json, printable, write, write_json
 from reshard.cli.whole_file import check_place, write_whole
 from reshard.errors import UsageError
 from reshard.mesh import DeviceMesh
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.assignment import Assignment
+from reshard.recipes.coupling.allowances import ALLOWANCES
 from reshard.recipes.engine_layouts.engines import derive_layout
 from reshard.recipes.library import load_recipe, shipped_recipes
 from reshard.recipes.recipe import Recipe, parse_options
@@ -104,6 +105,7 @@ def show(name: str | None, as_json: bool) -> int:
     metavar="ENGINE|FILE",
     help="Compare with what an engine's ranks read: its name, or a file of `recipe derive`.",
 )
+@allow_option
 @json_option
 def check(
     checkpoint: str,
@@ -112,12 +114,13 @@ def check(
     rules: tuple[str, ...],
     options: tuple[str, ...],
     against: str | None,
+    allow: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Which rule cuts what of CHECKPOINT, and bytes per rank.
 
-    Only headers are read, and nothing is written. Exit code 1 if there are tensors that no
-    rule matches: they would be replicated.
+    Only headers are read, and nothing is written. Exit code 1 if there are cuts that ranks could
+    not compute with, or tensors that no rule matches, and they are not allowed.
 
     \b
     Examples:
@@ -130,7 +133,7 @@ def check(
       path, mesh {text, axes, devices}, recipe, options, size_bytes
       rules [{pattern, spec, by_hand, tensors, size_bytes, example, cut}]
       ranks [{rank, tensors, size_bytes}]
-      unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
+      uncomputable, unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
       against {engine, version, mesh, same, differences, unread, unknown}
     """
     opened = open_checkpoint(checkpoint)
@@ -146,7 +149,8 @@ def check(
         chosen = chosen.with_options(chosen_options)
     elif chosen_options:
         raise UsageError("--option is of a recipe; name one with --recipe")
-    found = assign_tensors(opened, mesh, by_hand, chosen)
+    # Both are shown, whether they are allowed or not.
+    found = assign_tensors(opened, mesh, by_hand, chosen, ALLOWANCES)
     report = _Report(opened, mesh, found, by_hand, chosen)
     compared: EngineComparison | None = None
     if against is not None:
@@ -163,8 +167,10 @@ def check(
         title = f"{checkpoint} over {mesh.text}{by}{given}: {report.total_text}"
         by_engine_lines = [] if compared is None else compared.as_text()
         write("\n".join([printable(title), *report.as_text(), *by_engine_lines]))
+    refused = {"uncomputable": found.uncomputable, "unmatched": found.unmatched}
+    is_refused = any(refused[word] for word in refused.keys() - {*allow})
     is_same = compared is None or compared.is_same
-    return DONE if is_same and not found.unmatched else DIFFERS
+    return DONE if is_same and not is_refused else DIFFERS
 
 
 @recipe.command()
@@ -263,6 +269,7 @@ class _Report:
             for (tensors, held), ranks in alike.items()
         ]
         lines += ["", table(rows, ("ranks", "tensors", "each holds"), "lrr"), ""]
+        lines += [f"not computable: {printable(text)}" for text in self.found.uncomputable]
         lines += listing("replicated, no rule matched", self.found.unmatched)
         lines += listing("mesh axes that cut nothing", self.found.unused_axes)
         lines += listing("rules that decided no tensor", map(str, self.found.unused_rules))
@@ -294,6 +301,7 @@ class _Report:
                 {"rank": rank, "tensors": count, "size_bytes": held}
                 for rank, count, held in self.ranks
             ],
+            "uncomputable": list(self.found.uncomputable),
             "unmatched": list(self.found.unmatched),
             "unused_rules": [str(rule) for rule in self.found.unused_rules],
             "unused_recipe_rules": [str(rule) for rule in self.found.unused_recipe_rules],

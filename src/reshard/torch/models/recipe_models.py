@@ -17,7 +17,7 @@ Such a model is `{name: (tensor, Layout)}`, which `refit` takes on either side.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
-from reshard.recipes.assignment import assign
+from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.local_names import local_names
 from reshard.recipes.recipe import Recipe
@@ -45,6 +45,7 @@ def by_recipe(
     naming: Naming | None = None,
     counts_from_zero: bool = False,
     first_rank: int = 0,
+    allow: Iterable[str] = (),
 ) -> LaidModel:
     """The tensors of a model that carry no word of how they are cut, with the layouts of a recipe.
 
@@ -61,6 +62,7 @@ def by_recipe(
         counts_from_zero: whether each rank numbers the layers and experts that it has from 0.
         first_rank: the global rank of the rank that the mesh calls 0; the refit's
             `source_offset` or `target_offset`.
+        allow: see `reshard.recipes.assignment.assign`.
 
     Returns:
         `{name: (tensor, Layout)}`. What cannot be, such as rules that do not fit, or a fused
@@ -69,9 +71,10 @@ def by_recipe(
     """
     found = LaidModel()
     try:
-        _lay(
-            found, model, mesh, shapes, recipe, rules, config, naming, counts_from_zero, first_rank
-        )
+        whole = {name: _shape(name, shape) for name, shape in shapes.items()}
+        assignment = assign(whole, mesh, rules, recipe, config, allow=allow)
+        rank = dist.get_rank() - first_rank
+        _lay(found, model, assignment, naming, counts_from_zero, rank)
     except ReshardError as error:
         found.problems.append(str(error))
     except Exception as error:
@@ -83,18 +86,12 @@ def by_recipe(
 def _lay(
     found: LaidModel,
     model: torch.nn.Module | Mapping[str, torch.Tensor] | None,
-    mesh: DeviceMesh,
-    shapes: Mapping[str, Sequence[int]],
-    recipe: Recipe | None,
-    rules: Sequence[Rule],
-    config: Mapping[str, object] | None,
+    assignment: Assignment,
     naming: Naming | None,
     counts_from_zero: bool,
-    first_rank: int,
+    rank: int,
 ) -> None:
-    whole = {name: _shape(name, shape) for name, shape in shapes.items()}
-    assignment = assign(whole, mesh, rules, recipe, config)
-    layouts, rank = assignment.layouts, dist.get_rank() - first_rank
+    layouts = assignment.layouts
     names: dict[str, str] = {}
     if counts_from_zero and rank >= 0:
         names = {local: name for name, local in local_names(assignment, rank).items()}

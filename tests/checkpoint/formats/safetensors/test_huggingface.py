@@ -81,7 +81,7 @@ def test_an_index_to_shards_and_back(tmp_path: Path) -> None:
     source.mkdir()
     write_indexed(source)
     (source / "config.json").write_text("{}")
-    checkpoint.convert(source, tmp_path / "cut", to="tp=2", rules=["model.*=tp, ..."])
+    checkpoint.convert(source, tmp_path / "cut", to="tp=2", rules=["model.*=tp, ...", "*=..."])
     assert (tmp_path / "cut" / "config.json").exists()
     assert not (tmp_path / "cut" / "model.safetensors.index.json").exists()
     checkpoint.convert(tmp_path / "cut", tmp_path / "full", to="full")

@@ -110,7 +110,10 @@ def test_the_offsets_that_are_written(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", whole, {"author": "us"})
     target = tmp_path / "made"
     checkpoint.convert(
-        tmp_path / "model.safetensors", target, to="tp=2,dp=2", rules=["w=tp, dp@sizes[2,4]"]
+        tmp_path / "model.safetensors",
+        target,
+        to="tp=2,dp=2",
+        rules=["w=tp, dp@sizes[2,4]", "*=..."],
     )
     found = {}
     for rank in range(4):

@@ -110,7 +110,7 @@ def test_what_torch_compressed_is_read(tmp_path: Path, small_blocks: int, layers
 def test_conversions_recuts_and_digests(packed: Path, tmp_path: Path, small_blocks: int) -> None:
     rules = ["w=-, tp", "t=tp, -"]
     report = checkpoint.convert(
-        packed, tmp_path / "dcp", to="tp=3", rules=rules, format="torch-dcp"
+        packed, tmp_path / "dcp", to="tp=3", rules=[*rules, "*=..."], format="torch-dcp"
     )
     checkpoint.convert(packed, tmp_path / "full", to="full")
     checkpoint.convert(tmp_path / "dcp", tmp_path / "again", to="full")
