@@ -5,6 +5,7 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.notation.objects import sharding_of
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.loaders.module_layouts import module_layouts
 from reshard.torch.loaders.tracing import trace_loading
 from reshard.torch.loading import LoadReport, load
 from reshard.torch.models.naming import renamed
@@ -31,6 +32,7 @@ __all__ = [
     "is_usable",
     "layout_of",
     "load",
+    "module_layouts",
     "rank_of",
     "redistribute",
     "refit",

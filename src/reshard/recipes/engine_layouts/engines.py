@@ -122,3 +122,6 @@ def derive_layout(
 
 
 register_engine("vllm", "vLLM, by its own load_weights", "reshard.torch.vllm.layouts:layouts")
+register_engine(
+    "transformers", "transformers' own plans and loading", "reshard.torch.transformers:layouts"
+)
