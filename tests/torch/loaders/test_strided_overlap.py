@@ -119,9 +119,23 @@ def test_rows_and_columns_are_one_meeting() -> None:
 def test_large_regions_are_quick_where_strides_divide() -> None:
     read = StridedRegion(0, (8192, 28672), (28672, 1))
     written = StridedRegion(28672 * 1024, (64, 128, 28672), (128 * 28672, 28672, 1))
-    (meeting,) = find_meetings(read, written._replace(sizes=(56, 128, 28672)))
-    assert (meeting.start, meeting.stop) == ((1024, 0), (8192, 28672))
-    assert meeting.written == (0, 0, 0)
+    # A box for each step of the largest dimension: rows are one dimension here and two there.
+    meetings = list(find_meetings(read, written._replace(sizes=(56, 128, 28672))))
+    assert len(meetings) == 56
+    assert (meetings[0].start, meetings[-1].stop) == ((1024, 0), (8192, 28672))
+    whole = written._replace(sizes=(7168, 28672), strides=(28672, 1))
+    (meeting,) = find_meetings(read, whole)
+    assert meet_aligned(read, whole) == [meeting]
+    assert (meeting.start, meeting.stop, meeting.written) == ((1024, 0), (8192, 28672), (0, 0))
+
+
+def test_a_slice_that_was_written_is_aligned() -> None:
+    """As an expert's matrix in a stack of them."""
+    read, expert = StridedRegion(0, (4, 6, 5), (30, 5, 1)), StridedRegion(70, (2, 5), (5, 1))
+    (meeting,) = meet_aligned(read, expert) or ()
+    assert (meeting.start, meeting.stop) == ((2, 2, 0), (3, 4, 5))
+    assert meeting.steps == ((0, 0), (1, 0), (0, 1))
+    assert [meeting] == list(find_meetings(read, expert))
 
 
 def test_large_regions_whose_strides_do_not_divide_are_refused() -> None:

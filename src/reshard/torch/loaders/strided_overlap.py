@@ -103,31 +103,34 @@ def meet_aligned(read: StridedRegion, written: StridedRegion) -> list[Meeting] |
     >>> meet_aligned(StridedRegion(0, (4, 6), (6, 1)), StridedRegion(6, (2, 6), (6, 1)))
     [Meeting(start=(1, 0), stop=(3, 6), written=(0, 0), steps=((1, 0), (0, 1)))]
     """
-    if len(read.sizes) != len(written.sizes):
-        return None
-    distance = written.offset - read.offset
-    start, stop, at, steps = [], [], [], []
-    dims = len(read.sizes)
-    inner = 1
+    dims, written_dims = len(read.sizes), len(written.sizes)
+    # Which dimension was written in the steps of each that is read; -1 where a single index was.
+    steps_of = {s: k for k, (n, s) in enumerate(zip(*written[1:], strict=True)) if n > 1}
+    moving = sum(n > 1 for n in written.sizes)
+    along, inner = [-1] * dims, 1
     for d in reversed(range(dims)):
         n, s = read.sizes[d], read.strides[d]
         # Each stride must be that of a dense tensor inside the ones before, or more.
-        if s < inner or (written.sizes[d] > 1 and written.strides[d] != s):
+        if s < inner:
             return None
         inner = s * n
-    for d in range(dims):
+        along[d] = steps_of.get(s, -1) if n > 1 else -1
+    if sum(k >= 0 for k in along) != moving:
+        return None
+    distance = written.offset - read.offset
+    start, stop, steps = [], [], []
+    for d, k in enumerate(along):
         index, distance = divmod(distance, read.strides[d])
-        begin, end = max(index, 0), min(index + written.sizes[d], read.sizes[d])
+        size = written.sizes[k] if k >= 0 else 1
         # Reaching around the end of a dimension is for digits.
-        if index < 0 or index + written.sizes[d] > read.sizes[d]:
+        if index < 0 or index + size > read.sizes[d]:
             return None
-        start.append(begin)
-        stop.append(end)
-        at.append(begin - index)
-        steps.append((0,) * d + (1,) + (0,) * (dims - d - 1))
+        start.append(index)
+        stop.append(index + size)
+        steps.append(tuple(int(k == other) for other in range(written_dims)))
     if distance:
         return None
-    return [Meeting(tuple(start), tuple(stop), tuple(at), tuple(steps))]
+    return [Meeting(tuple(start), tuple(stop), (0,) * written_dims, tuple(steps))]
 
 
 class _Axis(NamedTuple):
