@@ -106,6 +106,7 @@ FAMILIES = [
                 "tie_word_embeddings": True,
             },
             {"num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 8},
+            {"num_key_value_heads": 1},
         ),
         local={
             **LOCAL,
@@ -126,7 +127,10 @@ FAMILIES = [
             "num_experts": 7,
             "num_experts_per_tok": 3,
         },
-        variants=({"num_key_value_heads": 1, "linear_num_key_heads": 2},),
+        variants=(
+            {"num_key_value_heads": 1, "linear_num_key_heads": 2},
+            {"num_key_value_heads": 1},
+        ),
         local={**LOCAL, **EXPERT_SIZES, "linear_num_key_heads": count_key_heads},
         whole={"num_experts": ("*.mlp.gate",)},
         parallelisms=EXPERTS,
@@ -152,12 +156,7 @@ FAMILIES = [
                 "num_attention_heads": 15,
                 "num_key_value_heads": 5,
             },
-            {
-                "num_key_value_heads": 1,
-                "linear_num_key_heads": 8,
-                "linear_num_value_heads": 8,
-                "linear_allow_neg_eigval": False,
-            },
+            {"num_key_value_heads": 1, "linear_allow_neg_eigval": False},
         ),
         local={
             **LOCAL,
@@ -204,7 +203,10 @@ FAMILIES = [
             "num_experts_per_tok": 3,
             "layer_types": ["conv", "full_attention", "conv", "conv"],
         },
-        variants=({"num_attention_heads": 15, "num_key_value_heads": 5},),
+        variants=(
+            {"num_attention_heads": 15, "num_key_value_heads": 5},
+            {"num_key_value_heads": 1},
+        ),
         local={
             **LFM2,
             "intermediate_size": ("*layers.0.feed_forward.w1.weight", 0),

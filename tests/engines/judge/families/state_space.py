@@ -347,6 +347,7 @@ FAMILIES = [
             "mamba_dt_rank": 5,
         },
         variants=(
+            {"num_key_value_heads": 1},
             {
                 "hidden_size": 30,
                 "num_attention_heads": 15,
@@ -365,6 +366,7 @@ FAMILIES = [
             "vocab_size": ("*embed_tokens.weight", 0),
         },
         whole={"num_experts": ("*.feed_forward.router",)},
+        # Experts are as wide as feed-forward layers, so that one config says both or none cut.
         parallelisms=EXPERTS[:-1],
         prepare=lambda rank: (
             fill_unvisited(rank),
