@@ -28,6 +28,8 @@ from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.dtypes import DType
+from reshard.elements.casting import cast_elements, cast_type, is_castable
 from reshard.errors import ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
@@ -78,6 +80,7 @@ class _Read:
     shape: tuple[int, ...]
     local: tuple[int, ...]
     target: NDArray[Any]
+    cast: DType | None = None
 
 
 def load(
@@ -88,6 +91,7 @@ def load(
     out: Mapping[str, NDArray[Any]] | None = None,
     threads: int = DEFAULT_THREADS,
     files: OpenFiles[SourceFile] | None = None,
+    dtype: str | None = None,
 ) -> dict[str, NDArray[Any]]:
     """One rank's arrays of any layout, from a checkpoint of any format and cut.
 
@@ -102,13 +106,16 @@ def load(
         threads: how many read at a time.
         files: those of the checkpoint (`open_sources`), for who counts what is read, and who then
             closes them.
+        dtype: of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of each tensor
+            when None.
 
     Returns:
         The array of each tensor that the rank holds a part of; padding is zero.
 
     Raises:
         CheckpointError: a tensor that is not in the checkpoint.
-        UsageError: a layout of another shape, a partial one, or none; a rank that cannot be.
+        UsageError: a layout of another shape, a partial one, or none; a rank or a type that
+            cannot be.
         ShardError: an array in `out` that does not fit, or cannot be written.
         RunError: a file that cannot be read.
 
@@ -130,21 +137,25 @@ def load(
     for what, given in (("layouts", layouts), ("out", out if out is not None else {})):
         if not isinstance(given, Mapping):
             raise UsageError(f"{what} of {type(given).__name__}; give a dict by tensor name")
+    wanted = None if dtype is None else cast_type(dtype)
     arrays: dict[str, NDArray[Any]] = {}
+    kinds: dict[str, DType] = {}
     reads: list[_Read] = []
     for name, layout in layouts.items():
         tensor = checkpoint[name]
         shape = _find_local_shape(tensor, layout, rank)
         if shape is None:
             continue
+        is_cast = wanted is not None and is_castable(tensor.dtype)
+        kind = wanted if wanted is not None and is_cast else tensor.dtype
         array = (
-            np.zeros(shape, dtype=tensor.dtype.storage)
+            np.zeros(shape, dtype=kind.storage)
             if out is None
-            else _check_given(tensor, out, shape)
+            else _check_given(tensor, kind, out, shape)
         )
-        arrays[name] = array
+        arrays[name], kinds[name] = array, kind
         for read in _list_reads(tensor, layout, rank, array):
-            reads += _split(read)
+            reads += _split(replace(read, cast=kind) if kind is not tensor.dtype else read)
     for name in arrays if out is not None else ():
         # Only now does every array fit.
         if layouts[name].is_padded:
@@ -154,7 +165,14 @@ def load(
     def work(read: _Read, buffer: AlignedBuffer) -> None:
         path, start_bytes = _place(read)
         view = read.tensor.view(read.slot, read.number) or View.row_major(read.shape)
-        read_box(opened[path], start_bytes, view, read.local, read.target, buffer)
+        target, kind = read.target, read.tensor.dtype
+        if read.cast is not None:
+            target = np.empty(target.shape, dtype=kind.storage)
+        read_box(opened[path], start_bytes, view, read.local, target, buffer)
+        if read.cast is not None:
+            rounded = np.empty(target.size, dtype=read.cast.storage)
+            cast_elements(target.reshape(-1), kind, rounded, read.cast)
+            read.target[...] = rounded.reshape(target.shape)
 
     # In the order of the files, so that a disk reads forward.
     reads.sort(key=_place)
@@ -166,7 +184,7 @@ def load(
             opened.close()
     if out is not None:
         return {name: out[name] for name in arrays}
-    return {name: array.view(checkpoint[name].dtype.numpy) for name, array in arrays.items()}
+    return {name: array.view(kinds[name].numpy) for name, array in arrays.items()}
 
 
 def _make_buffer() -> AlignedBuffer:
@@ -193,7 +211,7 @@ def _find_local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[
 
 
 def _check_given(
-    tensor: StoredTensor, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
+    tensor: StoredTensor, kind: DType, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[Any]:
     array = out.get(tensor.name)
     if array is None:
@@ -202,18 +220,18 @@ def _check_given(
         raise ShardError(f"`out` has {array!r} for {tensor.name!r}; expected a NumPy array")
     if not array.flags.writeable:
         raise ShardError(f"the array for {tensor.name!r} cannot be written; give one that can")
-    if tuple(array.shape) != shape or array.dtype.itemsize != tensor.dtype.itemsize_bytes:
+    if tuple(array.shape) != shape or array.dtype.itemsize != kind.itemsize_bytes:
         raise ShardError(
             f"the array for {tensor.name!r} is {array.dtype} {list(array.shape)}; the rank's part "
-            f"is {tensor.dtype.name} {list(shape)}"
+            f"is {kind.name} {list(shape)}"
         )
     # Types of ml_dtypes are asked for last: without the package there are none.
-    if array.dtype != tensor.dtype.storage and array.dtype != tensor.dtype.numpy:
+    if array.dtype != kind.storage and array.dtype != kind.numpy:
         raise ShardError(
-            f"the array for {tensor.name!r} is {array.dtype}, the tensor {tensor.dtype.name}; "
-            "nothing is cast"
+            f"the array for {tensor.name!r} is {array.dtype}, the tensor {kind.name}; "
+            "nothing is cast but by `dtype`"
         )
-    return array.view(tensor.dtype.storage)
+    return array.view(kind.storage)
 
 
 def _list_reads(

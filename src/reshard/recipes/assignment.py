@@ -403,7 +403,9 @@ def assign(
         with _name_in_errors(builder.name_of(number)):
             if not builder.asked_names[number]:
                 builder.sharding(number, ndim=0)
-    quantized = find_quantized(shapes, config, itemsizes_bytes, logical_shapes)
+    quantized = find_quantized(
+        shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed
+    )
     folded = FoldedWeights(quantized, shapes, rules)
     matches = builder.match_all(folded)
     whole = folded.shapes
@@ -412,6 +414,7 @@ def assign(
     )
     cut: dict[str, tuple[ShardingSpec, Layout]] = {}
     decided: dict[str, Rule] = {}
+    cut_through: list[str] = []
     inspection = Inspection(mesh, recipe.coupled if recipe else {}, config)
     replicated = cache(lambda ndim: spec(mesh, "...", ndim=ndim))
     for name, shape in whole.items():
@@ -424,6 +427,7 @@ def assign(
             sharding, _ = found[name]
             if name in folded.weights:
                 sharding = folded.align(name, sharding)
+                cut_through += folded.describe_cut_groups(name, sharding)
                 found = folded.spread(name, sharding)
         own, blocks = builder.held_blocks(name, match, shape, sharding)
         if own is not None:
@@ -436,7 +440,7 @@ def assign(
     # Without rules and a recipe, copies of everything are what is asked for.
     if unmatched and (rules or recipe) and "unmatched" not in allowed:
         raise UnmatchedError(_describe_unmatched(unmatched, len(shapes), recipe))
-    uncomputable = tuple(map(str, inspection.findings))
+    uncomputable = (*map(str, inspection.findings), *cut_through)
     if uncomputable and "uncomputable" not in allowed:
         more = f" (and {len(uncomputable) - 1} more such)" if len(uncomputable) > 1 else ""
         raise UncomputableError(

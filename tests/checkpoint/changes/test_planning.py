@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -222,3 +223,31 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(UsageError, match=message):
         reshard.checkpoint.convert(model, tmp_path / "new", to="full", **arguments)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_load_casts_as_convert_does(tmp_path: Path, is_given: bool) -> None:
+    tensors = make_tensors() | {"positions": torch.arange(7)}
+    model = write(tmp_path / "model", tensors)
+    mesh = reshard.DeviceMesh.of(tp=2)
+    layouts = {
+        name: reshard.spec(mesh, "tp, ...", ndim=value.ndim).layout(tuple(value.shape))
+        for name, value in tensors.items()
+    }
+    out = None
+    if is_given:
+        out = {
+            name: np.empty(
+                layout.local_shape(1) or (), np.int64 if name == "positions" else np.uint16
+            )
+            for name, layout in layouts.items()
+        }
+    found = reshard.checkpoint.load(model, layouts, 1, out=out, dtype="bf16")
+    for name, array in found.items():
+        whole = tensors[name] if name == "positions" else tensors[name].bfloat16()
+        expected = whole.chunk(2)[1]
+        if name == "positions":
+            assert array.tolist() == expected.tolist()
+            continue
+        own = torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+        expect_equal(own, expected)

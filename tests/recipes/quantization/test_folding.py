@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard import DeviceMesh
-from reshard.errors import RecipeError
+from reshard.errors import UncomputableError
 from reshard.layout import Layout
 from reshard.recipes import Rule, assign, load_recipe
 from reshard.recipes.assignment import Assignment
@@ -78,7 +78,7 @@ def test_blocks_of_another_family_do_too(mesh: str) -> None:
 
 
 def test_heads_that_cut_a_block_are_refused_with_the_sizes_that_would_do() -> None:
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UncomputableError) as error:
         cut(with_scales(DEEPSEEK), "tp=128", "deepseek_v3", num_attention_heads=128)
     text = str(error.value)
     assert "tp=128 would have 0:192, which cuts a group of 128" in text
@@ -143,3 +143,29 @@ def test_bytes_of_layers_count_what_is_stored() -> None:
     recipe = load_recipe("llama").with_options({"layer": "bytes"})
     found = assign(shapes, DeviceMesh.of(pp=2), (), recipe, config, sizes)
     assert found.rank_bytes(sizes) == {0: 4 << 20, 1: (3 << 20) + 4 * 64}
+
+
+def test_what_is_allowed_has_every_group_that_it_touches() -> None:
+    shapes = with_scales({f"{ATTENTION}.q_proj.weight": (4 * 96, 256)})
+    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    recipe, mesh = load_recipe("llama"), DeviceMesh.of(tp=4)
+    with pytest.raises(UncomputableError, match="--allow uncomputable"):
+        assign(shapes, mesh, (), recipe, config)
+    found = assign(shapes, mesh, (), recipe, config, allow=["uncomputable"])
+    weight, scale = (found.layouts[name] for name in shapes)
+    assert [weight.boxes(rank)[0].start[0] for rank in range(4)] == [0, 96, 192, 288]
+    # Rows 96:192 lie in the groups 0:128 and 128:256, and so on.
+    touched = [(scale.boxes(r)[0].start[0], scale.boxes(r)[0].stop[0]) for r in range(4)]
+    assert touched == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert "which cuts a group of 128" in found.uncomputable[0]
+
+
+def test_unknown_methods_may_be_allowed() -> None:
+    shapes: Shapes = {"layers.0.up.weight": (8, 8), "layers.0.up.codes": (8, 2)}
+    config = {"quantization_config": {"quant_method": "aqlm"}}
+    rules = [Rule("*.weight", "tp, -"), Rule("*.codes", "...")]
+    mesh = DeviceMesh.of(tp=2)
+    with pytest.raises(UncomputableError, match="'aqlm'"):
+        assign(shapes, mesh, rules, None, config)
+    found = assign(shapes, mesh, rules, None, config, allow=["uncomputable"])
+    assert [str(one) for one in found.specs.values()] == ["tp, -", "-, -"]

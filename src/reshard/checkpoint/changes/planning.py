@@ -22,6 +22,7 @@ from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.dequantized import DequantizedWeight
 from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.dtypes import DType, dtype
 from reshard.elements.casting import CAST_TYPES, cast_type, is_castable
 from reshard.errors import UsageError
@@ -100,7 +101,10 @@ class _Change:
         self.dtype = None if dtype_name is None else cast_type(dtype_name)
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         self.weights = find_quantized(
-            shapes, config, {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()}
+            shapes,
+            config,
+            {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()},
+            read_flat_shapes(checkpoint),
         )
         self.member_of = {
             member: name for name, weight in self.weights.items() for member in weight.members

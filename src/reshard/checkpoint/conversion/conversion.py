@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, P
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format, written_names
+from reshard.checkpoint.quant_states import read_flat_shapes
 from reshard.checkpoint.renaming import (
     NameTable,
     find_stacked_names,
@@ -448,6 +449,7 @@ def assign_tensors(
         recipe,
         read_config(checkpoint),
         {name: tensor.dtype.itemsize_bytes for name, tensor in tensors.items()},
+        read_flat_shapes(checkpoint),
         allow=allow,
     )
 

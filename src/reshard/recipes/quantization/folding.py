@@ -4,8 +4,8 @@
    recipe has a rule as for any other.
 2. Cuts by name (`tp@{feed_forward}`) are moved to groups that all weights with this cut have in
    common, since their members are cut together: rows of gate and up, columns of down.
-3. Each logical weight's sharding is moved to its groups where it is free, and refused where it
-   cuts one.
+3. Each logical weight's sharding is moved to its groups where it is free; where it cuts one, that
+   is said.
 4. The stored tensors come back, each cut as the logical weight is.
 
 A weight that no rule matches, and a stored tensor that has a rule by hand for its own name, are
@@ -17,10 +17,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from reshard.errors import RecipeError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.quantization.group_cuts import (
@@ -118,34 +117,29 @@ class FoldedWeights:
         }
         return dataclasses.replace(recipe, cuts={**recipe.cuts, **moved}) if moved else recipe
 
-    def align(self, name: str, sharding: ShardingSpec, *, is_checked: bool = True) -> ShardingSpec:
-        """The sharding of a logical weight, at its groups.
-
-        Raises:
-            RecipeError: a cut through a group.
-        """
+    def align(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
+        """The sharding of a logical weight, at its groups where it is free."""
         weight = self.weights[name]
         groups = tuple(1 if d in weight.uncut else n for d, n in enumerate(weight.groups))
-        aligned = _align(sharding, groups)
-        if is_checked:
-            self._expect_whole_groups(weight, aligned)
-        return aligned
+        return _align(sharding, groups)
 
-    def _expect_whole_groups(self, weight: QuantizedWeight, sharding: ShardingSpec) -> None:
-        mesh = sharding.mesh
+    def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
+        """Where a weight's sharding goes through groups, with what would do."""
+        weight, mesh = self.weights[name], sharding.mesh
         for d, (dim, length) in enumerate(zip(sharding.dim_specs, weight.shape, strict=True)):
             parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
             if d in weight.uncut and parts > 1:
-                raise RecipeError(
-                    f"dimension {d} is cut over {' '.join(map(str, dim.axes))} of {parts}, and "
-                    f"{weight.uncut[d]!r} ({weight.method}) ties its {length} elements together; "
-                    "it cannot be cut, take a size of 1 there"
+                yield (
+                    f"{name!r}: dimension {d} is cut over {' '.join(map(str, dim.axes))} of "
+                    f"{parts}, and {weight.uncut[d]!r} ({weight.method}) ties its {length} "
+                    "elements together; it cannot be cut, take a size of 1 there"
                 )
+                continue
             found = _describe(dim, mesh, length, weight.groups[d])
             if found is not None:
-                raise RecipeError(
-                    f"dimension {d}: {found}. The groups are those of {weight.grouped_by[d]!r} "
-                    f"({weight.method})"
+                yield (
+                    f"{name!r}: dimension {d}: {found}. The groups are those of "
+                    f"{weight.grouped_by[d]!r} ({weight.method})"
                 )
 
     def spread(self, name: str, sharding: ShardingSpec) -> dict[str, tuple[ShardingSpec, Layout]]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import RecipeError
+from reshard.errors import UncomputableError
 from reshard.recipes.quantization.group_cuts import StoredDimension
 from reshard.recipes.quantization.methods import KNOWN_QUANT_METHODS, METHODS, Method
 
@@ -29,6 +29,10 @@ _BLOCK_KEYS = ("weight_block_size", "block_structure")
 # Where nothing says another: of a block of FP8, and of groups of packed weights.
 _USUAL_GROUPS = (128, 64, 32, 16)
 _BNB_NESTED = 256
+_ACCEPTED = (
+    "--allow uncomputable cuts each stored tensor by the rule for its own name, in Python "
+    "allow=['uncomputable']"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ def find_quantized(
         is_lenient: leave out what is not known, instead of refusing it.
 
     Raises:
-        RecipeError: a method, a form of one, or a tensor beside a quantised weight that is not
-            known; shapes that do not fit together.
+        UncomputableError: a method, a form of one, or a tensor beside a quantised weight that is
+            not known; shapes that do not fit together.
 
     >>> found = find_quantized({"up.weight": (300, 256), "up.weight_scale_inv": (3, 2)})
     >>> found["up.weight"].method, found["up.weight"].groups
@@ -117,7 +121,9 @@ def find_quantized(
         return found
     for logical, reason in failed.items():
         if logical not in found:
-            raise RecipeError(f"the quantised weight of {reason}. What is known: {known_methods()}")
+            raise UncomputableError(
+                f"the quantised weight of {reason}. What is known: {known_methods()}. {_ACCEPTED}"
+            )
     _expect_no_strangers(shapes, found)
     return found
 
@@ -133,14 +139,16 @@ def _expect_known_method(given: Mapping[str, Any]) -> None:
     name = given.get("quant_method")
     key, others = KNOWN_QUANT_METHODS.get(str(name), ("", frozenset()))
     if name is not None and str(name) not in KNOWN_QUANT_METHODS:
-        raise RecipeError(
+        raise UncomputableError(
             f"`quantization_config` of config.json has quant_method {name!r}, of which it is not "
-            f"known how its tensors go together; known are {', '.join(KNOWN_QUANT_METHODS)}"
+            f"known how its tensors go together; known are {', '.join(KNOWN_QUANT_METHODS)}. "
+            f"{_ACCEPTED}"
         )
     if given.get(key) in others:
-        raise RecipeError(
+        raise UncomputableError(
             f"`quantization_config` of config.json has {key} {given[key]!r} of {name}, whose "
-            f"elements are permuted so that no cut is known; what is known: {known_methods()}"
+            f"elements are permuted so that no cut is known; what is known: {known_methods()}. "
+            f"{_ACCEPTED}"
         )
 
 
@@ -152,10 +160,11 @@ def _expect_no_strangers(shapes: Shapes, found: Mapping[str, QuantizedWeight]) -
         module, _, leaf = name.rpartition(".")
         if module in modules and name not in members and leaf not in ("weight", "bias"):
             weight = found[f"{module}.weight"]
-            raise RecipeError(
+            raise UncomputableError(
                 f"the tensor {name!r} lies beside the quantised weight {weight.name!r} "
                 f"({weight.method}), and it is not known how it goes with it; known there are "
-                f"{', '.join(one.rpartition('.')[2] for one in weight.members)} and bias"
+                f"{', '.join(one.rpartition('.')[2] for one in weight.members)} and bias. "
+                f"{_ACCEPTED}"
             )
 
 

@@ -1,0 +1,193 @@
+"""Quantised weights found by the names, shapes and configurations of published checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.errors import UncomputableError
+from reshard.recipes.quantization.weights import find_quantized, quantization_config
+
+Shapes = dict[str, tuple[int, ...]]
+X = "model.layers.0.mlp.down_proj"
+
+# Names and shapes as in the named checkpoints; what is found, and the groups of [out, in].
+FOUND: dict[str, tuple[Shapes, dict[str, object], str, tuple[int, ...], tuple[int, ...]]] = {
+    "deepseek-ai/DeepSeek-V3": (
+        {f"{X}.weight": (7168, 18432), f"{X}.weight_scale_inv": (56, 144)},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "FP8 in blocks",
+        (7168, 18432),
+        (128, 128),
+    ),
+    "blocks that do not divide": (
+        {f"{X}.weight": (576, 7168), f"{X}.weight_scale_inv": (5, 56)},
+        {},
+        "FP8 in blocks",
+        (576, 7168),
+        (128, 128),
+    ),
+    "neuralmagic FP8-dynamic": (
+        {f"{X}.weight": (4096, 14336), f"{X}.weight_scale": (4096, 1)},
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "scaled 8-bit",
+        (4096, 14336),
+        (1, 1),
+    ),
+    "static FP8 of ModelOpt": (
+        {f"{X}.weight": (4096, 14336), f"{X}.weight_scale": (), f"{X}.input_scale": ()},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        "scaled 8-bit",
+        (4096, 14336),
+        (1, 1),
+    ),
+    "nvidia NVFP4": (
+        {
+            f"{X}.weight": (4096, 7168),
+            f"{X}.weight_scale": (4096, 896),
+            f"{X}.weight_scale_2": (),
+            f"{X}.input_scale": (),
+        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "NVFP4 of ModelOpt",
+        (4096, 14336),
+        (1, 16),
+    ),
+    "w4a16 with zero points": (
+        {
+            f"{X}.weight_packed": (4096, 1792),
+            f"{X}.weight_scale": (4096, 112),
+            f"{X}.weight_zero_point": (512, 112),
+            f"{X}.weight_shape": (2,),
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}}},
+        },
+        "packed compressed-tensors",
+        (4096, 14336),
+        (8, 128),
+    ),
+    "TheBloke GPTQ": (
+        {
+            f"{X}.qweight": (1792, 4096),
+            f"{X}.qzeros": (112, 512),
+            f"{X}.scales": (112, 4096),
+            f"{X}.g_idx": (14336,),
+        },
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+        "GPTQ",
+        (4096, 14336),
+        (8, 128),
+    ),
+    "GPTQ of 3 bits": (
+        {
+            f"{X}.qweight": (1344, 4096),
+            f"{X}.qzeros": (112, 384),
+            f"{X}.scales": (112, 4096),
+            f"{X}.g_idx": (14336,),
+        },
+        {"quant_method": "gptq", "bits": 3, "group_size": 128, "desc_act": False},
+        "GPTQ",
+        (4096, 14336),
+        (32, 128),
+    ),
+    "TheBloke AWQ": (
+        {f"{X}.qweight": (14336, 512), f"{X}.qzeros": (112, 512), f"{X}.scales": (112, 4096)},
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        "AWQ",
+        (4096, 14336),
+        (8, 128),
+    ),
+    "int8 of bitsandbytes": (
+        {f"{X}.weight": (4096, 14336), f"{X}.SCB": (4096,), f"{X}.weight_format": ()},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "bitsandbytes 8-bit",
+        (4096, 14336),
+        (1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_published_names_and_shapes(name: str) -> None:
+    stored, config, method, shape, groups = FOUND[name]
+    for given in (
+        {"quantization_config": config},
+        {"text_config": {"quantization_config": config}},
+    ):
+        (found,) = find_quantized(stored, given).values()
+        assert (found.name, found.method) == (f"{X}.weight", method)
+        assert (found.shape, found.groups, found.uncut) == (shape, groups, {})
+        assert set(found.members) == set(stored)
+
+
+def test_experts_of_gpt_oss_are_stored_output_by_input() -> None:
+    stored = {
+        "e.gate_up_proj_blocks": (32, 5760, 90, 16),
+        "e.gate_up_proj_scales": (32, 5760, 90),
+        "e.gate_up_proj_bias": (32, 5760),
+    }
+    (found,) = find_quantized(stored).values()
+    assert (found.name, found.shape) == ("e.gate_up_proj", (32, 2880, 5760))
+    assert found.groups == (1, 32, 1)
+    assert [one.dimension for one in found.members["e.gate_up_proj_blocks"]] == [0, 2, 1, None]
+
+
+def test_stacked_experts_have_their_scales_behind_the_expert() -> None:
+    stored = {"e.down_proj": (8, 4096, 1536), "e.down_proj_scale_inv": (8, 32, 12)}
+    (found,) = find_quantized(stored).values()
+    assert (found.shape, found.groups) == ((8, 4096, 1536), (1, 128, 128))
+
+
+def test_flat_rows_are_whole_blocks() -> None:
+    shapes = {
+        f"{X}.weight": (4096 * 96 // 2, 1),
+        f"{X}.weight.absmax": (4096 * 96 // 64,),
+        f"{X}.weight.quant_map": (16,),
+        f"{X}.weight.quant_state.bitsandbytes__nf4": (80,),
+    }
+    logical = {f"{X}.weight": (4096, 96)}
+    (found,) = find_quantized(shapes, logical_shapes=logical).values()
+    # 96 columns: two rows are three blocks of 64.
+    assert (found.shape, found.groups, set(found.uncut)) == ((4096, 96), (2, 1), {1})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quant_method 'aqlm', of which it is not known"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' of awq"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+    ],
+)
+def test_unknown_methods_are_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(UncomputableError, match=message):
+        find_quantized({"a.weight": (8, 8)}, {"quantization_config": config})
+    shapes = {"a.weight": (8, 8)}
+    assert find_quantized(shapes, {"quantization_config": config}, is_lenient=True) == {}
+
+
+def test_a_tensor_that_nobody_knows_is_refused() -> None:
+    stored = {f"{X}.weight": (256, 256), f"{X}.weight_scale_inv": (2, 2), f"{X}.pre_scale": (256,)}
+    with pytest.raises(UncomputableError, match="pre_scale' lies beside the quantised weight"):
+        find_quantized(stored)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({f"{X}.weight": (300, 256), f"{X}.weight_scale_inv": (7, 2)}, "7 groups of 300 elements"),
+        ({f"{X}.qweight": (10, 7), f"{X}.scales": (3, 9), f"{X}.qzeros": (3, 1)}, "qweight"),
+        ({f"{X}.weight": (8, 1), f"{X}.weight.absmax": (1,)}, "quant_state"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(stored: Shapes, message: str) -> None:
+    with pytest.raises(UncomputableError, match=message):
+        find_quantized(stored)
+
+
+def test_ordinary_weights_are_none() -> None:
+    assert find_quantized({"a.weight": (8, 8), "a.bias": (8,), "b.scale": ()}) == {}
+    assert quantization_config(None) == {}
