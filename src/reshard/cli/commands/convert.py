@@ -9,6 +9,8 @@ import click
 from reshard.checkpoint.conversion.conversion import Conversion, plan_conversion
 from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
+from reshard.checkpoint.engines.conversion import plan_for_vllm
+from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.cli.commands.plan import matching_json, matching_lines
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -21,7 +23,9 @@ from reshard.cli.options import (
 )
 from reshard.cli.output import file_json, mesh_json, printable, write, write_error, write_json
 from reshard.cli.progress import shown_progress
-from reshard.errors import InterruptedRunError
+from reshard.errors import InterruptedRunError, UsageError
+from reshard.recipes.engine_layouts.engines import derive_layout
+from reshard.recipes.engine_layouts.layout_file import read_layout_file
 from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text
 
 
@@ -31,6 +35,13 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 @conversion_options
 @memory_option
 @threads_option
+@click.option(
+    "--for",
+    "engine",
+    type=click.Choice(["vllm"]),
+    help="Write what every rank of an engine loads, by its own loader: for --to tp=8, or of "
+    "--layout. vllm: its load format sharded_state.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
 @click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
 @json_option
@@ -38,6 +49,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 def convert(
     source: str,
     target: str,
+    engine: str | None,
     extra_bytes: int,
     threads: int | None,
     overwrite: bool,
@@ -73,7 +85,10 @@ def convert(
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     try:
-        conversion = plan_conversion(source, target, **conversion_arguments)
+        if engine is None:
+            conversion = plan_conversion(source, target, **conversion_arguments)
+        else:
+            conversion = _plan_for_engine(engine, source, target, **conversion_arguments)
         # Before the work, not after hours of it.
         for loss in conversion.losses:
             write_error(f"note: {printable(loss)}")
@@ -101,11 +116,41 @@ def convert(
     return DONE
 
 
+def _plan_for_engine(
+    engine: str,
+    source: str,
+    target: str,
+    to: str | None,
+    layout: str | None,
+    most_file_bytes: int | None,
+    replicas: str,
+    **others: Any,
+) -> Conversion:
+    """The conversion to what an engine's ranks load. Raises UsageError for other options."""
+    given = [name for name, value in others.items() if value not in (None, (), False)]
+    if given or replicas != REPLICAS[0]:
+        option = (given or ["replicas"])[0].replace("_", "-").removesuffix("s")
+        raise UsageError(
+            f"--for {engine} with --{option}: the engine's own loader says what its ranks hold; "
+            "leave it out, or convert twice"
+        )
+    if (to is None) == (layout is None):
+        raise UsageError(
+            f"--for {engine} takes the engine's parallelism (--to tp=8), or a file of `reshard "
+            "recipe derive` (--layout): give one of them"
+        )
+    if layout is not None:
+        derived = read_layout_file(layout)
+    else:
+        derived = derive_layout(engine, source, to or "")
+    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
+
+
 def _as_text(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
-        f"{printable(source)} to {printable(target)}, cut for {conversion.request.to_text}: "
+        f"{printable(source)} to {printable(target)}, cut for {conversion.resolved['to']}: "
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.size_bytes)}, "
         f"{count_text(report.files, 'file')}"
     ]
@@ -149,7 +194,7 @@ def _as_json(
     return {
         "source": source,
         "target": target,
-        "to": conversion.request.to_text,
+        "to": conversion.resolved["to"],
         "format": arrangement.format,
         "mesh": mesh_json(arrangement.mesh),
         "tensors": report.tensors,

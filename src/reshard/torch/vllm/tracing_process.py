@@ -97,7 +97,9 @@ def main() -> None:
     except ReshardError as error:
         text = json.dumps({"failure": [type(error).__name__, str(error)]})
     except Exception as error:
-        said = " ".join(str(error).split())[:600]
+        # What an assertion asserts stands in the line of the engine that does.
+        last = traceback.extract_tb(error.__traceback__)[-1].line
+        said = " ".join((str(error) or last or "").split())[:600]
         text = json.dumps({"failure": ["EngineError", f"{type(error).__name__}: {said}"]})
         traceback.print_exc()
     result.write_text(text)
