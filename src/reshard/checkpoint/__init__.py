@@ -33,6 +33,7 @@ from reshard.checkpoint.conversion.run import (
     ProgressFunction,
     run_conversion,
 )
+from reshard.checkpoint.engines.loading import load_parameters
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
@@ -66,6 +67,7 @@ __all__ = [
     "compare",
     "convert",
     "load",
+    "load_parameters",
     "open",
     "plan_conversion",
     "read_tensor",
