@@ -103,7 +103,7 @@ def test_rows_to_columns(tmp_path: Path, limit_mib: int | None) -> None:
 @pytest.mark.parametrize("how", [COLUMNS, {"to": "full"}])
 def test_rows_larger_than_the_limit(tmp_path: Path, how: dict[str, object]) -> None:
     whole = write_holes(tmp_path / "whole", {"large": (3, 40 * MIB), "flat": (50 * MIB,)})
-    source = cut_holes(whole, tmp_path / "rows", "tp=3", "large=tp, -")
+    source = cut_holes(whole, tmp_path / "rows", "tp=3", "*=tp, ...")
     how = {**how, "rules": ["large=-, tp", "flat=tp"]} if how is COLUMNS else how
     peak_bytes = measure(source, tmp_path / "target", how, extra_bytes=64 * MIB)
     assert peak_bytes < 64 * MIB + SLACK_BYTES

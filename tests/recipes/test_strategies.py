@@ -115,8 +115,12 @@ def test_recipe_looks_into_the_config() -> None:
         strategy("recipe")({"x": (dtype("int8"), ())}, 4, {"model_type": "qwen2"})
     with pytest.raises(RecipeError, match=r"config\.json, and there is none beside"):
         strategy("recipe")(tensors, 4)
-    with pytest.raises(RecipeError, match=r"model type 'x'; there is .*bert, .* give rules"):
+    with pytest.raises(
+        RecipeError, match="model type 'x'; by the names of its tensors it resembles"
+    ):
         strategy("recipe")(tensors, 4, {"model_type": "x"})
+    with pytest.raises(RecipeError, match=r"model type 'x'; there is .*bert, .* give rules"):
+        strategy("recipe")({"a": (dtype("int8"), ())}, 4, {"model_type": "x"})
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

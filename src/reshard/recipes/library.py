@@ -1,16 +1,27 @@
-"""The recipes that come with reshard, and how one is found: by name, by path, by model."""
+"""The recipes that come with reshard, and how one is found: by name, by path, by model.
+
+A model of a type that no recipe is for may still have the tensors of a known one. Which recipe it
+resembles is found by its parameter names: the one whose rules match the most of them, whose counts
+its config.json has, that most others extend, and with the fewest rules left over.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard.errors import RecipeError
+from reshard.recipes.config.expressions import Config, parse_expression
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
+from reshard.recipes.rules import Rule
 
 # A file here is a recipe: nothing else lists them.
 SHIPPED = resources.files("reshard.recipes") / "shipped"
@@ -40,8 +51,8 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         RecipeError: an unknown name, a file that cannot be read, is not TOML, or has keys that
             are unknown, missing or of the wrong type.
 
-    >>> load_recipe("llama").model_types
-    ('llama',)
+    >>> load_recipe("llama").axes
+    ('tp', 'fsdp', 'pp', 'dp')
     """
     if not isinstance(name_or_path, str | Path):
         raise RecipeError(f"a recipe {name_or_path!r}; give a name, or the path of a TOML file")
@@ -81,6 +92,99 @@ def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
         if config.get("model_type") in recipe.model_types:
             return recipe
     return None
+
+
+class Resemblance(NamedTuple):
+    """A shipped recipe that is for other models, and how well it fits one by its names.
+
+    `matched` of `tensors` are matched by its rules; `missing` are the expressions of its counts
+    that the model's config.json does not answer.
+    """
+
+    recipe: Recipe
+    matched: int
+    tensors: int
+    missing: tuple[str, ...]
+
+
+def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
+    """The shipped recipe whose rules match most of a model's names, if they match half of them.
+
+    >>> names = [f"model.layers.{i}.mlp.{name}_proj.weight" for i in (0, 1) for name in ("up", "q")]
+    >>> found = find_resembling(names, {"num_hidden_layers": 2})
+    >>> found.recipe.name, found.matched, found.tensors, found.missing
+    ('llama', 2, 4, ('num_attention_heads', 'num_key_value_heads|num_attention_heads'))
+    """
+    # Layers and experts repeat: names that differ in numbers only are asked once.
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names)
+    best: tuple[tuple[int, int, int, bool, int], Resemblance] | None = None
+    for name in shipped_recipes():
+        recipe = _load_shipped(name)
+        rules = [rule for rule in recipe.rules if _may_count(rule, config)]
+        matched, used = 0, set()
+        for kind, count in kinds.items():
+            number = next((n for n, rule in enumerate(rules) if rule.matches(kind)), None)
+            if number is not None:
+                matched += count
+                used.add(number)
+        missing = _list_missing(recipe, config)
+        idle = len(rules) - len(used)
+        rank = (-matched, len(missing), -_extensions()[name], _extends(name), idle)
+        if best is None or rank < best[0]:
+            best = (rank, Resemblance(recipe, matched, sum(kinds.values()), missing))
+    if best is None or 2 * best[1].matched < max(best[1].tensors, 1):
+        return None
+    return best[1]
+
+
+@cache
+def _extensions() -> dict[str, int]:
+    """How many shipped recipes have all rules of each."""
+    rules = {name: frozenset(_load_shipped(name).rules) for name in shipped_recipes()}
+    return {name: sum(own <= other for other in rules.values()) for name, own in rules.items()}
+
+
+def _extends(name: str) -> bool:
+    """Whether a shipped recipe takes the rules of another."""
+    return "extends" in tomllib.loads((SHIPPED / f"{name}.toml").read_text())
+
+
+def _may_count(rule: Rule, config: Config) -> bool:
+    """Whether a rule counts for some layer of a model."""
+    condition = rule.condition
+    return condition is None or bool(condition.index_names) or condition.holds(config)
+
+
+def _list_missing(recipe: Recipe, config: Config) -> tuple[str, ...]:
+    """The expressions of a recipe's counts that a config does not answer."""
+    counts = [numbering.count for numbering in recipe.numbers.values()]
+    counts += [count for one in recipe.coupled.values() for _, count in one.members]
+    missing = []
+    for count in dict.fromkeys(counts):
+        expression = parse_expression(count)
+        try:
+            expression.value(config, dict.fromkeys(expression.index_names, 0))
+        except RecipeError:
+            missing.append(count)
+    return tuple(missing)
+
+
+def describe_unknown_model(config: Config, names: Iterable[str]) -> str:
+    """What to say of a model that no shipped recipe is for: its type, and what it resembles."""
+    found = find_resembling(names, config)
+    text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
+    if found is None:
+        return f"{text}there is {', '.join(shipped_recipes())}; give rules, or a recipe file"
+    recipe, matched, tensors, missing = found
+    counts = "config.json has all of its counts"
+    if missing:
+        counts = f"of its counts config.json lacks {', '.join(f'`{one}`' for one in missing)}"
+    return (
+        f"{text}by the names of its tensors it resembles {recipe.name}, whose rules match "
+        f"{matched} of {tensors}; {counts}. See `reshard recipe show {recipe.name}`: if the model "
+        f"computes as that one does, take it with --recipe {recipe.name}; or give rules, or a "
+        "recipe file"
+    )
 
 
 @cache

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from reshard.dtypes import DType
@@ -28,7 +28,7 @@ from reshard.integers import as_integer
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
-from reshard.recipes.library import choose_recipe, shipped_recipes
+from reshard.recipes.library import choose_recipe, describe_unknown_model
 from reshard.recipes.recipe import Recipe
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
@@ -200,13 +200,15 @@ def _cut_rows(shape: tuple[int, ...], world_size: int) -> Layout:
 
 def by_recipe(tensors: Tensors, world_size: int, config: Config | None = None) -> dict[str, Layout]:
     """The recipe that fits the model's config.json, with `tp` over all ranks."""
-    recipe = fitting_recipe(config)
+    recipe = fitting_recipe(config, tensors)
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     return assign(shapes, DeviceMesh.of(tp=world_size), (), recipe, config).layouts
 
 
-def fitting_recipe(config: Config | None) -> Recipe:
-    """The shipped recipe for a model. Raises RecipeError where there is none.
+def fitting_recipe(config: Config | None, names: Iterable[str] = ()) -> Recipe:
+    """The shipped recipe for a model.
+
+    Raises RecipeError where there is none, with the one that the names of its tensors resemble.
 
     >>> fitting_recipe({"model_type": "qwen2"}).name
     'qwen2'
@@ -218,10 +220,7 @@ def fitting_recipe(config: Config | None) -> Recipe:
         )
     found = choose_recipe(config)
     if found is None:
-        raise RecipeError(
-            f"no shipped recipe for the model type {config.get('model_type')!r}; there is "
-            f"{', '.join(shipped_recipes())}; give rules, or a recipe file"
-        )
+        raise RecipeError(describe_unknown_model(config, names))
     return found
 
 

@@ -11,9 +11,11 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cli.command_runs import Run, run_here, write_model
 
@@ -201,3 +203,86 @@ def test_json_has_the_keys_that_help_lists(name: str, arguments: tuple[str, ...]
     for key, inner in re.findall(r"(\w+) \[\{([^\[\]]*?)\}\]", text):
         for item in content[key]:
             assert item.keys() == set(re.findall(r"\w+", inner))
+
+
+@pytest.fixture
+def phi() -> None:
+    """40 query and 10 key/value heads of two rows, as Phi-4 has; and a tensor of no recipe."""
+    at = "model.layers.0.self_attn"
+    tensors = {
+        f"{at}.{name}_proj.weight": np.ones((heads * 2, 80), np.float16)
+        for name, heads in (("q", 40), ("k", 10), ("v", 10))
+    }
+    tensors[f"{at}.o_proj.weight"] = np.ones((80, 80), np.float16)
+    write_files("phi", tensors, {"num_attention_heads": 40, "num_key_value_heads": 10})
+    write_files("more", {**tensors, "odd": np.ones(3, np.float16)}, {"num_attention_heads": 40})
+
+
+def write_files(name: str, tensors: dict[str, Any], config: dict[str, int]) -> None:
+    Path(name).mkdir()
+    save_file(tensors, Path(name) / "model.safetensors")
+    config = {"num_key_value_heads": 10, "num_hidden_layers": 1, **config}
+    (Path(name) / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+
+
+@pytest.mark.usefixtures("phi")
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_what_ranks_cannot_compute_with_is_refused_before_anything_is_written(command: str) -> None:
+    target = ("new",) if command == "convert" else ()
+    arguments = (command, "phi", *target, "--to", "tp=4", "--recipe", "auto")
+    there = sorted(Path().rglob("*"))
+    found = run_here(*arguments)
+    assert (found.code, found.output) == (2, "")
+    assert "rank 1 would hold heads.key_value 3-5 of" in found.errors
+    assert re.search(
+        r"heads.query 10-19 of model.layers.0.self_attn.._proj.weight use 2-4", found.errors
+    )
+    assert "sizes that would do: 1, 2, 5, 10, 20, 40" in found.errors
+    assert sorted(Path().rglob("*")) == there
+    assert run_here(*arguments, "--json").json["error"]["kind"] == "UncomputableError"
+    assert run_here(*arguments, "--allow", "unmatched").code == 2
+    assert not Path("new").exists()
+    assert run_here(*arguments, "--allow", "uncomputable").code == 0
+    assert Path("new").exists() == (command == "convert")
+
+
+@pytest.mark.usefixtures("phi")
+def test_what_ranks_cannot_compute_with_is_reported() -> None:
+    found = run("check", "phi", "--to", "tp=4")
+    assert found.code == 1
+    assert "not computable: rank 1 would hold heads.key_value 3-5 of" in found.output
+    (text,) = run("check", "phi", "--to", "tp=4", "--json").json["uncomputable"]
+    assert "use 2-4; tp has size 4" in text
+    assert run("check", "phi", "--to", "tp=4", "--allow", "uncomputable").code == 0
+    assert run("check", "phi", "--to", "tp=4", "--allow", "unmatched").code == 1
+    assert run("check", "phi", "--to", "tp=5").code == 0
+    planned = run_here(
+        *("plan", "phi", "--to", "tp=4", "--recipe", "auto", "--allow", "uncomputable")
+    )
+    assert "note: not to be computed with: rank 1 would hold" in planned.output
+
+
+@pytest.mark.usefixtures("phi")
+def test_a_part_of_a_model_that_no_rule_names_is_refused() -> None:
+    arguments = ("convert", "more", "new", "--to", "tp=2", "--recipe", "llama")
+    found = run_here(*arguments)
+    assert (found.code, Path("new").exists()) == (2, False)
+    assert "no rule of the recipe 'llama' matches 1 of 5 tensors: odd. Give rules" in found.errors
+    assert run("check", "more", "--to", "tp=2").code == 1
+    assert run("check", "more", "--to", "tp=2", "--allow", "unmatched").code == 0
+    found = run_here("convert", "phi", "new", "--to", "tp=2", "--rule", "nothing=tp, -")
+    assert found.code == 2 and "no rule given matches 4 of 4 tensors" in found.errors
+    found = run_here(*arguments, "--allow", "everything")
+    assert found.code == 2 and "'everything' is not one of" in found.errors
+    assert run_here(*arguments, "--allow", "unmatched").code == 0
+    assert run_here("convert", "more", "all", *arguments[3:], "--rule", "odd=-").code == 0
+
+
+@pytest.mark.usefixtures("phi")
+def test_an_unknown_model_is_told_which_it_resembles() -> None:
+    config = json.loads(Path("phi/config.json").read_text())
+    Path("phi/config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
+    found = run("check", "phi", "--to", "tp=2")
+    assert found.code == 2
+    assert "it resembles llama, whose rules match 4 of 4; config.json has all of" in found.errors
+    assert run("check", "phi", "--to", "tp=2", "--recipe", "llama").code == 0

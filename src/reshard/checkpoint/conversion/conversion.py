@@ -47,7 +47,7 @@ from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.recipes.assignment import Assignment, assign
 from reshard.recipes.fusion import Fusion
-from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.library import choose_recipe, describe_unknown_model, load_recipe
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.recipes.shardings.fused_sharding import fused_spec
@@ -474,10 +474,7 @@ def find_recipe(
         )
     found = choose_recipe(config)
     if found is None:
-        raise UsageError(
-            f"no shipped recipe for the model type {config.get('model_type')!r}; give rules, or a "
-            "recipe file"
-        )
+        raise UsageError(describe_unknown_model(config, checkpoint.tensors))
     return found
 
 

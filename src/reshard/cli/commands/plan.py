@@ -125,6 +125,7 @@ def _notes(conversion: Conversion) -> list[str]:
         *conversion.source.notes,
         *conversion.arrangement.notes,
         *(assignment.notes if assignment else ()),
+        *(f"not to be computed with: {text}" for text in conversion.uncomputable),
     ]
 
 

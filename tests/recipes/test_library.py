@@ -1,0 +1,41 @@
+"""Shipped recipes for models of types that they do not know, by the names of their tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.published_models import DEEPSEEK_V3, GPT2, LLAMA_3_8B, MINI_LM
+from reshard.recipes.library import describe_unknown_model, find_resembling
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [(LLAMA_3_8B, "llama"), (GPT2, "gpt2"), (MINI_LM, "bert")]
+)
+def test_a_model_resembles_its_own_recipe(model: object, expected: str) -> None:
+    config = {**model.config, "model_type": "unheard-of"}  # type: ignore[attr-defined]
+    names = list(model.shapes)  # type: ignore[attr-defined]
+    found = find_resembling(names, config)
+    assert found is not None
+    assert (found.recipe.name, found.missing) == (expected, ())
+    assert found.matched == found.tensors == len(names)
+
+
+def test_experts_and_latent_attention_are_told_from_a_llama() -> None:
+    found = find_resembling(DEEPSEEK_V3.shapes, DEEPSEEK_V3.config)
+    assert found is not None and found.recipe.name.startswith("deepseek")
+    assert found.tensors == len(DEEPSEEK_V3.shapes)
+
+
+def test_what_is_said_of_an_unknown_model() -> None:
+    names = [*LLAMA_3_8B.shapes, "model.layers.0.mixer.weight"]
+    text = describe_unknown_model({**LLAMA_3_8B.config, "model_type": "mine"}, names)
+    assert text.startswith(
+        "no shipped recipe for the model type 'mine'; by the names of its tensors it resembles "
+        "llama, whose rules match 291 of 292; config.json has all of its counts. See `reshard "
+        "recipe show llama`"
+    )
+    assert "take it with --recipe llama; or give rules" in text
+    text = describe_unknown_model({"model_type": "mine", "num_hidden_layers": 32}, names)
+    assert "of its counts config.json lacks `num_attention_heads`, `num_key_value_heads|" in text
+    text = describe_unknown_model({"model_type": "mine"}, ["a", "b", "model.norm.weight"])
+    assert text.startswith("no shipped recipe for the model type 'mine'; there is ")
