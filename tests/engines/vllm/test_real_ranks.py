@@ -12,21 +12,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 if os.environ.get("RESHARD_ENGINE") != "vllm":
     pytest.skip("needs vLLM", allow_module_level=True)
 
+from engines.layout_records import write_layout
 from engines.vllm.comparison import differences
 from engines.vllm.models import MODELS
 from engines.vllm.real_ranks import run_ranks
-from reshard.plans.documents.serialization import to_json
 from reshard.torch.vllm.parallelism import VllmParallelism
 from reshard.torch.vllm.tracing_process import engine_version, trace_ranks
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
 EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "glm4-moe", "gpt-oss", "llama4"]
 STAGES = ["llama", "llama-8", "qwen2", "gemma2", "gpt2", "mixtral", "deepseek-v3"]
 
@@ -78,27 +76,9 @@ def test_traced_layouts_are_what_real_ranks_hold(
             wrong[family] = found[:3]
             continue
         config = json.loads((folder / family / "config.json").read_text())
-        _record(family, parallelism, config, json.loads(to_json(layout)))
+        versions = {
+            "vllm": engine_version(),
+            **{name: importlib.metadata.version(name) for name in ("transformers", "torch")},
+        }
+        write_layout("vllm", family, versions, config, parallelism.text, layout)
     assert not wrong, json.dumps(wrong, indent=1)
-
-
-def _record(family: str, parallelism: VllmParallelism, config: Any, document: Any) -> None:
-    path = GOLDEN / f"{family}.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
-    record["versions"] = {
-        "vllm": engine_version(),
-        **{name: importlib.metadata.version(name) for name in ("transformers", "torch")},
-    }
-    record["config"] = config
-    layouts = record.setdefault("layouts", {})
-    layouts[parallelism.text] = document
-    record["layouts"] = dict(sorted(layouts.items()))
-    GOLDEN.mkdir(parents=True, exist_ok=True)
-    # A line a layout: short, and what changes is seen.
-    lines = [f'"{key}": {json.dumps(record[key])}' for key in ("versions", "config")]
-    texts = [
-        f'"{key}": {json.dumps(one, separators=(",", ":"))}'
-        for key, one in record["layouts"].items()
-    ]
-    lines.append('"layouts": {\n' + ",\n".join(texts) + "\n}")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

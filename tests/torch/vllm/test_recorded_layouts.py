@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
+from engines.layout_records import families_of, read_layouts
 from reshard.plans.documents.serialization import from_json, to_json
-from reshard.recipes.engine_layouts import EngineLayout
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "engines" / "vllm"
-FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.json"))
-
-
-def recorded(family: str) -> dict[str, EngineLayout]:
-    record = json.loads((GOLDEN / f"{family}.json").read_text())
-    return {text: from_json(json.dumps(one)) for text, one in record["layouts"].items()}
+FAMILIES = families_of("vllm")
 
 
 def test_enough_families() -> None:
@@ -26,7 +18,7 @@ def test_enough_families() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_layout_is_read_and_accounts_for_every_element(family: str) -> None:
-    for text, layout in recorded(family).items():
+    for _, text, _, layout in read_layouts("vllm", family):
         assert layout.engine == "vllm"
         assert from_json(to_json(layout)) == layout
         held = layout.source_layouts()
