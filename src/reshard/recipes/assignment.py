@@ -14,9 +14,10 @@
    lives. Where layers are cut by bytes, those of all layers are counted first.
 5. The stored tensors of a quantised weight are cut as the rule for the weight says, at their
    groups (see `reshard.recipes.quantization.folding`).
-6. The layout of every tensor is built, so a rule that does not fit is known before anything
+6. Adapters are cut as the weights that they change (see `reshard.recipes.shardings.adapters`).
+7. The layout of every tensor is built, so a rule that does not fit is known before anything
    is read.
-7. Where ranks could not compute with what they hold (`reshard.recipes.coupling.inspection`), or
+8. Where ranks could not compute with what they hold (`reshard.recipes.coupling.inspection`), or
    no rule matches a tensor, that is an error; who allows it has it listed, and the tensor
    replicated.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -45,8 +46,10 @@ from reshard.recipes.quantization.folding import FoldedWeights
 from reshard.recipes.quantization.weights import find_quantized
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
+from reshard.recipes.shardings.adapters import LowRankAdapters
 from reshard.recipes.shardings.axis_mapping import (
     AxisMapping,
+    find_used_axes,
     joint_size,
     map_coordinates,
     map_sharding,
@@ -398,11 +401,15 @@ def assign(
     allowed = parse_allowed(allow)
     builder = _AssignmentBuilder(mesh, rules, recipe, config)
     for number in range(len(rules)):
-        # A wrong rule given by hand is a mistake even where it matches nothing.
-        # One that asks for the entry of a layer is read when a name says which.
+        # A wrong one is a mistake even where it matches nothing; by layer, it is read with a name.
         with _name_in_errors(builder.name_of(number)):
             if not builder.asked_names[number]:
                 builder.sharding(number, ndim=0)
+    if adapters := LowRankAdapters(shapes, config, rules):
+        sizes = adapters.weigh_bases(itemsizes_bytes)
+        given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
+        base = assign(*given, allow=allow)
+        return replace(base, **adapters.spread(base.specs, base.matched))
     quantized = find_quantized(
         shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed
     )
@@ -449,7 +456,7 @@ def assign(
         )
     used = {match.number for match in matches.values()}
     unused = [n for n in range(len(builder.rules)) if n not in used]
-    used_axes = {axis for sharding in set(specs.values()) for axis in _find_used_axes(sharding)}
+    used_axes = {axis for sharding in set(specs.values()) for axis in find_used_axes(sharding)}
     return Assignment(
         specs,
         layouts,
@@ -490,9 +497,3 @@ def _name_in_errors(where: str) -> Iterator[None]:
         yield
     except (LayoutError, RecipeError) as error:
         raise RecipeError(f"{where}: {error}") from error
-
-
-def _find_used_axes(sharding: ShardingSpec) -> set[str]:
-    axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
-    used = {axis.name for axis in (*axes, *sharding.partial_axes)}
-    return used | {axis for axis, _ in sharding.only}

@@ -22,7 +22,7 @@ def share_heads(
     rows: Sequence[str],
     columns: str,
     blocks: int = 1,
-    also: Callable[[Any, int], None] = lambda module, heads: None,
+    shared: Sequence[str] = (),
 ) -> Callable[[RankModule], None]:
     """What a family's `prepare` does for the attention modules of a glob.
 
@@ -32,7 +32,7 @@ def share_heads(
         columns: the linear layer whose columns are; a leading `^.` is the module around it.
         blocks: how many times the heads lie in the rows of one layer (3 where query, key and
             value are one layer).
-        also: what else a module needs, told it and the rank's number of heads.
+        shared: the linear layers whose rows are key/value heads that several queries share.
     """
 
     def prepare(rank: RankModule) -> None:
@@ -59,7 +59,35 @@ def share_heads(
             while inner.startswith("^."):
                 outer, inner = outer.rpartition(".")[0], inner[2:]
             _resize(rank.model.get_submodule(f"{outer}.{inner}"), 1, heads * size)
-            also(module, heads)
+            if shared:
+                key = rank.names[id(module.get_submodule(shared[0]).weight)]
+                held, rest = divmod(len(rank.indices(key, 0)), size)
+                if rest or not held or heads % held:
+                    raise JudgeError(f"{held} heads of {key} for {heads} of {first}")
+                module.num_key_value_heads = held
+                module.num_key_value_groups = heads // held
+                for row in shared:
+                    _resize(module.get_submodule(row), 0, held * size)
+
+    return prepare
+
+
+def share_width(first: str, second: str) -> Callable[[RankModule], None]:
+    """What `prepare` does for two layers whose width between them no key of the config says.
+
+    Args:
+        first: a glob of linear layers, of which a rank has rows.
+        second: the name of the layer behind it, beside it in the same module.
+    """
+
+    def prepare(rank: RankModule) -> None:
+        found = rank.modules(first)
+        if not found:
+            raise JudgeError(f"no module is called {first!r}")
+        for name, module in found:
+            width = len(rank.indices(f"{name}.weight", 0))
+            _resize(module, 0, width)
+            _resize(rank.model.get_submodule(f"{name.rpartition('.')[0]}.{second}"), 1, width)
 
     return prepare
 

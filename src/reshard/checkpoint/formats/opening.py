@@ -142,13 +142,28 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
 def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The model's `config.json` beside the tensors, or None where there is none.
 
+    Beside an adapter it is that of the model that `adapter_config.json` names, where this is a
+    folder, or one that was copied there; `adapter_config.json` is in it, as `adapter_config`.
+
     Raises:
         FormatError: a file that is not a JSON object.
     """
-    path = checkpoint.folder / "config.json"
+    found = _read_json(checkpoint.folder / "config.json")
+    adapter = _read_json(checkpoint.folder / "adapter_config.json")
+    if adapter is None:
+        return found
+    # An adapter has the config of the model that it changes, if that is a folder here.
+    base = adapter.get("base_model_name_or_path")
+    if found is None and isinstance(base, str) and base:
+        found = _read_json(Path(base) / "config.json")
+    return None if found is None else {**found, "adapter_config": adapter}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file."""
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

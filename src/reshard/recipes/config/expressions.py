@@ -3,14 +3,15 @@
 ::
 
     num_attention_heads                                 a key
-    text_config.num_attention_heads                     a key of a config inside the config
+    vision_config.num_heads                             a key of a config inside the config
     intermediate_size[layer]                            the entry of a list for this layer
     per_layer_config[layer].head_dim                    a key of the config for this layer
     layer_types[]                                       how many entries a list has
     head_dim * num_attention_heads                      + - * // and parentheses
     head_dim | hidden_size // num_attention_heads       the first alternative that can be said
 
-1. An alternative can be said where the config has all of its keys; null counts as absent. A
+1. An alternative can be said where the config has all of its keys; null counts as absent. Keys
+   that the config itself has not are looked for in its `text_config`, if it has one. A
    number alone always can be, and stands for a default that configs leave out.
 2. A list is asked by `{layer}` or another number of a tensor's name, or by a number; where the
    config has one number in place of the list, it stands for every entry.
@@ -65,8 +66,17 @@ class Key:
         )
 
     def find(self, config: Config | None, numbers: Numbers = NO_NUMBERS) -> object:
-        """What a config has under the key; None where it has nothing, or null."""
+        """What a config has under the key; None where it has nothing, or null.
+
+        A config with several models inside has the language model's keys in `text_config`, where
+        they are looked for if it has not got them itself.
+
+        >>> Key.parse("num_layers").find({"text_config": {"num_layers": 4}})
+        4
+        """
         value = _follow(config, self.path)
+        if value is None:
+            value = _follow(config, ("text_config", *self.path))
         if self.index == "":
             return len(value) if isinstance(value, list | tuple | str) else None
         if self.index is None or not isinstance(value, list | tuple | str | Mapping):

@@ -2,5 +2,6 @@
 
 axis_mapping        a recipe's axes are some of the mesh's
 numbering           where the N-th layer or expert lives
+adapters            low-rank adapters (LoRA), cut as the weights that they change
 fused_sharding      the sharding of a fused parameter, from those of its members
 """

@@ -105,3 +105,10 @@ def map_coordinates(
                 "one axis"
             )
         yield from ((one.name, at) for one, at in zip(found, chosen, strict=True))
+
+
+def find_used_axes(sharding: ShardingSpec) -> set[str]:
+    """The mesh axes that cut a tensor, or along which it is in some places only."""
+    axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
+    used = {axis.name for axis in (*axes, *sharding.partial_axes)}
+    return used | {axis for axis, _ in sharding.only}

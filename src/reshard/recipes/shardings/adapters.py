@@ -1,0 +1,216 @@
+"""Adapters: the two small matrices beside a weight (LoRA), cut as the weight that they change.
+
+A checkpoint of PEFT has, for a weight of shape `(out, in)`, the matrices A and B of
+`weight + scale * B @ A`::
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      (rank, in)
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      (out, rank)
+
+    weight          rows cut (q_proj)           A whole,          B cut like the weight's rows
+                    columns cut (o_proj)        A cut like the weight's columns,       B whole
+
+So what a rank has of both makes what it has of the change: its rows of `B @ A`, or a part of the
+sum over ranks that its columns of the weight give as well.
+
+1. The tensors of an adapter give place to the weight, under the base model's name and shape, for
+   which a rule is found as ever.
+2. Each tensor of the adapter has the weight's cut in the dimension that it shares with it.
+
+Tensors that were trained whole (`modules_to_save`) only have the prefix of their names. Sources:
+PEFT's `save_pretrained`; the S-LoRA paper (arXiv 2311.03285), section 6, cuts the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.errors import RecipeError
+from reshard.recipes.rules import Rule
+from reshard.sharding import DimSpec, ShardingSpec
+
+Shape = tuple[int, ...]
+
+PREFIX = "base_model.model."
+# Models whose linear layers are stored input by output (Conv1D), which PEFT finds by their class.
+_INPUT_BY_OUTPUT = frozenset({"gpt2"})
+_ADAPTER = re.compile(
+    r"(?P<module>.+)\.(?:"
+    r"lora_(?P<matrix>[AB])(?:\.(?!weight$|bias$)\w+)?\.(?P<kind>weight|bias)"
+    r"|lora_embedding_(?P<embedding>[AB])(?:\.\w+)?"
+    r"|lora_magnitude_vector(?:\.(?!weight$)\w+)?(?P<vector>\.weight)?)"
+)
+
+
+class _AdapterTensor(NamedTuple):
+    """What a tensor of an adapter has of the weight: a dimension of it for each of its own.
+
+    None stands for the rank of the adapter, and for dimensions of one element.
+    """
+
+    weight: str
+    dims: tuple[int | None, ...]
+
+
+class LowRankAdapters:
+    """The adapters of a checkpoint in place of their tensors.
+
+    Args:
+        shapes: of all tensors.
+        config: the base model's config.json, with adapter_config.json under `adapter_config`.
+        by_hand: rules by hand; tensors whose own names one matches are left as they are.
+
+    Raises:
+        RecipeError: an A without its B, or of another rank.
+
+    >>> shapes = {"base_model.model.up.lora_A.weight": (2, 4),
+    ...           "base_model.model.up.lora_B.weight": (8, 2)}
+    >>> LowRankAdapters(shapes).base_shapes
+    {'up.weight': (8, 4)}
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        config: Mapping[str, object] | None = None,
+        by_hand: Sequence[Rule] = (),
+    ) -> None:
+        self._is_swapped = _is_input_by_output(config)
+        pairs: dict[str, dict[str, str]] = {}
+        self._parts: dict[str, _AdapterTensor] = {}
+        self._renamed: dict[str, str] = {}
+        self._shapes = dict(shapes)
+        apart = {name for name in shapes if any(rule.matches(name) for rule in by_hand)}
+        for name in shapes:
+            is_adapter = ".lora_" in name and name not in apart
+            match = _ADAPTER.fullmatch(name) if is_adapter else None
+            if match is not None:
+                pairs.setdefault(match["module"], {})[_role(match)] = name
+            elif name.startswith(PREFIX) and name not in apart:
+                self._renamed[name] = name.removeprefix(PREFIX)
+        self.base_shapes: dict[str, Shape] = {}
+        for module, tensors in pairs.items():
+            self._add(module, tensors)
+        for name, shape in shapes.items():
+            if name not in self._parts:
+                self.base_shapes[self._renamed.get(name, name)] = shape
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._parts or self._renamed)
+
+    def _add(self, module: str, tensors: Mapping[str, str]) -> None:
+        """Take up the tensors of one module by their roles."""
+        both = {kind: {f"{kind}A", f"{kind}B"} for kind in ("", "embedding ")}
+        kinds = [kind for kind, names in both.items() if names & {*tensors}]
+        if len(kinds) != 1 or not both[kinds[0]] <= {*tensors}:
+            raise RecipeError(
+                f"the adapter of {module!r} has {', '.join(sorted(tensors.values()))}; an A and a "
+                "B with the same name before them are expected"
+            )
+        (kind,) = kinds
+        a, b = (self._shapes[tensors[f"{kind}{matrix}"]] for matrix in "AB")
+        if min(len(a), len(b)) < 2 or a[0] != b[1]:
+            raise RecipeError(
+                f"the adapter of {module!r} has A of shape {list(a)} and B of shape {list(b)}; as "
+                "many rows of A as columns of B are expected"
+            )
+        weight = f"{module.removeprefix(PREFIX)}.weight"
+        out, into = (1, 0) if self._is_swapped or kind else (0, 1)
+        shape = [b[0], *a[1:]]
+        self.base_shapes[weight] = (shape[1], shape[0]) if out else tuple(shape)
+        dims: dict[str, tuple[int | None, ...]] = {
+            f"{kind}A": (None, into, *range(2, len(a))),
+            f"{kind}B": (out, None, *(None for _ in b[2:])),
+            "bias": (out,),
+            "vector": (out,),
+        }
+        for role, name in tensors.items():
+            self._parts[name] = _AdapterTensor(weight, dims[role][: len(self._shapes[name])])
+
+    def base_name(self, name: str) -> str:
+        """The base model's name of what a tensor is, or changes."""
+        if name in self._parts:
+            return self._parts[name].weight
+        return self._renamed.get(name, name)
+
+    def weigh_bases(self, itemsizes_bytes: Mapping[str, int] | None) -> dict[str, int] | None:
+        """What adapters weigh for an element of the weights they change, in 1024ths of a byte."""
+        if itemsizes_bytes is None:
+            return None
+        total: dict[str, int] = {}
+        for name, shape in self._shapes.items():
+            base = self.base_name(name)
+            total[base] = total.get(base, 0) + math.prod(shape) * itemsizes_bytes[name]
+        return {
+            base: max(1, 1024 * size // max(1, math.prod(self.base_shapes[base])))
+            for base, size in total.items()
+        }
+
+    def spread(
+        self, specs: Mapping[str, ShardingSpec], matched: Mapping[str, Rule]
+    ) -> dict[str, Any]:
+        """The fields of an assignment for all tensors, from those for the base's.
+
+        Args:
+            specs: of the weights that adapters change, and of all other tensors.
+            matched: the rules that decided them.
+        """
+        bases = {name: self.base_name(name) for name in self._shapes}
+        found = {name: self._restrict(name, specs[base]) for name, base in bases.items()}
+        return {
+            "specs": found,
+            "layouts": {name: spec.layout(self._shapes[name]) for name, spec in found.items()},
+            "matched": {
+                name: self._name_rule(name, matched[base])
+                for name, base in bases.items()
+                if base in matched
+            },
+            "unmatched": tuple(name for name, base in bases.items() if base not in matched),
+        }
+
+    def _restrict(self, name: str, sharding: ShardingSpec) -> ShardingSpec:
+        """The sharding of a tensor, from that of what it is or changes."""
+        if name not in self._parts:
+            return sharding
+        of_weight = self._parts[name].dims
+        return ShardingSpec(
+            sharding.mesh,
+            [DimSpec() if d is None else sharding.dim_specs[d] for d in of_weight],
+            sharding.replicated_axes,
+            sharding.partial_axes,
+            sharding.reduction or "sum",
+            sharding.only,
+        )
+
+    def _name_rule(self, name: str, rule: Rule) -> Rule:
+        """The rule that decided the base's tensor, with the pattern of the adapter's."""
+        base = self.base_name(name)
+        if base == name:
+            return rule
+        pattern, end = rule.pattern, ""
+        if name in self._parts:
+            pattern, base = pattern.removesuffix(".weight"), base.removesuffix(".weight")
+            end = name[name.find(base) + len(base) :]
+        named = dataclasses.replace(rule, pattern=f"{name[: name.find(base)]}{pattern}{end}")
+        return named if named.matches(name) else rule
+
+
+def _role(match: re.Match[str]) -> str:
+    """What a tensor is in its adapter."""
+    if match["embedding"]:
+        return f"embedding {match['embedding']}"
+    if match["matrix"]:
+        return match["matrix"] if match["kind"] == "weight" else "bias"
+    return "vector"
+
+
+def _is_input_by_output(config: Mapping[str, object] | None) -> bool:
+    """Whether the base's weights have their inputs in the first dimension."""
+    known = (config or {}).get("adapter_config")
+    if isinstance(known, Mapping) and isinstance(known.get("fan_in_fan_out"), bool):
+        return bool(known["fan_in_fan_out"])
+    return (config or {}).get("model_type") in _INPUT_BY_OUTPUT
