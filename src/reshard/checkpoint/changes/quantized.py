@@ -24,7 +24,8 @@ from reshard.elements.float8 import GREATEST_E4M3FN, round_to_e4m3fn
 from reshard.layout import Box
 
 BLOCK = 128
-# Columns of a row of blocks that are in memory at once: 1 MiB in float32.
+# Columns of a row of blocks that are read at once, and those that are in float32 at once: 1 MiB.
+_READ_COLUMNS = 16384
 _COLUMNS = 2048
 
 
@@ -54,13 +55,14 @@ class Float8Weight:
 
     def input_bytes(self, box: Box) -> tuple[int, ...]:
         """A piece of a row of blocks."""
-        return (BLOCK * _COLUMNS * self.source.dtype.itemsize_bytes,)
+        columns = min(_READ_COLUMNS, self.source.shape[1])
+        return (BLOCK * columns * self.source.dtype.itemsize_bytes,)
 
     def fill(self, box: Box, out: NDArray[Any], read: ReadBox) -> CastCounts:
         """The box's elements or scales; blocks that it has in part are read whole."""
         counts = CastCounts()
-        for part in self._pieces(box):
-            rows = np.array(as_float32(read(0, part), self.source.dtype))
+        for part, bare in self._read_pieces(box, read):
+            rows = np.array(as_float32(bare, self.source.dtype))
             counts += CastCounts(not_finite=int(np.count_nonzero(~np.isfinite(rows))))
             scales = scale_blocks(rows, BLOCK, GREATEST_E4M3FN, _find_largest)
             if self.is_scales:
@@ -74,17 +76,21 @@ class Float8Weight:
             out[_slice(start, stop, box.start)] = round_to_e4m3fn(rows[inside])
         return counts
 
-    def _pieces(self, box: Box) -> Iterator[Box]:
+    def _read_pieces(self, box: Box, read: ReadBox) -> Iterator[tuple[Box, NDArray[Any]]]:
         """Pieces of rows of whole blocks that cover a box of elements or of scales."""
         unit = BLOCK if self.is_scales else 1
         low = [a * unit // BLOCK * BLOCK for a in box.start]
         ends = zip(box.stop, self.source.shape, strict=True)
         high = [min(-(-b * unit // BLOCK) * BLOCK, size) for b, size in ends]
         for row in range(low[0], high[0], BLOCK):
-            for column in range(low[1], high[1], _COLUMNS):
-                yield Box(
-                    (row, column), (min(row + BLOCK, high[0]), min(column + _COLUMNS, high[1]))
-                )
+            below = min(row + BLOCK, high[0])
+            for first in range(low[1], high[1], _READ_COLUMNS):
+                last = min(first + _READ_COLUMNS, high[1])
+                bare = read(0, Box((row, first), (below, last)))
+                for left in range(first, last, _COLUMNS):
+                    right = min(left + _COLUMNS, last)
+                    part = Box((row, left), (below, right))
+                    yield part, bare[:, left - first : right - first]
 
 
 def _slice(
