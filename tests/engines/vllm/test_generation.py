@@ -1,0 +1,70 @@
+"""Tokens of vLLM on the CPU from what reshard writes and reads: those of its own loader."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("RESHARD_ENGINE") != "vllm":
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+from engines.vllm.generation import generate
+from reshard.checkpoint.conversion.run import run_conversion
+from reshard.checkpoint.engines.conversion import plan_for_vllm
+from reshard.torch.vllm import layouts
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of random weights, with heads of 64: vLLM has no kernels for smaller ones."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "qwen2",
+        hidden_size=256,
+        intermediate_size=320,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=380,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("generation") / "qwen2"
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as vLLM finds it: by the entry point of its metadata."""
+    import tomllib
+
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    group = "vllm.general_plugins"
+    metadata = tmp_path / "site" / "reshard-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: reshard\nVersion: 0.1.0\n")
+    lines = [f"{name} = {target}" for name, target in points[group].items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
+    paths = [str(ROOT / "src"), str(metadata.parent)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path) -> None:
+    right = [one["tokens"] for one in generate(model, "auto", tp, tmp_path)]
+    by_format = generate(model, "reshard", tp, tmp_path)
+    assert [one["tokens"] for one in by_format] == right
+    layout = layouts(model, tp=tp, cache=tmp_path / "cache")
+    run_conversion(plan_for_vllm(model, tmp_path / "state", layout))
+    by_state = generate(tmp_path / "state", "sharded_state", tp, tmp_path)
+    assert [one["tokens"] for one in by_state] == right
