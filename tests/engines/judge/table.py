@@ -106,12 +106,12 @@ def fill_in(page: str, records: dict[str, Record]) -> str:
 
 
 def renew_refusals(records: dict[str, Record]) -> None:
-    """Write what refusals say into the records; what computes must be judged again."""
+    """Write refusals into the records, which takes no engine; what computes is judged again."""
     for name, record in records.items():
         for case in record["cases"]:
-            for parallelism, verdict in case["verdicts"].items():
+            for parallelism in case["verdicts"]:
                 found = replay_case(case, parallelism)
-                if "refused" in verdict and "refused" in found:
+                if "refused" in found:
                     case["verdicts"][parallelism] = found
         write_record(name, record)
 
