@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ..family import EXPERTS, Family
@@ -121,6 +122,31 @@ def llama_like(name: str, **changes: Any) -> Family:
     )
 
 
+GEMMA4 = Family(
+    name="gemma4",
+    config=tiny(
+        "gemma4_text",
+        num_hidden_layers=4,
+        layer_types=LAYER_TYPES[:2] * 2,
+        tie_word_embeddings=True,
+        sliding_window=4,
+        global_head_dim=8,
+        vocab_size_per_layer_input=61,
+        hidden_size_per_layer_input=5,
+    ),
+    variants=(
+        {"num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size_per_layer_input": 0},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "intermediate_size": 44},
+    ),
+    local={
+        **HEADS,
+        "vocab_size_per_layer_input": ("*embed_tokens_per_layer.weight", 0),
+        "per_layer_config": share_of_full_heads,
+    },
+    differs={"*embed_tokens_per_layer.weight": "the plan names no embedding of the layers"},
+)
+
 FAMILIES = [
     llama_like("llama", attention_bias=True, mlp_bias=True),
     llama_like("arcee"),
@@ -166,29 +192,12 @@ FAMILIES = [
         layer_types=LAYER_TYPES,
         query_pre_attn_scalar=6,
     ),
-    Family(
-        name="gemma4",
-        config=tiny(
-            "gemma4_text",
-            num_hidden_layers=4,
-            layer_types=LAYER_TYPES[:2] * 2,
-            tie_word_embeddings=True,
-            sliding_window=4,
-            global_head_dim=8,
-            vocab_size_per_layer_input=61,
-            hidden_size_per_layer_input=5,
-        ),
-        variants=(
-            {"num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size_per_layer_input": 0},
-            {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
-            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "intermediate_size": 44},
-        ),
-        local={
-            **HEADS,
-            "vocab_size_per_layer_input": ("*embed_tokens_per_layer.weight", 0),
-            "per_layer_config": share_of_full_heads,
-        },
-        differs={"*embed_tokens_per_layer.weight": "the plan names no embedding of the layers"},
+    GEMMA4,
+    dataclasses.replace(
+        GEMMA4,
+        name="gemma4_unified",
+        config={**GEMMA4.config, "model_type": "gemma4_unified_text"},
+        differs={},
     ),
     Family(
         name="gemma4-experts",

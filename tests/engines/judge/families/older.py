@@ -45,6 +45,11 @@ def share_of_key_values(rank: Any) -> None:
         module.num_key_value_groups = module.num_heads // module.num_key_value_heads
 
 
+def share_of_bigcode_heads(rank: Any) -> None:
+    keys = ["embed_dim", "num_heads"] + ["num_key_value_groups"] * rank.whole.multi_query
+    share_of_heads("*.attn", "c_proj.weight", 1, *keys)(rank)
+
+
 FAMILIES = [
     Family(
         name="gpt_bigcode",
@@ -60,9 +65,7 @@ FAMILIES = [
         variants=({"n_head": 15}, {"multi_query": False}, {"tie_word_embeddings": False}),
         local={"n_inner": length("h.0.mlp.c_fc.weight", 0), "vocab_size": ("*wte.weight", 0)},
         sized_by_shard=("*.attn.c_attn.*", "*.attn.c_proj.weight"),
-        prepare=share_of_heads(
-            "*.attn", "c_proj.weight", 1, "embed_dim", "num_heads", "num_key_value_groups"
-        ),
+        prepare=share_of_bigcode_heads,
     ),
     Family(
         name="bloom",

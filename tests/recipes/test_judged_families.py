@@ -1,0 +1,62 @@
+"""The records of the judge: every recipe still says what was judged.
+
+The judge itself needs transformers, see tests/engines/judge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.judge.records import load_records, replay_case
+from engines.judge.table import PAGE, fill_in
+from reshard.recipes import load_recipe, shipped_recipes
+
+RECORDS = load_records()
+
+# Of these there is no record: Kimi K2 is DeepSeek-V3 under another name, Llama 4 with images
+# has Llama 4's text model. The others have recipes that were not judged.
+NOT_JUDGED = {
+    *("kimi_k2", "llama4"),
+    *("deberta-v2", "siglip2_text_model", "siglip2_vision_model"),
+    *("glm_moe_dsa", "granitemoeshared"),
+    *("t5", "mt5", "umt5", "whisper"),
+}
+
+
+def test_every_model_type_of_a_recipe_is_judged() -> None:
+    judged = {
+        (record["recipe"], case["config"]["model_type"])
+        for record in RECORDS.values()
+        for case in record["cases"]
+    }
+    for name in shipped_recipes():
+        not_judged = {
+            model_type
+            for model_type in load_recipe(name).model_types
+            if (name, model_type) not in judged
+        }
+        assert not_judged <= NOT_JUDGED, name
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_recipe_says_what_was_judged(name: str) -> None:
+    wrong: list[Any] = []
+    for case in RECORDS[name]["cases"]:
+        for parallelism, verdict in case["verdicts"].items():
+            if (found := replay_case(case, parallelism)) != verdict:
+                wrong.append((parallelism, verdict, found))
+    assert not wrong, f"judge {name} again: python -m engines.judge {name}"
+
+
+def test_a_record_without_refusals_or_without_more_ranks_than_one_says_little() -> None:
+    for name, record in RECORDS.items():
+        verdicts = [v for case in record["cases"] for v in case["verdicts"].items()]
+        equal = {parallelism for parallelism, verdict in verdicts if "equal" in verdict}
+        assert {"tp=1", "tp=2"} <= equal, name
+
+
+def test_the_page_of_models_says_what_the_records_say() -> None:
+    page = PAGE.read_text()
+    assert fill_in(page, RECORDS) == page, "run python -m engines.judge.table"
