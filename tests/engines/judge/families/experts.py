@@ -235,6 +235,26 @@ FAMILIES = [
         parallelisms=EXPERTS,
     ),
     Family(
+        name="granitemoeshared",
+        config=tiny(
+            "granitemoeshared", num_local_experts=7, shared_intermediate_size=17, **NUMBERS
+        ),
+        variants=VARIANTS,
+        local=local_keys(
+            "*.block_sparse_moe.experts",
+            "num_local_experts",
+            "intermediate_size",
+            {"shared_intermediate_size": ("*.shared_mlp.output_linear.weight", 1)},
+        ),
+        whole={"num_local_experts": ("*.block_sparse_moe.router",)},
+        prepare=share("*.block_sparse_moe.experts"),
+        differs={
+            **WHOLE_HEADS,
+            "*.shared_mlp.*": "the plan keeps the shared expert whole; halves compute so",
+        },
+        parallelisms=EXPERTS,
+    ),
+    Family(
         name="gpt_oss",
         config=tiny("gpt_oss", num_local_experts=7, **NUMBERS),
         variants=VARIANTS,
@@ -298,6 +318,16 @@ FAMILIES = [
     Family(
         name="deepseek_v32",
         config=latent("deepseek_v32", index_n_heads=3, index_head_dim=8, index_topk=4),
+        variants=(LATENT_VARIANTS[0], LATENT_VARIANTS[2]),
+        local=LATENT,
+        whole=ROUTED,
+        sized_by_shard=SHARED,
+        prepare=share(MLP),
+        parallelisms=EXPERTS,
+    ),
+    Family(
+        name="glm_moe_dsa",
+        config=latent("glm_moe_dsa", index_n_heads=3, index_head_dim=8, index_topk=4),
         variants=(LATENT_VARIANTS[0], LATENT_VARIANTS[2]),
         local=LATENT,
         whole=ROUTED,
