@@ -126,6 +126,35 @@ def _share_tokens(rank: Any, name: str, module: Any, weight: str, axes: tuple[st
     module.forward = forward
 
 
+LLAMA_4 = tiny(
+    "llama4_text",
+    num_local_experts=7,
+    num_experts_per_tok=1,
+    intermediate_size=13,
+    intermediate_size_mlp=43,
+    interleave_moe_layer_step=2,
+    no_rope_layer_interval=3,
+    attention_chunk_size=5,
+    use_qk_norm=True,
+)
+LLAMA_4_LOCAL = {
+    **local_keys("*.feed_forward.experts", "num_local_experts", "intermediate_size"),
+    "intermediate_size": ("*.feed_forward.experts.down_proj", 1),
+    "intermediate_size_mlp": ("*.layers.0.feed_forward.down_proj.weight", 1),
+}
+
+
+def make_image(config: Any, generator: Any) -> dict[str, Any]:
+    """A picture of four by four patches, which are four tokens of a sentence."""
+    import torch
+
+    tokens = torch.randint(0, config.image_token_id, (1, 9), generator=generator)
+    tokens[0, 2:6] = config.image_token_id
+    shape = (1, 3, config.vision_config.image_size, config.vision_config.image_size)
+    picture = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return {"input_ids": tokens, "pixel_values": picture}
+
+
 FAMILIES = [
     Family(
         name="mixtral",
@@ -269,26 +298,48 @@ FAMILIES = [
     ),
     Family(
         name="llama4",
-        config=tiny(
-            "llama4_text",
-            num_local_experts=7,
-            num_experts_per_tok=1,
-            intermediate_size=13,
-            intermediate_size_mlp=43,
-            interleave_moe_layer_step=2,
-            no_rope_layer_interval=3,
-            attention_chunk_size=5,
-            use_qk_norm=True,
-        ),
+        config=LLAMA_4,
         variants=VARIANTS,
-        local={
-            **local_keys("*.feed_forward.experts", "num_local_experts", "intermediate_size"),
-            "intermediate_size": ("*.feed_forward.experts.down_proj", 1),
-            "intermediate_size_mlp": ("*.layers.0.feed_forward.down_proj.weight", 1),
-        },
+        local=LLAMA_4_LOCAL,
         whole={"num_local_experts": ("*.feed_forward.router",)},
         sized_by_shard=("*.feed_forward.shared_expert.*",),
         prepare=share_stacked,
+        parallelisms=EXPERTS,
+    ),
+    Family(
+        name="llama4-vision",
+        auto="Llama4ForConditionalGeneration",
+        config={
+            "model_type": "llama4",
+            "image_token_index": 60,
+            "tie_word_embeddings": False,
+            "text_config": LLAMA_4,
+            "vision_config": {
+                "model_type": "llama4_vision_model",
+                "hidden_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 12,
+                "intermediate_size": 384,
+                "image_size": 8,
+                "patch_size": 2,
+                "projector_input_dim": 21,
+                "projector_output_dim": 21,
+                "vision_output_dim": 21,
+            },
+        },
+        local={
+            f"text_config.{key}": (share[0].replace("*", "language_model*", 1), share[1])
+            for key, share in LLAMA_4_LOCAL.items()
+        },
+        inputs=make_image,
+        whole={"text_config.num_local_experts": ("*.feed_forward.router",)},
+        # Heads of the tower are counted from their width.
+        sized_by_shard=("*.feed_forward.shared_expert.*", "vision_model.*"),
+        prepare=share_stacked,
+        differs={
+            "vision_model.*": "the tower's plan has other layers, which compute so as well",
+            "multi_modal_projector.*": "the plan cuts its rows; it computes whole as well",
+        },
         parallelisms=EXPERTS,
     ),
     Family(
