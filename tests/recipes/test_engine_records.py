@@ -8,14 +8,13 @@ same.
 from __future__ import annotations
 
 import fnmatch
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from engines.layout_records import RecordedLayout, families_of, read_layouts
-from reshard.errors import RecipeError
 from reshard.recipes import Recipe, assign, choose_recipe
-from reshard.recipes.engine_layouts.layout_differences import list_differences
+from reshard.recipes.engine_layouts.layout_differences import LayoutDifference, list_differences
 
 
 class Known(NamedTuple):
@@ -51,7 +50,18 @@ KNOWN = (
         )
         for family in ("deepseek-v3", "llama4")
     ),
+    *(
+        Known("transformers", family, (pattern,), "gathers the output, so any cut will do")
+        for family, pattern in (
+            ("glm*", "*gate_up_proj.weight"),
+            ("phi3", "*gate_up_proj.weight"),
+            ("phi3", "*qkv_proj.weight"),
+            ("qwen3_*", "*linear_attn.*"),
+        )
+    ),
 )
+# As a difference says it of a tensor that is not cut.
+WHOLE = "all of it"
 
 
 def options_of(recorded: RecordedLayout, recipe: Recipe) -> dict[str, str]:
@@ -64,51 +74,60 @@ def options_of(recorded: RecordedLayout, recipe: Recipe) -> dict[str, str]:
     return {"ep": " ".join(over), "etp": "", **balanced}
 
 
-def find_differences(engine: str, recorded: RecordedLayout) -> list[str]:
-    """The patterns of tensors that recipe and engine place differently, but for known ones."""
+def find_differences(recorded: RecordedLayout) -> list[LayoutDifference]:
+    """The patterns of tensors that recipe and engine place differently."""
     layout = recorded.layout
     recipe = choose_recipe(recorded.config)
     assert recipe is not None, recorded.config["model_type"]
     shapes = {name: source.shape for name, source in layout.sources.items()}
     recipe = recipe.with_options(options_of(recorded, recipe))
     found = assign(shapes, layout.mesh, (), recipe, recorded.config)
-    known = [
-        pattern
-        for one in KNOWN
-        if one.engine == engine and fnmatch.fnmatchcase(recorded.family, one.families)
-        for pattern in one.patterns
-    ]
-    return [
-        f"{recorded.parallelism} {one.pattern}: rank {one.rank} {one.ours}, there {one.theirs}"
-        for one in list_differences(found.layouts, layout.source_layouts())
-        if not any(fnmatch.fnmatchcase(one.names[0], pattern) for pattern in known)
-    ]
+    return list_differences(found.layouts, layout.source_layouts())
+
+
+def find_known(engine: str, family: str, found: LayoutDifference) -> Known | None:
+    """The entry that a difference is one of, or None."""
+    for one in KNOWN:
+        is_of = one.engine == engine and fnmatch.fnmatchcase(family, one.families)
+        if is_of and any(fnmatch.fnmatchcase(found.names[0], text) for text in one.patterns):
+            return one
+    return None
 
 
 @pytest.mark.parametrize("family", families_of("vllm"))
 def test_recipes_cut_as_vllm_reads(family: str) -> None:
-    wrong = [line for one in read_layouts("vllm", family) for line in find_differences("vllm", one)]
+    wrong = [
+        f"{recorded.parallelism} {found}"
+        for recorded in read_layouts("vllm", family)
+        for found in find_differences(recorded)
+        if find_known("vllm", family, found) is None
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", families_of("transformers"))
+def test_recipes_cut_as_transformers_does_where_its_plan_cuts(family: str) -> None:
+    wrong = [
+        str(found)
+        for recorded in read_layouts("transformers", family)
+        if recorded.parallelism == "tp=2"
+        for found in find_differences(recorded)
+        # Its plans leave much whole that ranks can share.
+        if found.theirs != WHOLE and find_known("transformers", family, found) is None
+    ]
     assert not wrong
 
 
 def test_every_known_difference_is_one() -> None:
-    """No entry that hides nothing."""
-    seen: set[tuple[Known, str]] = set()
-    for engine in ("vllm",):
-        for family in families_of(engine):
-            for recorded in read_layouts(engine, family):
-                recipe: Any = choose_recipe(recorded.config)
-                recipe = recipe.with_options(options_of(recorded, recipe))
-                shapes = {name: one.shape for name, one in recorded.layout.sources.items()}
-                try:
-                    found = assign(shapes, recorded.layout.mesh, (), recipe, recorded.config)
-                except RecipeError:
-                    continue
-                for one in list_differences(found.layouts, recorded.layout.source_layouts()):
-                    for known in KNOWN:
-                        if not fnmatch.fnmatchcase(family, known.families):
-                            continue
-                        for pattern in known.patterns:
-                            if fnmatch.fnmatchcase(one.names[0], pattern):
-                                seen.add((known, pattern))
-    assert {(known, pattern) for known in KNOWN for pattern in known.patterns} == seen
+    """No entry hides nothing."""
+    seen = {
+        find_known(engine, family, found)
+        for engine in ("vllm", "transformers")
+        for family in families_of(engine)
+        if any(fnmatch.fnmatchcase(family, one.families) for one in KNOWN if one.families != "*")
+        or family == "gpt2"
+        for recorded in read_layouts(engine, family)
+        if engine == "vllm" or recorded.parallelism == "tp=2"
+        for found in find_differences(recorded)
+    }
+    assert {*KNOWN} <= seen
