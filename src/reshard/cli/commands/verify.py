@@ -61,7 +61,7 @@ def verify(
       reshard verify llama-3-8b llama-tp4
       reshard verify llama-3-8b llama-megatron --right-names megatron
       reshard verify llama-3-8b llama-tp4 --quiet && echo same
-      reshard verify qwen3-moe qwen3-moe-stacked --recipe auto
+      reshard verify llama-3-8b llama-tp4 --recipe auto
 
     \b
     Keys of --json:
