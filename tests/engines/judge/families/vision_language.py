@@ -298,29 +298,6 @@ FAMILIES = [
         differs={**TOWER_DIFFERS, **PROJECTOR_DIFFERS},
     ),
     Family(
-        name="gemma3-vision",
-        config={
-            "model_type": "gemma3",
-            "image_token_id": PICTURE,
-            "image_token_index": PICTURE,
-            "mm_tokens_per_image": 4,
-            "text_config": {
-                "model_type": "gemma3_text",
-                **text(head_dim=6, hidden_size=60, sliding_window=4, query_pre_attn_scalar=6),
-                "tie_word_embeddings": True,
-            },
-            "vision_config": {"model_type": "siglip_vision_model", **TOWER, "image_size": 16},
-        },
-        variants=(MORE_TOWER_HEADS, FEW_KEYS),
-        auto="AutoModelForImageTextToText",
-        parallelisms=(*DENSE, *WHOLE_TOWER),
-        local=TOWER_LOCAL,
-        inputs=make_pictures_in_text(4, token_type_ids=True),
-        read=READ,
-        prepare=TOWER_HEADS,
-        differs=TOWER_DIFFERS,
-    ),
-    Family(
         name="paligemma",
         config={
             "model_type": "paligemma",
