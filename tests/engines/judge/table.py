@@ -6,10 +6,14 @@ refusals into the records.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from engines.known_differences import KNOWN
+from engines.layout_records import GOLDEN, families_of
 
 from .records import load_records, replay_case, write_record
 
@@ -38,10 +42,40 @@ def _join(words: Iterable[str]) -> str:
     return ", ".join(words)
 
 
+def _list_engines() -> dict[str, str]:
+    """For each model type, the engines whose real ranks hold what its recipe cuts, and where."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for engine in ("vllm", "transformers"):
+        for family in families_of(engine):
+            record = json.loads((GOLDEN / engine / f"{family}.json").read_text())
+            kind = record["config"]["model_type"]
+            # Its plans leave more whole than recipes do, so one mesh is compared.
+            meshes = [text for text in record["layouts"] if engine == "vllm" or text == "tp=2"]
+            listed = found.setdefault(kind, {}).setdefault(engine, [])
+            listed += [text for text in meshes if text not in listed]
+    return {
+        kind: "; ".join(
+            f"{engine} {_join(f'`{text}`' for text in meshes)}"
+            for engine, meshes in by_engine.items()
+        )
+        for kind, by_engine in found.items()
+    }
+
+
+def list_of_known() -> str:
+    """What engines do otherwise, a line each."""
+    return "\n".join(
+        f"- {one.engine}, {'all models' if one.families == '*' else f'`{one.families}`'}: "
+        f"{_join(f'`{pattern}`' for pattern in one.patterns)}: {one.reason}."
+        for one in KNOWN
+    )
+
+
 def table_of_models(records: dict[str, Record]) -> str:
     """One row a family: where its shards compute what the whole model computes."""
-    lines = ["| model | `model_type` | recipe | `tp` | with others | refused |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| model | `model_type` | recipe | `tp` | with others | refused | engines |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    engines = _list_engines()
     for name, record in records.items():
         sizes, others, refused = [], [], []
         for parallelism in _list_parallelisms(record):
@@ -54,7 +88,8 @@ def table_of_models(records: dict[str, Record]) -> str:
         kinds = dict.fromkeys(case["config"]["model_type"] for case in record["cases"])
         lines.append(
             f"| {name} | {_join(f'`{kind}`' for kind in kinds)} | `{record['recipe']}` "
-            f"| {' '.join(sizes)} | {_join(others)} | {_join(refused)} |"
+            f"| {' '.join(sizes)} | {_join(others)} | {_join(refused)} "
+            f"| {'; '.join(engines[kind] for kind in kinds if kind in engines)} |"
         )
     return "\n".join(lines)
 
@@ -96,6 +131,7 @@ def fill_in(page: str, records: dict[str, Record]) -> str:
         ("models", table_of_models),
         ("refusals", list_of_refusals),
         ("differences", list_of_differences),
+        ("known", lambda _: list_of_known()),
     ):
         begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
         before, found, rest = page.partition(begin)
