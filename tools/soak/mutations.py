@@ -51,7 +51,7 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
     write_file(folder / "one file" / "model.safetensors", WHOLES, {"format": "pt"})
     yield folder / "one file"
     source = folder / "one file"
-    rules = ["w=tp, -", "b=tp"]
+    rules = ["w=tp, -", "b=tp", "*=..."]
     convert(source, folder / "index", to="full", most_file_bytes=60)
     (folder / "index" / "reshard.manifest.json").unlink()
     yield folder / "index"

@@ -15,7 +15,7 @@ from reshard.checkpoint.formats.opening import read_config
 from reshard.errors import CheckpointError, FormatError
 
 WHOLE = {"w": tensor("float32", (4, 4), 1)}
-SHARDS = {"to": "tp=2", "rules": ["w=tp, -"]}
+SHARDS = {"to": "tp=2", "rules": ["w=tp, -", "*=..."]}
 
 
 @pytest.fixture

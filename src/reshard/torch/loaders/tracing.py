@@ -75,9 +75,8 @@ def trace_loading(
     >>> import torch
     >>> model = torch.nn.Linear(4, 2, bias=False, device="meta")
     >>> def load(weights):
-    ...     for name, tensor in weights:
-    ...         with torch.no_grad():
-    ...             model.weight.copy_(tensor[2:])
+    ...     with torch.no_grad():
+    ...         model.weight.copy_(dict(weights)["w"][2:])
     >>> traced = trace_loading(load, {"w": ("float32", (4, 4)), "unused": ("float32", (1,))}, model)
     >>> print(traced["weight"])
     weight float32 [2, 4]
