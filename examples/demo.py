@@ -72,7 +72,7 @@ def main(model: Path, work: Path) -> None:
     show_cut(model, tp4)
 
     heading("2. Cut that for 3 ranks, by other rules")
-    rules = ["*word_embeddings.weight=-, tp", "*.weight=tp@balanced, ...", "*.bias=..."]
+    rules = ["*word_embeddings.weight=-, tp", "*.weight=tp@balanced, ...", "*=..."]
     options = [word for rule in rules for word in ("--rule", rule)]
     run("convert", str(tp4), str(tp3), "--to", "tp=3", *options)
     show_cut(tp4, tp3)
