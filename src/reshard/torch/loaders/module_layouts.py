@@ -20,7 +20,8 @@ Megatron-core 0.16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from reshard.recipes.engine_layouts import (
 from reshard.recipes.engine_layouts.shard_parameters import shard_parameter
 from reshard.torch.distributed_tensor import layout_of
 from reshard.torch.loaders.pretended_ranks import pretend_rank
+from reshard.torch.loaders.tracing import find_tied
 
 # What Megatron-core's sharded state dicts hold, by the names of the classes: it need not be here.
 _SHARDED, _FACTORY, _OBJECT = "ShardedTensor", "ShardedTensorFactory", "ShardedObject"
@@ -78,27 +80,25 @@ def module_layouts(
     for rank in sorted(mesh.devices):
         with pretend_rank(rank, max(mesh.devices) + 1), torch.device("meta"):
             model = build(rank)
-            found = list(read_parameters(model, rank, sources))
-        parameters = {one.name: one for one in found}
-        ranks.append(RankLayout(rank, parameters, tied=_find_tied(model, parameters)))
-    # What other ranks have read, this one has not.
-    ranks = [
-        RankLayout(one.rank, one.parameters, _find_unread(one, sources), one.tied) for one in ranks
-    ]
+            entries = model.state_dict() if isinstance(model, torch.nn.Module) else model
+            parameters = {one.name: one for one in read_parameters(entries, rank, sources)}
+            tied = find_tied(_list_local(entries, parameters))
+        ranks.append(RankLayout(rank, parameters, tied=tied))
+    # Which sources a rank does not read is known when all ranks have named theirs.
+    ranks = [replace(one, unread=_find_unread(one, sources)) for one in ranks]
     return EngineLayout(engine, version or torch.__version__, mesh, sources, ranks)
 
 
-def read_parameters(model: Any, rank: int, sources: Sources) -> Iterator[ParameterLayout]:
-    """The parameters that a rank's model has; the whole tensors go into `sources`.
+def read_parameters(entries: Any, rank: int, sources: Sources) -> Iterator[ParameterLayout]:
+    """The parameters of a rank's state dict; the whole tensors go into `sources`.
 
     Raises:
         UsageError: a model that is no module and no state dict.
         LayoutError: a whole tensor that another rank has with another shape or element type.
     """
-    entries = model.state_dict() if isinstance(model, torch.nn.Module) else model
     if not isinstance(entries, Mapping):
         raise UsageError(
-            f"build({rank}) gives a {type(model).__name__}; a module, a state dict, or what "
+            f"build({rank}) gives a {type(entries).__name__}; a module, a state dict, or what "
             "sharded_state_dict() of Megatron gives was expected"
         )
     for name, entry in entries.items():
@@ -106,7 +106,7 @@ def read_parameters(model: Any, rank: int, sources: Sources) -> Iterator[Paramet
         if isinstance(entry, torch.Tensor):
             parameter, whole = _read_tensor(name, entry, rank)
         elif kind in (_SHARDED, _FACTORY):
-            parameter, whole = _read_sharded(name, entry)
+            parameter, whole = _fill(name, entry.data, list(_list_shards(entry)))
         elif kind == _OBJECT or entry is None:
             # Pickled state, such as what layers of other libraries keep beside their weights.
             continue
@@ -137,16 +137,8 @@ def _read_tensor(
     return shard_parameter(name, kind, layout, place), {name: SourceTensor(kind, shape)}
 
 
-def _read_sharded(name: str, entry: Any) -> tuple[ParameterLayout, Sources]:
-    """A tensor of Megatron's, as the boxes of whole tensors that it or its factory names."""
-    if type(entry).__name__ == _SHARDED:
-        return _fill(name, entry.data, [entry])
-    shards = list(_list_shards(entry.build()))
-    return _fill(name, entry.data, shards)
-
-
 def _list_shards(built: Any) -> Iterator[Any]:
-    """The sharded tensors in what a factory builds: nested dicts and lists of them."""
+    """A sharded tensor, or those that a factory builds: nested dicts and lists of them."""
     if isinstance(built, Mapping):
         built = list(built.values())
     if isinstance(built, list | tuple):
@@ -200,18 +192,14 @@ def _find_box(name: str, data: torch.Tensor, part: torch.Tensor, shape: tuple[in
     return box
 
 
-def _find_tied(
-    model: Any, parameters: Mapping[str, ParameterLayout]
-) -> tuple[tuple[str, ...], ...]:
-    """The names of parameters that are one tensor."""
-    entries = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    groups: dict[int, list[str]] = {}
-    for name, entry in entries.items():
-        tensor = entry if isinstance(entry, torch.Tensor) else getattr(entry, "data", None)
-        if isinstance(tensor, torch.Tensor) and name in parameters:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            groups.setdefault(local.untyped_storage()._cdata, []).append(name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+def _list_local(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The rank's own part of each parameter."""
+    found = {}
+    for name in names:
+        entry = entries[name]
+        tensor = entry if isinstance(entry, torch.Tensor) else entry.data
+        found[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found
 
 
 def _find_unread(rank: RankLayout, sources: Sources) -> tuple[str, ...]:

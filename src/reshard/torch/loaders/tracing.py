@@ -120,7 +120,7 @@ def trace_loading(
             ) from failure
         raise _explain(error, "with values") from error
     reason = "as asked" if failure is None else f"it asked for values: {_shorten(failure)}"
-    return _lay_out(rank, kinds, holder, maps, followed, _find_tied(holder.named()), reason)
+    return _lay_out(rank, kinds, holder, maps, followed, find_tied(holder.named()), reason)
 
 
 def _explain(error: Exception, how: str) -> ReshardError:
@@ -180,12 +180,12 @@ def _follow(
             run(tensors)
         named = holder.named()
         maps = {name: followed.read(tensor) for name, tensor in named.items()}
-        tied = _find_tied(named)
+        tied = find_tied(named)
         followed.target_types = {name: tensor.dtype for name, tensor in named.items()}
     return maps, followed, tied
 
 
-def _find_tied(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+def find_tied(named: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
     """The names of tensors that are the same memory."""
     groups: dict[object, list[str]] = {}
     for name, tensor in named.items():
