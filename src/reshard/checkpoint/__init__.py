@@ -23,8 +23,8 @@ from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
     Conversion,
-    plan_conversion,
 )
+from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import OneProcess, running_processes
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.run import (

@@ -113,7 +113,7 @@ def compare(
     threads: int = DEFAULT_THREADS,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
-    """Compare two checkpoints bit for bit, and items other than tensors if both can hold them.
+    """Compare two checkpoints bit for bit, and what is no tensor if both can hold such.
 
     Raises:
         CheckpointError: one of them cannot be used.
@@ -156,6 +156,7 @@ def compare(
     results = run_in_threads(_list_tasks(a, names), work, new_memory, threads)
     try:
         differences += _compare_items(a, b, files_a, files_b)
+        differences += _compare_values(a, b)
         for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
@@ -356,7 +357,7 @@ def _compare_items(
 ) -> list[Difference]:
     """Differences in items that are not tensors, if both formats can hold such."""
     # A format that holds tensors only has lost the items by its nature: that is no difference.
-    if not all(_can_hold_items(checkpoint.format) for checkpoint in (a, b)):
+    if not all(_can_hold(checkpoint.format, Holding.ITEMS) for checkpoint in (a, b)):
         return []
     differences = []
     for name in [*a.items, *(name for name in b.items if name not in a.items)]:
@@ -368,9 +369,24 @@ def _compare_items(
     return differences
 
 
-def _can_hold_items(name: str) -> bool:
+def _compare_values(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+    """Differences in plain values beside the tensors, if both formats can hold such."""
+    if not all(_can_hold(checkpoint.format, Holding.VALUES) for checkpoint in (a, b)):
+        return []
+    differences = []
+    for name in [*a.values, *(name for name in b.values if name not in a.values)]:
+        if name not in a.values or name not in b.values:
+            folder = a.folder if name in a.values else b.folder
+            differences.append(Difference(name, f"is only in {folder}"))
+        # By their texts: a NaN is equal to itself, and True is not 1.
+        elif repr(a.values[name]) != repr(b.values[name]):
+            differences.append(Difference(name, "is a value, and another one"))
+    return differences
+
+
+def _can_hold(name: str, what: Holding) -> bool:
     format = find_format(name)
-    return format is not None and Holding.ITEMS in format.can_hold
+    return format is not None and what in format.can_hold
 
 
 def _describe_damaged_range(one: StoredChecksum, found: int) -> DamagedBlock:

@@ -226,6 +226,8 @@ class Checkpoint:
         derived: files that are made when they are read, by the name under which tensors find
             them; no file of the folder can have it.
         attributes: plain values that its metadata has beside tensors and items.
+        values: plain values that were saved beside the tensors, by name: numbers, text, None, and
+            lists, tuples and dicts of such.
         unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.
     """
@@ -244,6 +246,7 @@ class Checkpoint:
     checksums: tuple[StoredChecksum, ...] = ()
     derived: Mapping[str, DerivedFile] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -196,7 +196,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         )
     files = []
     for name, fields in content["files"].items():
-        if not is_plain_name(name):
+        if not is_name_inside(name):
             raise FormatError(f"the file name {name!r} leads outside the checkpoint")
         size_bytes = _expect_number(fields["size_bytes"], f"the size of {name}")
         files.append(
@@ -287,6 +287,15 @@ def _parse_digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
         )
     digests = bytes.fromhex(joined)
     return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+
+
+def is_name_inside(name: str) -> bool:
+    """Whether the path of a file, relative to its folder, leads to a place inside of it.
+
+    >>> [is_name_inside(name) for name in ("a.pt", "step1/a.pt", "../a.pt", "/a.pt", "a//b.pt")]
+    [True, True, False, False, False]
+    """
+    return all(is_plain_name(part) for part in name.split("/"))
 
 
 def is_plain_name(name: str) -> bool:

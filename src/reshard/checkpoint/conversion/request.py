@@ -15,7 +15,7 @@ from typing import TypedDict
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
-from reshard.checkpoint.renaming import Names
+from reshard.checkpoint.naming.renaming import Names
 from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS

@@ -47,7 +47,7 @@ from reshard.checkpoint.conversion.conversion import (
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.files.folders import refusals_explained, sync_folder
+from reshard.checkpoint.files.folders import refusals_explained, sync_folders_under
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
@@ -191,6 +191,8 @@ class _ConversionRun:
                     f"{path} is not what an earlier run left, though its journal lists finished "
                     "blocks; --restart starts over"
                 )
+            with refusals_explained("make the folder of a file", path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
             # Opening it makes the file, also one that nothing is known of.
             target = self.targets[file.stored.name]
             for offset, known in file.known_bytes():
@@ -200,7 +202,7 @@ class _ConversionRun:
             for target in self.targets:
                 target.sync()
             with refusals_explained("sync the staging folder", self.staging.content):
-                sync_folder(self.staging.content)
+                sync_folders_under(self.staging.content)
 
     def tasks(self) -> Iterator[_Task]:
         """This process's share of the blocks that are left, in the order of the source's tensors.
@@ -333,6 +335,7 @@ class _ConversionRun:
                 shutil.copyfile(self.conversion.source.path(name), content / name)
                 _sync_file(content / name)
             for name, final in self.conversion.format.final_files(arrangement):
+                (content / name).parent.mkdir(parents=True, exist_ok=True)
                 _write_synced(content / name, final)
             # 3. The manifest last: it has the digests of all that is written by this line.
             manifest = manifest_of(

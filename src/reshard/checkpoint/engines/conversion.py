@@ -13,7 +13,8 @@ import os
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import Conversion, check_apart
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import check_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
 from reshard.checkpoint.files.folders import refusals_explained

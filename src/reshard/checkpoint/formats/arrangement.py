@@ -48,6 +48,7 @@ class NewCheckpoint:
         items, paths, attributes: those of the source, as in a `Checkpoint`.
         replicas: `once` stores one copy of equal shards, `every` one for each rank.
         most_file_bytes: begin a new file beyond so many bytes.
+        values: plain values beside the tensors, as in a `Checkpoint`.
 
     Raises:
         UsageError: another word for `replicas`.
@@ -61,6 +62,7 @@ class NewCheckpoint:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     replicas: str = REPLICAS[0]
     most_file_bytes: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICAS:
@@ -98,8 +100,8 @@ class NewFile:
 class Arrangement:
     """The new checkpoint: tensors bound to files. `notes` are for the user.
 
-    `items` are bytes that are no tensors, where they will be; `paths` and `attributes` as in a
-    `Checkpoint`.
+    `items` are bytes that are no tensors, where they will be; `paths`, `attributes` and `values` as
+    in a `Checkpoint`, those that the target has.
     """
 
     format: str
@@ -110,6 +112,7 @@ class Arrangement:
     items: Mapping[str, StoredItem] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_values(tensors: Mapping[str, PlannedTensor]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +29,8 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
 
 
 class Holding(Enum):
@@ -37,6 +39,7 @@ class Holding(Enum):
     WHOLE = "whole tensors"
     SHARDS = "tensors cut over ranks"
     ITEMS = "items that are no tensors"
+    VALUES = "plain values beside tensors"
     METADATA = "text metadata"
     ATTRIBUTES = "attributes"
     REPLICAS = "a copy of equal shards for every rank"
@@ -100,6 +103,23 @@ class CheckpointFormat(ABC):
         A new checkpoint has new ones (see `final_files`).
         """
         return ()
+
+    def place(
+        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
+    ) -> Mapping[str, Layout] | None:
+        """The layout of every tensor, where the format cuts by itself: flat partitions, buckets.
+
+        None, as here, where rules, a recipe or a strategy say how tensors are cut.
+
+        Args:
+            checkpoint: in the names and element types of the target.
+            mesh: what it is cut for; None for a number of ranks, and for whole tensors.
+            ranks: how many there are.
+
+        Raises:
+            UsageError: a mesh with axes that the format does not cut over.
+        """
+        return None
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Which files a new checkpoint has, and where in them each shard goes.

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from reshard.checkpoint.conversion.conversion import Conversion, plan_conversion
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm

@@ -71,7 +71,8 @@ def inspect(
       tensors [{name, dtype, shape, cut, ranks, stored_by, size_bytes, digest}]
       items [{name, rank, size_bytes}] (bytes that are no tensors)
       files [{name, rank, size_bytes}], carried, left_out [{name, reason}]
-      attributes (plain values beside the tensors, by name), notes
+      attributes (plain values of the metadata, by name), notes
+      values (plain values saved beside the tensors, by name)
       totals {tensors, elements, tensor_bytes, files, file_bytes}
       digest_check (null without --digest) {read_bytes, without_digest,
         damaged [{tensor, box, expected, found, places, problem}]}
@@ -161,6 +162,7 @@ def _as_text(
         *listing("no tensors, but bytes", checkpoint.items),
         *listing("carried along", checkpoint.carried),
         *listing("attributes", checkpoint.attributes),
+        *listing("values", checkpoint.values),
         *listing("left out", [f"{name} ({reason})" for name, reason in _list_left_out(checkpoint)]),
         *(f"note: {printable(note)}" for note in checkpoint.notes),
     ]
@@ -243,6 +245,7 @@ def _as_json(path: str, checkpoint: Checkpoint, found: DigestReport | None) -> d
         ],
         "carried": list(checkpoint.carried),
         "attributes": list(checkpoint.attributes),
+        "values": list(checkpoint.values),
         "left_out": [{"name": name, "reason": why} for name, why in _list_left_out(checkpoint)],
         "notes": list(checkpoint.notes),
         "totals": _totals(checkpoint),

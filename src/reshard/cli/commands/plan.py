@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.conversion.conversion import Conversion, plan_conversion
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import assign_tensors, find_recipe
+from reshard.checkpoint.conversion.placement import assign_tensors
+from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.command_group import Commands
 from reshard.cli.engine_report import (

@@ -9,9 +9,10 @@ import click
 
 from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, find_recipe
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
-from reshard.checkpoint.renaming import find_stacked_names, in_recipe_names, names_of
+from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import as_path, json_option, quiet_option, threads_option
 from reshard.cli.output import printable, write, write_json

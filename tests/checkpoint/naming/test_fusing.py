@@ -12,12 +12,12 @@ from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from cli.command_runs import run_here
 from reshard import checkpoint
-from reshard.checkpoint.conversion.conversion import plan_conversion
+from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.dtypes import dtype
 from reshard.errors import RecipeError
 
 # What transformers 5.23 saves of one model: as on the Hub, and with `save_original_format=False`.
-SAVED = Path(__file__).parents[1] / "golden" / "engines" / "qwen3_moe"
+SAVED = Path(__file__).parents[2] / "golden" / "engines" / "qwen3_moe"
 EXPERTS, WIDTH, HIDDEN = 5, 6, 8
 
 

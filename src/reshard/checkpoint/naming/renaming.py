@@ -2,7 +2,7 @@
 
 Programs call the tensors of one model differently, and keep some of them in one parameter. Nothing
 is copied for that: a tensor by another name is bound to the same bytes of the same files
-(`reshard.checkpoint.fusing`).
+(`reshard.checkpoint.naming.fusing`).
 
 What is renamed only keeps its digest. A fused parameter has other blocks than its members: there is
 no digest to compare, and a note says so.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.fusing import fuse_members, split_into_members
+from reshard.checkpoint.naming.fusing import fuse_members, split_into_members
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.name_patterns import (

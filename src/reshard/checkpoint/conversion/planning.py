@@ -1,0 +1,159 @@
+"""Planning of conversions: from a request and a source to a `Conversion`, by reading headers.
+
+Each step is a function from what the step before gave:
+
+1. the source, and a target apart from it;
+2. names: the recipe's, in which rules match, and the target's (`source_names`);
+3. elements that are computed: casts, quantised weights (`reshard.checkpoint.changes`);
+4. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
+5. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Unpack
+
+from reshard.checkpoint.changes.planning import ChangedElements, change_elements
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.placement import place_tensors
+from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
+from reshard.checkpoint.conversion.source_names import NamedSource, name_source
+from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.formats.arrangement import NewCheckpoint
+from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.errors import UsageError
+from reshard.plans.documents.serialization import to_json
+from reshard.recipes.recipe import parse_options
+
+
+def plan_conversion(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    request: ConversionRequest | None = None,
+    **arguments: Unpack[RequestArguments],
+) -> Conversion:
+    """Plan a conversion; reads headers, writes nothing.
+
+    Args:
+        source: a checkpoint, or where it is.
+        target: the folder that will hold the new one.
+        request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
+            `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
+            `dtype`, `dequantize`, `quantize`, `layout`, `allow` (see `ConversionRequest`).
+
+    Raises:
+        CheckpointError: a source that cannot be used.
+        RecipeError: rules or a recipe that do not fit.
+        UsageError: arguments that contradict each other; a target inside the source.
+        RunError: a target that the system does not let us look at.
+    """
+    if request is None:
+        request = ConversionRequest(**arguments)
+    elif arguments:
+        raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
+    checkpoint, target = _open_source(source, target)
+    named = name_source(request, checkpoint)
+    resolved = _resolve(request, named)
+    changed = _change_elements(request, named.checkpoint)
+    named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
+    placement = place_tensors(request, named)
+    checkpoint = named.checkpoint
+    arrangement = request.target_format.arrange(
+        NewCheckpoint(
+            placement.tensors,
+            request.mesh,
+            checkpoint.metadata,
+            checkpoint.items,
+            checkpoint.paths,
+            checkpoint.attributes,
+            request.replicas,
+            request.most_file_bytes,
+            checkpoint.values,
+        )
+    )
+    return Conversion(
+        dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *placement.notes)),
+        target,
+        arrangement,
+        request,
+        resolved,
+        placement.assignment,
+        changed.computed,
+        changed.rewritten,
+    )
+
+
+def _open_source(
+    source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str]
+) -> tuple[Checkpoint, Path]:
+    """The source, and the path of a target that is apart from it."""
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if not isinstance(target, str | os.PathLike):
+        raise UsageError(f"a target {target!r}; give a path")
+    target = Path(target)
+    with refusals_explained("look at the target", target):
+        check_apart(
+            checkpoint,
+            target,
+            whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
+        )
+    return checkpoint, target
+
+
+def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
+    """Raise UsageError where a target would replace its source, or stand in it."""
+    source, goal = checkpoint.folder.resolve(), target.resolve()
+    if whole_folder and source in goal.parents:
+        raise UsageError(
+            f"the target {target} lies inside the source {checkpoint.folder}; put it elsewhere"
+        )
+    # The commit replaces the target with everything in it.
+    if goal in source.parents or (goal == source and not whole_folder):
+        raise UsageError(
+            f"the source {checkpoint.folder} lies inside the target {target}, and would be deleted "
+            "with it; choose another target"
+        )
+
+
+def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
+    if not request.changes_elements:
+        return ChangedElements(checkpoint)
+    return change_elements(
+        checkpoint,
+        read_config(checkpoint),
+        dtype_name=request.dtype,
+        dequantize=request.dequantize,
+        quantize=request.quantize,
+    )
+
+
+def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
+    """A request as plain values. Journals on disk have these keys and values."""
+    options = parse_options(request.options)
+    # Only where they were given: journals of other conversions have no such keys.
+    changes = {
+        key: getattr(request, key)
+        for key in ("dtype", "dequantize", "quantize")
+        if getattr(request, key)
+    }
+    if request.engine_layout is not None:
+        text = to_json(request.engine_layout).encode()
+        changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
+    return {
+        "to": request.to_text,
+        "rules": tuple(f"{rule.pattern}={rule.spec}" for rule in request.parsed_rules),
+        "recipe": named.recipe.name if named.recipe else None,
+        "options": tuple(f"{name}={value}" for name, value in sorted(options.items())),
+        "strategy": request.strategy,
+        "replicas": request.replicas,
+        "most_file_bytes": request.most_file_bytes,
+        "source_names": None if named.from_names is None else named.from_names.text,
+        "target_names": None if named.to_names is None else named.to_names.text,
+        **changes,
+    }
