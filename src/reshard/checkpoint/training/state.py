@@ -1,0 +1,396 @@
+"""Training state by names: which tensor is a weight, and which is what of whose optimizer state.
+
+Programs keep the same things under names of their own. All of them have a word before optimizer
+state, the parameter, and the key of what is kept of it::
+
+    model.NAME              optim.state.NAME.exp_avg             DCP of `get_state_dict`
+    NAME                    optimizer.state.NAME.exp_avg         torchtitan; reshard's own names
+    state_dict.NAME         optimizer_states.0.state.7.exp_avg   Lightning: parameters by number
+    model.module.NAME       state.NAME.step                      wrapped models
+
+1. What stands before `.state.` is an optimizer where its last word says so, or where keys that
+   optimizers have stand behind.
+2. The weights' prefix is the one under which most of the parameters are found. Wrappers
+   (`module`, `_orig_mod`, ...) may stand in the names of one side and not of the other.
+3. The parameter is the longest name of a weight behind `.state.`; without weights, what stands
+   before a known key.
+4. Numbers are given in the order of the parameters, group by group: each group is a subsequence
+   of the weights, by shapes. Where there is more than one such, nothing is guessed.
+5. Tensors that are neither, such as random states, are `others`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from reshard.checkpoint.contents import Checkpoint
+
+Shape = tuple[int, ...]
+Path = tuple[str | int, ...]
+
+#: The key of 32-bit weights beside those that the model computes with.
+MASTER = "master"
+#: The key of the number of steps.
+STEP = "step"
+
+_MASTERS = frozenset(
+    {MASTER, "fp32", "fp32_param", "master_param", "master_params", "master_weight"}
+)
+# Keys that optimizers of PyTorch, Transformers, bitsandbytes and Megatron have. `step` is none of
+# the evidence: models have it too.
+_EVIDENCE = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg"),
+        *("grad_avg", "acc_delta", "step_size", "exp_avg_sq_row", "exp_avg_sq_col", "row_var"),
+        *("col_var", "fp32_param", "master_param", "state1", "state2", "absmax1", "absmax2"),
+        *("qmap1", "qmap2", "mu_product", "exp_avg_diff", "neg_pre_grad"),
+    }
+)
+_KEYS = _EVIDENCE | _MASTERS | {STEP, "sum", "prev", "eta", "mu", "ax", "variance", "RMS"}
+_CONTAINER = re.compile(r"(?:opt|optim|optimizer)s?(?:_?states?|_state_dict)?(?:[._]\d+)*")
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
+_WRAPPER = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPERS))})\.")
+# What else programs save on the top level of a state.
+_ELSEWHERE = re.compile(
+    r"(?:rng|cuda_rng|random|numpy_rng|torch_rng)(?:_\w+)?|\w*scheduler\w*|lr_schedulers?|"
+    r"data_?loader\w*|train_state|\w*scaler|loops|callbacks|\w*rng_state\w*"
+)
+
+
+class StateTensor(NamedTuple):
+    """What a tensor is: of a parameter, under the optimizer's key; a weight has the key `""`."""
+
+    parameter: str
+    key: str
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The training state of a checkpoint, by the names of its tensors.
+
+    Attributes:
+        weights: the tensor of each parameter and buffer, by its bare name.
+        optimizer: of each parameter, the tensor of each key.
+        others: tensors that are neither, such as random states.
+        unplaced: optimizer state whose parameter cannot be told, with the reason.
+        containers: what optimizer state stands behind, such as `optim`; empty for none.
+        weight_prefixes: what stands before bare names in those of the weights, such as `model.`.
+        numbers: the parameters by the numbers they have in the checkpoint, for each container
+            where they have.
+
+    >>> shapes = {"model.up": (4, 2), "optim.state.up.exp_avg": (4, 2), "optim.state.up.step": ()}
+    >>> found = find_training_state(shapes)
+    >>> found.weights, found.optimizer["up"]["step"]
+    ({'up': 'model.up'}, 'optim.state.up.step')
+    """
+
+    weights: Mapping[str, str]
+    optimizer: Mapping[str, Mapping[str, str]]
+    others: tuple[str, ...] = ()
+    unplaced: tuple[tuple[str, str], ...] = ()
+    containers: tuple[str, ...] = ()
+    weight_prefixes: tuple[str, ...] = ("",)
+    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StateTensor]:
+        """What each tensor is, by its name; without `others` and `unplaced`."""
+        found = {name: StateTensor(bare, "") for bare, name in self.weights.items()}
+        for parameter, state in self.optimizer.items():
+            for key, name in state.items():
+                found[name] = StateTensor(parameter, key)
+        return found
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the optimizer state, each once."""
+        return tuple(dict.fromkeys(key for state in self.optimizer.values() for key in state))
+
+
+def find_training_state(
+    tensors: Checkpoint | Mapping[str, Shape],
+    *,
+    paths: Mapping[str, Path] | None = None,
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+) -> TrainingState | None:
+    """The training state in a checkpoint; None where it has no optimizer state.
+
+    Args:
+        tensors: a checkpoint, or the shapes of its tensors by name.
+        paths: where names stood in a nested state, as a checkpoint has it.
+        groups: the numbers of the parameters of each group, by container, where parameters have
+            numbers and the groups are known; one group of all of them elsewhere.
+
+    >>> find_training_state({"model.norm.weight": (4,)}) is None
+    True
+    """
+    if isinstance(tensors, Checkpoint):
+        paths = tensors.paths if paths is None else paths
+        shapes: Mapping[str, Shape] = {n: t.shape for n, t in tensors.tensors.items()}
+    else:
+        shapes, paths = tensors, paths or {}
+    behind = _find_containers(shapes)
+    if not behind:
+        return None
+    inside = {name for entries in behind.values() for name in entries}
+    outside = [name for name in shapes if name not in inside]
+    return _StateBuilder(shapes, paths, outside, groups or {}).build(behind)
+
+
+def _find_containers(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """For each optimizer the names of its tensors, with what stands behind `.state.`."""
+    behind: dict[str, dict[str, str]] = {}
+    for name in names:
+        at = 0 if name.startswith("state.") else name.find(".state.") + 1
+        if at or name.startswith("state."):
+            behind.setdefault(name[: max(0, at - 1)], {})[name] = name[at + len("state.") :]
+    return {
+        container: entries
+        for container, entries in behind.items()
+        if _is_optimizer_word(container)
+        or any(rest.rpartition(".")[2] in _EVIDENCE for rest in entries.values())
+    }
+
+
+def _is_optimizer_word(container: str) -> bool:
+    """Whether the last word, with numbers behind it, is one for optimizers."""
+    words = container.split(".")
+    while len(words) > 1 and words[-1].isdigit():
+        words.pop()
+    return _CONTAINER.fullmatch(words[-1]) is not None
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without the wrappers that programs put around modules.
+
+    >>> bare_name("module.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    if _WRAPPER.search(name) is None:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class _StateBuilder:
+    """A training state under way."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        paths: Mapping[str, Path],
+        outside: Sequence[str],
+        groups: Mapping[str, Sequence[Sequence[int]]],
+    ) -> None:
+        self.shapes, self.paths, self.outside, self.groups = shapes, paths, outside, groups
+        self.optimizer: dict[str, dict[str, str]] = {}
+        self.unplaced: dict[str, str] = {}
+        self.prefixes: list[str] = []
+        self.numbers: dict[str, tuple[str, ...]] = {}
+        # The bare names of tensors under a prefix, and the tensors.
+        self.by_prefix: dict[str, dict[str, str]] = {}
+
+    def build(self, behind: Mapping[str, Mapping[str, str]]) -> TrainingState:
+        for container, entries in behind.items():
+            if self._has_numbers(entries):
+                self._add_numbered(container, entries)
+            else:
+                self._add_named(container, entries)
+        if not self.prefixes:
+            self._choose_prefix([])
+        weights: dict[str, str] = {}
+        for prefix in self.prefixes:
+            for bare, name in self._names_under(prefix).items():
+                weights.setdefault(bare, name)
+        placed = set(weights.values())
+        return TrainingState(
+            weights,
+            self.optimizer,
+            tuple(name for name in self.outside if name not in placed),
+            tuple(self.unplaced.items()),
+            tuple(behind),
+            tuple(self.prefixes),
+            self.numbers,
+        )
+
+    def _has_numbers(self, entries: Mapping[str, str]) -> bool:
+        """Whether parameters have numbers, such as `7.exp_avg`; `0.weight.exp_avg` has a name."""
+        for name, rest in entries.items():
+            number, _, key = rest.partition(".")
+            path = self.paths.get(name, ())
+            is_named = len(path) > 2 and path[-3] == "state" and not str(path[-2]).isdigit()
+            if not number.isdigit() or is_named or key.rpartition(".")[2] in _KEYS - {key}:
+                return False
+        return True
+
+    def _names_under(self, prefix: str) -> dict[str, str]:
+        """The tensors outside of optimizers whose names begin with a prefix, by bare names."""
+        if prefix not in self.by_prefix:
+            found: dict[str, str] = {}
+            for name in self.outside:
+                if not name.startswith(prefix) or _ELSEWHERE.fullmatch(name.partition(".")[0]):
+                    continue
+                bare = bare_name(name[len(prefix) :])
+                # Two that differ by wrappers alone keep them.
+                found[bare if bare not in found else name[len(prefix) :]] = name
+            self.by_prefix[prefix] = found
+        return self.by_prefix[prefix]
+
+    def _choose_prefix(self, guesses: Sequence[str]) -> dict[str, str]:
+        """The weights under the prefix with most of the guessed parameters, by bare names."""
+        candidates = [""]
+        for guess in guesses[:4]:
+            bare = bare_name(guess)
+            for name in self.outside:
+                own = bare_name(name)
+                if own == bare or not own.endswith(f".{bare}"):
+                    continue
+                prefix = own[: -len(bare)]
+                # Wrappers in the name stand in the prefix or behind it.
+                candidates += [p for p in (_widen(name, prefix),) if p not in candidates]
+        if len(candidates) == 1 and not guesses:
+            candidates += _common_prefix(self.outside)
+            found = candidates[-1]
+        else:
+            wanted = {bare_name(guess) for guess in guesses}
+            found = max(candidates, key=lambda p: len(wanted & self._names_under(p).keys()))
+            if not wanted & self._names_under(found).keys():
+                # An optimizer alone: nothing outside is a weight of it.
+                return {}
+        if found not in self.prefixes:
+            self.prefixes.append(found)
+        return self._names_under(found)
+
+    def _add_named(self, container: str, entries: Mapping[str, str]) -> None:
+        split = {
+            name: _split_path(self.paths.get(name, ()), rest) for name, rest in entries.items()
+        }
+        guesses = dict.fromkeys(
+            parameter for parameter, key in split.values() if key in _KEYS and parameter
+        )
+        weights = self._choose_prefix([*guesses])
+        known = {**weights, **{bare_name(guess): guess for guess in guesses}}
+        for name, (parameter, key) in split.items():
+            bare = bare_name(parameter)
+            if bare not in known:
+                bare, key = _split_by_known(entries[name], known)
+            if not bare and key not in _KEYS:
+                self.unplaced[name] = "no parameter has the beginning of its name"
+                continue
+            self._add(name, bare or bare_name(parameter), key)
+
+    def _add(self, name: str, parameter: str, key: str) -> None:
+        state = self.optimizer.setdefault(parameter, {})
+        key = MASTER if key in _MASTERS else key
+        if key in state:
+            self.unplaced[name] = f"{state[key]} is the same of the same parameter"
+        else:
+            state[key] = name
+
+    def _add_numbered(self, container: str, entries: Mapping[str, str]) -> None:
+        shapes: dict[int, Shape] = {}
+        for name, rest in entries.items():
+            number, _, key = rest.partition(".")
+            known = shapes.get(int(number), ())
+            # Of all that is kept of a parameter, what has most dimensions has its shape.
+            is_own = key in _EVIDENCE and len(self.shapes[name]) >= len(known)
+            shapes[int(number)] = self.shapes[name] if is_own else known
+        weights = self._choose_prefix([])
+        groups = self.groups.get(container) or [sorted(shapes)]
+        sizes = {bare: self.shapes[name] for bare, name in weights.items()}
+        found = _match_groups(groups, shapes, sizes)
+        if found is None:
+            why = (
+                "its parameter has a number, and the shapes of the weights, in their order, do not "
+                "tell which one it is"
+            )
+            self.unplaced.update(dict.fromkeys(entries, why))
+            return
+        self.numbers[container] = tuple(found[n] for n in sorted(found))
+        for name, rest in entries.items():
+            number, _, key = rest.partition(".")
+            if int(number) in found:
+                self._add(name, found[int(number)], key)
+            else:
+                self.unplaced[name] = "no group of parameters has its number"
+
+
+def _widen(name: str, prefix: str) -> str:
+    """The beginning of a name that is `prefix` but for wrappers."""
+    at, kept = 0, ""
+    for part in name.split("."):
+        if kept == prefix:
+            break
+        at += len(part) + 1
+        kept += "" if part in _WRAPPERS else f"{part}."
+    return name[:at]
+
+
+def _common_prefix(names: Sequence[str]) -> list[str]:
+    """The first word of most names with a dot behind it, where it is one for models."""
+    for word in ("model.", "state_dict.", "model_state_dict.", "module.", "network.", "net."):
+        if any(name.startswith(word) for name in names) and all(
+            name.startswith(word) or _ELSEWHERE.fullmatch(name.partition(".")[0]) or "." not in name
+            for name in names
+        ):
+            return [word]
+    return []
+
+
+def _split_path(path: Path, rest: str) -> tuple[str, str]:
+    """The parameter and the key by the place in a nested state, or by the last dot."""
+    if len(path) > 2 and path[-3] == "state":
+        return str(path[-2]), str(path[-1])
+    first, _, last = rest.partition(".")
+    # Megatron writes the key first.
+    if first in _EVIDENCE and last.rpartition(".")[2] not in _KEYS:
+        return last, first
+    parameter, _, key = rest.rpartition(".")
+    return parameter, key
+
+
+def _split_by_known(rest: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """The longest known parameter that `rest` begins with, and the key behind it."""
+    at = rest.rfind(".")
+    while at > 0:
+        bare = bare_name(rest[:at])
+        if bare in known:
+            return bare, rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    return "", rest.rpartition(".")[2]
+
+
+def _match_groups(
+    groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], weights: Mapping[str, Shape]
+) -> dict[int, str] | None:
+    """The weights that numbers stand for; None where shapes and order do not tell."""
+    names, found = [*weights], dict[int, str]()
+    for group in groups:
+        forward = _match_in_order(group, shapes, [(n, weights[n]) for n in names])
+        backward = _match_in_order(group[::-1], shapes, [(n, weights[n]) for n in names[::-1]])
+        # The first and the last way to find a subsequence agree where there is one way.
+        if forward is None or forward != backward:
+            return None
+        found.update(forward)
+    return found if len(set(found.values())) == len(found) else None
+
+
+def _match_in_order(
+    numbers: Sequence[int], shapes: Mapping[int, Shape], weights: Sequence[tuple[str, Shape]]
+) -> dict[int, str] | None:
+    """Each number with the first weight of its shape behind that of the number before."""
+    found: dict[int, str] = {}
+    rest = iter(weights)
+    for number in numbers:
+        # A parameter without state, which was never trained, takes the next weight.
+        shape = shapes.get(number)
+        name = next((n for n, own in rest if shape is None or own == shape), None)
+        if name is None:
+            return None
+        found[number] = name
+    return found
