@@ -31,7 +31,7 @@ from reshard.recipes.strategies import strategy as find_strategy
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedTensors:
     """The layout of every tensor of the target, by its name there.
 
     `assignment` says how rules and recipes matched, where they were used; `notes` are for the user.
@@ -42,7 +42,7 @@ class Placement:
     notes: tuple[str, ...] = ()
 
 
-def place_tensors(request: ConversionRequest, source: NamedSource) -> Placement:
+def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTensors:
     """Where a request puts the tensors of a source.
 
     Raises:
@@ -51,13 +51,13 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> Placement:
     """
     own = request.target_format.place(source.checkpoint, request.mesh, request.ranks)
     if own is not None:
-        return Placement(_plan_tensors(source.checkpoint, own))
+        return PlacedTensors(_plan_tensors(source.checkpoint, own))
     if request.engine_layout is not None:
         layouts, notes = cut_by_engine(source.checkpoint, request.engine_layout)
-        return Placement(_plan_tensors(source.checkpoint, layouts), notes=notes)
+        return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
     if request.mesh is not None and request.is_by_rules:
         return _place_by_rules(request, source, request.mesh)
-    return Placement(
+    return PlacedTensors(
         _plan_tensors(source.checkpoint, _place_by_strategy(request, source.checkpoint))
     )
 
@@ -71,7 +71,9 @@ def _plan_tensors(
     }
 
 
-def _place_by_rules(request: ConversionRequest, source: NamedSource, mesh: DeviceMesh) -> Placement:
+def _place_by_rules(
+    request: ConversionRequest, source: NamedSource, mesh: DeviceMesh
+) -> PlacedTensors:
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
     storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
@@ -86,7 +88,7 @@ def _place_by_rules(request: ConversionRequest, source: NamedSource, mesh: Devic
             spec = fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
             layout = spec.layout(tensor.shape)
         planned[name] = PlannedTensor(tensor.dtype, layout, str(spec))
-    return Placement(planned, assignment)
+    return PlacedTensors(planned, assignment)
 
 
 def _place_by_strategy(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, Layout]:
