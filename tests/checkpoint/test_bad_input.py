@@ -83,7 +83,9 @@ def test_a_name_too_long_for_the_file_system(tmp_path: Path) -> None:
 def test_a_folder_without_tensors(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "pytorch_model.bin").write_bytes(b"pickle")
-    refused(tmp_path / "source", "expected `model.safetensors`")
+    refused(tmp_path / "source", "pytorch_model.bin is a line of text")
+    (tmp_path / "source" / "pytorch_model.bin").rename(tmp_path / "source" / "notes.txt")
+    refused(tmp_path / "source", "expected `model.safetensors`", "it has notes.txt")
 
 
 def test_files_that_nothing_joins(whole: Path) -> None:

@@ -3,6 +3,7 @@
 1. A folder with our manifest is what the manifest says.
 2. Anything else is of the first format that says so (`registry`).
 3. A file is taken by itself, with nothing beside it.
+4. What is none of these is named, where it can be told what it is (`unknown`).
 
 Other files in a folder are carried along when they are small; reshard never reads them, but
 for `config.json`, in which recipes look up numbers.
@@ -11,6 +12,7 @@ for `config.json`, in which recipes look up numbers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -21,10 +23,19 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.format import CheckpointFormat
 from reshard.checkpoint.formats.registry import all_formats, find_format
+from reshard.checkpoint.formats.unknown import (
+    describe_folder,
+    describe_missing,
+    describe_wrong_files,
+    folders_within,
+    list_names,
+    list_some,
+)
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
 
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
+_MOST_INNER_FOLDERS = 64
 # Weights in other formats: they say the same as the tensors, and would contradict them.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
@@ -43,7 +54,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
     try:
-        return _open(Path(path))
+        return _open(os.fspath(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
@@ -51,40 +62,63 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ) from error
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(given: str) -> Checkpoint:
+    path = Path(given)
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: there is nothing of that name")
-    if not path.is_dir():
-        return _identify(_detect(path).open(path))
-    manifest = read_manifest(path)
-    if manifest is not None:
-        checkpoint = _open_with_manifest(path, manifest)
-    else:
-        checkpoint = _detect(path).open(path)
-    return _add_companions(_identify(checkpoint))
+        raise CheckpointError(describe_missing(given))
+    manifest = read_manifest(path) if path.is_dir() else None
+    try:
+        format = _detect(path) if manifest is None else _find_format_of(path, manifest)
+        if manifest is None:
+            checkpoint = format.open(path)
+        else:
+            checkpoint = _open_with_manifest(format, path, manifest)
+    except FormatError as error:
+        # A pointer of git-LFS is not a damaged header: what the file is comes first.
+        wrong = describe_wrong_files(path, str(error))
+        if wrong is None:
+            raise
+        raise FormatError(wrong) from error
+    checkpoint = _identify(checkpoint)
+    return _add_companions(checkpoint) if path.is_dir() else checkpoint
 
 
 def _detect(path: Path) -> CheckpointFormat:
     for format in all_formats():
         if format.detect(path):
             return format
-    evidence = "; ".join(format.evidence for format in reversed(all_formats()))
-    raise CheckpointError(f"no checkpoint in {path}: expected {evidence}")
+    text = describe_folder(path)
+    if text is None:
+        evidence = "; ".join(format.evidence for format in reversed(all_formats()))
+        names = list_names(path)
+        text = f"no checkpoint in {path}: expected {evidence}"
+        text += f"; it has {list_some(names)}" if names else "; it is empty"
+    within = [
+        inner.relative_to(path).as_posix()
+        for inner in itertools.islice(folders_within(path), _MOST_INNER_FOLDERS)
+        if any(format.detect(inner) for format in all_formats())
+    ]
+    hint = f". There are checkpoints in it, name one: {list_some(within)}" if within else ""
+    raise CheckpointError(text + hint)
 
 
-def _open_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
+def _find_format_of(folder: Path, manifest: Manifest) -> CheckpointFormat:
+    format = find_format(manifest.format)
+    if format is None:
+        raise FormatError(
+            f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "
+            "not know; update it, or install the plug-in that has it"
+        )
+    return format
+
+
+def _open_with_manifest(format: CheckpointFormat, folder: Path, manifest: Manifest) -> Checkpoint:
     for file in manifest.files:
         if not (folder / file.name).exists():
             raise CheckpointError(
                 f"{folder / file.name} is missing; the manifest lists {len(manifest.files)} files "
                 "that belong to this checkpoint"
             )
-    format = find_format(manifest.format)
-    if format is None:
-        raise FormatError(
-            f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "
-            "not know; update it"
-        )
     return format.open_with_manifest(folder, manifest)
 
 

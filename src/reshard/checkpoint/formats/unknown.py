@@ -1,0 +1,359 @@
+"""What is found where a checkpoint was expected, though no format reads it.
+
+A user who names a folder of another program, a pointer of git-LFS or an address of an object store
+is told so, and what to do. Nothing is opened for that: names are looked at, and the first bytes of
+files.
+
+1. A path that is not there may be an address, a slip of one, or the name of a model on the Hub
+   (`describe_missing`).
+2. A folder that no format knows has files by whose names or first bytes a program is known
+   (`describe_folder`).
+3. A file that its format cannot read may be of another kind than its name says
+   (`describe_wrong_files`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+_HEAD_BYTES = 600
+_MOST_FILES = 4096
+_MOST_SHOWN = 4
+_ARCHIVE = "unpack it, and name what is in it"
+_FETCH = "fetch the file again"
+
+
+class FileKind(NamedTuple):
+    """A kind of file: what it is, what to do, and the endings of names that it has by right."""
+
+    what: str
+    remedy: str
+    suffixes: tuple[str, ...] = ()
+
+
+_POINTER = FileKind(
+    "a pointer of git-LFS, in the place of the file itself", "run `git lfs pull` in its repository"
+)
+_EMPTY = FileKind("empty (0 bytes)", f"{_FETCH}: a download or a save did not finish")
+_ZEROS = FileKind(
+    "zeros where it begins",
+    f"{_FETCH}: a copy of it, or the program that writes it, did not finish",
+)
+_PAGE = FileKind(
+    "a web page (HTML or XML), as a server answers with where it refuses a download",
+    f"{_FETCH}, with access to it",
+)
+_ANSWER = FileKind("a line of text, as a server answers with an error", f"{_FETCH}, with access")
+_SAFETENSORS = FileKind("a safetensors file", "name it .safetensors", (".safetensors",))
+_TORCH = FileKind(
+    "a file of torch.save",
+    "name it .bin or .pt",
+    (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".tar", ".pkl"),
+)
+_KERAS = FileKind(
+    "an archive of Keras",
+    "load it with Keras, and save its weights with `safetensors.numpy.save_file`",
+    (".keras",),
+)
+_NUMPY = FileKind(
+    "an archive of NumPy arrays", "save them with `safetensors.numpy.save_file`", (".npz",)
+)
+_ZIP = FileKind("a zip archive", _ARCHIVE, (".zip",))
+_HDF5 = FileKind(
+    "an HDF5 file, as Keras and TensorFlow write",
+    "load it with `from_tf=True` in transformers 4, and save that with `save_pretrained`",
+    (".h5", ".hdf5"),
+)
+_GGUF = FileKind(
+    "a GGUF file, whose weights are quantised for llama.cpp",
+    "convert the checkpoint that it was made of",
+    (".gguf",),
+)
+_PICKLE = FileKind(
+    "a pickle of Python, which cannot be looked into without running it",
+    "load it where it is trusted, and save its tensors as safetensors",
+    (".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".metadata"),
+)
+_TAR = FileKind("a tar archive", _ARCHIVE, (".tar",))
+_NEMO = FileKind(
+    "an archive of NeMo",
+    "unpack it with `tar -xf`, and name `model_weights` or `model_weights.ckpt`, which is in it",
+    (".nemo",),
+)
+_COMPRESSED = FileKind(
+    "a compressed file",
+    _ARCHIVE,
+    # The last: chunks of PyTorch's distributed checkpoints may be packed.
+    (".gz", ".tgz", ".zst", ".bz2", ".xz", ".7z", ".distcp"),
+)
+_TFLITE = FileKind("a TensorFlow Lite model", "convert the model that it was made of", (".tflite",))
+
+# Beginnings of files, and what they are; a zip is looked into one name further.
+_BEGINNINGS = (
+    (b"version https://git-lfs", _POINTER),
+    (b"GGUF", _GGUF),
+    (b"\x89HDF\r\n\x1a\n", _HDF5),
+    (b"\x93NUMPY", FileKind("an array of NumPy", "save it as safetensors", (".npy",))),
+    (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", _TORCH),
+    (b"\x1f\x8b", _COMPRESSED),
+    (b"\x28\xb5\x2f\xfd", _COMPRESSED),
+    (b"BZh", _COMPRESSED),
+    (b"\xfd7zXZ\x00", _COMPRESSED),
+    (b"7z\xbc\xaf\x27\x1c", _COMPRESSED),
+    *((bytes([0x80, number]), _PICKLE) for number in (2, 3, 4, 5)),
+)
+_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
+# Names in a folder, and whose they are. The first that fits says what the folder is.
+_FOLDERS: tuple[tuple[str, str, str], ...] = (
+    (
+        "*zero_pp_rank_*_model_states.pt",
+        "a DeepSpeed ZeRO-3 folder, in which every rank has a part of every parameter",
+        "make one file of it with its `zero_to_fp32.py`",
+    ),
+    (
+        "*zero_pp_rank_*_optim_states.pt",
+        "a DeepSpeed ZeRO-1 or ZeRO-2 folder",
+        "make one file of it with its `zero_to_fp32.py`",
+    ),
+    (
+        "mp_rank_*_model_states.pt",
+        "a DeepSpeed folder",
+        "make one file of it with its `zero_to_fp32.py`",
+    ),
+    ("universal_checkpoint_info", "a universal checkpoint of DeepSpeed", ""),
+    ("zero_to_fp32.py", "a folder of DeepSpeed's, whose steps are folders `global_step*`", ""),
+    ("mp_rank_*", "a Megatron checkpoint of ranks' files, `mp_rank_*/model_optim_rng.pt`", ""),
+    ("latest_checkpointed_iteration.txt", "a folder of Megatron's, with a folder a step", ""),
+    (
+        "manifest.ocdbt",
+        "an Orbax checkpoint (OCDBT)",
+        "restore it with orbax, and save safetensors",
+    ),
+    ("_CHECKPOINT_METADATA", "an Orbax checkpoint", "restore it with orbax, and save safetensors"),
+    ("flax_model*.msgpack", "a Flax model", "load it with `from_flax=True` in transformers 4"),
+    ("*.msgpack", "a msgpack file, as Flax writes", "load it with Flax, and save safetensors"),
+    ("tf_model*.h5", "a TensorFlow model", _HDF5.remedy),
+    ("saved_model.pb", "a SavedModel of TensorFlow", "load it there, and save its weights"),
+    (
+        "*.data-?????-of-?????",
+        "a checkpoint of TensorFlow",
+        "read it with `tf.train.load_checkpoint`, and save its arrays as safetensors",
+    ),
+    ("*.weights.h5", "weights of Keras", _KERAS.remedy),
+    ("*.keras", "a model of Keras", _KERAS.remedy),
+    ("*.h5", "an HDF5 file, as Keras writes", _KERAS.remedy),
+    ("*.gguf", "a GGUF model of llama.cpp", _GGUF.remedy),
+    ("*.onnx", "an ONNX model", "convert the checkpoint that it was exported from"),
+    ("*.nemo", "an archive of NeMo", _NEMO.remedy),
+    ("model_weights", "a NeMo folder", "name the folder `model_weights` in it"),
+    (
+        "rank*.engine",
+        "an engine that TensorRT-LLM built, for one kind of GPU",
+        "convert the checkpoint that it was built from",
+    ),
+    ("*.engine", "an engine of TensorRT", "convert the checkpoint that it was built from"),
+    ("*.plan", "an engine of TensorRT", "convert the checkpoint that it was built from"),
+    ("*.pdparams", "a PaddlePaddle model", "load it there, and save safetensors"),
+    ("*.mlpackage", "a Core ML model", "convert the checkpoint that it was made of"),
+    ("openvino_model.xml", "an OpenVINO model", "convert the checkpoint that it was made of"),
+    ("*.tflite", _TFLITE.what, _TFLITE.remedy),
+    ("model_world_size_*_rank_*.pt", "files of FSDP ranks, as verl writes", ""),
+    ("pytorch_model*.bin", "a model of torch.save files", ""),
+    ("adapter_model.bin", "an adapter of PEFT, of torch.save", ""),
+    ("consolidated.*.pth", "a model of torch.save files, as Meta writes", ""),
+    *(
+        (f"*{suffix}", f"a folder of archives ({suffix})", _ARCHIVE)
+        for suffix in (".tar", ".tar.gz", ".tgz", ".zip", ".zst")
+    ),
+)
+_PARTIAL = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.download")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata")
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,15}):(//?)(.*)", re.DOTALL)
+_STORES = {
+    "s3": "aws s3 cp --recursive",
+    "gs": "gcloud storage cp --recursive",
+    "gcs": "gcloud storage cp --recursive",
+    "hf": "hf download",
+    "az": "azcopy copy --recursive",
+    "abfs": "azcopy copy --recursive",
+    "r2": "rclone copy",
+    "oss": "ossutil cp -r",
+    "http": "wget",
+    "https": "wget",
+    "ftp": "wget",
+}
+_HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+
+
+def describe_missing(given: str) -> str:
+    """What to say of a path where there is nothing, such as an address or a slip of one.
+
+    >>> describe_missing("s3:/bucket/model")
+    'no checkpoint at s3:/bucket/model: an object store is not opened, nor is there such a path \
+(its address would be s3://bucket/model); copy it here first, such as with `aws s3 cp --recursive`'
+    """
+    address = _ADDRESS.fullmatch(given)
+    if address is not None and address[1].lower() == "file":
+        return f"no checkpoint at {given}: give the path alone, /{address[3].lstrip('/')}"
+    if address is not None and address[1].lower() in _STORES:
+        scheme = address[1].lower()
+        what = "an address on the web" if scheme in ("http", "https", "ftp") else "an object store"
+        slip = ""
+        if address[2] == "/":
+            slip = f", nor is there such a path (its address would be {scheme}://{address[3]})"
+        return (
+            f"no checkpoint at {given}: {what} is not opened{slip}; copy it here first, such as "
+            f"with `{_STORES[scheme]}`"
+        )
+    path = Path(given)
+    text = f"no checkpoint at {given}: there is nothing of that name"
+    with suppress(OSError):
+        if path.is_symlink():
+            return f"no checkpoint at {given}: a link to {os.readlink(path)}, which is not there"
+        parent = path.parent
+        if not parent.is_dir():
+            if _HUB_NAME.fullmatch(given):
+                return f"{text}; a model of the Hub is fetched first, by `hf download {given}`"
+            while not parent.is_dir() and parent != parent.parent:
+                parent = parent.parent
+            return f"{text}; of its folders there is {parent}"
+        near = difflib.get_close_matches(path.name, list_names(parent), 1)
+        if near:
+            return f"{text}; did you mean {parent / near[0]}?"
+    return text
+
+
+def describe_folder(path: Path) -> str | None:
+    """What a folder is that no format knows, and what to do; None for one that is not known."""
+    names = list_names(path)
+    wrong = describe_wrong_files(path)
+    if wrong is not None:
+        return wrong
+    for pattern, what, remedy in _FOLDERS:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if found:
+            how = f"; {remedy}" if remedy else ""
+            return f"{path} is {what} ({list_some(found)}), which cannot be read as it is{how}"
+    for pattern in _PARTIAL:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if found:
+            return f"{path} has {list_some(found)}: its download did not finish; go on with it"
+    return None
+
+
+def folders_within(path: Path) -> Iterator[Path]:
+    """The folders in which steps or snapshots of a folder would be, the last ones first."""
+    for name in sorted(list_names(path), key=_by_numbers, reverse=True):
+        inner = path / name
+        if name.startswith(".") or not inner.is_dir():
+            continue
+        if name == "snapshots":
+            # The cache of the Hub: one more folder down, named by commit.
+            yield from (inner / one for one in list_names(inner) if (inner / one).is_dir())
+        yield inner
+
+
+def describe_wrong_files(path: Path, error: str | None = None) -> str | None:
+    """The files at a path that are of another kind than their names say; None where none is.
+
+    Args:
+        path: a file, or a folder.
+        error: of the format that could not read it. Only what it names is then wrong.
+    """
+    is_folder = path.is_dir()
+    files = [path]
+    if is_folder:
+        files = [path / name for name in list_names(path) if name.endswith(_WEIGHTS)]
+    wrong: dict[FileKind, list[Path]] = {}
+    for file in files:
+        kind = find_kind(file)
+        if kind is not None and not file.name.lower().endswith(kind.suffixes or ("\0",)):
+            wrong.setdefault(kind, []).append(file)
+    if error is not None:
+        wrong = {kind: of for kind, of in wrong.items() if any(one.name in error for one in of)}
+    if not wrong:
+        return None
+    kind, found = max(wrong.items(), key=lambda pair: len(pair[1]))
+    if len(found) == 1:
+        return f"{found[0]} is {kind.what}; {kind.remedy}"
+    return (
+        f"{len(found)} files in {path} ({list_some([one.name for one in found])}) are each "
+        f"{kind.what}; {kind.remedy}"
+    )
+
+
+def find_kind(file: Path) -> FileKind | None:
+    """The kind of a regular file by its first bytes; None where they do not tell.
+
+    >>> find_kind(Path(__file__)) is None
+    True
+    """
+    try:
+        if not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            head = opened.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    if not head:
+        return _EMPTY
+    for beginning, kind in _BEGINNINGS:
+        if head.startswith(beginning):
+            return kind
+    if head.startswith(b"PK\x03\x04"):
+        return _find_kind_of_zip(head)
+    if head[257:262] == b"ustar":
+        return _NEMO if file.suffix == ".nemo" or b"model_config.yaml" in head[:100] else _TAR
+    if head[4:8] == b"TFL3":
+        return _TFLITE
+    if head.lstrip().lower().startswith(_PAGES):
+        return _PAGE
+    if int.from_bytes(head[:8], "little") <= 100_000_000 and head[8:9] == b"{":
+        return _SAFETENSORS
+    if len(head) == _HEAD_BYTES and not any(head):
+        return _ZEROS
+    is_short = len(head) < _HEAD_BYTES and file.name.endswith(_WEIGHTS)
+    if is_short and re.fullmatch(rb"[\x20-\x7e\s]+", head):
+        return _ANSWER
+    return None
+
+
+def _find_kind_of_zip(head: bytes) -> FileKind:
+    """What a zip is by the name of its first member."""
+    length = int.from_bytes(head[26:28], "little")
+    name = head[30 : 30 + length].decode("utf-8", "replace")
+    if name.endswith(".npy"):
+        return _NUMPY
+    if re.fullmatch(r"[^/]+/(data\.pkl|version|byteorder|\.format_version|code/.*)", name):
+        return _TORCH
+    if name in ("metadata.json", "config.json", "model.weights.h5"):
+        return _KERAS
+    return _ZIP
+
+
+def list_names(folder: Path) -> list[str]:
+    """Some thousand names in a folder, sorted."""
+    names = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            names.append(entry.name)
+            if len(names) == _MOST_FILES:
+                break
+    return sorted(names)
+
+
+def _by_numbers(name: str) -> tuple[tuple[int, str], ...]:
+    """An order of names in which 100 comes behind 20."""
+    return tuple((int(n or 0), text) for n, text in re.findall(r"(\d{1,18})|(\D+)", name))
+
+
+def list_some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_SHOWN])
+    return shown + (f"... {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else "")
