@@ -42,7 +42,7 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.registry import all_formats, register_format
+from reshard.checkpoint.formats.registry import register_format, shipped_formats
 from reshard.checkpoint.loading import load, read_tensor
 
 __all__ = [
@@ -79,7 +79,7 @@ __all__ = [
 open = open_checkpoint
 
 # Imported here, so that the first call does not take the time.
-all_formats()
+shipped_formats()
 
 
 def convert(

@@ -12,7 +12,7 @@ import click
 from reshard.checkpoint.changes.planning import QUANTIZATIONS
 from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.arrangement import REPLICAS
-from reshard.checkpoint.formats.registry import written_names
+from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import ALLOWANCES
@@ -93,6 +93,14 @@ memory_option = click.option(
     metavar="SIZE",
     help="What the work may allocate.",
 )
+
+
+class FormatChoice(click.Choice[str]):
+    """The name of a format that is written; the error has plug-ins that could not be loaded."""
+
+    def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
+        """The message for a name that is none."""
+        return super().get_invalid_choice_message(value, ctx) + describe_broken_formats()
 
 
 def check_picture(drawn: str | None, as_json: bool) -> None:
@@ -178,7 +186,7 @@ _CONVERSION_OPTIONS = (
     ),
     click.option(
         "--format",
-        type=click.Choice(written_names()),
+        type=FormatChoice(written_names()),
         help="Of the target. [default: safetensors for `full`, else sharded-safetensors]",
     ),
     click.option(

@@ -1,4 +1,8 @@
-"""The recipes that come with reshard, and how one is found: by name, by path, by model.
+"""The recipes that come with reshard or with plug-ins, and how one is found.
+
+By name, by path, or by the model's type. A plug-in's are those of its entry points
+`reshard.recipes` (`reshard.plugins`): a package or folder of TOML files, the path of one file, or a
+`Recipe`. For a model that both know, a plug-in's recipe is taken.
 
 A model of a type that no recipe is for may still have the tensors of a known one. Which recipe it
 resembles is found by its parameter names: the one whose rules match the most of them, whose counts
@@ -14,10 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from reshard.errors import RecipeError
+from reshard.plugins import RECIPES, Plugin, describe_broken, load_plugins
 from reshard.recipes.config.expressions import Config, parse_expression
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.recipe_file import read_recipe
@@ -33,17 +40,75 @@ def shipped_recipes() -> tuple[str, ...]:
     >>> "llama" in shipped_recipes()
     True
     """
-    return tuple(
-        sorted(
-            entry.name.removesuffix(".toml")
-            for entry in SHIPPED.iterdir()
-            if entry.name.endswith(".toml")
+    return tuple(sorted(_list_files(SHIPPED)))
+
+
+def _list_files(folder: Traversable) -> dict[str, Traversable]:
+    """The recipe files of a folder, by the names of the recipes."""
+    files = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {entry.name.removesuffix(".toml"): entry for entry in files}
+
+
+def known_recipes() -> tuple[str, ...]:
+    """The names of all recipes: those of plug-ins first, then the shipped ones.
+
+    >>> set(shipped_recipes()) <= set(known_recipes())
+    True
+    """
+    return (*_load_added()[0], *shipped_recipes())
+
+
+@cache
+def _load_added() -> tuple[dict[str, Recipe], tuple[Plugin, ...]]:
+    """The recipes of plug-ins, by name, and the plug-ins that are left out."""
+    added: dict[str, Recipe] = {}
+    broken = []
+    for plugin in load_plugins(RECIPES):
+        problem = plugin.problem
+        if not problem:
+            try:
+                found = _read_added(plugin.value)
+            except RecipeError as error:
+                found, problem = {}, str(error)
+            taken = sorted({*found} & {*added, *shipped_recipes()})
+            if taken:
+                problem = f"there is a recipe {taken[0]!r} already"
+        if problem:
+            broken.append(Plugin(plugin.name, plugin.package, problem=problem))
+        else:
+            added |= found
+    return added, tuple(broken)
+
+
+def _read_added(value: Any) -> dict[str, Recipe]:
+    """The recipes that a plug-in stands for, by name."""
+    if isinstance(value, Recipe):
+        return {value.name: value}
+    if isinstance(value, ModuleType):
+        value = resources.files(value)
+    elif isinstance(value, str):
+        value = Path(value)
+    if not isinstance(value, Traversable):
+        raise RecipeError(
+            f"{value!r} is no recipe, no package or folder of TOML files, and no path of one"
         )
-    )
+    files = {value.name.removesuffix(".toml"): value}
+    if value.is_dir():
+        files = _list_files(value)
+        if not files:
+            raise RecipeError(f"there are no files `*.toml` in {value}")
+    return {name: read_recipe(file, file.name, _load_extended) for name, file in files.items()}
+
+
+def _load_extended(name: str) -> Recipe:
+    """The recipe that a plug-in's recipe extends."""
+    if name not in shipped_recipes():
+        raise RecipeError(f"it extends {name!r}, which is no shipped recipe")
+    return _load_shipped(name)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """The recipe of a shipped name, or of a TOML file.
+    """The recipe of a name, shipped or of a plug-in, or of a TOML file.
 
     Text is a path when it ends in `.toml` or holds a `/`; a `Path` always is one.
 
@@ -58,9 +123,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         raise RecipeError(f"a recipe {name_or_path!r}; give a name, or the path of a TOML file")
     if isinstance(name_or_path, Path) or _is_path(name_or_path):
         return _load_file(Path(name_or_path), ())
-    if name_or_path not in shipped_recipes():
-        raise RecipeError(_describe_unknown(name_or_path))
-    return _load_shipped(name_or_path)
+    return _load_known(name_or_path)
 
 
 def _is_path(text: str) -> bool:
@@ -82,20 +145,20 @@ def _load_file(path: Path, extended_by: tuple[Path, ...]) -> Recipe:
 
 
 def choose_recipe(config: Mapping[str, object]) -> Recipe | None:
-    """The shipped recipe for a model, by the `model_type` of its config.json, or None.
+    """The recipe for a model, by the `model_type` of its config.json, or None.
 
     >>> choose_recipe({"model_type": "bert"}).name
     'bert'
     """
-    for name in shipped_recipes():
-        recipe = _load_shipped(name)
+    for name in known_recipes():
+        recipe = _load_known(name)
         if config.get("model_type") in recipe.model_types:
             return recipe
     return None
 
 
 class Resemblance(NamedTuple):
-    """A shipped recipe that is for other models, and how well it fits one by its names.
+    """A known recipe that is for other models, and how well it fits one by its names.
 
     `matched` of `tensors` are matched by its rules; `missing` are the expressions of its counts
     that the model's config.json does not answer.
@@ -108,7 +171,7 @@ class Resemblance(NamedTuple):
 
 
 def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
-    """The shipped recipe whose rules match most of a model's names, if they match half of them.
+    """The known recipe whose rules match most of a model's names, if they match half of them.
 
     >>> names = [f"model.layers.{i}.mlp.{name}_proj.weight" for i in (0, 1) for name in ("up", "q")]
     >>> found = find_resembling(names, {"num_hidden_layers": 2})
@@ -118,8 +181,8 @@ def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
     # Layers and experts repeat: names that differ in numbers only are asked once.
     kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names)
     best: tuple[tuple[int, int, int, bool, int], Resemblance] | None = None
-    for name in shipped_recipes():
-        recipe = _load_shipped(name)
+    for name in known_recipes():
+        recipe = _load_known(name)
         rules = [rule for rule in recipe.rules if _may_count(rule, config)]
         matched, used = 0, set()
         for kind, count in kinds.items():
@@ -139,14 +202,16 @@ def find_resembling(names: Iterable[str], config: Config) -> Resemblance | None:
 
 @cache
 def _extensions() -> dict[str, int]:
-    """How many shipped recipes have all rules of each."""
-    rules = {name: frozenset(_load_shipped(name).rules) for name in shipped_recipes()}
+    """How many recipes have all rules of each."""
+    rules = {name: frozenset(_load_known(name).rules) for name in known_recipes()}
     return {name: sum(own <= other for other in rules.values()) for name, own in rules.items()}
 
 
 def _extends(name: str) -> bool:
     """Whether a shipped recipe takes the rules of another."""
-    return "extends" in tomllib.loads((SHIPPED / f"{name}.toml").read_text())
+    return name in shipped_recipes() and "extends" in tomllib.loads(
+        (SHIPPED / f"{name}.toml").read_text()
+    )
 
 
 def _may_count(rule: Rule, config: Config) -> bool:
@@ -174,7 +239,10 @@ def describe_unknown_model(config: Config, names: Iterable[str]) -> str:
     found = find_resembling(names, config)
     text = f"no shipped recipe for the model type {config.get('model_type')!r}; "
     if found is None:
-        return f"{text}there is {', '.join(shipped_recipes())}; give rules, or a recipe file"
+        return (
+            f"{text}there is {', '.join(known_recipes())}; give rules, or a recipe file"
+            f"{describe_broken(_load_added()[1])}"
+        )
     recipe, matched, tensors, missing = found
     counts = "config.json has all of its counts"
     if missing:
@@ -187,16 +255,25 @@ def describe_unknown_model(config: Config, names: Iterable[str]) -> str:
     )
 
 
+def _load_known(name: str) -> Recipe:
+    added, _ = _load_added()
+    if name in added:
+        return added[name]
+    if name not in shipped_recipes():
+        raise RecipeError(_describe_unknown(name))
+    return _load_shipped(name)
+
+
 @cache
 def _load_shipped(name: str) -> Recipe:
     return read_recipe(SHIPPED / f"{name}.toml", f"{name}.toml", load_recipe)
 
 
 def _describe_unknown(name: str) -> str:
-    shipped = shipped_recipes()
-    near = difflib.get_close_matches(name.casefold(), shipped)
+    known = known_recipes()
+    near = difflib.get_close_matches(name.casefold(), known)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"unknown recipe {name!r}; {hint}The shipped recipes are {', '.join(shipped)}; write the "
-        "path of a file of your own with its ending .toml"
+        f"unknown recipe {name!r}; {hint}The shipped recipes are {', '.join(known)}; write the "
+        f"path of a file of your own with its ending .toml{describe_broken(_load_added()[1])}"
     )

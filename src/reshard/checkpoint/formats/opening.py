@@ -22,7 +22,11 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.source_file import FileIdentity
 from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.checkpoint.formats.registry import all_formats, find_format
+from reshard.checkpoint.formats.registry import (
+    all_formats,
+    describe_broken_formats,
+    find_format,
+)
 from reshard.checkpoint.formats.unknown import (
     describe_folder,
     describe_missing,
@@ -99,7 +103,7 @@ def _detect(path: Path) -> CheckpointFormat:
         if any(format.detect(inner) for format in all_formats())
     ]
     hint = f". There are checkpoints in it, name one: {list_some(within)}" if within else ""
-    raise CheckpointError(text + hint)
+    raise CheckpointError(text + hint + describe_broken_formats())
 
 
 def _find_format_of(folder: Path, manifest: Manifest) -> CheckpointFormat:
@@ -107,7 +111,7 @@ def _find_format_of(folder: Path, manifest: Manifest) -> CheckpointFormat:
     if format is None:
         raise FormatError(
             f"{folder / MANIFEST_NAME} is of format {manifest.format!r}, which this reshard does "
-            "not know; update it, or install the plug-in that has it"
+            f"not know; update it, or install the plug-in that has it{describe_broken_formats()}"
         )
     return format
 

@@ -1,16 +1,19 @@
 """The formats that checkpoints are read from and written in, by name.
 
-The formats of this package are rows of a table, imported when formats are first asked for; a
-program adds its own with `register_format`. No other module has a list of formats.
+The formats of this package are rows of a table, imported when formats are first asked for. Others
+come from installed packages, by the entry points `reshard.formats` (`reshard.plugins`), and from
+programs, by `register_format`. No other module has a list of formats.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from importlib import import_module
 
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.errors import UsageError
+from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 
 # Modules with a `FORMAT`, in the order in which they are asked whether a path is theirs.
 # `huggingface` is last: it takes any single file for one of safetensors.
@@ -27,14 +30,39 @@ _registered: list[CheckpointFormat] = []
 def all_formats() -> tuple[CheckpointFormat, ...]:
     """Every format, in the order in which they are asked whether a path is theirs.
 
-    Registered ones come first: they may know more of files that others can also read.
+    Registered ones come first, then those of plug-ins: they may know more of files that others
+    can also read.
     """
-    return (*_registered, *_load_formats())
+    added = (one.value for one in _plug_in() if not one.problem)
+    return (*_registered, *added, *shipped_formats())
 
 
 @cache
-def _load_formats() -> tuple[CheckpointFormat, ...]:
+def shipped_formats() -> tuple[CheckpointFormat, ...]:
+    """The formats of this package."""
     return tuple(import_module(module).FORMAT for module in _MODULES)
+
+
+@cache
+def _plug_in() -> tuple[Plugin, ...]:
+    """The plug-ins that are formats, and those that could not be loaded or are none."""
+    found: list[Plugin] = []
+    taken = {format.name for format in shipped_formats()}
+    for plugin in load_plugins(FORMATS):
+        value, problem = plugin.value, plugin.problem
+        if not problem and not isinstance(value, CheckpointFormat):
+            problem = f"{value!r} is no object of a class of CheckpointFormat"
+        elif not problem and value.name in taken:
+            problem = f"there is a format {value.name!r} already"
+        elif not problem:
+            taken.add(value.name)
+        found.append(dataclasses.replace(plugin, problem=problem))
+    return tuple(found)
+
+
+def describe_broken_formats() -> str:
+    """What to add to an error where plug-ins that may be formats are left out, and why."""
+    return describe_broken(_plug_in())
 
 
 def register_format(format: CheckpointFormat) -> None:
@@ -66,7 +94,10 @@ def written_format(name: str | None, *, to_whole: bool) -> CheckpointFormat:
     format = find_format(name)
     if format is None or name not in written_names():
         what = "unknown format" if format is None else "read-only format"
-        raise UsageError(f"{what} {name!r}; expected one of {', '.join(written_names())}")
+        raise UsageError(
+            f"{what} {name!r}; expected one of {', '.join(written_names())}"
+            f"{describe_broken_formats()}"
+        )
     return format
 
 

@@ -30,7 +30,7 @@ from reshard.plans.documents.serialization import to_json
 from reshard.recipes.assignment import Assignment
 from reshard.recipes.coupling.allowances import ALLOWANCES
 from reshard.recipes.engine_layouts.engines import derive_layout
-from reshard.recipes.library import load_recipe, shipped_recipes
+from reshard.recipes.library import known_recipes, load_recipe
 from reshard.recipes.recipe import Recipe, parse_options
 from reshard.recipes.rules import Rule
 from reshard.text.quantities import bytes_text, count_text, table
@@ -57,7 +57,7 @@ def recipe(context: click.Context) -> int:
 @click.argument("name", required=False, metavar="[NAME|FILE]")
 @json_option
 def show(name: str | None, as_json: bool) -> int:
-    """The rules and options of a recipe, or all the shipped ones.
+    """The rules and options of a recipe, or a list of all recipes.
 
     \b
     Examples:
@@ -75,11 +75,11 @@ def show(name: str | None, as_json: bool) -> int:
       rules [{pattern, spec, at, when, note}]
     """
     if name is None:
-        shipped = [load_recipe(known) for known in shipped_recipes()]
+        found = [load_recipe(known) for known in known_recipes()]
         if as_json:
-            write_json({"recipes": [_summary_json(one) for one in shipped]})
+            write_json({"recipes": [_summary_json(one) for one in found]})
         else:
-            rows = [(one.name, ", ".join(one.model_types), one.description) for one in shipped]
+            rows = [(one.name, ", ".join(one.model_types), one.description) for one in found]
             write(table(rows, ("recipe", "model types", "description")))
         return DONE
     one = load_recipe(name)
