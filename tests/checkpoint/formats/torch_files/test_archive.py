@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_files.archive import ArchivedTensor, read_archive
+from reshard.checkpoint.formats.torch_files.archive import read_archive
 from reshard.checkpoint.formats.torch_files.archive_writing import NewArchive, is_writable
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import ALL_DTYPES, DType, dtype
 from reshard.errors import FormatError, UsageError
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
-    ArchivedTensor,
     read_archive,
     read_archive_front,
 )
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import FormatError
 
 torch = pytest.importorskip("torch")

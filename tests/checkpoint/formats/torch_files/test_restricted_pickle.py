@@ -16,13 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.restricted_pickle import (
-    Call,
-    Global,
-    Reference,
-    read_pickle,
-)
+from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
 from reshard.errors import FormatError, UsageError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)

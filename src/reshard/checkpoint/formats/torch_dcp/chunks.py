@@ -29,7 +29,8 @@ from reshard.checkpoint.formats.torch_dcp.packed_archives import (
     look_into,
     unpacked_name,
 )
-from reshard.checkpoint.formats.torch_files.archive import ArchivedTensor, read_archive
+from reshard.checkpoint.formats.torch_files.archive import read_archive
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import CheckpointError, CoverageError, FormatError
 from reshard.layout import Box, Layout
 

@@ -24,15 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checkpoint.formats.safetensors.values import check_shape
-from reshard.checkpoint.formats.torch_files.archive import TORCH_DTYPES
+from reshard.checkpoint.formats.torch_files.archived_tensors import TORCH_DTYPES
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, shortened
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.restricted_pickle import (
-    Call,
-    Global,
-    plain_attributes,
-    read_pickle,
-    shortened,
-)
+from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_files.restricted_pickle import read_pickle
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CoverageError, FormatError, UsageError
@@ -188,7 +184,7 @@ class _Fields:
         """An attribute that is a dict."""
         value = self._state.get(name)
         if isinstance(value, Call) and value.function.name == "OrderedDict":
-            value = {} if value.state is None else value.state
+            value = value.items or {}
         if not isinstance(value, dict):
             raise self.wrong(name, "a dict")
         return value

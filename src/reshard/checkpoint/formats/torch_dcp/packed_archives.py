@@ -35,11 +35,11 @@ from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import ByteStream, RangeStream, unpacked
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
-    ArchivedTensor,
-    ReadRange,
     read_archive,
     read_archive_front,
 )
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.zip_records import ReadRange
 from reshard.errors import DigestError, FormatError, RunError
 
 # What stands behind the storage: small records, and the directory.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from reshard.checkpoint.formats.torch_files.restricted_pickle import shortened
+from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.errors import CheckpointError, FormatError, MissingExtraError
 
 ZSTANDARD = "stream.zstd"

@@ -21,9 +21,9 @@ import zlib
 from dataclasses import dataclass
 
 from reshard.binding import View
-from reshard.checkpoint.formats.torch_files.archive import TYPED_STORAGES
+from reshard.checkpoint.formats.torch_files.archived_tensors import TYPED_STORAGES
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
 from reshard.checkpoint.formats.torch_files.pickle_writing import write_pickle
-from reshard.checkpoint.formats.torch_files.restricted_pickle import Call, Global, Reference
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from reshard.checkpoint.formats.torch_files.restricted_pickle import Call, Global, Reference
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
 from reshard.errors import UsageError
 
 _PROTOCOL = 2
@@ -118,14 +118,16 @@ class _PickleWriter:
         self.put(value.arguments)
         # NEWOBJ, or REDUCE; below, BUILD gives the state.
         self.content += b"\x81" if value.is_new else b"R"
-        if value.state is None:
-            return
-        # Python gives an OrderedDict its items one by one, and no state.
-        if value.function.name == "OrderedDict":
-            self._put_items(value.state)
-            return
-        self.put(value.state)
-        self.content += b"b"
+        if value.members:
+            self.content += b"("
+            for member in value.members:
+                self.put(member)
+            self.content += b"e"
+        if value.items:
+            self._put_items(value.items)
+        if value.state is not None:
+            self.put(value.state)
+            self.content += b"b"
 
 
 def _wide(opcode: bytes, number: int) -> bytes:

@@ -7,72 +7,43 @@ of our own:
 1. Numbers, text, lists, tuples and dicts become themselves.
 2. A name of something to import becomes a `Global`, two strings, if the caller allows it; any
    other name is refused. Nothing is imported.
-3. A call or a new object becomes a `Call` that remembers function, arguments and state.
-   Nothing is called.
+3. A call or a new object becomes a `Call` that remembers function, arguments, state, items and
+   members. Nothing is called.
 4. An opcode that no such pickle has is refused. What is built is at most a small multiple of
    the bytes read, however they are arranged; only plain values are hashed.
 
-Plain values (`plain_attributes`) are numbers, text, None, and lists, tuples, dicts and sizes of
-such: they mean the same wherever they are read. An object of a class means what its class does.
+With a `Builder` every name is taken, and calls and references that it knows become values of its
+own while the pickle is read, so that a description of a million tensors is never whole in memory.
 
 The same values can be written again (`reshard.checkpoint.formats.torch_files.pickle_writing`).
 """
 
 from __future__ import annotations
 
-import math
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from reshard.checkpoint.formats.torch_files.pickle_terms import (
+    Builder,
+    Call,
+    Global,
+    Reference,
+    shortened,
+)
 from reshard.errors import FormatError
 
 LATEST_PROTOCOL = 5
-# Longer integers than sizes and offsets need only cost time.
-_LONGEST_INTEGER_BYTES = 16
+# Longer integers than sizes, offsets and states of generators only cost time.
+_LONGEST_INTEGER_BYTES = 40
 _MARK = object()
+# What stands in the memo for a part of a value that was made of it.
+_FORGOTTEN = object()
+# How far back the parts of a tensor are remembered: its sizes, strides, hooks, storage, arguments.
+_PARTS = 6
 
 Allowed = Mapping[str, frozenset[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """The name of something that a pickle would import."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """What a pickle would call: `function(*arguments)`, then given `state`.
-
-    `is_new` tells an object made without its constructor from a plain call. Two are equal when
-    they are the same object, so that to hash one never goes deep.
-    """
-
-    function: Global
-    arguments: tuple[Any, ...]
-    state: Any = None
-    is_new: bool = False
-
-    def __repr__(self) -> str:
-        return f"<{self.function}>"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reference:
-    """Something that lies outside the pickle; `key` says what (a storage, for tensors)."""
-
-    key: Any
-
-    def __repr__(self) -> str:
-        return "<a reference>"
 
 
 def read_pickle(content: bytes, allowed: Allowed, label: str) -> Any:
@@ -96,8 +67,52 @@ def read_pickle(content: bytes, allowed: Allowed, label: str) -> Any:
     """
     reader = _Reader(content, allowed, label)
     try:
+        return _run(reader)
+    except _EndsEarlyError as error:
+        raise reader.damaged(str(error)) from None
+
+
+def build_pickle(content: bytes, builder: Builder, label: str, start: int = 0) -> tuple[Any, int]:
+    """The value of the pickle at `start`, with the values of a builder, and where it ends.
+
+    Any name may appear in it. Keys of dicts that are neither plain nor a tuple of such are
+    `Reference`s to what they are.
+
+    Raises:
+        FormatError: an opcode that is not read, a damaged pickle.
+        PickleEndsEarlyError: there is more of it than `content`.
+    """
+    try:
+        try:
+            reader = _Reader(content, None, label, builder, start)
+            value = _run(reader)
+        except _ForgottenError:
+            # A part of a value is part of another one too: once more, and everything is kept.
+            reader = _Reader(content, None, label, builder, start, forgets=False)
+            value = _run(reader)
+    except _EndsEarlyError as error:
+        raise PickleEndsEarlyError(str(reader.damaged(str(error)))) from None
+    return value, reader.at
+
+
+class PickleEndsEarlyError(FormatError):
+    """A pickle that is longer than what was read of it."""
+
+
+class _EndsEarlyError(Exception):
+    """The content ends in the pickle."""
+
+
+class _ForgottenError(Exception):
+    """A part of a value is recalled that was let go."""
+
+
+def _run(reader: _Reader) -> Any:
+    try:
         return reader.run()
     except (IndexError, struct.error) as error:
+        if reader.is_at_end:
+            raise _EndsEarlyError("it ends early") from error
         raise reader.damaged("it ends early, or takes more from its stack than there is") from error
     except KeyError as error:
         raise reader.damaged(f"it remembers nothing under {error}") from error
@@ -112,29 +127,49 @@ def read_pickle(content: bytes, allowed: Allowed, label: str) -> Any:
 class _Reader:
     """The stack machine of one pickle."""
 
-    def __init__(self, content: bytes, allowed: Allowed, label: str) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        allowed: Allowed | None,
+        label: str,
+        builder: Builder | None = None,
+        start: int = 0,
+        *,
+        forgets: bool = True,
+    ) -> None:
         self._content = content
         self._allowed = allowed
         self._label = label
-        self._at = 0
+        self._builder = builder
+        self._forgets = forgets
+        self._start = start
+        self.at = start
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        # Numbers of the memo follow each other, but in damaged pickles: those are in the dict.
+        self._memo: list[Any] = []
+        self._scattered: dict[int, Any] = {}
         # One object for each name, as there is one for each text.
         self._globals: dict[tuple[str, str], Global] = {}
 
     def damaged(self, reason: str) -> FormatError:
         """The error for bytes that are no such pickle."""
+        at = self.at - self._start
         return FormatError(
-            f"{self._label} is damaged, or not written by PyTorch: at byte {self._at} of the "
+            f"{self._label} is damaged, or not written by PyTorch: at byte {at} of the "
             f"pickle, {reason}"
         )
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all of the content was read."""
+        return self.at >= len(self._content)
 
     def run(self) -> Any:
         """Read up to the end of the pickle."""
         content, handlers = self._content, _HANDLERS
         while True:
-            opcode = content[self._at]
-            self._at += 1
+            opcode = content[self.at]
+            self.at += 1
             if opcode == _STOP:
                 value = self._stack.pop()
                 if self._stack or value is _MARK:
@@ -149,19 +184,21 @@ class _Reader:
     # Reading what stands behind an opcode.
 
     def _bytes(self, size: int) -> bytes:
-        begin, end = self._at, self._at + size
+        begin, end = self.at, self.at + size
         if end > len(self._content):
-            raise self.damaged(f"{size} bytes should follow, it ends before")
-        self._at = end
+            raise _EndsEarlyError(f"{size} bytes should follow, it ends before")
+        self.at = end
         return self._content[begin:end]
 
     def _read_unsigned(self, size: int) -> int:
         return int.from_bytes(self._bytes(size), "little")
 
     def _line(self) -> str:
-        end = self._content.index(b"\n", self._at)
-        line = self._content[self._at : end].decode("utf-8")
-        self._at = end + 1
+        end = self._content.find(b"\n", self.at)
+        if end < 0:
+            raise _EndsEarlyError("a line does not end")
+        line = self._content[self.at : end].decode("utf-8")
+        self.at = end + 1
         return line
 
     def _pop_to_mark(self) -> list[Any]:
@@ -233,11 +270,33 @@ class _Reader:
 
     def append(self) -> None:
         value = self._pop()
-        self._top(list).append(value)
+        self._members().append(value)
 
     def append_marked(self) -> None:
         values = self._pop_to_mark()
-        self._top(list).extend(values)
+        self._members().extend(values)
+
+    def _members(self) -> list[Any]:
+        """The list on the stack, or that of an object that is a list."""
+        target = self._stack[-1]
+        if type(target) is Call:
+            target.members = [] if target.members is None else target.members
+            return target.members
+        members: list[Any] = self._top(list)
+        return members
+
+    def add_marked(self) -> None:
+        values = self._pop_to_mark()
+        self._top(Call).arguments[0].extend(values)
+
+    def pop(self) -> None:
+        self._stack.pop()
+
+    def pop_marked(self) -> None:
+        self._pop_to_mark()
+
+    def duplicate(self) -> None:
+        self._stack.append(self._stack[-1])
 
     def set_item(self) -> None:
         value, key = self._pop(), self._pop()
@@ -248,26 +307,49 @@ class _Reader:
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) is Call and target.function.name == "OrderedDict":
-            # Its items follow its construction; they are kept where a state would be.
-            target.state = {} if target.state is None else target.state
-            target = target.state
+        if type(target) is Call:
+            target.items = {} if target.items is None else target.items
+            target = target.items
         if type(target) is not dict:
             raise self.damaged("a dict should be on the stack")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not _is_key(key):
-                raise self.damaged(f"a {type(key).__name__} is a key")
+            if type(key) is not str and not _is_key(key):
+                if self._builder is None:
+                    raise self.damaged(f"a {type(key).__name__} is a key")
+                key = Reference(key)
             target[key] = value
 
     def remember(self) -> None:
         # MEMOIZE takes the next free number, as Python's own reader does.
-        self._memo[len(self._memo)] = self._stack[-1]
+        self._remember(len(self._memo) + len(self._scattered))
 
     def remember_as(self, size: int) -> None:
-        self._memo[self._read_unsigned(size)] = self._stack[-1]
+        self._remember(self._read_unsigned(size))
+
+    def _remember(self, number: int) -> None:
+        memo = self._memo
+        if number == len(memo):
+            memo.append(self._stack[-1])
+        elif number < len(memo):
+            memo[number] = self._stack[-1]
+        else:
+            self._scattered[number] = self._stack[-1]
 
     def recall(self, size: int) -> None:
-        self._stack.append(self._memo[self._read_unsigned(size)])
+        number = self._read_unsigned(size)
+        memo = self._memo
+        value = memo[number] if number < len(memo) else self._scattered[number]
+        if value is _FORGOTTEN:
+            raise _ForgottenError
+        self._stack.append(value)
+
+    def _forget_parts(self, arguments: tuple[Any, ...]) -> None:
+        """Let go of what is remembered of the parts of the value that was just made."""
+        memo = self._memo
+        for at in range(len(memo) - 1, max(len(memo) - 1 - _PARTS, -1), -1):
+            part = memo[at]
+            if type(part) is tuple or any(part is argument for argument in arguments):
+                memo[at] = _FORGOTTEN
 
     def name_in_lines(self) -> None:
         module = self._line()
@@ -280,7 +362,8 @@ class _Reader:
         self._push_name(module, name)
 
     def _push_name(self, module: str, name: str) -> None:
-        if name not in self._allowed.get(module, frozenset()):
+        allowed = self._allowed
+        if allowed is not None and name not in allowed.get(module, frozenset()):
             raise FormatError(
                 f"{self._label} names {shortened(f'{module}.{name}')}, which no checkpoint of "
                 "PyTorch needs; to load it could run any program, so it is not read. Load it "
@@ -290,19 +373,61 @@ class _Reader:
 
     def call(self, *, is_new: bool) -> None:
         arguments, function = self._pop(), self._pop()
-        if type(function) is not Global or type(arguments) is not tuple:
+        if type(arguments) is not tuple:
             raise self.damaged("what is called is no name with a tuple of arguments")
+        if type(function) is not Global:
+            if self._builder is None or type(function) is not Call:
+                raise self.damaged("what is called is no name with a tuple of arguments")
+            # An object that was made is called in turn.
+            function, arguments = Global("operator", "call"), (function, *arguments)
+        if self._builder is not None:
+            made = self._builder.make(function, arguments)
+            if made is not None:
+                self._stack.append(made[0])
+                if made[1] and self._forgets:
+                    self._forget_parts(arguments)
+                return
         self._stack.append(Call(function, arguments, None, is_new))
+
+    def call_with_names(self) -> None:
+        # As protocol 2 says it: a function that makes a new object with arguments by name.
+        named, arguments, made = self._pop(), self._pop(), self._pop()
+        self._push_name("copyreg", "__newobj_ex__")
+        self._stack.append((made, arguments, named))
+        self.call(is_new=False)
+
+    def new_builtin(self, name: str, content: Any) -> None:
+        """An object of a class that has an opcode of its own, as a call of the class."""
+        self._push_name("builtins", name)
+        self._stack.append(Call(self._pop(), (content,)))
+
+    def changeable_bytes(self) -> None:
+        self.new_builtin("bytearray", self._bytes(self._read_unsigned(8)))
+
+    def frozen_set(self) -> None:
+        self.new_builtin("frozenset", self._pop_to_mark())
 
     def build(self) -> None:
         state = self._pop()
+        if self._builder is not None and type(self._stack[-1]) is not Call:
+            # Attributes of what is plain, such as the versions of modules beside a state dict.
+            return
         target = self._top(Call)
         if target.state is not None:
             raise self.damaged(f"{target} is given a state twice")
         target.state = state
 
     def reference(self) -> None:
-        self._stack.append(Reference(self._pop()))
+        key = self._pop()
+        self._stack.append(Reference(key) if self._builder is None else self._builder.refer(key))
+
+    def old_text(self, size: int) -> None:
+        """Text of Python 2, which are bytes where they are no text."""
+        content = self._bytes(self._read_unsigned(size))
+        try:
+            self._stack.append(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            self._stack.append(content)
 
 
 _OPCODES: dict[str, Callable[[_Reader], None]] = {
@@ -345,6 +470,16 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
     "NEWOBJ": lambda reader: reader.call(is_new=True),
     "BUILD": _Reader.build,
     "BINPERSID": _Reader.reference,
+    "BINSTRING": lambda reader: reader.old_text(4),
+    "SHORT_BINSTRING": lambda reader: reader.old_text(1),
+    "POP": _Reader.pop,
+    "POP_MARK": _Reader.pop_marked,
+    "DUP": _Reader.duplicate,
+    "NEWOBJ_EX": _Reader.call_with_names,
+    "EMPTY_SET": lambda reader: reader.new_builtin("set", []),
+    "ADDITEMS": _Reader.add_marked,
+    "FROZENSET": _Reader.frozen_set,
+    "BYTEARRAY8": _Reader.changeable_bytes,
 }
 
 
@@ -356,55 +491,10 @@ _KEYS = _PLAIN | {Call, Global}
 def _is_key(key: Any) -> bool:
     """Whether a value may be the key of a dict: a plain one, or a flat tuple of such."""
     if type(key) is tuple:
-        return all(type(item) in _PLAIN for item in key)
+        return all(type(item) in _KEYS for item in key)
     return type(key) in _KEYS
-
-
-def shortened(text: str, most: int = 120) -> str:
-    """Text from a file, at a length that fits into a message."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _HANDLERS = [_OPCODES.get(_NAMES.get(code, "")) for code in range(256)]
 _STOP = ord(".")
-
-
-# A pickle can hold a list in itself, or one list in very many places.
-_MOST_DEPTH = 16
-_MOST_VALUES = 1_000_000
-_SIMPLE = (str, int, float, bool, type(None))
-_SIZE = Global("torch", "Size")
-
-
-def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the attributes whose values are plain.
-
-    >>> plain_attributes({"shapes": {"w": (8, 4)}, "owner": Global("os", "system")})
-    {'shapes': {'w': (8, 4)}}
-    """
-    # One budget for all of them: shared lists are walked once for each place they are in.
-    budget = [_MOST_VALUES]
-    return {
-        name: value
-        for name, value in attributes.items()
-        if name.isidentifier() and name.isascii() and _is_plain(value, budget, _MOST_DEPTH)
-    }
-
-
-def _is_plain(value: Any, budget: list[int], depth: int) -> bool:
-    budget[0] -= 1
-    if budget[0] < 0 or depth == 0:
-        return False
-    kind = type(value)
-    if kind in _SIMPLE:
-        return kind is not float or not math.isnan(value)
-    if kind is Call:
-        is_size = value.function == _SIZE and value.state is None and not value.is_new
-        return is_size and _is_plain(value.arguments, budget, depth - 1)
-    if kind is dict:
-        keys = all(_is_plain(key, budget, depth - 1) for key in value)
-        return keys and all(_is_plain(one, budget, depth - 1) for one in value.values())
-    if kind in (list, tuple):
-        return all(_is_plain(one, budget, depth - 1) for one in value)
-    return False
