@@ -120,7 +120,8 @@ def placed_tensor(
     """
     start_bytes, storage_bytes, crc32 = storage
     # Fewer elements in the storage than in the tensor would be one under several indices.
-    needed = max(view.offset + extent(view, shape), math.prod(shape))
+    count = math.prod(shape)
+    needed = max(view.offset + extent(view, shape), count) if count else 0
     if needed * element.itemsize_bytes > storage_bytes:
         raise records.wrong(
             f"shape {list(shape)} at offset {view.offset} with strides {list(view.strides)} is "

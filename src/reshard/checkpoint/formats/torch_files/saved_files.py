@@ -69,10 +69,15 @@ def is_torch_file(path: Path) -> bool:
     """Whether a file begins as those of `torch.save` do."""
     try:
         with path.open("rb") as file:
-            front = file.read(2 + len(LEGACY_MAGIC))
+            front = file.read(64)
     except OSError:
         return False
-    return front.startswith(ZIP_MAGIC) or front[2:] == LEGACY_MAGIC
+    return front.startswith(ZIP_MAGIC) or _is_legacy(front)
+
+
+def _is_legacy(front: bytes) -> bool:
+    # Later protocols have the length of a frame in front.
+    return front[:1] == b"\x80" and LEGACY_MAGIC in front[:24]
 
 
 def read_torch_value(read: ReadRange, size_bytes: int, label: str) -> Any:
@@ -84,7 +89,7 @@ def read_torch_value(read: ReadRange, size_bytes: int, label: str) -> Any:
     front = read(0, min(size_bytes, 512))
     if front.startswith(ZIP_MAGIC):
         return _read_zip(read, size_bytes, label)
-    if front[:1] == b"\x80" and front[2:].startswith(LEGACY_MAGIC):
+    if _is_legacy(front):
         return _LegacyFile(read, size_bytes, label).value()
     if front[257:262] == b"ustar":
         raise FormatError(
@@ -176,7 +181,7 @@ class _LegacyFile:
 
     def value(self) -> Any:
         """The value, with the places of its tensors."""
-        at = 2 + len(LEGACY_MAGIC)
+        _, at = self._pickle(0, ValueBuilder(self))
         protocol, at = self._pickle(at, ValueBuilder(self))
         if protocol != _LEGACY_PROTOCOL:
             raise self.wrong(f"its protocol is {protocol!r}, expected {_LEGACY_PROTOCOL}")

@@ -180,6 +180,10 @@ class ValueBuilder:
                     return None
         return None
 
+    def no_bytes(self, arguments: tuple[Any, ...]) -> tuple[Any, bool] | None:
+        """Bytes of length 0, which early protocols make without an argument."""
+        return (b"", False) if not arguments else None
+
     def device(self, arguments: tuple[Any, ...]) -> tuple[Any, bool] | None:
         """The text of a device, such as `cuda:0`."""
         match arguments:
@@ -212,6 +216,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], _Maker]] = {
     "defaultdict": (("collections",), ValueBuilder.defaulting),
     "Size": (("torch",), ValueBuilder.sizes),
     "encode": (("_codecs",), ValueBuilder.encoded),
+    "bytes": (("__builtin__", "builtins"), ValueBuilder.no_bytes),
     "device": (("torch",), ValueBuilder.device),
     "scalar": (_NUMPY_CORE, ValueBuilder.number),
 }

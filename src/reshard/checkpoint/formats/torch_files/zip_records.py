@@ -34,6 +34,8 @@ LOCAL_SIGNATURE = b"PK\x03\x04"
 
 # Where its header is in the archive, its size, and its CRC-32 or 0.
 _Record = tuple[int, int, int]
+# The size of a record that is compressed or encrypted.
+_NOT_AS_IT_IS = -1
 
 
 class ZipRecords:
@@ -103,7 +105,7 @@ class ZipRecords:
             at += name_size + extra_size + comment_size
             crc32, packed, size, header = self._sizes(fields, extra)
             if method != 0 or flags & 1 or packed != size:
-                raise self.wrong(f"its record {shortened(name)!r} is compressed or encrypted")
+                size = _NOT_AS_IT_IS
             # All records lie in one folder, which is named after the file that was saved.
             if prefix is None:
                 prefix = name[: name.find("/") + 1]
@@ -142,6 +144,8 @@ class ZipRecords:
         if record is None:
             raise self.wrong(f"it has no record {shortened(name)!r}")
         header_bytes, size_bytes, _ = record
+        if size_bytes == _NOT_AS_IT_IS:
+            raise self.wrong(f"its record {shortened(name)!r} is compressed or encrypted")
         local = LOCAL_HEADER.unpack(self._bytes(header_bytes, LOCAL_HEADER.size))
         if local[0] != LOCAL_SIGNATURE:
             raise self.wrong(f"its record {shortened(name)!r} is not where its directory says")

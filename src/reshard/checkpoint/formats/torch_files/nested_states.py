@@ -1,0 +1,222 @@
+"""Nested states as named tensors and values, and back.
+
+PyTorch saves a state as dicts and lists in each other; a checkpoint has names. A name is the path
+joined by dots, as `torch.distributed.checkpoint` does::
+
+    {"model": {"w": tensor}, "optimizers": [{"state": {0: {"step": tensor}}}], "epoch": 3}
+
+    model.w                          tensor    path ("model", "w")
+    optimizers.0.state.0.step        tensor    path ("optimizers", 0, "state", "0", "step")
+    epoch                            value 3
+
+1. Dicts are walked, their keys as text; a number in a path is the index of a list.
+2. Lists and tuples are walked where there is a tensor in them; otherwise they are one value.
+3. What is neither a tensor nor plain is unread.
+
+On the way back a number makes a list. Keys of the parameters of an optimizer's `state` beside its
+`param_groups` are numbers, as PyTorch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.pickle_terms import Global, shortened
+from reshard.checkpoint.formats.torch_files.saved_values import explain, numpy_array
+from reshard.errors import FormatError
+
+StatePath = tuple[str | int, ...]
+_MOST_DEPTH = 64
+# Shared parts are walked once for each place they are in.
+_MOST_PARTS = 30_000_000
+_LONGEST_LIST = 1_000_000
+_PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """What a nested state holds, by name.
+
+    Attributes:
+        tensors: every tensor.
+        values: numbers, text, None, and lists, tuples and dicts of such.
+        paths: where each of them stood.
+        unread: everything else, with the reason.
+    """
+
+    tensors: Mapping[str, Any]
+    values: Mapping[str, Any]
+    paths: Mapping[str, StatePath]
+    unread: Mapping[str, str]
+
+
+def flatten_state(
+    state: Any,
+    label: str,
+    is_tensor: Callable[[Any], bool] = lambda value: type(value) is ArchivedTensor,
+) -> FlatState:
+    """The tensors and values of a nested state; `label` names the file in errors.
+
+    >>> flat = flatten_state({"a": {"b": 1}, "c": [1, 2]}, "x")
+    >>> flat.values, flat.paths
+    ({'a.b': 1, 'c': [1, 2]}, {'a.b': ('a', 'b'), 'c': ('c',)})
+
+    Raises:
+        FormatError: two that have one name; a state that is too deep, or in itself.
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    unread: dict[str, str] = {}
+    for path, value in _Walk(label, is_tensor).leaves(state, ()):
+        name = ".".join(map(str, path))
+        if name in paths or name in unread:
+            other = paths.get(name, ())
+            raise FormatError(
+                f"{label}: {list(other)} and {list(path)} are both named {shortened(name)!r} when "
+                "the parts are joined by dots; rename one of the keys"
+            )
+        if is_tensor(value):
+            tensors[name] = value
+        elif isinstance(value, _Unread):
+            unread[name] = value.reason
+            continue
+        else:
+            values[name] = value
+        paths[name] = path
+    return FlatState(tensors, values, paths, unread)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Something that is neither a tensor nor plain."""
+
+    reason: str
+
+
+class _Walk:
+    """One walk through a state."""
+
+    def __init__(self, label: str, is_tensor: Callable[[Any], bool]) -> None:
+        self._label = label
+        self._is_tensor = is_tensor
+        self._parts = 0
+
+    def leaves(self, value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
+        """Every leaf with its path."""
+        self._count(path)
+        kind = type(value)
+        if kind is dict and value:
+            for key, item in value.items():
+                if isinstance(key, _PLAIN) or type(key) is Global:
+                    yield from self.leaves(item, (*path, str(key)))
+                else:
+                    text = f"{type(key).__name__} {len(path)}"
+                    yield (*path, text), _Unread(f"its key is {explain(key)}")
+        elif self._is_tensor(value):
+            yield path, value
+        elif kind in (list, tuple) and self._has_tensor(value, path):
+            for number, item in enumerate(value):
+                yield from self.leaves(item, (*path, number))
+        else:
+            yield path, self._plain(value, path)
+
+    def _count(self, path: StatePath) -> None:
+        self._parts += 1
+        if len(path) > _MOST_DEPTH or self._parts > _MOST_PARTS:
+            raise FormatError(
+                f"{self._label} holds a state that is deeper than {_MOST_DEPTH} or larger than "
+                f"{_MOST_PARTS} parts at {shortened('.'.join(map(str, path)))!r}; does it hold "
+                "itself?"
+            )
+
+    def _has_tensor(self, value: Any, path: StatePath) -> bool:
+        """Whether there is a tensor in a list or tuple, at any depth."""
+        self._count(path)
+        if self._is_tensor(value):
+            return True
+        kind = type(value)
+        if kind is dict:
+            return any(self._has_tensor(item, (*path, "")) for item in value.values())
+        if kind in (list, tuple):
+            return any(self._has_tensor(item, (*path, 0)) for item in value)
+        return False
+
+    def _plain(self, value: Any, path: StatePath) -> Any:
+        """The value where it is plain; `_Unread` where some of it is not."""
+        self._count(path)
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is Global and value.module == "torch":
+            return str(value)
+        if kind in (list, tuple):
+            items = [self._plain(item, (*path, 0)) for item in value]
+            return next((item for item in items if type(item) is _Unread), kind(items))
+        if kind is dict:
+            found = {}
+            for key, item in value.items():
+                if not isinstance(key, _PLAIN):
+                    return _Unread(f"one of its keys is {explain(key)}")
+                plain = self._plain(item, (*path, ""))
+                if type(plain) is _Unread:
+                    return plain
+                found[key] = plain
+            return found
+        array = numpy_array(value)
+        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf" and array.size < 10_000:
+            return array.tolist()
+        return _Unread(explain(value))
+
+
+def unflatten_state(leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> Any:
+    """The nested state of named tensors and values; one without a path stands at the top.
+
+    >>> paths = {"a.b": ("a", "b"), "c.0": ("c", 0)}
+    >>> unflatten_state({"a.b": 1, "c.0": 2, "d.e": 3}, paths)
+    {'a': {'b': 1}, 'c': [2], 'd.e': 3}
+
+    Raises:
+        FormatError: a leaf where another has its parts.
+    """
+    top = _Branch()
+    for name, leaf in leaves.items():
+        branch = top
+        path = paths.get(name) or (name,)
+        for part in path[:-1]:
+            inner = branch.setdefault(part, _Branch())
+            if type(inner) is not _Branch:
+                raise FormatError(f"{shortened(name)!r} is a part of what is a leaf itself")
+            branch = inner
+        if path[-1] in branch:
+            raise FormatError(f"{shortened(name)!r} stands where parts of another leaf are")
+        branch[path[-1]] = leaf
+    return _finish(top)
+
+
+class _Branch(dict[str | int, Any]):
+    """What has parts, while parts are added."""
+
+
+def _finish(value: Any) -> Any:
+    """A branch as a dict, or as a list where its parts are numbered."""
+    if type(value) is not _Branch:
+        return value
+    parts = {part: _finish(inner) for part, inner in value.items()}
+    numbers = [part for part in parts if type(part) is int and 0 <= part < _LONGEST_LIST]
+    if parts and len(numbers) == len(parts):
+        # Where a part was unread, its place stays empty.
+        return [parts.get(number) for number in range(max(numbers) + 1)]
+    state = parts.get("state")
+    if "param_groups" in parts and isinstance(state, dict) and all(map(_is_number, state)):
+        parts["state"] = {int(key): inner for key, inner in state.items()}
+    return {str(part): inner for part, inner in parts.items()}
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit()

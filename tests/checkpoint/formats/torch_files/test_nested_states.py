@@ -1,0 +1,88 @@
+"""Nested states become names and come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.errors import FormatError
+
+
+class Leaf:
+    """Stands for a tensor."""
+
+
+def is_leaf(value: Any) -> bool:
+    return isinstance(value, Leaf)
+
+
+STATES = st.dictionaries(
+    st.text(alphabet="abc", min_size=1),
+    st.recursive(
+        st.integers() | st.builds(Leaf) | st.lists(st.integers()),
+        lambda inner: (
+            st.dictionaries(st.text(alphabet="abc", min_size=1), inner, min_size=1, max_size=3)
+            | st.lists(inner, min_size=1, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    min_size=1,
+)
+
+
+@given(STATES)
+def test_what_was_flattened_comes_back(state: Any) -> None:
+    flat = flatten_state(state, "x", is_leaf)
+    assert not flat.unread
+    assert unflatten_state({**flat.values, **flat.tensors}, flat.paths) == state
+
+
+def test_an_optimizer_has_its_own_numbers_again() -> None:
+    state = {"state": {0: {"step": Leaf()}, 2: {"step": Leaf()}}, "param_groups": [{"lr": 0.1}]}
+    flat = flatten_state(state, "x", is_leaf)
+    assert list(flat.tensors) == ["state.0.step", "state.2.step"]
+    assert flat.values == {"param_groups": [{"lr": 0.1}]}
+    assert unflatten_state({**flat.values, **flat.tensors}, flat.paths) == state
+
+
+def test_lists_are_walked_where_they_hold_tensors() -> None:
+    one, two = Leaf(), Leaf()
+    flat = flatten_state({"a": [1, (one, {"b": two})], "c": [[1], [2]]}, "x", is_leaf)
+    assert flat.tensors == {"a.1.0": one, "a.1.1.b": two}
+    assert flat.values == {"a.0": 1, "c": [[1], [2]]}
+    assert flat.paths["a.1.1.b"] == ("a", 1, 1, "b")
+
+
+def test_what_is_no_data_is_unread() -> None:
+    state = {"a": Call(Global("m", "C"), ()), "b": [1, Call(Global("m", "D"), ())], "d": b"x"}
+    flat = flatten_state(state, "x", is_leaf)
+    assert flat.unread == {"a": "an object of m.C", "b": "an object of m.D", "d": "a bytes"}
+    assert not flat.values
+
+
+def test_names_that_clash_are_an_error() -> None:
+    with pytest.raises(FormatError, match=r"f: \['a', 'b'\] and \['a.b'\] are both named 'a.b'"):
+        flatten_state({"a": {"b": Leaf()}, "a.b": Leaf()}, "f", is_leaf)
+
+
+def test_a_state_in_itself_is_an_error() -> None:
+    state: dict[str, Any] = {"a": Leaf()}
+    state["b"] = state
+    with pytest.raises(FormatError, match="does it hold itself"):
+        flatten_state(state, "f", is_leaf)
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(FormatError, match="does it hold itself"):
+        flatten_state({"c": loop}, "f", is_leaf)
+
+
+def test_a_leaf_with_parts_is_an_error() -> None:
+    with pytest.raises(FormatError):
+        unflatten_state({"a": 1, "a.b": 2}, {"a": ("a",), "a.b": ("a", "b")})
+    with pytest.raises(FormatError):
+        unflatten_state({"a.b": 2, "a": 1}, {"a": ("a",), "a.b": ("a", "b")})
