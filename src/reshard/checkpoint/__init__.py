@@ -33,6 +33,7 @@ from reshard.checkpoint.conversion.run import (
     ProgressFunction,
     run_conversion,
 )
+from reshard.checkpoint.conversion.source_selection import select
 from reshard.checkpoint.engines.loading import load_parameters
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
@@ -74,6 +75,7 @@ __all__ = [
     "register_format",
     "run_conversion",
     "running_processes",
+    "select",
 ]
 
 open = open_checkpoint
@@ -98,7 +100,8 @@ def convert(
 
     The new checkpoint appears at `target` whole, or not at all. What to cut for, and how, is a
     `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
-    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`.
+    `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`,
+    `include`, `exclude`, `strip_prefix`, `rename`.
     The other arguments say how it is run (see `run_conversion`).
 
     Raises:

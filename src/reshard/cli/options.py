@@ -135,6 +135,34 @@ allow_option = click.option(
     help="What is an error otherwise: cuts that ranks cannot compute with, tensors that no rule "
     "matches (every rank gets them whole). Repeatable.",
 )
+_SELECTION_OPTIONS = (
+    click.option(
+        "--include",
+        multiple=True,
+        metavar="GLOB",
+        help="Take only what has such a name ('model.*'). Repeatable.",
+    ),
+    click.option(
+        "--exclude",
+        multiple=True,
+        metavar="GLOB",
+        help="Leave out what has such a name. Repeatable.",
+    ),
+    click.option(
+        "--strip-prefix",
+        multiple=True,
+        metavar="PREFIX",
+        help="Take a prefix off the names that have it (model.). Repeatable, one after another.",
+    ),
+    click.option(
+        "--rename",
+        multiple=True,
+        metavar="PATTERN=NAME",
+        help="Other names: each `*` stands for the same text on both sides "
+        "('layers.*.w1=model.layers.*.gate'); {1} {2} where their order changes. Repeatable; the "
+        "first that matches wins.",
+    ),
+)
 _CONVERSION_OPTIONS = (
     click.option(
         "--to",
@@ -147,6 +175,7 @@ _CONVERSION_OPTIONS = (
         help="Cut for the ranks of an engine as its own loader reads, instead of --to: a file that "
         "`reshard recipe derive` wrote.",
     ),
+    *_SELECTION_OPTIONS,
     rule_option,
     click.option(
         "--recipe",
@@ -204,6 +233,13 @@ _CONVERSION_OPTIONS = (
         help="Begin a new file beyond SIZE; for `--to full`.",
     ),
 )
+
+
+def selection_options(command: Command) -> Command:
+    """The options of what is taken of a checkpoint, named as the parameters of `select`."""
+    for option in reversed(_SELECTION_OPTIONS):
+        command = option(command)
+    return command
 
 
 def conversion_options(command: Command) -> Command:

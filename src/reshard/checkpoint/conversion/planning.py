@@ -2,7 +2,7 @@
 
 Each step is a function from what the step before gave:
 
-1. the source, and a target apart from it;
+1. the source, what is taken of it (`source_selection`), and a target apart from it;
 2. names: the recipe's, in which rules match, and the target's (`source_names`);
 3. elements that are computed: casts, quantised weights (`reshard.checkpoint.changes`);
 4. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
@@ -23,6 +23,7 @@ from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
+from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
@@ -44,7 +45,8 @@ def plan_conversion(
         target: the folder that will hold the new one.
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
-            `dtype`, `dequantize`, `quantize`, `layout`, `allow` (see `ConversionRequest`).
+            `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
+            `strip_prefix`, `rename` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -57,7 +59,7 @@ def plan_conversion(
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = _open_source(source, target)
-    named = name_source(request, checkpoint)
+    named = name_source(request, select_from(checkpoint, request.selection))
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
     named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
@@ -156,4 +158,5 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
         "source_names": None if named.from_names is None else named.from_names.text,
         "target_names": None if named.to_names is None else named.to_names.text,
         **changes,
+        **request.selection.to_json(),
     }

@@ -16,6 +16,7 @@ from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.naming.renaming import Names
+from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
@@ -50,6 +51,10 @@ class RequestArguments(TypedDict, total=False):
     quantize: str | None
     layout: LayoutFile | None
     allow: Iterable[str]
+    include: Iterable[str]
+    exclude: Iterable[str]
+    strip_prefix: Iterable[str]
+    rename: Iterable[str]
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,10 @@ class ConversionRequest:
             engine's rank reads. It stands in the place of `to`, rules, a recipe and a strategy.
         allow: what rules or a recipe may leave: `uncomputable` cuts, which ranks cannot compute
             with, and `unmatched` tensors, which every rank gets whole.
+        include, exclude: globs on the source's names; what is taken of it, and what of that is left
+            out.
+        strip_prefix: prefixes that names lose, before anything else looks at them.
+        rename: texts `pattern=name`; `*` of the pattern stands for the same text in the name.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -102,6 +111,10 @@ class ConversionRequest:
     quantize: str | None = None
     layout: LayoutFile | None = None
     allow: Iterable[str] = ()
+    include: Iterable[str] = ()
+    exclude: Iterable[str] = ()
+    strip_prefix: Iterable[str] = ()
+    rename: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -109,6 +122,9 @@ class ConversionRequest:
         object.__setattr__(self, "rules", _parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
         object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
+        selection = TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
+        for name in ("include", "exclude", "strip_prefix", "rename"):
+            object.__setattr__(self, name, getattr(selection, name))
         most = self.most_file_bytes
         if most is not None and (type(most) is not int or most < 1):
             raise UsageError(f"files of at most {most!r} bytes; give a whole number from 1")
@@ -148,6 +164,11 @@ class ConversionRequest:
                 "layout for it"
             )
         object.__setattr__(self, "to", layout.mesh)
+
+    @property
+    def selection(self) -> TensorSelection:
+        """What is taken of the source, and by which names."""
+        return TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
 
     @property
     def engine_layout(self) -> EngineLayout | None:

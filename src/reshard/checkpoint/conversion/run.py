@@ -351,6 +351,20 @@ class _ConversionRun:
             _write_synced(content / MANIFEST_NAME, manifest.to_json().encode())
 
 
+def expect_runnable(
+    conversion: Conversion, extra_bytes: int = DEFAULT_EXTRA_BYTES, threads: int | None = None
+) -> None:
+    """Raise what a run would be refused for, its target apart (`staging.check_target`).
+
+    Raises:
+        UsageError: too small a memory limit.
+        MissingExtraError: a library is not installed.
+    """
+    conversion.threads(extra_bytes, threads)
+    block_digest(b"")
+    FileChecksums.expect_library(conversion.source, conversion.arrangement)
+
+
 def run_conversion(
     conversion: Conversion,
     *,
@@ -385,11 +399,7 @@ def run_conversion(
     began_s = time.monotonic()
     processes = processes or OneProcess()
     # 1. What can be refused is refused before anything is written.
-    # Too small a limit must be known before anything is written.
-    conversion.threads(extra_bytes, threads)
-    # A missing hash library must be known before anything is written.
-    block_digest(b"")
-    FileChecksums.expect_library(conversion.source, conversion.arrangement)
+    expect_runnable(conversion, extra_bytes, threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
     # The target's disk has room for what is unpacked; temporary files may lie in memory.
     sources = open_sources(conversion.source, conversion.target.parent)

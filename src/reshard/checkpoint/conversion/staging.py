@@ -248,6 +248,20 @@ def staging_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.reshard-staging")
 
 
+def check_target(target: Path, overwrite: bool, restart: bool) -> Path | None:
+    """The staging folder that an earlier run left, of a target to which a conversion could go.
+
+    Raises UsageError and RunError where the conversion would be refused for its target.
+    """
+    with refusals_explained("look at the target", target):
+        target = _check_target(target, overwrite)
+        root = staging_folder(target)
+        is_begun = root.exists()
+        if not is_begun or restart:
+            _refuse_existing(target, overwrite)
+        return root if is_begun else None
+
+
 def _check_target(target: Path, overwrite: bool) -> Path:
     """The target with links followed, so that the staging folder is on its file system."""
     target = Path(os.path.realpath(target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +10,12 @@ import click
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import running_processes
-from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
+from reshard.checkpoint.conversion.run import (
+    ConversionReport,
+    expect_runnable,
+    run_conversion,
+)
+from reshard.checkpoint.conversion.staging import check_target
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.cli.commands.plan import matching_json, matching_lines
@@ -22,12 +28,21 @@ from reshard.cli.options import (
     quiet_option,
     threads_option,
 )
-from reshard.cli.output import file_json, mesh_json, printable, write, write_error, write_json
+from reshard.cli.output import (
+    cut_text,
+    file_json,
+    listing,
+    mesh_json,
+    printable,
+    write,
+    write_error,
+    write_json,
+)
 from reshard.cli.progress import shown_progress
 from reshard.errors import InterruptedRunError, UsageError
 from reshard.recipes.engine_layouts.engines import derive_layout
 from reshard.recipes.engine_layouts.layout_file import read_layout_file
-from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text
+from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
 
 
 @click.command()
@@ -43,6 +58,12 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
     help="Write what every rank of an engine loads, by its own loader: for --to tp=8, or of "
     "--layout. vllm: its load format sharded_state.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
+    "would be.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
 @click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
 @json_option
@@ -53,6 +74,7 @@ def convert(
     engine: str | None,
     extra_bytes: int,
     threads: int | None,
+    dry_run: bool,
     overwrite: bool,
     restart: bool,
     as_json: bool,
@@ -77,6 +99,8 @@ def convert(
       '-, dp tp'    the second over dp and tp together
       'tp, ...'     the first, whatever the number of dimensions
 
+    --dry-run with --json has `dry_run`, and tensors and files as `reshard plan --json` has them.
+
     \b
     Keys of --json:
       source, target, to, format, mesh {text, axes, devices}
@@ -90,6 +114,14 @@ def convert(
             conversion = plan_conversion(source, target, **conversion_arguments)
         else:
             conversion = _plan_for_engine(engine, source, target, **conversion_arguments)
+        if dry_run:
+            expect_runnable(conversion, extra_bytes, threads)
+            begun = check_target(conversion.target, overwrite, restart)
+            if as_json:
+                write_json(_as_dry_json(source, conversion, begun))
+            elif not quiet:
+                write("\n".join(_as_dry_text(source, conversion, begun)))
+            return DONE
         # Before the work, not after hours of it.
         for loss in conversion.losses:
             write_error(f"note: {printable(loss)}")
@@ -174,6 +206,63 @@ def _as_text(
                 f"continued an earlier run, which had done {bytes_text(report.resumed_bytes)}"
             )
     return lines + matching_lines(conversion)
+
+
+def _as_dry_text(source: str, conversion: Conversion, begun: Path | None) -> list[str]:
+    """What a run would write, tensor by tensor and file by file."""
+    arrangement = conversion.arrangement
+    tensors = [
+        (printable(name), one.dtype.name, "x".join(map(str, one.shape)) or "scalar", cut_text(one))
+        for name, one in arrangement.tensors.items()
+    ]
+    files = [
+        (one.stored.name, one.stored.rank, bytes_text(one.stored.size_bytes))
+        for one in arrangement.files
+    ]
+    lines = [
+        f"{printable(source)} would be written to {printable(str(conversion.target))}, cut for "
+        f"{conversion.resolved['to']}, as {arrangement.format}: "
+        f"{count_text(len(tensors), 'tensor')}, "
+        f"{bytes_text(sum(one.size_bytes for one in arrangement.tensors.values()))}, "
+        f"{count_text(len(files), 'file')}",
+        "",
+        table(tensors, ("tensor", "dtype", "shape", "cut"), "llll"),
+        "",
+        table(files, ("file", "rank", "size"), "lrr"),
+        "",
+    ]
+    if arrangement.values or arrangement.items:
+        beside = [*arrangement.items, *arrangement.values]
+        lines += listing("and beside the tensors", beside)
+    if begun is not None:
+        lines.append(f"an earlier run left work in {printable(str(begun))}")
+    return lines + matching_lines(conversion)
+
+
+def _as_dry_json(source: str, conversion: Conversion, begun: Path | None) -> dict[str, Any]:
+    arrangement = conversion.arrangement
+    return {
+        "source": source,
+        "target": str(conversion.target),
+        "dry_run": True,
+        "to": conversion.resolved["to"],
+        "format": arrangement.format,
+        "mesh": mesh_json(arrangement.mesh),
+        "size_bytes": sum(one.size_bytes for one in arrangement.tensors.values()),
+        "begun": None if begun is None else str(begun),
+        "tensors": [
+            {
+                "name": name,
+                "dtype": one.dtype.name,
+                "shape": list(one.shape),
+                "cut": cut_text(one),
+                "size_bytes": one.size_bytes,
+            }
+            for name, one in arrangement.tensors.items()
+        ],
+        "files": [file_json(one.stored) for one in arrangement.files],
+        **matching_json(conversion),
+    }
 
 
 def _by_process(report: ConversionReport) -> list[tuple[int, int, int]]:

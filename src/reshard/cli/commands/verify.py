@@ -11,10 +11,18 @@ from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion.source_names import find_recipe
+from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
+from reshard.checkpoint.naming.selection import TensorSelection
 from reshard.cli.failures import DIFFERS, DONE
-from reshard.cli.options import as_path, json_option, quiet_option, threads_option
+from reshard.cli.options import (
+    as_path,
+    json_option,
+    quiet_option,
+    selection_options,
+    threads_option,
+)
 from reshard.cli.output import printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.recipes.library import choose_recipe
@@ -35,6 +43,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text
     metavar="NAME|FILE|auto",
     help="Of the names. [default: auto, by config.json]",
 )
+@selection_options
 @threads_option
 @json_option
 @quiet_option
@@ -47,6 +56,7 @@ def verify(
     threads: int | None,
     as_json: bool,
     quiet: bool,
+    **selection_arguments: Any,
 ) -> int:
     """Whether LEFT and RIGHT hold the same tensors.
 
@@ -56,6 +66,9 @@ def verify(
     With --left-names, --right-names or --recipe, both are compared by the recipe's names, and what
     is fused as what it is fused of. Where one has each expert by itself and the other has them
     stacked, --recipe auto tells by their names.
+
+    --strip-prefix and --rename are for the names of LEFT, as in the conversion that made RIGHT of
+    it, and --include and --exclude choose of LEFT then. Without the former they choose of both.
 
     \b
     Examples:
@@ -71,7 +84,8 @@ def verify(
       digests {tensor: digest} (of those that are the same)
     """
     began_s = time.monotonic()
-    a, b = _name_both(left, right, left_names, right_names, recipe)
+    selection = TensorSelection(**selection_arguments)
+    a, b = _name_both(_select_both(left, right, selection), left_names, right_names, recipe)
     are_named = any(one is not None for one in (left_names, right_names, recipe))
     with shown_progress("comparing", quiet) as progress:
         found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
@@ -85,24 +99,39 @@ def verify(
     return DONE if found.is_same else DIFFERS
 
 
+def _select_both(left: str, right: str, selection: TensorSelection) -> list[str | Checkpoint]:
+    """What is chosen of both checkpoints."""
+    if not selection:
+        return [left, right]
+    opened = [open_checkpoint(path) for path in (left, right)]
+    first = select_from(opened[0], selection)
+    if selection.changes_names:
+        return [first, opened[1]]
+    # What has the names of one side only is a difference, and no slip.
+    return [first, select_from(opened[1], selection, is_expected=False)]
+
+
 def _name_both(
-    left: str, right: str, left_names: str | None, right_names: str | None, recipe: str | None
+    chosen: list[str | Checkpoint],
+    left_names: str | None,
+    right_names: str | None,
+    recipe: str | None,
 ) -> list[str | Checkpoint]:
     """Both checkpoints, in the recipe's names where theirs are given."""
     given = {"--left-names": left_names, "--right-names": right_names}
     if left_names is None and right_names is None and recipe is None:
-        return [left, right]
-    opened = [open_checkpoint(path) for path in (left, right)]
+        return chosen
+    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in chosen]
     configs = [read_config(one) for one in opened]
     # One of them may have no config.json; both are of one model.
     with_config = opened[1] if configs[0] is None and configs[1] is not None else opened[0]
-    chosen = find_recipe(recipe or "auto", with_config)
+    of_names = find_recipe(recipe or "auto", with_config)
     found: list[str | Checkpoint] = []
     for option, checkpoint, config in zip(given, opened, configs, strict=True):
         other = next((one for one in (config, *configs) if one is not None), None)
-        named = names_of(option, given[option], chosen, other)
+        named = names_of(option, given[option], of_names, other)
         if named is None:
-            named = find_stacked_names(checkpoint, chosen, other)
+            named = find_stacked_names(checkpoint, of_names, other)
         found.append(checkpoint if named is None else in_recipe_names(checkpoint, named.table))
     return found
 

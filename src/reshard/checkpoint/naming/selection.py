@@ -1,0 +1,319 @@
+"""Selections: which tensors of a checkpoint are taken, and by which names.
+
+Four options, in this order, whatever order they are given in:
+
+1. `include` takes what one of its globs matches, `exclude` takes out what one of its matches, by
+   the names of the checkpoint;
+2. `strip_prefix` takes prefixes off, one after another, of the names that have them;
+3. `rename` gives other names: the first `pattern=name` whose pattern matches counts::
+
+    layers.*.w1=model.layers.*.gate      each `*` is the same text on both sides, in order
+    *.layers.*.w=layers.{2}.{1}.w        or by number, where the order changes
+
+A name is that of a tensor, an item or a value alike. Nothing is copied: a tensor by another name is
+bound to the same bytes, and keeps its digest. What cannot be meant is an error: a pattern that
+matches nothing, two things that would have one name, and nothing left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.errors import RecipeError, UsageError
+from reshard.text.quantities import count_text
+
+_PART = re.compile(r"\*|\{(\d{1,4})\}")
+
+
+@dataclass(frozen=True)
+class TensorSelection:
+    """What to take of a checkpoint, and by which names.
+
+    Args:
+        include: globs on names, `*` for any characters; all is taken without any.
+        exclude: globs on names that are left out.
+        strip_prefix: prefixes that names lose, in this order.
+        rename: texts `pattern=name`; each `*` of a pattern stands for the same `*` of the name, or
+            for `{1}`, `{2}` in it.
+
+    Raises:
+        UsageError: what is no list of texts, or a text that cannot be read.
+
+    >>> chosen = TensorSelection(include=["model.*"], rename=["model.*.w1=*.gate"])
+    >>> chosen.new_name("model.layers.0.w1"), chosen.new_name("optimizer.step")
+    ('layers.0.gate', None)
+    """
+
+    include: Iterable[str] = ()
+    exclude: Iterable[str] = ()
+    strip_prefix: Iterable[str] = ()
+    rename: Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _read_texts(field.name, getattr(self, field.name)))
+        for text in self.rename:
+            _parse_renaming(text)
+
+    def __bool__(self) -> bool:
+        return bool(self.include or self.exclude or self.changes_names)
+
+    @property
+    def changes_names(self) -> bool:
+        """Whether what is taken may have other names."""
+        return bool(self.strip_prefix or self.rename)
+
+    @cached_property
+    def _renamings(self) -> tuple[_Renaming, ...]:
+        return tuple(_parse_renaming(text) for text in self.rename)
+
+    def takes(self, name: str) -> bool:
+        """Whether what has this name is taken."""
+        is_in = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return is_in and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def new_name(self, name: str) -> str | None:
+        """What a name becomes; None where it is left out."""
+        if not self.takes(name):
+            return None
+        stripped = self.strip(name)
+        return self.renamed(stripped) or stripped
+
+    def strip(self, name: str) -> str:
+        """A name without the prefixes."""
+        for prefix in self.strip_prefix:
+            name = name.removeprefix(prefix)
+        return name
+
+    def renamed(self, name: str) -> str | None:
+        """What `rename` makes of a name without prefixes; None where no pattern matches it."""
+        found = (renaming.apply(name) for renaming in self._renamings)
+        return next((new for new in found if new is not None), None)
+
+    def to_json(self) -> dict[str, list[str]]:
+        """The options that are given, as plain values."""
+        given = {field.name: list(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {name: texts for name, texts in given.items() if texts}
+
+
+@dataclass(frozen=True, slots=True)
+class _Renaming:
+    """One `pattern=name`: `pieces` are text of the new name, and numbers of parts."""
+
+    text: str
+    pattern: re.Pattern[str]
+    pieces: tuple[str | int, ...]
+
+    def apply(self, name: str) -> str | None:
+        """The new name; None where the pattern does not match."""
+        found = self.pattern.fullmatch(name)
+        if found is None:
+            return None
+        return "".join(one if isinstance(one, str) else found[one] for one in self.pieces)
+
+
+def find_new_names(
+    checkpoint: Checkpoint, selection: TensorSelection, *, is_expected: bool = True
+) -> dict[str, str | None]:
+    """What becomes of the name of each tensor, item and value; None of what is left out.
+
+    Args:
+        checkpoint: of which things are taken.
+        selection: which, and by which names.
+        is_expected: whether each of its patterns must match something, and something be left.
+
+    Raises:
+        UsageError: a pattern that matches nothing; no tensor left.
+    """
+    names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
+    if is_expected:
+        _expect_matches(checkpoint, selection, names)
+    new = {name: selection.new_name(name) for name in names}
+    if is_expected and checkpoint.tensors and all(new[name] is None for name in checkpoint.tensors):
+        raise UsageError(
+            f"no tensor is left of {count_text(len(checkpoint), 'tensor')} in {checkpoint.folder}; "
+            "change --include or --exclude"
+        )
+    return new
+
+
+def by_new_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> Checkpoint:
+    """A checkpoint whose tensors, items and values have other names, each its own.
+
+    Args:
+        checkpoint: by its old names.
+        new: the name of each, None of what is left out; what it has not keeps its name.
+
+    Raises:
+        RecipeError: two things of one name, or a name that is none.
+    """
+    names = [*checkpoint.tensors, *checkpoint.items, *checkpoint.values]
+    _expect_different_names(checkpoint, {name: new.get(name, name) for name in names})
+
+    def find(name: str) -> str | None:
+        return new.get(name, name)
+
+    paths = {}
+    for name, path in checkpoint.paths.items():
+        renamed = find(name)
+        moved = path if renamed == name else move_path(path, renamed or "")
+        if renamed is not None and moved is not None:
+            paths[renamed] = moved
+    return dataclasses.replace(
+        checkpoint,
+        tensors=_rename_all(checkpoint.tensors, find),
+        items=_rename_all(checkpoint.items, find),
+        values=_rename_keys(checkpoint.values, find),
+        paths=paths,
+        checksums=tuple(
+            dataclasses.replace(one, tensor=renamed)
+            for one in checkpoint.checksums
+            if (renamed := find(one.tensor)) is not None
+        ),
+    )
+
+
+def move_path(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...] | None:
+    """Where in a nested state dict a thing stands by its new name; None where that is not told.
+
+    What the path has at its beginning and at its end, joined by dots, stays apart as it was.
+
+    >>> move_path(("model", "layers.0.w"), "layers.0.w")
+    ('layers.0.w',)
+    >>> move_path(("model", "layers", 0, "w1"), "model.layers.0.gate")
+    ('model', 'layers', 0, 'gate')
+    """
+    for kept in range(len(path) - 1, -1, -1):
+        front = ".".join(map(str, path[:kept])) + "." if kept else ""
+        if not name.startswith(front) or name == front:
+            continue
+        rest = name[len(front) :]
+        for behind in range(kept + 1, len(path) + 1):
+            tail = ".".join(map(str, path[behind:]))
+            if not tail:
+                return (*path[:kept], rest)
+            if rest == tail:
+                return (*path[:kept], *path[behind:])
+            if rest.endswith(f".{tail}"):
+                return (*path[:kept], rest.removesuffix(f".{tail}"), *path[behind:])
+    return None
+
+
+def _rename_all(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
+    """Things that have a `name`, by their new ones."""
+    return {
+        renamed: one if renamed == name else dataclasses.replace(one, name=renamed)
+        for name, one in things.items()
+        if (renamed := find(name)) is not None
+    }
+
+
+def _rename_keys(things: Mapping[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
+    return {renamed: one for name, one in things.items() if (renamed := find(name)) is not None}
+
+
+def _expect_different_names(checkpoint: Checkpoint, new: Mapping[str, str | None]) -> None:
+    """Raise RecipeError for two things that would have one name, or a name that is none."""
+    old_of: dict[str, str] = {}
+    for old, name in new.items():
+        if name is None:
+            continue
+        if not name:
+            raise RecipeError(
+                f"{old!r} in {checkpoint.folder} would have an empty name; change --strip-prefix "
+                "or --rename"
+            )
+        if name in old_of:
+            raise RecipeError(
+                f"{old_of[name]!r} and {old!r} in {checkpoint.folder} would both be {name!r}; "
+                "leave one of them out with --exclude, or change --strip-prefix or --rename"
+            )
+        old_of[name] = old
+
+
+def _expect_matches(checkpoint: Checkpoint, selection: TensorSelection, names: list[str]) -> None:
+    """Raise UsageError for a pattern that matches nothing: it is a slip, and would go unseen."""
+    for option, globs in (("include", selection.include), ("exclude", selection.exclude)):
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise UsageError(_describe_idle(checkpoint, option, glob, names))
+    taken = [name for name in names if selection.takes(name)]
+    for prefix in selection.strip_prefix:
+        stripped = [name.removeprefix(prefix) for name in taken]
+        if taken and stripped == taken:
+            raise UsageError(_describe_idle(checkpoint, "strip-prefix", prefix, taken))
+        taken = stripped
+    for renaming in selection._renamings:
+        if taken and not any(renaming.pattern.fullmatch(name) for name in taken):
+            raise UsageError(_describe_idle(checkpoint, "rename", renaming.text, taken))
+
+
+def _describe_idle(checkpoint: Checkpoint, option: str, text: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(text.partition("=")[0], names[:5000], 1, 0.3) or names[:1]
+    shown = f", such as {near[0]!r}" if near else ""
+    how = "a prefix is the beginning of a name, dot and all"
+    if option != "strip-prefix":
+        how = "a pattern is for the whole of a name, `*` stands for any characters"
+    return (
+        f"--{option} {text!r} matches none of {count_text(len(names), 'name')} in "
+        f"{checkpoint.folder}{shown}; {how}"
+    )
+
+
+def _read_texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{what} {given!r}; give a list of texts, such as [{given!r}]")
+    texts = tuple(given)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"{what} has {text!r}; expected a text that is not empty")
+    return texts
+
+
+@lru_cache(maxsize=1024)
+def _parse_renaming(text: str) -> _Renaming:
+    """The renaming that `pattern=name` writes. Raises UsageError where it cannot be read."""
+    pattern, divider, name = text.partition("=")
+    if not divider or not pattern or not name or "=" in name:
+        raise UsageError(
+            f"cannot read the renaming {text!r}; write pattern=name, such as "
+            "'layers.*.w1=model.layers.*.gate'"
+        )
+    parts = pattern.split("*")
+    expression = re.compile("(.*?)".join(map(re.escape, parts)), re.DOTALL)
+    stars = len(parts) - 1
+    pieces: list[str | int] = []
+    by_order, by_number, end = 0, [], 0
+    for found in _PART.finditer(name):
+        pieces.append(name[end : found.start()])
+        end = found.end()
+        if found[1] is None:
+            by_order += 1
+            pieces.append(by_order)
+        else:
+            by_number.append(int(found[1]))
+            pieces.append(int(found[1]))
+    pieces.append(name[end:])
+    if by_order and by_number:
+        raise UsageError(
+            f"the renaming {text!r} has `*` and numbers in the new name; write one of them, "
+            "such as {1} for each `*`"
+        )
+    wrong = [number for number in by_number if not 1 <= number <= stars]
+    if wrong or (by_order and by_order != stars):
+        said = f"{{{wrong[0]}}}" if wrong else f"{by_order} `*`"
+        raise UsageError(
+            f"the renaming {text!r} has {said} in the new name, and its pattern has "
+            f"{stars} `*`; write as many, or numbers from {{1}} to {{{stars}}}"
+            if stars
+            else f"the renaming {text!r} has {said} in the new name, and its pattern has no `*`"
+        )
+    return _Renaming(text, expression, tuple(pieces))
