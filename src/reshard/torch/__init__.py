@@ -7,7 +7,6 @@ from reshard.notation.objects import sharding_of
 from reshard.torch.distributed_tensor import layout_of, rank_of
 from reshard.torch.loaders.module_layouts import module_layouts
 from reshard.torch.loaders.tracing import trace_loading
-from reshard.torch.loading import LoadReport, load
 from reshard.torch.models.naming import renamed
 from reshard.torch.models.parameters import MegatronModel
 from reshard.torch.models.recipe_models import by_recipe
@@ -15,6 +14,9 @@ from reshard.torch.partitioned.partitioned_tensor import PartitionedTensor
 from reshard.torch.redistribution import Redistribution, RedistributionOptions, redistribute
 from reshard.torch.refitting.refit import Refit, RefitOptions, refit
 from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
+from reshard.torch.storage.loading import LoadReport, load
+from reshard.torch.storage.reader import StorageReader
+from reshard.torch.storage.writer import StorageWriter
 from reshard.torch.usability import is_usable
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "RedistributionOptions",
     "Refit",
     "RefitOptions",
+    "StorageReader",
+    "StorageWriter",
     "Transform",
     "by_recipe",
     "is_usable",

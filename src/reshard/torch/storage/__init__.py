@@ -1,0 +1,8 @@
+"""Models and state dicts of PyTorch, from checkpoints and into them.
+
+loading   a module or a state dict, filled from a checkpoint
+reader    a checkpoint of any format and cut, for `torch.distributed.checkpoint.load`
+writer    a new checkpoint, for its `save`, by all ranks
+places    where in new files each part of a save lies
+chunks    parts of tensors in the words of PyTorch
+"""

@@ -1,0 +1,343 @@
+"""Loads of `torch.distributed.checkpoint` from checkpoints of any format and cut.
+
+1. PyTorch's planner asks for boxes of tensors, by the metadata that are made here of the headers.
+2. Each box is found in the shards that hold it, and read in the order of the files, a few
+   megabytes at a time: straight into the tensor where both are dense, else through a buffer.
+3. Values that are no tensors are given as the bytes that PyTorch saves for them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from reshard.binding import View
+from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
+from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.formats.torch_dcp.stream_transforms import RangeStream, unpacked
+from reshard.errors import CheckpointError, ShardError, UsageError
+from reshard.execution.arrays import TorchTensors
+from reshard.layout import Box
+from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
+
+# What one thread reads at a time, and what is copied of a tensor on another device.
+_PIECE_BYTES = 4 * BUFFER_BYTES
+# Values that are no tensors are held in memory whole.
+_MOST_ITEM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRead:
+    """A box of a tensor that a planner asks for: its number in the plan, and its parts."""
+
+    number: int
+    item: ReadItem
+    tensor: StoredTensor
+    parts: tuple[ShardPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _PartRead:
+    """A box of a shard to read into a part of a tensor; nothing to read where `part` is None."""
+
+    read: _TensorRead
+    part: ShardPart | None
+    target: torch.Tensor
+
+
+class StorageReader(storage.StorageReader):  # type: ignore[misc]
+    """Reads any checkpoint that `reshard.checkpoint.open` opens, for PyTorch's own load.
+
+    ::
+
+        state = {"model": get_model_state_dict(model)}
+        torch.distributed.checkpoint.load(state, storage_reader=StorageReader("step-1000"))
+
+    Each rank reads the bytes that it needs. As with PyTorch's readers, a tensor of another type
+    than the stored one is filled with cast values.
+
+    Args:
+        path: a checkpoint, or where it is; the `checkpoint_id` of a load replaces it.
+        thread_count: how many read at a time on this rank; 4 when None.
+
+    Raises:
+        UsageError: what is no path, or no number of threads.
+
+    >>> import tempfile, warnings, numpy as np, torch, torch.distributed.checkpoint as dcp
+    >>> from safetensors.numpy import save_file
+    >>> state = {"w": torch.zeros(2, 2)}
+    >>> with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+    ...     save_file({"w": np.ones((2, 2), np.float32)}, f"{folder}/model.safetensors")
+    ...     dcp.load(state, storage_reader=StorageReader(folder), no_dist=True)
+    >>> state["w"].sum()
+    tensor(4.)
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | Checkpoint, *, thread_count: int | None = None
+    ) -> None:
+        super().__init__()
+        threads = DEFAULT_THREADS if thread_count is None else thread_count
+        if type(threads) is not int or threads < 1:
+            raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
+        self.thread_count = threads
+        self._checkpoint = path if isinstance(path, Checkpoint) else None
+        self.path = _as_path(path.folder if isinstance(path, Checkpoint) else path)
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path that has something."""
+        text = os.fspath(checkpoint_id)
+        return isinstance(text, str) and "://" not in text and Path(text).exists()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, of another checkpoint where `checkpoint_id` says so."""
+        if checkpoint_id:
+            self.path = _as_path(checkpoint_id)
+        # The folder may hold another checkpoint by now.
+        self._checkpoint = None
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, opened when it is first asked for."""
+        if self._checkpoint is None:
+            self._checkpoint = open_checkpoint(self.path)
+        return self._checkpoint
+
+    def read_metadata(self) -> Metadata:
+        """What the checkpoint holds, in PyTorch's words; only headers are read.
+
+        What it says of a tensor is made when it is first asked for.
+
+        Raises:
+            CheckpointError: nothing there that is a checkpoint.
+            FormatError: a file that is damaged.
+        """
+        checkpoint = self.checkpoint
+        contents = describe_contents(checkpoint)
+        return Metadata(
+            contents,
+            planner_data={name: checkpoint.paths.get(name, (name,)) for name in contents},
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self.path, load_id=self.load_id),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take part in a load; every rank does the same."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: where boxes lie in files is found when they are read."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are: no rank needs to know of the others."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
+        """Read what a plan asks for, into the tensors that the planner gives.
+
+        Raises:
+            CheckpointError: a name that the checkpoint does not have.
+            RunError: a file that cannot be read.
+        """
+        reads = []
+        files = open_sources(self.checkpoint)
+        try:
+            for number, item in enumerate(plan.items):
+                if item.type == LoadItemType.BYTE_IO:
+                    content = self._read_value(item.storage_index.fqn, files)
+                    planner.load_bytes(item, io.BytesIO(content))
+                else:
+                    reads.append(self._find_parts(number, item))
+            self._read_tensors(reads, planner, files)
+        finally:
+            files.close()
+        future: Future = Future()
+        future.set_result(None)
+        return future
+
+    def _find_parts(self, number: int, item: ReadItem) -> _TensorRead:
+        index = item.storage_index
+        tensor = self.checkpoint[index.fqn]
+        offset = index.offset if index.offset is not None else (0,) * len(tensor.shape)
+        start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
+        box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+        if any(stop > size for stop, size in zip(box.stop, tensor.shape, strict=True)):
+            raise CheckpointError(
+                f"{box} of tensor {tensor.name!r} is asked for, which has shape "
+                f"{list(tensor.shape)} in {self.path}; the plan is for another checkpoint"
+            )
+        return _TensorRead(number, item, tensor, tuple(list_parts(tensor, box)))
+
+    def _read_value(self, name: str, files: OpenFiles[SourceFile]) -> bytes:
+        checkpoint = self.checkpoint
+        if name in checkpoint.values:
+            content = io.BytesIO()
+            torch.save(checkpoint.values[name], content)
+            return content.getvalue()
+        if name not in checkpoint.items:
+            raise CheckpointError(f"{self.path} has no {name!r} that is no tensor")
+        return read_item(checkpoint.items[name], files)
+
+    def _read_tensors(
+        self, reads: list[_TensorRead], planner: LoadPlanner, files: OpenFiles[SourceFile]
+    ) -> None:
+        # In the order of the files, so that a disk reads forward.
+        reads.sort(key=_find_place)
+        targets: dict[int, torch.Tensor] = {}
+        left: dict[int, int] = {}
+
+        def tasks() -> Iterator[_PartRead]:
+            # The planner may make a tensor when it is asked for, so it is asked late; by one
+            # thread at a time, which `run_in_threads` promises.
+            for read in reads:
+                target = planner.resolve_tensor(read.item).detach()
+                if tuple(target.shape) != tuple(read.item.lengths):
+                    raise ShardError(
+                        f"{read.tensor.name!r}: the tensor to fill has shape "
+                        f"{list(target.shape)}, the plan says {list(read.item.lengths)}"
+                    )
+                targets[read.number] = target
+                found = [
+                    _PartRead(read, one, view)
+                    for part in read.parts
+                    for one, view in _split(part, target[(*part.inside, ...)])
+                ] or [_PartRead(read, None, target)]
+                left[read.number] = len(found)
+                yield from found
+
+        work = partial(_fill, files=files)
+        results = run_in_threads(tasks(), work, _make_buffer, self.thread_count)
+        try:
+            for read in results:
+                left[read.number] -= 1
+                if not left[read.number]:
+                    planner.commit_tensor(read.item, targets.pop(read.number))
+        finally:
+            results.close()
+
+
+def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
+    """The bytes of an item that is no tensor, with what was done to them undone.
+
+    Raises:
+        CheckpointError: an item of more than 1 GiB; a transform that is not known.
+        FormatError: bytes that the transforms did not write.
+    """
+    label = f"{item.name!r} in {item.place.path}"
+    if item.size_bytes > _MOST_ITEM_BYTES:
+        raise CheckpointError(f"{label} has {item.size_bytes} bytes; 1 GiB is the most")
+
+    def read(offset: int, size: int) -> bytes:
+        content = bytearray(size)
+        files[item.place.path].read_into(memoryview(content), offset)
+        return bytes(content)
+
+    if not item.transforms:
+        return read(item.place.start_bytes, item.size_bytes)
+    packed = RangeStream(read, item.place.start_bytes, item.size_bytes)
+    stream = unpacked(packed, item.transforms, _MOST_ITEM_BYTES, label)
+    content = bytearray()
+    while piece := stream.read(1 << 20):
+        content += piece
+    return bytes(content)
+
+
+def _as_path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
+    return Path(path)
+
+
+def _make_buffer() -> AlignedBuffer:
+    return AlignedBuffer(AlignedBuffer.capacity_for(BUFFER_BYTES))
+
+
+def _find_place(read: _TensorRead) -> tuple[str, int]:
+    if not read.parts:
+        return "", 0
+    tile = read.parts[0].tile
+    place = read.tensor.file_range(tile.slot, tile.number, tile.offset)
+    return place.path, place.start_bytes
+
+
+def _split(part: ShardPart, target: torch.Tensor) -> Iterator[tuple[ShardPart, torch.Tensor]]:
+    """Pieces of a part of at most some megabytes, so that threads share it."""
+    long = [d for d, n in enumerate(target.shape) if n > 1]
+    if target.numel() * target.element_size() <= _PIECE_BYTES or not long:
+        yield part, target
+        return
+    # Along the outermost dimension: each piece is as contiguous in the file as the whole.
+    d, rows = long[0], target.shape[long[0]]
+    row_bytes = target.numel() // rows * target.element_size()
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for begin in range(0, rows, step):
+        local = (*part.local[:d], part.local[d] + begin, *part.local[d + 1 :])
+        piece = target.narrow(d, begin, min(step, rows - begin))
+        yield from _split(ShardPart(part.tile, local, part.inside), piece)
+
+
+def _fill(task: _PartRead, buffer: AlignedBuffer, *, files: OpenFiles[SourceFile]) -> _TensorRead:
+    """Read the box of a task into its tensor."""
+    read, part, target = task.read, task.part, task.target
+    if part is None:
+        return read
+    tensor, tile = read.tensor, part.tile
+    place = tensor.file_range(tile.slot, tile.number, tile.offset)
+    view = tensor.view(tile.slot, tile.number) or View.row_major(tile.local_shape)
+    file = files[place.path]
+    stored = getattr(torch, tensor.dtype.name)
+    is_in_place = target.device.type == "cpu" and target.dtype == stored
+    memory = target if is_in_place else torch.empty(target.shape, dtype=stored)
+    array = TorchTensors(memory).writable(memory, tensor.name)
+    if not _read_straight(file, place.start_bytes, view, part.local, array):
+        read_box(file, place.start_bytes, view, part.local, array, buffer)
+    if not is_in_place:
+        target.copy_(memory)
+    elif not target.is_inference():
+        # What reads a file writes behind autograd's back.
+        torch.autograd.graph.increment_version(target)
+    return read
+
+
+def _read_straight(
+    file: SourceFile, start_bytes: int, view: View, local: tuple[int, ...], target: NDArray[Any]
+) -> bool:
+    """Read a box that is one range of the file into memory that is one range; False if not."""
+    dense = View.row_major(target.shape).strides
+    pairs = zip(target.shape, dense, view.strides, strict=True)
+    if not target.flags.c_contiguous or any(n > 1 and a != b for n, a, b in pairs):
+        return False
+    first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
+    memory = target.reshape(-1).view(np.uint8).data
+    file.read_into(memory, start_bytes + first * target.dtype.itemsize)
+    return True

@@ -1,0 +1,461 @@
+"""Saves of `torch.distributed.checkpoint` into checkpoints of any format that can be written.
+
+1. The coordinator arranges the files of all ranks, and makes them beside the target at their full
+   size, with what is known of them (`places`).
+2. Every rank writes its boxes into them, a few megabytes at a time, and says what their checksums
+   are; values that are no tensors go into a file of the rank's own.
+3. The coordinator closes the files, writes the manifest, and gives the folder its name in one step.
+
+::
+
+    step-1000/                       the target: the old checkpoint, or nothing
+    .step-1000.reshard-saving/       what the target will be
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.futures import Future
+
+from reshard.binding import FileRange
+from reshard.checkpoint.blocks.block_io import OpenFiles
+from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.folders import (
+    exchange_folders,
+    refusals_explained,
+    remove_folder,
+    sync_folder,
+    sync_folders_under,
+)
+from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.range_checksums import crc32
+from reshard.checkpoint.files.target_file import TargetFile
+from reshard.checkpoint.formats.arrangement import Arrangement
+from reshard.checkpoint.formats.registry import all_formats, written_format
+from reshard.checkpoint.formats.torch_dcp.reader import SUFFIX
+from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
+from reshard.errors import RunError, UsageError
+from reshard.execution.arrays import TorchTensors
+from reshard.layout import Box
+from reshard.torch.storage.places import (
+    RankPlaces,
+    WritePlace,
+    arrange_save,
+    as_paths,
+    check_values,
+    find_places,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
+    """What a rank tells of an item that it wrote: `size_bytes` of a file at `start_bytes`.
+
+    `crc32` is that of these bytes where the file has one; `digest` that of a tensor which the
+    rank wrote all of.
+    """
+
+    file: str
+    start_bytes: int
+    size_bytes: int
+    crc32: int | None = None
+    digest: TensorDigest | None = None
+
+
+class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
+    """Writes a checkpoint of any format, for PyTorch's own save.
+
+    ::
+
+        state = {"model": get_model_state_dict(model)}
+        writer = StorageWriter("step-1000", format="safetensors")
+        torch.distributed.checkpoint.save(state, storage_writer=writer)
+
+    All ranks write into one folder that all of them see. The checkpoint appears whole or not at
+    all; what else was in the folder stays there.
+
+    Args:
+        path: the folder; the `checkpoint_id` of a save replaces it.
+        format: `torch-dcp`, `sharded-safetensors` (a file a rank), `safetensors` (whole tensors,
+            put together by the ranks), or another that can be written.
+        overwrite: replace a checkpoint that is there; until the end it stays as it is.
+        thread_count: how many write at a time on each rank; 4 when None.
+        sync_files: wait until all is on the disk.
+        metadata: text for the heads of safetensors files.
+
+    Raises:
+        UsageError: what is no path, no format that can be written, or no number of threads.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str = "torch-dcp",
+        overwrite: bool = True,
+        thread_count: int | None = None,
+        sync_files: bool = True,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        threads = DEFAULT_THREADS if thread_count is None else thread_count
+        if type(threads) is not int or threads < 1:
+            raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
+        self.path = _as_folder(path)
+        self.format = written_format(format, to_whole=False)
+        self.overwrite = overwrite
+        self.thread_count = threads
+        self.sync_files = sync_files
+        self.metadata = dict(metadata or {})
+        self.save_id = str(uuid.uuid4())
+        self.is_coordinator = False
+        self._arrangement: Arrangement | None = None
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """Where the checkpoint will be."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path in a folder that can be written to."""
+        text = os.fspath(checkpoint_id)
+        if not isinstance(text, str) or "://" in text:
+            return False
+        found = next((one for one in Path(text).absolute().parents if one.exists()), None)
+        return found is not None and os.access(found, os.W_OK)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, elsewhere where `checkpoint_id` says so."""
+        if checkpoint_id:
+            self.path = _as_folder(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+        self._arrangement = None
+
+    def storage_meta(self) -> StorageMeta:
+        """What identifies this save."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take part in a save.
+
+        Raises:
+            UsageError: a save in which ranks do not talk.
+        """
+        self.is_coordinator = is_coordinator
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False: ranks that do not talk cannot finish one checkpoint; save "
+                "with collectives, or with PyTorch's FileSystemWriter, which reshard reads"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is.
+
+        Raises:
+            UsageError: a checkpoint that is there and not to be replaced; values that the format
+                has no place for.
+        """
+        if not self.overwrite and _has_checkpoint(self.path):
+            raise UsageError(f"there is a checkpoint at {self.path}; give overwrite=True")
+        check_values(self.format, [plan])
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans with the place of every item; the files are made.
+
+        Raises:
+            UsageError: what the format cannot say.
+            RunError: files that cannot be made, such as on a full disk.
+        """
+        arrangement = arrange_save(self.format, plans, self.metadata)
+        folder = self._saving_folder
+        with refusals_explained("make the folder of a new checkpoint", folder):
+            remove_folder(folder)
+            folder.mkdir(parents=True)
+            for file in arrangement.files:
+                path = folder / file.stored.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with TargetFile(path, file.stored.size_bytes) as target:
+                    for offset, content in file.known_bytes():
+                        target.write(memoryview(bytearray(content)), offset)
+        self._arrangement = arrangement
+        places = find_places(arrangement, plans, str(folder))
+        return [
+            dataclasses.replace(plan, storage_data=one)
+            for plan, one in zip(plans, places, strict=True)
+        ]
+
+    @property
+    def _saving_folder(self) -> Path:
+        target = self.path.absolute()
+        return target.with_name(f".{target.name}.reshard-saving")
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        """Write this rank's items.
+
+        Raises:
+            RunError: files that cannot be written; a folder that this rank does not see.
+        """
+        told: RankPlaces = plan.storage_data
+        folder = Path(told.folder)
+        if not folder.is_dir():
+            raise RunError(
+                f"rank {told.rank} does not see {folder}, which the coordinator made; save into a "
+                "folder that all ranks share"
+            )
+        sizes = {one.file: one.file_bytes for one in told.places if one is not None}
+        targets: OpenFiles[TargetFile] = OpenFiles(
+            lambda name: TargetFile(folder / name, sizes[name])
+        )
+        written = self._write_values(plan, planner, folder, told.rank)
+        try:
+            written += self._write_tensors(plan, planner, targets)
+            if self.sync_files:
+                for target in targets:
+                    target.sync()
+        finally:
+            targets.close()
+        future: Future = Future()
+        future.set_result(written)
+        return future
+
+    def _write_values(
+        self, plan: SavePlan, planner: SavePlanner, folder: Path, rank: int
+    ) -> list[Any]:
+        """Write what is no tensor, one value behind the other."""
+        items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if not items:
+            return []
+        # File 1 of the rank, as PyTorch numbers them; file 0 has its tensors.
+        name = f"__{rank}_1{SUFFIX}"
+        written, at = [], 0
+        with (
+            refusals_explained("write values that are no tensors", folder / name),
+            (folder / name).open("wb") as file,
+        ):
+            for item in items:
+                content = planner.resolve_data(item).getbuffer()
+                file.write(content)
+                told = WrittenItem(name, at, content.nbytes)
+                written.append(storage.WriteResult(item.index, content.nbytes, told))
+                at += content.nbytes
+            file.flush()
+            if self.sync_files:
+                os.fsync(file.fileno())
+        return written
+
+    def _write_tensors(
+        self, plan: SavePlan, planner: SavePlanner, targets: OpenFiles[TargetFile]
+    ) -> list[Any]:
+        told: RankPlaces = plan.storage_data
+
+        def tasks() -> Iterator[_TensorWrite]:
+            # A planner may make a tensor when it is asked for: it is asked late, by one thread.
+            for item, place in zip(plan.items, told.places, strict=True):
+                if item.type != WriteItemType.BYTE_IO:
+                    yield _TensorWrite(item, place, planner.resolve_data(item).detach())
+
+        work = partial(_write_box, targets=targets)
+        buffer = partial(AlignedBuffer, 0)
+        return [*run_in_threads(tasks(), work, buffer, self.thread_count)]
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Close the files, and give the new checkpoint its name.
+
+        Raises:
+            RunError: what cannot be written or renamed.
+        """
+        arrangement, folder = self._arrangement, self._saving_folder
+        if arrangement is None:
+            raise UsageError("finish() before prepare_global_plan(); a save calls both")
+        written = {result.index: result.storage_data for rank in results for result in rank}
+        checksums = {(one.file, one.start_bytes): one.crc32 for one in written.values()}
+        # 1. Values that are no tensors are where the ranks put them.
+        items, extra = {}, {}
+        for rank, found in enumerate(results):
+            for result in found:
+                one: WrittenItem = result.storage_data
+                if result.index.fqn not in arrangement.tensors:
+                    place = FileRange(one.file, one.start_bytes)
+                    name = result.index.fqn
+                    items[name] = StoredItem(name, place, one.size_bytes, rank)
+                    extra[one.file] = rank
+        arrangement = dataclasses.replace(
+            arrangement, items=items, paths=as_paths(metadata.planner_data)
+        )
+        # 2. The ends of files, and files that the format adds.
+        with refusals_explained("finish a new checkpoint", folder):
+            for file in arrangement.files:
+                name = file.stored.name
+                closing = file.closing_bytes(partial(_find_checksum, checksums, name))
+                with TargetFile(folder / name, file.stored.size_bytes) as target:
+                    for start, content in closing:
+                        target.write(memoryview(bytearray(content)), start)
+                    if self.sync_files:
+                        target.sync()
+            for name, final in self.format.final_files(arrangement):
+                self._write_file(folder / name, final)
+            # 3. The manifest last.
+            files = [file.stored for file in arrangement.files]
+            for name, rank in extra.items():
+                files.append(StoredFile(name, (folder / name).stat().st_size, rank))
+            digests = {
+                index.fqn: one.digest for index, one in written.items() if one.digest is not None
+            }
+            manifest = manifest_of(
+                arrangement.format,
+                self.save_id,
+                None,
+                tuple(files),
+                arrangement.tensors,
+                digests,
+                (),
+                {},
+            )
+            self._write_file(folder / MANIFEST_NAME, manifest.to_json().encode())
+            if self.sync_files:
+                sync_folders_under(folder)
+            self._commit(folder)
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = written
+        self._arrangement = None
+
+    def _write_file(self, path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            if self.sync_files:
+                os.fsync(file.fileno())
+
+    def _commit(self, folder: Path) -> None:
+        target = self.path.absolute()
+        if not os.path.lexists(target):
+            folder.rename(target)
+            sync_folder(target.parent)
+            return
+        old = target.with_name(f".{target.name}.reshard-replaced")
+        remove_folder(old)
+        if exchange_folders(folder, target):
+            folder.rename(old)
+        else:
+            target.rename(old)
+            folder.rename(target)
+        sync_folder(target.parent)
+        # What is no part of the old checkpoint stays.
+        for path in sorted(old.iterdir()):
+            if not _is_of_checkpoint(path) and not os.path.lexists(target / path.name):
+                shutil.move(path, target / path.name)
+        remove_folder(old)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorWrite:
+    """A box of a tensor to write; nowhere where it has no elements."""
+
+    item: WriteItem
+    place: WritePlace | None
+    tensor: torch.Tensor
+
+
+def _as_folder(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
+    if "://" in os.fspath(path):
+        raise UsageError(f"a checkpoint at {os.fspath(path)!r}; give a folder of this machine")
+    return Path(path)
+
+
+def _has_checkpoint(path: Path) -> bool:
+    if not path.is_dir():
+        return path.exists()
+    return (path / MANIFEST_NAME).exists() or any(one.detect(path) for one in all_formats())
+
+
+def _is_of_checkpoint(path: Path) -> bool:
+    """Whether a file in the folder of a checkpoint is part of one."""
+    if path.name in (MANIFEST_NAME, ".metadata", "model.safetensors.index.json"):
+        return True
+    return path.is_file() and any(one.has_file(path.name) for one in all_formats())
+
+
+def _find_checksum(
+    checksums: Mapping[tuple[str, int], int | None], file: str, start_bytes: int, size_bytes: int
+) -> int:
+    found = checksums.get((file, start_bytes))
+    if found is None:
+        if not size_bytes:
+            return 0
+        raise RunError(f"no rank wrote {size_bytes} bytes of {file} at {start_bytes}; save again")
+    return found
+
+
+def _write_box(task: _TensorWrite, memory: AlignedBuffer, *, targets: OpenFiles[TargetFile]) -> Any:
+    """Write the box of a task, a block at a time."""
+    place, tensor, item = task.place, task.tensor, task.item
+    is_whole = tuple(item.tensor_data.size) == tuple(tensor.shape)
+    if place is None:
+        digest = tensor_digest([]) if is_whole else None
+        return storage.WriteResult(item.index, 0, WrittenItem("", 0, 0, digest=digest))
+    itemsize = tensor.element_size()
+    grid = BlockGrid.of(tuple(tensor.shape), itemsize)
+    checksum, digests = 0, []
+    target = targets[place.file]
+    for number in range(grid.count):
+        box = grid.box(number)
+        index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        piece = tensor[(*index, ...)].cpu().contiguous()
+        array = TorchTensors(piece).storage(piece, item.index.fqn)
+        block = array.reshape(-1).view(np.uint8).data
+        for offset, part in _list_ranges(place, box, array):
+            target.write(part, place.start_bytes + offset)
+        if place.is_checked:
+            checksum = crc32(block, checksum)
+        if is_whole:
+            digests.append(block_digest(block))
+    size = tensor.numel() * itemsize
+    digest = tensor_digest(digests) if is_whole else None
+    told = WrittenItem(place.file, place.start_bytes, size, checksum, digest)
+    return storage.WriteResult(item.index, size, told)
+
+
+def _list_ranges(
+    place: WritePlace, box: Box, array: NDArray[Any]
+) -> Iterator[tuple[int, memoryview]]:
+    """The ranges of the file's array that a block of the rank's box is, with their bytes."""
+    start = tuple(a + b for a, b in zip(place.local, box.start, strict=True))
+    # Dimensions of the block that are whole in the file's array, from the last on, are one range.
+    inner = len(place.shape)
+    while inner > 0 and box.shape[inner - 1] == place.shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    row = int(np.prod(box.shape[inner:], dtype=np.int64)) * array.itemsize
+    flat = array.reshape(-1).view(np.uint8).data
+    for number, outer in enumerate(np.ndindex(*box.shape[:inner])):
+        at = tuple(a + i for a, i in zip(start[:inner], outer, strict=True)) + start[inner:]
+        first = int(np.ravel_multi_index(at, place.shape)) if place.shape else 0
+        yield first * array.itemsize, flat[number * row : (number + 1) * row]

@@ -1,0 +1,47 @@
+"""FSDP2 loads from every format, saves, and loads what it saved under another mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.checkpoint_files import Tensor, write_file
+from live_processes import expect_all_end_well, run_ranks
+from reshard import checkpoint
+from reshard.dtypes import dtype
+
+torch = pytest.importorskip("torch")
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir()
+    shapes = {"0.weight": (13, 7), "0.bias": (13,), "1.weight": (5, 13)}
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    write_file(
+        folder / "model.safetensors",
+        {
+            name: Tensor(dtype("float32"), value.numpy().view("uint32"))
+            for name, value in values.items()
+        },
+    )
+    return folder
+
+
+@pytest.mark.parametrize("format", ["torch-dcp", "sharded-safetensors", "safetensors"])
+def test_fsdp2_on_two_ranks(tmp_path: Path, format: str) -> None:
+    original = model(tmp_path / "model")
+    folders = [original]
+    for name, to, how in (
+        ("parts", "full", {"most_file_bytes": 100}),
+        ("tp3", "tp=3", {"rules": ["*=tp, ..."]}),
+        ("dcp", "tp=2", {"rules": ["*.weight=-, tp", "*=..."], "format": "torch-dcp"}),
+    ):
+        folders.append(tmp_path / name)
+        checkpoint.convert(original, folders[-1], to=to, **how)
+    target = tmp_path / "saved"
+    expect_all_end_well(run_ranks("storage_process.py", 2, original, format, target, *folders))
+    found = checkpoint.open(target)
+    assert found.format == format and not checkpoint.check_digests(found).damaged
+    assert found["model.0.weight"].shape == (13, 7)
