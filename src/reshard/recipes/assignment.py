@@ -38,7 +38,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.config.expressions import NO_NUMBERS, Numbers, parse_expression
 from reshard.recipes.config.variables import expand, fill_in, variables
-from reshard.recipes.coupling.allowances import parse_allowed
+from reshard.recipes.coupling.allowances import describe_unmatched, parse_allowed
 from reshard.recipes.coupling.cut_marks import marks_of
 from reshard.recipes.coupling.held_blocks import HeldBlock, HeldBlockReader
 from reshard.recipes.coupling.inspection import Inspection
@@ -53,11 +53,11 @@ from reshard.recipes.shardings.axis_mapping import (
     joint_size,
     map_coordinates,
     map_sharding,
+    read_sharding,
 )
 from reshard.recipes.shardings.numbering import BY_BYTES, Places, check_cut, sizes_by_weight
 from reshard.sharding import ShardingSpec
 from reshard.sharding_text import spec
-from reshard.text.quantities import count_text
 
 # For each number of a recipe the coordinates, along the axis that deals it out.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
@@ -120,8 +120,9 @@ class _AssignmentBuilder:
         rules: Sequence[Rule],
         recipe: Recipe | None,
         config: Mapping[str, object] | None,
+        aliases: Mapping[str, str],
     ) -> None:
-        self.mesh, self.recipe, self.config = mesh, recipe, config
+        self.mesh, self.recipe, self.config, self.aliases = mesh, recipe, config, aliases
         # Rules by hand come first, so a number below `by_hand` tells whose rule it is. Conditions
         # that differ by layer are asked where a name is matched.
         from_recipe = [
@@ -174,13 +175,15 @@ class _AssignmentBuilder:
 
     def match(self, name: str, first: int = 0) -> _Match | None:
         """The first rule that matches a tensor, from rule number `first` on."""
+        names = (name, self.aliases[name]) if name in self.aliases else (name,)
         for number in range(first, len(self.rules)):
             rule = self.rules[number]
-            found = rule.numbers_in(name)
-            if found is not None and rule.counts(self.config, found):
-                numbers = self.recipe.numbers if self.recipe else {}
-                behind = [w for w in found if w in numbers and numbers[w].is_behind(name)]
-                return _Match(number, tuple(found.items()), frozenset(behind))
+            for called in names:
+                found = rule.numbers_in(called)
+                if found is not None and rule.counts(self.config, found):
+                    numbers = self.recipe.numbers if self.recipe else {}
+                    behind = [w for w in found if w in numbers and numbers[w].is_behind(called)]
+                    return _Match(number, tuple(found.items()), frozenset(behind))
         return None
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
@@ -216,8 +219,8 @@ class _AssignmentBuilder:
         """What a rule says: over the mesh, or over the recipe's axes, and how those are mapped."""
         text = fill_in(self.texts[number], self.config, numbers)
         if self.recipe_mesh is None or number < self.by_hand:
-            return spec(self.mesh, text, ndim=ndim), None
-        return spec(self.recipe_mesh, text, ndim=ndim), self.mapping
+            return read_sharding(self.mesh, text, ndim), None
+        return read_sharding(self.recipe_mesh, text, ndim), self.mapping
 
     def restrict(
         self, written: ShardingSpec, mapping: AxisMapping | None, lives: _Coordinates
@@ -368,6 +371,7 @@ def assign(
     logical_shapes: Mapping[str, tuple[int, ...]] | None = None,
     *,
     allow: Iterable[str] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> Assignment:
     """The sharding of each tensor of `shapes` over `mesh`.
 
@@ -383,6 +387,8 @@ def assign(
         logical_shapes: of quantised weights whose stored tensors do not tell it (bitsandbytes
             4-bit), by the weight's name.
         allow: what else would be an error: `uncomputable` cuts, `unmatched` tensors.
+        aliases: other names of tensors, which rules match as well: those of a recipe, for tensors
+            with a prefix before it.
 
     Raises:
         RecipeError: a rule that cannot be read or does not fit a tensor it matches, an axis or
@@ -399,7 +405,7 @@ def assign(
     tp, - | tp | ('norm',)
     """
     allowed = parse_allowed(allow)
-    builder = _AssignmentBuilder(mesh, rules, recipe, config)
+    builder = _AssignmentBuilder(mesh, rules, recipe, config, aliases or {})
     for number in range(len(rules)):
         # A wrong one is a mistake even where it matches nothing; by layer, it is read with a name.
         with _name_in_errors(builder.name_of(number)):
@@ -408,7 +414,7 @@ def assign(
     if adapters := LowRankAdapters(shapes, config, rules):
         sizes = adapters.weigh_bases(itemsizes_bytes)
         given = (adapters.base_shapes, mesh, rules, recipe, config, sizes, logical_shapes)
-        base = assign(*given, allow=allow)
+        base = assign(*given, allow=allow, aliases=aliases)
         return replace(base, **adapters.spread(base.specs, base.matched))
     quantized = find_quantized(
         shapes, config, itemsizes_bytes, logical_shapes, is_lenient="uncomputable" in allowed
@@ -446,7 +452,8 @@ def assign(
     unmatched = tuple(name for name in shapes if name not in decided)
     # Without rules and a recipe, copies of everything are what is asked for.
     if unmatched and (rules or recipe) and "unmatched" not in allowed:
-        raise UnmatchedError(_describe_unmatched(unmatched, len(shapes), recipe))
+        by = f"of the recipe {recipe.name!r}" if recipe else "given"
+        raise UnmatchedError(describe_unmatched(unmatched, len(shapes), by))
     uncomputable = (*map(str, inspection.findings), *cut_through)
     if uncomputable and "uncomputable" not in allowed:
         more = f" (and {len(uncomputable) - 1} more such)" if len(uncomputable) > 1 else ""
@@ -467,16 +474,6 @@ def assign(
         unused_axes=tuple(axis for axis in mesh.axis_names if axis not in used_axes),
         notes=_collect_notes(builder, matches),
         uncomputable=uncomputable,
-    )
-
-
-def _describe_unmatched(names: Sequence[str], total: int, recipe: Recipe | None) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    by = f"of the recipe {recipe.name!r}" if recipe else "given"
-    return (
-        f"no rule {by} matches {len(names)} of {count_text(total, 'tensor')}: {shown}. Give rules "
-        "for them, `*=...` behind all others for copies on every rank, or accept such copies: "
-        "--allow unmatched, in Python allow=['unmatched']"
     )
 
 

@@ -21,6 +21,9 @@ from reshard.checkpoint.conversion.source_names import NamedSource
 from reshard.checkpoint.formats.arrangement import PlannedTensor
 from reshard.checkpoint.formats.opening import read_config
 from reshard.checkpoint.quant_states import read_flat_shapes
+from reshard.checkpoint.training.following import StateFollowers, assign_with_state
+from reshard.checkpoint.training.state import find_training_state
+from reshard.dtypes import dtype
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import Assignment, assign
@@ -57,9 +60,8 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTens
         return PlacedTensors(_plan_tensors(source.checkpoint, layouts), notes=notes)
     if request.mesh is not None and request.is_by_rules:
         return _place_by_rules(request, source, request.mesh)
-    return PlacedTensors(
-        _plan_tensors(source.checkpoint, _place_by_strategy(request, source.checkpoint))
-    )
+    placed, notes = _place_by_strategy(request, source.checkpoint)
+    return PlacedTensors(_plan_tensors(source.checkpoint, placed), notes=notes)
 
 
 def _plan_tensors(
@@ -91,18 +93,31 @@ def _place_by_rules(
     return PlacedTensors(planned, assignment)
 
 
-def _place_by_strategy(request: ConversionRequest, checkpoint: Checkpoint) -> Mapping[str, Layout]:
-    """The layouts that a strategy gives the tensors, or whole ones."""
+def _place_by_strategy(
+    request: ConversionRequest, checkpoint: Checkpoint
+) -> tuple[Mapping[str, Layout], tuple[str, ...]]:
+    """The layouts that a strategy gives the tensors, or whole ones, with notes for the user.
+
+    Optimizer state goes where its parameter does.
+    """
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if request.is_whole:
-        shapes = {tensor.shape for tensor in checkpoint.tensors.values()}
-        whole = {shape: Layout.whole(shape, [0], 1) for shape in shapes}
-        return {name: whole[tensor.shape] for name, tensor in checkpoint.tensors.items()}
+        whole = {shape: Layout.whole(shape, [0], 1) for shape in {*shapes.values()}}
+        return {name: whole[shape] for name, shape in shapes.items()}, ()
+    followers = StateFollowers(shapes, find_training_state(checkpoint))
+    # The parameters of an optimizer alone are no tensors of it.
+    types = {name: dtype("float32") for name in followers.leaders}
+    types |= {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     place = find_strategy(request.strategy or "simple")
-    return place(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()},
+    layouts = place(
+        {
+            name: (types.get(name, dtype("float32")), shape)
+            for name, shape in followers.leaders.items()
+        },
         request.ranks,
         read_config(checkpoint) if request.strategy else None,
     )
+    return followers.spread_layouts(layouts), followers.notes
 
 
 def assign_tensors(
@@ -117,14 +132,23 @@ def assign_tensors(
     Raises:
         RecipeError: rules or a recipe that do not fit.
     """
-    tensors = checkpoint.tensors
-    return assign(
-        {name: tensor.shape for name, tensor in tensors.items()},
-        mesh,
-        tuple(rules),
-        recipe,
-        read_config(checkpoint),
-        {name: tensor.dtype.itemsize_bytes for name, tensor in tensors.items()},
-        read_flat_shapes(checkpoint),
-        allow=allow,
-    )
+    by_hand = tuple(rules)
+    itemsizes_bytes = {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()}
+
+    def assign_leaders(
+        shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+    ) -> Assignment:
+        return assign(
+            shapes,
+            mesh,
+            by_hand,
+            recipe,
+            read_config(checkpoint),
+            # The parameters of an optimizer alone are no tensors of it.
+            {name: itemsizes_bytes.get(name, 4) for name in shapes},
+            read_flat_shapes(checkpoint),
+            allow=allow,
+            aliases=aliases,
+        )
+
+    return assign_with_state(checkpoint, by_hand, recipe, mesh, assign_leaders)

@@ -19,6 +19,7 @@ import numpy as np
 from reshard.errors import RecipeError
 from reshard.mesh import Axis, DeviceMesh
 from reshard.sharding import DimSpec, Level, ShardingSpec
+from reshard.sharding_text import spec
 
 AxisMapping = Mapping[str, tuple[Axis, ...]]
 
@@ -112,3 +113,15 @@ def find_used_axes(sharding: ShardingSpec) -> set[str]:
     axes = [axis for dim in sharding.dim_specs for axis in dim.axes]
     used = {axis.name for axis in (*axes, *sharding.partial_axes)}
     return used | {axis for axis, _ in sharding.only}
+
+
+def read_sharding(mesh: DeviceMesh, text: str, ndim: int) -> ShardingSpec:
+    """What the text of a rule says of tensors of `ndim` dimensions.
+
+    A scalar has nothing to cut: a rule for any number of dimensions gives it whole.
+    """
+    found = spec(mesh, text, ndim=ndim)
+    if ndim or "..." not in text or not found.dim_specs:
+        return found
+    axes, reduction = found.partial_axes, found.reduction or "sum"
+    return ShardingSpec(mesh, (), found.replicated_axes, axes, reduction, found.only)

@@ -1,0 +1,306 @@
+"""Optimizer state cut as its parameter is: by rules and a recipe, or by a strategy.
+
+A rule says how a weight is cut. What an optimizer keeps of it follows, whatever it is called::
+
+    rule  *.up_proj.weight=tp, -          model.up_proj.weight                      (8, 4)   tp, -
+                                          optim.state.up_proj.weight.exp_avg        (8, 4)   tp, -
+                                          optim.state.up_proj.weight.exp_avg_sq_row (8,)     tp
+                                          optim.state.up_proj.weight.step           ()       whole
+
+1. Rules match a weight by its name, without the prefix that programs put before it, and without
+   what of it a recipe's names do not have.
+2. State of the same shape is cut the same way. State that has some of the dimensions (the rows and
+   columns of Adafactor) is cut in those; scalars are whole. Of anything else, such as scales of
+   8-bit blocks, every rank that has some of the parameter has all, and a note says so.
+3. A rule by hand that matches the name of the state, and comes before those that match the weight,
+   decides.
+4. What belongs to no parameter is whole on every rank, unless a rule by hand is for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.training.state import STEP, TrainingState, bare_name, find_training_state
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.recipes.assignment import Assignment
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+from reshard.sharding import DimSpec, ShardingSpec
+from reshard.sharding_text import spec
+from reshard.text.quantities import count_text
+
+Shape = tuple[int, ...]
+# The dimensions of its parameter that the dimensions of a tensor are; None where it is no part of
+# one, as that of a mean.
+Dims = tuple[int | None, ...]
+
+# How many names tell which prefix a recipe's names do not have.
+_SAMPLED_NAMES = 256
+
+
+class _Follower(NamedTuple):
+    """A tensor that is cut as another: which, and where its dimensions are in that one."""
+
+    leader: str
+    dims: Dims
+
+
+class StateFollowers:
+    """The optimizer state of a checkpoint, apart from what rules are asked of.
+
+    Args:
+        shapes: of all tensors, by name.
+        state: what they are, where the checkpoint has optimizer state.
+        by_hand: rules by hand.
+
+    >>> shapes = {"model.up": (8, 4), "optim.state.up.exp_avg": (8, 4), "optim.state.up.step": ()}
+    >>> StateFollowers(shapes, find_training_state(shapes)).leaders
+    {'model.up': (8, 4)}
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        state: TrainingState | None,
+        by_hand: Sequence[Rule] = (),
+    ) -> None:
+        self.shapes = shapes
+        self.leaders: dict[str, Shape] = {}
+        self.aliases: dict[str, str] = {}
+        self._followers: dict[str, _Follower] = {}
+        self._whole: list[str] = []
+        self._apart: list[str] = []
+        self._notes: list[str] = []
+        if state is None:
+            self.leaders |= shapes
+            return
+        self._state, self._by_hand = state, by_hand
+        for bare, name in state.weights.items():
+            self.leaders[name] = shapes[name]
+            if bare != name:
+                self.aliases[name] = bare
+        for parameter, tensors in state.optimizer.items():
+            self._add(parameter, tensors)
+        for name in (*state.others, *(name for name, _ in state.unplaced)):
+            if any(rule.matches(name) for rule in by_hand):
+                self.leaders[name] = shapes[name]
+            else:
+                self._whole.append(name)
+        self._notes += _describe(shapes, state, self._apart)
+
+    def _add(self, parameter: str, tensors: Mapping[str, str]) -> None:
+        """Take up what an optimizer keeps of a parameter."""
+        leader = self._state.weights.get(parameter)
+        if leader is None:
+            # An optimizer alone: the parameter has the shape that most of its state has.
+            leader = parameter
+            largest = max(tensors.values(), key=lambda name: len(self.shapes[name]))
+            self.leaders[leader] = self.shapes[largest]
+        names = (leader, *([self.aliases[leader]] if leader in self.aliases else ()))
+        shape = self.leaders[leader]
+        for key, name in tensors.items():
+            if self._is_decided_by_hand(name, names):
+                self.leaders[name] = self.shapes[name]
+                continue
+            dims = find_dims(shape, self.shapes[name], key)
+            if dims is None:
+                self._apart.append(name)
+                dims = (None,) * len(self.shapes[name])
+            self._followers[name] = _Follower(leader, dims)
+
+    def _is_decided_by_hand(self, name: str, of_weight: Sequence[str]) -> bool:
+        """Whether a rule by hand is for the state before one is for the weight."""
+        for rule in self._by_hand:
+            if any(rule.matches(one) for one in of_weight):
+                return False
+            if rule.matches(name):
+                return True
+        return False
+
+    def with_recipe(self, recipe: Recipe | None) -> None:
+        """Take the prefix that a recipe's names do not have out of the names that rules match."""
+        if recipe is None:
+            return
+        names = {name: self.aliases.get(name, name) for name in self.leaders}
+        prefix = _find_foreign_prefix([*names.values()], recipe.rules)
+        for name, called in names.items():
+            bare = bare_name(called.removeprefix(prefix))
+            if bare not in ("", name):
+                self.aliases[name] = bare
+
+    def spread(self, found: Assignment, mesh: DeviceMesh) -> Assignment:
+        """The assignment of all tensors, from that of the leaders."""
+        if not self._followers and not self._whole:
+            return found
+        specs, matched = dict(found.specs), dict(found.matched)
+        layouts = dict(found.layouts)
+        for name, (leader, dims) in self._followers.items():
+            specs[name] = _restrict(found.specs[leader], dims)
+            layouts[name] = specs[name].layout(self.shapes[name])
+            if leader in matched:
+                matched[name] = matched[leader]
+        for name in self._whole:
+            specs[name] = spec(mesh, "...", ndim=len(self.shapes[name]))
+            layouts[name] = specs[name].layout(self.shapes[name])
+        return dataclasses.replace(
+            found,
+            specs={name: specs[name] for name in self.shapes},
+            layouts={name: layouts[name] for name in self.shapes},
+            matched={name: matched[name] for name in self.shapes if name in matched},
+            unmatched=tuple(name for name in found.unmatched if name in self.shapes),
+            notes=(*found.notes, *self._notes),
+        )
+
+    def spread_layouts(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """The layouts of all tensors, from those of the leaders."""
+        found = dict(layouts)
+        for name, (leader, _) in self._followers.items():
+            own = layouts[leader]
+            is_same = self.shapes[name] == own.shape
+            holders = own.holders or (0,)
+            found[name] = own if is_same else _hold_whole(self.shapes[name], holders, own.slots)
+        for name in self._whole:
+            slots = max((layout.slots for layout in layouts.values()), default=1)
+            found[name] = _hold_whole(self.shapes[name], tuple(range(slots)), slots)
+        return {name: found[name] for name in self.shapes}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the user: what does not follow."""
+        return tuple(self._notes)
+
+
+def assign_with_state(
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    recipe: Recipe | None,
+    mesh: DeviceMesh,
+    assign_leaders: Callable[[Mapping[str, Shape], Mapping[str, str]], Assignment],
+) -> Assignment:
+    """The assignment of a checkpoint's tensors; optimizer state follows its parameters.
+
+    Args:
+        checkpoint: with or without optimizer state.
+        rules: by hand.
+        recipe: of the model, if any.
+        mesh: the devices.
+        assign_leaders: how rules cut tensors of these shapes, with these other names.
+    """
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    followers = StateFollowers(shapes, find_training_state(checkpoint), rules)
+    followers.with_recipe(recipe)
+    return followers.spread(assign_leaders(followers.leaders, followers.aliases), mesh)
+
+
+def find_dims(parameter: Shape, state: Shape, key: str) -> Dims | None:
+    """Which dimensions of its parameter a tensor of optimizer state has.
+
+    None where shapes do not tell. Of a square matrix, keys that have `row` in them have the first
+    dimension, those with `col` the last, as Adafactor's.
+
+    >>> find_dims((8, 4), (8, 4), "exp_avg"), find_dims((8, 4), (4,), "exp_avg_sq_col")
+    ((0, 1), (1,))
+    >>> find_dims((8, 4), (1, 4), "col_var"), find_dims((8, 4), (), "step")
+    ((None, 1), ())
+    """
+    if state == parameter:
+        return tuple(range(len(parameter)))
+    if math.prod(state) <= 1 or key == STEP:
+        return (None,) * len(state)
+    if len(state) == len(parameter):
+        pairs = [*zip(parameter, state, strict=True)]
+        if all(own in (size, 1) for size, own in pairs):
+            return tuple(None if own == 1 else d for d, (_, own) in enumerate(pairs))
+        return None
+    if len(state) != len(parameter) - 1:
+        return None
+    kept = [
+        tuple(d for d in range(len(parameter)) if d != left_out)
+        for left_out in range(len(parameter))
+    ]
+    fitting = [dims for dims in kept if tuple(parameter[d] for d in dims) == state]
+    if len(fitting) > 1:
+        wanted = kept[-1] if "row" in key else kept[-2] if "col" in key else None
+        fitting = [dims for dims in fitting if dims == wanted]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _restrict(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
+    """The sharding of a tensor with some of the dimensions of another."""
+    if dims == tuple(range(len(sharding.dim_specs))):
+        return sharding
+    return _restrict_dims(sharding, dims)
+
+
+@lru_cache(maxsize=1024)
+def _restrict_dims(sharding: ShardingSpec, dims: Dims) -> ShardingSpec:
+    return ShardingSpec(
+        sharding.mesh,
+        [DimSpec() if d is None else sharding.dim_specs[d] for d in dims],
+        sharding.replicated_axes,
+        sharding.partial_axes,
+        sharding.reduction or "sum",
+        sharding.only,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _hold_whole(shape: Shape, holders: tuple[int, ...], slots: int) -> Layout:
+    return Layout.whole(shape, holders, slots)
+
+
+def _find_foreign_prefix(names: Sequence[str], rules: Iterable[Rule]) -> str:
+    """What stands before a recipe's names in most of a checkpoint's, wrappers left out."""
+    # Names with numbers are those that a recipe is particular about; a `*` matches any.
+    particular = [rule for rule in rules if not rule.pattern.startswith("*")]
+    sample = [bare_name(name) for name in names[:: max(1, len(names) // _SAMPLED_NAMES)]]
+
+    def count(prefix: str) -> int:
+        bare = [name.removeprefix(prefix) for name in sample if name.startswith(prefix)]
+        return sum(any(rule.matches(name) for rule in particular) for name in bare)
+
+    best, most = "", count("")
+    if most == len(sample) or not particular:
+        return ""
+    for prefix in _list_prefixes(sample):
+        if (found := count(prefix)) > most:
+            best, most = prefix, found
+    return best
+
+
+def _list_prefixes(names: Sequence[str]) -> list[str]:
+    """The first one to three words that names have, the frequent ones first."""
+    counts: dict[str, int] = {}
+    for name in names:
+        words = name.split(".")
+        for length in range(1, min(4, len(words))):
+            prefix = ".".join(words[:length]) + "."
+            counts[prefix] = counts.get(prefix, 0) + 1
+    frequent = [prefix for prefix, times in counts.items() if times * 4 >= len(names)]
+    return sorted(frequent, key=lambda prefix: (-counts[prefix], len(prefix)))
+
+
+def _describe(shapes: Mapping[str, Shape], state: TrainingState, apart: Sequence[str]) -> list[str]:
+    """What of optimizer state does not follow its parameters, for the user."""
+    notes = []
+    if apart:
+        first = apart[0]
+        notes.append(
+            f"{count_text(len(apart), 'tensor')} of optimizer state (first: {first}, "
+            f"{list(shapes[first])}) have no dimensions of their parameters: each is whole on "
+            "every rank that has some of its parameter"
+        )
+    for why in dict.fromkeys(why for _, why in state.unplaced):
+        names = [name for name, one in state.unplaced if one == why]
+        notes.append(
+            f"{count_text(len(names), 'tensor')} of optimizer state (first: {names[0]}) are "
+            f"whole on every rank, unless a rule is for them: {why}"
+        )
+    return notes
