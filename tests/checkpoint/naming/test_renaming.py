@@ -419,3 +419,61 @@ def test_rules_are_for_the_recipes_names(model: Path) -> None:
     assert fc1.spec == f"tp@blocks[{INNER},{INNER}], -"
     assert fc1.layout is spec(DeviceMesh.of(tp=2), fc1.spec).layout((2 * INNER, HIDDEN))
     assert math.prod(fc1.shape) == 2 * INNER * HIDDEN
+
+
+def with_optimizer(model: Mapping[str, Tensor], weights: str, container: str) -> dict[str, Tensor]:
+    """A model behind a prefix, with the state of Adam beside it."""
+    found = {weights + name: one for name, one in model.items()}
+    for seed, (name, one) in enumerate(model.items()):
+        for key in ("exp_avg", "master"):
+            of = f"{container}.state.{name}.{key}"
+            found[of] = tensor("float32", one.bits.shape, 1000 + 2 * seed + (key == "master"))
+        found[f"{container}.state.{name}.step"] = tensor("float32", (), 7)
+    return found
+
+
+@pytest.mark.parametrize(("weights", "container"), [("", "optimizer"), ("model.", "optim")])
+def test_optimizer_state_is_renamed_and_fused_as_its_parameter(
+    tmp_path: Path, weights: str, container: str
+) -> None:
+    model = with_optimizer(llama(), weights, container)
+    source = tmp_path / "source"
+    source.mkdir()
+    write_file(source / "model.safetensors", model)
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    there = tmp_path / "megatron"
+    checkpoint.convert(source, there, to="full", recipe="llama", target_names="megatron")
+    made = read_file(there / "model.safetensors")
+    mlp = "layers.0.mlp."
+    for before, behind in ((weights, ""), (f"{container}.state.", ".exp_avg")):
+        parts = [model[f"{before}model.{mlp}{w}_proj.weight{behind}"].bits for w in ("gate", "up")]
+        found = made[f"{before}decoder.{mlp}linear_fc1.weight{behind}"].bits
+        np.testing.assert_array_equal(found, np.concatenate(parts))
+    step = f"{container}.state.decoder.layers.1.self_attention.linear_qkv.weight.step"
+    assert made[step].bits.shape == ()
+    assert not any("proj.weight" in name and "q_proj" in name for name in made)
+    # Cut over ranks, what is fused is cut as the fused weight.
+    planned = plan_conversion(
+        source, tmp_path / "cut", to="tp=2", recipe="llama", target_names="megatron"
+    ).arrangement.tensors
+    for one in ("self_attention.linear_qkv", "mlp.linear_fc1", "self_attention.linear_proj"):
+        weight = planned[f"{weights}decoder.layers.0.{one}.weight"]
+        moment = planned[f"{container}.state.decoder.layers.0.{one}.weight.exp_avg"]
+        assert (moment.layout, moment.spec) == (weight.layout, weight.spec)
+    back = tmp_path / "back"
+    checkpoint.convert(there, back, to="full", recipe="llama", source_names="megatron")
+    assert {n: t.bits.tobytes() for n, t in read_file(back / "model.safetensors").items()} == {
+        n: t.bits.tobytes() for n, t in model.items()
+    }
+
+
+def test_optimizer_state_of_another_shape_is_not_fused(tmp_path: Path) -> None:
+    model = llama()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    model[f"optimizer.state.{name}.exp_avg_sq_col"] = tensor("float32", (HIDDEN,))
+    source = tmp_path / "source"
+    source.mkdir()
+    write_file(source / "model.safetensors", model)
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(RecipeError, match="state of another shape"):
+        plan_conversion(source, tmp_path / "t", to="full", recipe="llama", target_names="megatron")

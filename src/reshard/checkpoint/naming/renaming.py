@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.naming.fusing import fuse_members, split_into_members
+from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.fusion import Fusion
 from reshard.recipes.name_patterns import (
@@ -106,13 +107,23 @@ def in_recipe_names(checkpoint: Checkpoint, table: Mapping[str, Meaning]) -> Che
     """
     new = _Tensors(checkpoint)
     for name, tensor in checkpoint.tensors.items():
-        # An exact name, or a pattern such as that of every layer.
-        meaning = table[name] if name in table else find_by_pattern(name, table)
+        meaning = _find_meaning(name, table)
+        if meaning != name:
+            before, behind, parameter = "", "", name
+        else:
+            # Optimizer state, and weights behind a prefix, are called as the parameter is.
+            before, behind, parameter = new.take_apart(name)
+            meaning = _find_meaning(parameter, table)
         if isinstance(meaning, str):
-            new.add(dataclasses.replace(tensor, name=meaning), name)
-            continue
-        for member in split_into_members(tensor, meaning):
-            new.add(member, name)
+            new.add(dataclasses.replace(tensor, name=f"{before}{meaning}{behind}"), name)
+        elif new.is_common(name):
+            # Every member has the steps of what it is a part of.
+            for called in meaning.tensors:
+                new.add(dataclasses.replace(tensor, name=f"{before}{called}{behind}"), name)
+        else:
+            new.expect_alike(name)
+            for member in split_into_members(tensor, meaning):
+                new.add(dataclasses.replace(member, name=f"{before}{member.name}{behind}"), name)
     new.expect_change(table)
     return new.checkpoint()
 
@@ -138,20 +149,42 @@ def in_names_of(
     new = _Tensors(checkpoint)
     fused: dict[str, Fusion] = {}
     for name, tensor in checkpoint.tensors.items():
-        theirs = find_foreign_name(name, table) or ForeignName(name)
+        theirs = find_foreign_name(name, table) or _find_around(name, new, table)
         if theirs.fusion is None:
             new.add(dataclasses.replace(tensor, name=theirs.name), name)
+        elif new.is_common(name):
+            if theirs.name not in new.made_of:
+                new.add(dataclasses.replace(tensor, name=theirs.name), name)
         elif fused.setdefault(theirs.name, theirs.fusion) != theirs.fusion:
             raise RecipeError(
                 f"{theirs.name!r} would be fused of {list(fused[theirs.name].members)} and of "
                 f"{list(theirs.fusion.members)}; correct the table of names"
             )
         elif theirs.name not in new.made_of:
+            new.expect_alike(name)
             names = theirs.fusion.tensors
             members = [_find_member(checkpoint, theirs.name, one) for one in names]
             new.add(fuse_members(theirs.name, theirs.fusion, members), *names)
     new.expect_change(table)
     return new.checkpoint(), {name: made[0] for name, made in new.made_of.items()}, fused
+
+
+def _find_meaning(name: str, table: Mapping[str, Meaning]) -> Meaning:
+    """What a name is in a recipe's: by an exact entry, or by a pattern such as of every layer."""
+    return table[name] if name in table else find_by_pattern(name, table)
+
+
+def _find_around(name: str, tensors: _Tensors, table: Mapping[str, Meaning]) -> ForeignName:
+    """The name of a convention for optimizer state, or for a weight behind a prefix."""
+    before, behind, parameter = tensors.take_apart(name)
+    theirs = find_foreign_name(parameter, table)
+    if theirs is None:
+        return ForeignName(name)
+    fusion = theirs.fusion
+    if fusion is not None:
+        members = tuple(f"{before}{member}{behind}" for member in fusion.members)
+        fusion = dataclasses.replace(fusion, members=members)
+    return ForeignName(f"{before}{theirs.name}{behind}", fusion)
 
 
 def _find_member(checkpoint: Checkpoint, fused: str, name: str) -> StoredTensor:
@@ -170,6 +203,38 @@ class _Tensors:
         self.old = old
         self.tensors: dict[str, StoredTensor] = {}
         self.made_of: dict[str, tuple[str, ...]] = {}
+        self._state = find_training_state(old)
+
+    def take_apart(self, name: str) -> tuple[str, str, str]:
+        """What stands before and behind a parameter's name in that of a tensor, and the name."""
+        if self._state is None or name not in self._state.tensors:
+            return "", "", name
+        return *self._state.around(name), self._state.tensors[name].parameter
+
+    def is_common(self, name: str) -> bool:
+        """Whether members of a fused parameter have it in common: a number of steps or the like."""
+        known = None if self._state is None else self._state.tensors.get(name)
+        if self._state is None or known is None or not known.key:
+            return False
+        own, weight = self.old.tensors[name].shape, self._state.weights.get(known.parameter)
+        return not own or (
+            own == (1,) and weight is not None and self.old.tensors[weight].shape != own
+        )
+
+    def expect_alike(self, name: str) -> None:
+        """Raise RecipeError for optimizer state of another shape than its parameter's."""
+        known = None if self._state is None else self._state.tensors.get(name)
+        weight = None
+        if self._state is not None and known is not None and known.key:
+            weight = self._state.weights.get(known.parameter)
+        shape = self.old.tensors[name].shape
+        if weight is not None and self.old.tensors[weight].shape != shape:
+            raise RecipeError(
+                f"{name!r} of shape {list(shape)} belongs to {weight!r} of shape "
+                f"{list(self.old.tensors[weight].shape)}, which is fused: state of another shape "
+                "cannot be told apart or put together; leave it out with --exclude, or keep the "
+                "names"
+            )
 
     def add(self, tensor: StoredTensor, *made_of: str) -> None:
         """Add a tensor. Raises RecipeError if its name is taken."""

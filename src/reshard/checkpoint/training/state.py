@@ -21,11 +21,12 @@ state, the parameter, and the key of what is kept of it::
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.contents import Checkpoint
 
@@ -107,6 +108,25 @@ class TrainingState:
                 found[name] = StateTensor(parameter, key)
         return found
 
+    def around(self, name: str) -> tuple[str, str]:
+        """What stands before and behind the parameter in the name of a tensor.
+
+        >>> find_training_state({"optim.state.module.up.exp_avg": (4,)}).around(
+        ...     "optim.state.module.up.exp_avg")
+        ('optim.state.module.', '.exp_avg')
+        """
+        bare = self.tensors[name].parameter
+        at = name.rfind(bare)
+        if at >= 0:
+            return name[:at], name[at + len(bare) :]
+        # Wrappers stand in it; parameters without a weight have numbers.
+        words = name.split(".")
+        for start, stop in itertools.combinations(range(len(words) + 1), 2):
+            if bare_name(".".join(words[start:stop])) == bare:
+                before, behind = ".".join(words[:start]), ".".join(words[stop:])
+                return before + "." * bool(before), "." * bool(behind) + behind
+        return name, ""
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of the optimizer state, each once."""
@@ -133,6 +153,7 @@ def find_training_state(
     if isinstance(tensors, Checkpoint):
         paths = tensors.paths if paths is None else paths
         shapes: Mapping[str, Shape] = {n: t.shape for n, t in tensors.tensors.items()}
+        groups = _find_numbered_groups(tensors.values) if groups is None else groups
     else:
         shapes, paths = tensors, paths or {}
     behind = _find_containers(shapes)
@@ -141,6 +162,19 @@ def find_training_state(
     inside = {name for entries in behind.values() for name in entries}
     outside = [name for name in shapes if name not in inside]
     return _StateBuilder(shapes, paths, outside, groups or {}).build(behind)
+
+
+def _find_numbered_groups(values: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+    """The numbers of the parameters of each group, by container, where a checkpoint has them."""
+    found: dict[str, list[list[int]]] = {}
+    for name, groups in values.items():
+        container, _, last = name.rpartition(".")
+        if last != "param_groups" or not isinstance(groups, list):
+            continue
+        lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
+        if all(isinstance(one, list) and all(type(n) is int for n in one) for one in lists):
+            found[container] = [[*one] for one in lists if one is not None]
+    return found
 
 
 def _find_containers(names: Iterable[str]) -> dict[str, dict[str, str]]:
