@@ -8,16 +8,21 @@ that appear again are written once and recalled.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global, Reference
 from reshard.errors import UsageError
 
 _PROTOCOL = 2
+_ENCODE = Global("_codecs", "encode")
+Describe = Callable[[Any], Any]
 
 
-def write_pickle(value: Any) -> bytes:
+def write_pickle(value: Any, describe: Describe | None = None) -> bytes:
     """The pickle of a value.
+
+    `describe` returns what is written in the place of a value of another type, or None.
 
     >>> import pickle
     >>> pickle.loads(write_pickle({"a": [1, -2, 2**40], "b": (None, True, 0.5)}))
@@ -27,15 +32,19 @@ def write_pickle(value: Any) -> bytes:
 
     Raises UsageError for a value of another type.
     """
-    writer = _PickleWriter()
-    writer.put(value)
+    writer = _PickleWriter(describe)
+    try:
+        writer.put(value)
+    except RecursionError:
+        raise UsageError("a value that is too deep for a pickle, or in itself") from None
     return b"\x80" + bytes([_PROTOCOL]) + bytes(writer.content) + b"."
 
 
 class _PickleWriter:
     """The bytes so far, and the memo: the number of each value that can be recalled."""
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Describe | None) -> None:
+        self._describe = describe
         self.content = bytearray()
         self._memo: dict[str | Global, int] = {}
 
@@ -68,6 +77,11 @@ class _PickleWriter:
         elif kind is Reference:
             self.put(value.key)
             self.content += b"Q"
+        elif kind is bytes:
+            # Protocol 2 has no bytes: text of the same codes is encoded.
+            self.put(Call(_ENCODE, (value.decode("latin-1"), "latin1")))
+        elif self._describe is not None and (described := self._describe(value)) is not None:
+            self.put(described)
         else:
             raise UsageError(f"a {kind.__name__} cannot be written to a pickle")
 

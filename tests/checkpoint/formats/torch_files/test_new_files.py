@@ -1,0 +1,180 @@
+"""New files of nested values are what `torch.load` reads."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import zipfile
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.binding import View
+from reshard.checkpoint.formats.torch_files.archive_writing import is_writable
+from reshard.checkpoint.formats.torch_files.new_files import (
+    NewStorage,
+    NewTensor,
+    NewTorchFile,
+    new_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
+from reshard.dtypes import ALL_DTYPES, dtype
+from reshard.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+F32 = dtype("float32")
+
+
+def filled(file: NewTorchFile) -> bytes:
+    """The file with elements of 0 and 1."""
+    content = bytearray(file.stored.size_bytes)
+
+    def write(start: int, piece: bytes) -> None:
+        assert not any(content[start : start + len(piece)])
+        content[start : start + len(piece)] = piece
+
+    for start, piece in file.known_bytes():
+        write(start, piece)
+    for storage, (_, start) in file.starts.items():
+        assert start % (4096 if storage.size_bytes >= 16_384 else 64) == 0
+        write(start, bytes(number % 2 for number in range(storage.size_bytes)))
+
+    checked = set(file.checked_ranges)
+
+    def checksum(start: int, size: int) -> int:
+        assert (start, size) in checked
+        return zlib.crc32(content[start : start + size])
+
+    for start, piece in file.closing_bytes(checksum):
+        write(start, piece)
+    assert len(content) == file.stored.size_bytes
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    return bytes(content)
+
+
+def same(found: Any, value: Any, content: bytes, file: NewTorchFile) -> bool:
+    """Whether what `torch.load` gives is the value, with the elements that were written."""
+    if isinstance(value, NewTensor):
+        assert isinstance(found, torch.Tensor)
+        assert (str(found.dtype)[6:], tuple(found.shape)) == (value.storage.dtype.name, value.shape)
+        assert found.stride() == value.view.strides
+        if found.numel() and found.is_contiguous():
+            start = file.start_bytes(value)
+            size = found.numel() * found.element_size()
+            elements = found.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return elements == content[start : start + size]
+        return True
+    if isinstance(value, dict):
+        return list(found) == list(value) and all(
+            same(found[key], value[key], content, file) for key in value
+        )
+    if isinstance(value, list | tuple):
+        pairs = zip(found, value, strict=True)
+        return type(found) is type(value) and all(
+            same(one, other, content, file) for one, other in pairs
+        )
+    return type(found) is type(value) and found == value
+
+
+TENSORS = st.builds(
+    NewTensor.of,
+    st.sampled_from([one for one in ALL_DTYPES if is_writable(one)]),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text() | st.binary()
+STATES = st.recursive(
+    PLAIN | st.floats(allow_nan=False) | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STATES)
+def test_what_is_written_is_what_torch_loads(value: Any) -> None:
+    file = new_torch_file("x.pt", value)
+    content = filled(file)
+    assert same(torch.load(io.BytesIO(content), weights_only=True), value, content, file)
+    read_torch_value(lambda at, size: content[at : at + size], len(content), "x")
+
+
+def test_tied_tensors_and_views_share_a_storage() -> None:
+    storage = NewStorage(F32, 12)
+    flat = NewTensor.of(F32, (12,), storage)
+    column = NewTensor.of(F32, (4, 3), storage, View(0, (1, 4)))
+    tail = NewTensor.of(F32, (2, 2), storage, View(8, (2, 1)))
+    file = new_torch_file("x.pt", {"a": flat, "b": flat, "c": column, "d": tail})
+    assert len(file.starts) == 1
+    assert file.start_bytes(tail) == file.start_bytes(flat) + 32
+    found = torch.load(io.BytesIO(filled(file)), weights_only=True)
+    assert len({one.untyped_storage().data_ptr() for one in found.values()}) == 1
+    assert found["c"].stride() == (1, 4)
+    assert torch.equal(found["d"].reshape(-1), found["a"][8:])
+
+
+def test_objects_of_classes_and_types_are_written() -> None:
+    tensor = NewTensor.of(F32, (2,))
+    options = Call(Global("argparse", "Namespace"), (), {"a": 1, "w": tensor}, is_new=True)
+    groups = Call(Global("collections", "OrderedDict"), (), items={"b": 2})
+    value = {"options": options, "groups": groups, "dtype": dtype("bfloat16")}
+    found = torch.load(io.BytesIO(filled(new_torch_file("x", value))), weights_only=False)
+    assert isinstance(found["options"], argparse.Namespace)
+    assert found["options"].a == 1
+    assert found["options"].w.shape == (2,)
+    assert (dict(found["groups"]), found["dtype"]) == ({"b": 2}, torch.bfloat16)
+
+
+def test_many_storages_have_an_end_of_64_bits() -> None:
+    tensors = [NewTensor.of(dtype("uint8"), (1,)) for _ in range(70_000)]
+    file = new_torch_file("x", tensors)
+    content = filled(file)
+    found = read_torch_value(lambda at, size: content[at : at + size], len(content), "x")
+    assert found[-1].start_bytes == file.start_bytes(tensors[-1])
+    reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+    assert reader.get_record_offset("data/69999") == file.start_bytes(tensors[-1])
+
+
+def test_places_beyond_4_gib(tmp_path: Any) -> None:
+    large, small = NewTensor.of(dtype("uint8"), (5, 1 << 30)), NewTensor.of(F32, (3,))
+    file = new_torch_file("x", {"large": large, "small": small})
+    path = tmp_path / "x.pt"
+    with path.open("wb") as written:
+        for start, piece in [*file.known_bytes(), *file.closing_bytes(lambda start, size: 7)]:
+            written.seek(start)
+            written.write(piece)
+    assert path.stat().st_size == file.stored.size_bytes
+    with path.open("rb") as opened:
+
+        def read(at: int, size: int) -> bytes:
+            opened.seek(at)
+            return opened.read(size)
+
+        found = read_torch_value(read, file.stored.size_bytes, "x")
+    assert found["large"].start_bytes == file.start_bytes(large)
+    assert found["small"].start_bytes == file.start_bytes(small) > 5 << 30
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded["small"].tolist() == [0, 0, 0]
+
+
+def test_values_that_cannot_be_written_are_errors() -> None:
+    with pytest.raises(UsageError, match="PyTorch has no type float8_e3m4"):
+        NewTensor.of(dtype("float8_e3m4"), (1,))
+    with pytest.raises(UsageError, match="a storage of 3 float32"):
+        NewTensor.of(F32, (2, 2), NewStorage(F32, 3))
+    with pytest.raises(UsageError, match="a storage of 3 float16"):
+        NewTensor.of(F32, (2,), NewStorage(dtype("float16"), 3))
+    with pytest.raises(UsageError, match="a object cannot be written"):
+        new_torch_file("x", {"a": object()})
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UsageError, match="too deep"):
+        new_torch_file("x", loop)
