@@ -30,9 +30,10 @@ from pathlib import Path
 
 from reshard.binding import FileRange
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
+from reshard.checkpoint.files.byte_streams import ByteStream, RangeStream
 from reshard.checkpoint.files.descriptors import reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
-from reshard.checkpoint.formats.torch_dcp.stream_transforms import ByteStream, RangeStream, unpacked
+from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
     read_archive,
