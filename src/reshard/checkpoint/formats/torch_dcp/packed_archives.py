@@ -19,20 +19,16 @@ its place from the start::
 
 from __future__ import annotations
 
-import bisect
 import os
-import tempfile
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.binding import FileRange
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
 from reshard.checkpoint.files.byte_streams import ByteStream, RangeStream
-from reshard.checkpoint.files.descriptors import reason
-from reshard.checkpoint.files.source_file import Damage, SourceFile
+from reshard.checkpoint.files.scratch_file import ScratchFile, ScratchPart, next_start_bytes
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
 from reshard.checkpoint.formats.torch_files.archive import (
     FRONT_BYTES,
@@ -41,7 +37,7 @@ from reshard.checkpoint.formats.torch_files.archive import (
 )
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.zip_records import ReadRange
-from reshard.errors import DigestError, FormatError, RunError
+from reshard.errors import DigestError, FormatError
 
 # What stands behind the storage: small records, and the directory.
 _MOST_TAIL_BYTES = 64 << 10
@@ -72,7 +68,7 @@ class PackedArchive:
     @property
     def next_start_bytes(self) -> int:
         """Where the next storage may begin."""
-        return -(-self.stop_bytes // PAGE_BYTES) * PAGE_BYTES
+        return next_start_bytes(self.stop_bytes)
 
 
 def unpacked_name(file: str) -> str:
@@ -132,11 +128,10 @@ class PackedFile:
         return UnpackedFile(path, self.archives, source, scratch)
 
 
-class UnpackedFile(SourceFile):
+class UnpackedFile(ScratchFile):
     """The unpacked contents of one file; each archive is unpacked when it is first read.
 
     `packed` is that file, and stays open as long; `scratch` the folder in which there is room.
-    It reads nothing itself: `read_bytes` are those of `packed`.
 
     Raises `RunError` where no file can be made in `scratch`.
     """
@@ -149,81 +144,25 @@ class UnpackedFile(SourceFile):
         scratch: Path | None = None,
     ) -> None:
         self._archives = archives
-        self._starts = [archive.start_bytes for archive in archives]
-        # One an archive: threads unpack different archives of a file at once.
-        self._locks = [threading.Lock() for _ in archives]
-        self._is_unpacked = [False] * len(archives)
-        self._packed = packed
-        folder = Path(tempfile.gettempdir()) if scratch is None else scratch
-        needed_bytes = sum(archive.front.storage_bytes for archive in archives)
-        self._room = f"{folder} (needs {needed_bytes} bytes there)"
-        try:
-            self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise self._explain_no_room(error) from error
-        try:
-            # Only a size: the file takes no room where nothing is unpacked yet.
-            self._scratch.truncate(archives[-1].next_start_bytes)
-            super().__init__(path, descriptor=self._scratch.fileno())
-        except OSError as error:
-            self._scratch.close()
-            raise self._explain_no_room(error) from error
-        except RunError:
-            self._scratch.close()
-            raise
+        parts = [
+            ScratchPart(
+                one.start_bytes,
+                one.front.storage_bytes,
+                one.place.path,
+                one.place.start_bytes,
+                one.packed_bytes,
+            )
+            for one in archives
+        ]
+        super().__init__(path, parts, packed, scratch)
 
-    def _explain_no_room(self, error: OSError) -> RunError:
-        return RunError(f"cannot unpack {self._packed.path} into {self._room}: {reason(error)}")
-
-    @property
-    def read_bytes(self) -> int:
-        """None of its own: what is unpacked was read, and counted, in the packed file."""
-        return 0
-
-    def check_unchanged(self) -> None:
-        """Do nothing: a file without a name cannot change; the packed file is checked itself."""
-
-    def close(self) -> None:
-        """Close the file, which removes it."""
-        super().close()
-        self._scratch.close()
-
-    def find_damage(self, offset_bytes: int) -> Damage | None:
-        """Unpack the archive with the storage at `offset_bytes`; where it is damaged, how.
-
-        Raises RunError where there is no room, or if the packed file cannot be read.
-        """
-        number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
-        try:
-            self._unpack_once(number)
-        except (DigestError, FormatError) as error:
-            archive = self._archives[number]
-            place = archive.place
-            return Damage(place.path, place.start_bytes, archive.packed_bytes, str(error))
-        return None
-
-    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
-        """As `SourceFile.read_into`; unpacks archives that are not yet.
-
-        Raises also FormatError or DigestError for archives that are damaged.
-        """
-        memory = region.memory if isinstance(region, BufferRegion) else region
-        number = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
-        while number < len(self._starts) and self._starts[number] < offset_bytes + memory.nbytes:
-            self._unpack_once(number)
-            number += 1
-        super().read_into(region, offset_bytes)
-
-    def _unpack_once(self, number: int) -> None:
-        with self._locks[number]:
-            if not self._is_unpacked[number]:
-                self._unpack(self._archives[number])
-                self._is_unpacked[number] = True
+    def make_part(self, number: int) -> None:
+        """Unpack an archive and check it: its storage into the file, the rest in memory."""
+        self._unpack(self._archives[number])
 
     def _unpack(self, archive: PackedArchive) -> None:
-        """Unpack an archive and check it: its storage into the file, the rest in memory."""
         storage_bytes = archive.front.storage_bytes
-        packed = RangeStream(self._read_packed, archive.place.start_bytes, archive.packed_bytes)
+        packed = RangeStream(self.read_packed, archive.place.start_bytes, archive.packed_bytes)
         most_bytes = _find_most_bytes(storage_bytes)
         stream = unpacked(packed, archive.transforms, most_bytes, archive.label)
         front = stream.read(archive.front.start_bytes)
@@ -239,7 +178,7 @@ class UnpackedFile(SourceFile):
                 content, at = front[offset:][:size], 0
             inside = max(0, min(size - len(content), storage_bytes - at))
             start = archive.start_bytes + at
-            content += os.pread(self._scratch.fileno(), inside, start)
+            content += self.read_back(start, inside)
             behind = max(0, at - storage_bytes)
             return content + tail[behind : behind + size - len(content)]
 
@@ -268,16 +207,6 @@ class UnpackedFile(SourceFile):
                     "file again"
                 )
             checksum = zlib.crc32(piece, checksum)
-            try:
-                written = 0
-                while written < len(piece):
-                    written += os.pwrite(self._scratch.fileno(), piece[written:], at + written)
-            except OSError as error:
-                raise self._explain_no_room(error) from error
+            self.write(piece, at)
             at += len(piece)
         return checksum
-
-    def _read_packed(self, offset: int, size: int) -> bytes:
-        content = bytearray(size)
-        self._packed.read_into(memoryview(content), offset)
-        return bytes(content)
