@@ -161,6 +161,14 @@ class ScratchFile(SourceFile):
             number += 1
         super().read_into(region, offset_bytes)
 
+    def find_whole(self, offset_bytes: int, size_bytes: int) -> int | None:
+        """The part that these bytes are all of, if it is not made yet."""
+        number = self._find(offset_bytes)
+        part = self._parts[number]
+        if (part.start_bytes, part.size_bytes) != (offset_bytes, size_bytes):
+            return None
+        return None if self._is_made[number] else number
+
     def _find(self, offset_bytes: int) -> int:
         return max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
 

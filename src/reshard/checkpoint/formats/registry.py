@@ -19,6 +19,7 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 # `huggingface` is last: it takes any single file for one of safetensors.
 _MODULES = (
     "reshard.checkpoint.formats.torch_dcp.format",
+    "reshard.checkpoint.formats.orbax.format",
     "reshard.checkpoint.formats.vllm_sharded_state",
     "reshard.checkpoint.formats.safetensors.sharded",
     "reshard.checkpoint.formats.safetensors.huggingface",

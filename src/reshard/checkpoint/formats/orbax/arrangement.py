@@ -1,0 +1,340 @@
+"""The files of a new Orbax checkpoint, and where in them each chunk goes.
+
+1. Every tensor is stored in a regular grid of chunks: those of its target layout, where its cuts
+   are regular. Chunks at the end of a dimension are as long as the others, filled with zeros.
+2. Cuts that are not regular (uneven, interleaved) get a grid in which every cut is one of chunks;
+   along a dimension where that would be many chunks, the tensor stays whole.
+3. A rank's chunks lie one behind the other in its file; they are not compressed, so that a chunk is
+   a range of a file.
+4. The database, with one node of keys, the tree and the shardings are written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import StoredFile, StoredTensor
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+    PlannedTensor,
+    are_boxes,
+    check_values,
+    find_storing_ranks,
+)
+from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
+from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, NARROW_TYPES, RANDOM_KEYS
+from reshard.checkpoint.formats.orbax.shardings import SHARDING_NAME, sharding_bytes
+from reshard.checkpoint.formats.orbax.tree_metadata import (
+    ARRAY,
+    METADATA_NAME,
+    NUMPY,
+    SCALAR,
+    STRING,
+    STRINGS_NAME,
+    Leaf,
+    TreePath,
+    flatten,
+    kind_of,
+    strings_bytes,
+    tree_bytes,
+)
+from reshard.checkpoint.formats.orbax.zarr_metadata import (
+    ZARR2_NAME,
+    array_bytes,
+    is_narrow,
+    name_type,
+)
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.runs import OWNED, PAD, RunTable
+
+# A cut that is not regular is kept in chunks if they are at most so many for each part.
+_MOST_CHUNKS_A_PART = 8
+# Smaller chunks lie one behind the other.
+_LEAST_ALIGNED_BYTES = 16 << 10
+_MISSING_TYPES = ("complex32", "float8_e4m3")
+_WIDE_TYPES = ("int64", "uint64", "float64", "complex128")
+_NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The chunks of a tensor: their shape, their layout, and whether it is the target's own."""
+
+    chunk: tuple[int, ...]
+    layout: Layout
+    is_own: bool
+
+
+def arrange_chunks(new: NewCheckpoint) -> Arrangement:
+    """Chunks in one file a rank.
+
+    Raises:
+        RecipeError: a partial layout.
+        UsageError: a tensor without elements, or of a type that Zarr does not have; a name that
+            is another's.
+    """
+    check_values(new.tensors)
+    for name, tensor in new.tensors.items():
+        _check_tensor(name, tensor)
+    values, paths = _take_values(new)
+    _check_names(paths)
+    storing = find_storing_ranks(new.tensors, "once")
+    ends: dict[int, int] = {}
+    stored: dict[str, StoredTensor] = {}
+    notes: list[str] = []
+    for name, tensor in new.tensors.items():
+        grid = _find_grid(tensor.layout, storing[name])
+        size = math.prod(grid.chunk) * tensor.dtype.itemsize_bytes
+        addresses: dict[int, FileRange | tuple[FileRange, ...]] = {}
+        for slot in sorted(storing[name]) if grid.is_own else grid.layout.holders:
+            ranges = []
+            for _ in grid.layout.cells_of(slot):
+                start = ends.get(slot, 0)
+                if size >= _LEAST_ALIGNED_BYTES:
+                    start = -(-start // PAGE_BYTES) * PAGE_BYTES
+                ranges.append(FileRange(name_data_file(slot), start))
+                ends[slot] = start + size
+            if ranges:
+                addresses[slot] = ranges[0] if len(ranges) == 1 else tuple(ranges)
+        binding = Binding(grid.layout, addresses, {})
+        spec = tensor.spec if grid.is_own else None
+        stored[name] = StoredTensor(name, tensor.dtype, binding, spec)
+    files = [
+        NewFile(StoredFile(name_data_file(slot), end, slot)) for slot, end in sorted(ends.items())
+    ]
+    return Arrangement(
+        FORMAT_NAME,
+        new.mesh,
+        stored,
+        tuple(files),
+        tuple(notes),
+        paths=paths,
+        attributes=new.attributes,
+        values=values,
+    )
+
+
+def name_data_file(rank: int) -> str:
+    """The file of a rank's chunks, as OCDBT names files: by 32 digits that are no others'.
+
+    >>> name_data_file(1)
+    'ocdbt.process_1/d/099094bd7fb48367c884be3c6d70e132'
+    """
+    digits = hashlib.blake2b(f"rank {rank}".encode(), digest_size=16).hexdigest()
+    return f"ocdbt.process_{rank}/d/{digits}"
+
+
+def _check_tensor(name: str, tensor: PlannedTensor) -> None:
+    if not math.prod(tensor.layout.shape):
+        raise UsageError(
+            f"tensor {name!r} of shape {list(tensor.layout.shape)} has no elements, and Orbax has "
+            "no such arrays; leave it out"
+        )
+    if tensor.dtype.name in _MISSING_TYPES:
+        raise UsageError(
+            f"tensor {name!r} is of {tensor.dtype.name}, a type that Zarr does not have; cast it"
+        )
+
+
+def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath]]:
+    """The plain values that Orbax can have, and where all that is kept stands in the tree."""
+    paths: dict[str, TreePath] = {}
+    for name in new.tensors:
+        paths[name] = new.paths.get(name, (name,))
+    values: dict[str, Any] = {}
+    for name, value in new.values.items():
+        path = new.paths.get(name, (name,))
+        leaves = flatten(path, value)
+        if all(kind_of(one) is not None for _, one in leaves) and all(
+            isinstance(key, str | int) for leaf, _ in leaves for key in leaf
+        ):
+            values[name] = value
+            paths[name] = path
+    return values, paths
+
+
+def _check_names(paths: Mapping[str, TreePath]) -> None:
+    """Raise UsageError where two names stand at one place of the tree, or one inside another."""
+    by_path: dict[tuple[str, ...], str] = {}
+    for name, path in paths.items():
+        key = tuple(map(str, path))
+        if key in by_path:
+            raise UsageError(
+                f"{name!r} and {by_path[key]!r} both stand at {'.'.join(key)!r} of the tree; "
+                "rename one of them"
+            )
+        by_path[key] = name
+    for key, name in by_path.items():
+        for size in range(1, len(key)):
+            outer = by_path.get(key[:size])
+            if outer is not None:
+                raise UsageError(
+                    f"{outer!r} stands at a place of the tree that has {name!r} "
+                    "below it; rename one of them"
+                )
+
+
+@lru_cache(maxsize=4096)
+def _find_grid(layout: Layout, storing: frozenset[int]) -> _Grid:
+    """The grid of chunks in which a tensor of a layout is stored."""
+    chunk = tuple(_find_step(table) for table in layout.tables)
+    counts = [-(-n // step) for n, step in zip(layout.shape, chunk, strict=True)]
+    if are_boxes(layout, storing):
+        shapes = {box.shape for slot in storing for box in layout.boxes(slot)}
+        if shapes == {chunk} and len(storing) == math.prod(counts):
+            return _Grid(chunk, layout, True)
+    owners = [(box, slot) for slot in sorted(storing) for box in layout.boxes(slot)]
+    starts = {box.start: slot for box, slot in owners}
+    tables = [_make_table(n, step) for n, step in zip(layout.shape, chunk, strict=True)]
+    parts = np.indices(counts).reshape(len(counts), -1).T if counts else np.zeros((1, 0), int)
+    slots = []
+    for at in (parts * np.array(chunk, dtype=np.int64)).tolist():
+        start = tuple(at)
+        slot = starts.get(start)
+        if slot is None:
+            inside = (
+                slot
+                for box, slot in owners
+                if all(a <= i < b for a, i, b in zip(box.start, start, box.stop, strict=True))
+            )
+            slot = next(inside, min(storing))
+        slots.append(slot)
+    return _Grid(chunk, Layout(layout.shape, tables, layout.slots, slots, parts), False)
+
+
+def _find_step(table: RunTable) -> int:
+    """The length of chunks along a dimension, such that its cuts are between chunks."""
+    length = table.dimension_length
+    edges = set()
+    for part in range(table.parts):
+        for start, stop, _, role in table.runs_of(part):
+            if role == OWNED and stop > start:
+                edges |= {start, stop}
+    inner = edges - {0, length}
+    if not inner:
+        return length
+    step = math.gcd(*inner)
+    return step if -(-length // step) <= _MOST_CHUNKS_A_PART * table.parts else length
+
+
+def _make_table(length: int, step: int) -> RunTable:
+    """Equal chunks of a dimension, the last one filled up."""
+    rows: list[tuple[int, ...]] = []
+    for part, start in enumerate(range(0, length, step)):
+        held = min(step, length - start)
+        rows.append((part, start, held, 0))
+        if held < step:
+            rows.append((part, start, step - held, held, 1, 0, 0, PAD))
+    return RunTable(length, -(-length // step), rows)
+
+
+def list_final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    """What is written when all chunks are: the database, the tree, its text and its shardings."""
+    pairs: list[tuple[bytes, bytes | DataPlace]] = []
+    leaves: list[tuple[Leaf, tuple[int, ...] | None]] = []
+    is_cut = arrangement.mesh is not None
+    narrow = arrangement.attributes.get(NARROW_TYPES)
+    narrow = narrow if isinstance(narrow, Mapping) else {}
+    for name, tensor in arrangement.tensors.items():
+        # JAX has no elements of 64 bits, unless it is asked to: as its arrays they would be cast.
+        is_array = is_cut and tensor.dtype.name not in _WIDE_TYPES
+        leaf = Leaf(arrangement.paths[name], ARRAY if is_array else NUMPY)
+        layout = tensor.layout
+        chunk = tuple(layout.cell_shape[0].tolist())
+        size = math.prod(chunk) * tensor.dtype.itemsize_bytes
+        leaves.append((leaf, chunk if is_array else None))
+        kind = name_type(tensor.dtype)
+        if tensor.dtype.name == "uint8" and is_narrow(str(narrow.get(name))):
+            kind = narrow[name]
+        pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), array_bytes(kind, layout.shape, chunk)))
+        for slot in tensor.stored_slots:
+            for number, box in enumerate(_list_boxes(tensor, slot)):
+                place = tensor.file_range(slot, number)
+                at = ".".join(str(a // b) for a, b in zip(box, chunk, strict=True)) or "0"
+                data = DataPlace("", place.path, place.start_bytes, size)
+                pairs.append((f"{leaf.name}/{at}".encode(), data))
+    strings: dict[str, str] = {}
+    for name, value in arrangement.values.items():
+        for path, one in flatten(arrangement.paths[name], value):
+            leaf = Leaf(path, kind_of(one) or "None")
+            leaves.append((leaf, None))
+            if leaf.kind == STRING:
+                strings[leaf.name] = one
+            elif leaf.kind == SCALAR:
+                scalar = np.array(one, _NUMBERS[type(one)])
+                described = array_bytes(scalar.dtype.str, (), ())
+                pairs.append((f"{leaf.name}/{ZARR2_NAME}".encode(), described))
+                pairs.append((f"{leaf.name}/0".encode(), scalar.tobytes()))
+    identity = hashlib.blake2b(
+        repr([(name, t.layout.fingerprint) for name, t in arrangement.tensors.items()]).encode(),
+        digest_size=16,
+    )
+    if pairs:
+        yield from encode_database(sorted(pairs), f"d/{identity.hexdigest()}", identity.digest())
+    custom = {
+        key: value
+        for key, value in arrangement.attributes.items()
+        if key not in (RANDOM_KEYS, NARROW_TYPES)
+    }
+    yield METADATA_NAME, tree_bytes(leaves, _as_json(custom) or None)
+    if strings:
+        yield STRINGS_NAME, strings_bytes(strings)
+    specs = {
+        ".".join(map(str, arrangement.paths[name])): tensor.spec
+        for name, tensor in arrangement.tensors.items()
+    }
+    yield SHARDING_NAME, sharding_bytes(arrangement.mesh, specs)
+    keys = arrangement.attributes.get(RANDOM_KEYS)
+    if isinstance(keys, Mapping) and keys:
+        yield "array_metadatas/process_0", _describe_keys(arrangement, keys)
+
+
+def _list_boxes(tensor: StoredTensor, slot: int) -> Iterator[tuple[int, ...]]:
+    """Where the chunks of a rank begin, in the order of its cells."""
+    layout = tensor.layout
+    for cell in layout.cells_of(slot):
+        parts = layout.cell_part[cell].tolist()
+        yield tuple(
+            int(table.runs_of(part)[0][0]) for table, part in zip(layout.tables, parts, strict=True)
+        )
+
+
+def _as_json(value: Any) -> Any:
+    """Plain values as JSON has them. Raises UsageError for what it has not."""
+    try:
+        return json.loads(json.dumps(value, default=list))
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"the attributes {str(value)[:200]} of the source cannot be said in Orbax's "
+            "custom_metadata, which is JSON; leave them out"
+        ) from None
+
+
+def _describe_keys(arrangement: Arrangement, keys: Mapping[str, Any]) -> bytes:
+    """What Orbax says of arrays beside Zarr: which are keys of random numbers."""
+    entries = []
+    for name, tensor in arrangement.tensors.items():
+        chunk = tensor.layout.cell_shape[0].tolist()
+        leaf = ".".join(map(str, arrangement.paths[name]))
+        kind = {"random_key_impl": keys[name]} if name in keys else None
+        one = {
+            "param_name": leaf,
+            "write_shape": chunk,
+            "chunk_shape": chunk,
+            "ext_metadata": kind,
+        }
+        entries.append({"array_metadata": one})
+    return json.dumps({"array_metadatas": entries}).encode()

@@ -1,0 +1,69 @@
+"""The format `orbax`: checkpoints of JAX programs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.orbax.arrangement import arrange_chunks, list_final_files
+from reshard.checkpoint.formats.orbax.folders import find_tree
+from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, read
+from reshard.checkpoint.formats.orbax.zarr_metadata import ZARR2_NAME, ZARR3_NAME
+from reshard.errors import CheckpointError
+
+_OWN = re.compile(
+    r"_METADATA|_sharding|_strings\.json|_CHECKPOINT_METADATA|commit_success\.txt|checkpoint"
+    r"|manifest\.ocdbt|(d|ocdbt_data|ocdbt_meta|array_metadatas|descriptor|ocdbt\.process_[^/]*)/.*"
+)
+
+
+class OrbaxFormat(CheckpointFormat):
+    """A tree of arrays in Zarr chunks, in files or in an OCDBT database."""
+
+    name = FORMAT_NAME
+    evidence = "`_METADATA` of Orbax, or numbered steps with such folders"
+    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES, Holding.ATTRIBUTES})
+
+    def detect(self, path: Path) -> bool:
+        """Whether there is a tree in the folder, in an item of it, or in a step."""
+        return find_tree(path) is not None
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the tree."""
+        found = find_tree(path)
+        if found is None:
+            raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
+        return read(found)
+
+    def has_file(self, name: str) -> bool:
+        """No names of files tell: they are hashes, or places in a grid."""
+        return False
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """What says where the arrays are, and the database."""
+        found: list[str] = []
+        arrays: list[str] = []
+        for parent, _, names in os.walk(checkpoint.folder):
+            inside = Path(parent).relative_to(checkpoint.folder).as_posix() + "/"
+            if ZARR2_NAME in names or ZARR3_NAME in names:
+                arrays.append(inside)
+            is_array = inside.startswith(tuple(arrays))
+            relative = [name if inside == "./" else inside + name for name in names]
+            found += [name for name in relative if is_array or _OWN.fullmatch(name)]
+        return tuple(found)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Chunks in one file a rank."""
+        return arrange_chunks(new)
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The tree, its shardings, and the database that says where the chunks are."""
+        return list_final_files(arrangement)
+
+
+FORMAT = OrbaxFormat()

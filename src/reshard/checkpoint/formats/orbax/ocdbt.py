@@ -1,0 +1,447 @@
+"""OCDBT, the database of TensorStore in which Orbax keeps arrays: its manifest and its nodes.
+
+A B+tree of keys in files that are only appended to. The manifest names the root; a leaf has small
+values itself, and places of larger ones in data files::
+
+    manifest.ocdbt   ->  root  ->  leaf:  w/.zarray  {"shape": ...}
+                                          w/0.0      bytes 4096:8192 of d/5ddf57...
+
+1. The manifest and every node are `magic, length, version, compression`, a body, and a CRC-32C.
+2. A body is tables of columns: all lengths, then all kinds, then all offsets. Numbers are varints.
+3. Paths of files in a node are relative to that of the file it is in (its base path): a database
+   that was merged from those of several processes refers to theirs.
+
+Source: the documentation of TensorStore's `ocdbt` driver, "Storage format".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.checkpoint.files.byte_streams import RangeStream, ZStandardStream, find_zstandard
+from reshard.checkpoint.formats.orbax.crc32c import crc32c
+from reshard.errors import FormatError
+from reshard.runs import IntArray
+
+MANIFEST_MAGIC = 0x0CDB3A2A
+NODE_MAGIC = 0x0CDB20DE
+# What a body may be when it is decoded: Orbax's nodes have at most 100 MB.
+MOST_BODY_BYTES = 256 << 20
+_HEADER = struct.Struct(">I")
+_LENGTH = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<I")
+_FRAME_BYTES = _HEADER.size + _LENGTH.size + 2 + _CHECKSUM.size
+# What `encode_manifest` says of the database; a value up to the first stands in its leaf.
+MOST_INLINE_BYTES = 1024
+_MOST_NODE_BYTES = 100_000_000
+_ARITY_LOG2 = 4
+
+
+class DataPlace(NamedTuple):
+    """A range of a data file: `base` is the part of its path that nodes in it are relative to."""
+
+    base: str
+    path: str
+    start_bytes: int
+    size_bytes: int
+
+
+class NodePlace(NamedTuple):
+    """Where a node is, and what its keys begin with."""
+
+    place: DataPlace
+    height: int
+    prefix: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseManifest:
+    """The manifest: the root of the latest version, None where it has no keys."""
+
+    root: NodePlace | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node: `values` of a leaf, by key, and `children` of another."""
+
+    values: Mapping[bytes, bytes | DataPlace]
+    children: tuple[NodePlace, ...] = ()
+
+
+class _NodeColumns:
+    """The body of a manifest or a node, read column by column."""
+
+    def __init__(self, body: bytes, label: str) -> None:
+        self._bytes = np.frombuffer(body, dtype=np.uint8)
+        self._body = body
+        self._at = 0
+        self._label = label
+
+    def fail(self, problem: str) -> FormatError:
+        return FormatError(f"{self._label} {problem}; the file is damaged, fetch it again")
+
+    def varints(self, count: int) -> IntArray:
+        window = self._bytes[self._at : self._at + 10 * count]
+        ends = np.flatnonzero(window < 128)[:count]
+        if len(ends) < count:
+            raise self.fail("ends within its tables")
+        starts = np.concatenate([[0], ends[:-1] + 1]) if count else ends
+        lengths = ends - starts + 1
+        values = np.zeros(count, dtype=np.uint64)
+        if count:
+            if lengths.max() > 10:
+                raise self.fail("has a number of more than 64 bits")
+            for k in range(int(lengths.max())):
+                more = lengths > k
+                bits = (window[starts[more] + k] & 127).astype(np.uint64)
+                values[more] |= bits << np.uint64(7 * k)
+            self._at += int(ends[-1]) + 1
+        # A place of nothing is written with all bits set; here it is negative.
+        return values.view(np.int64)
+
+    def varint(self) -> int:
+        return int(self.varints(1)[0])
+
+    def take(self, count: int) -> bytes:
+        if count < 0:
+            raise self.fail("has a value of a negative length")
+        found = self._body[self._at : self._at + count]
+        if len(found) != count:
+            raise self.fail("ends within its tables")
+        self._at += count
+        return found
+
+    def count(self) -> int:
+        """A number of rows, each of which takes a byte at least."""
+        found = self.varint()
+        if not 0 <= found <= len(self._body) - self._at:
+            raise self.fail(f"has {found} rows in {len(self._body)} bytes")
+        return found
+
+    def prefixed(self, prefixes: IntArray, suffixes: IntArray) -> list[bytes]:
+        """Texts that each begin as the one before does."""
+        found: list[bytes] = []
+        last = b""
+        for prefix, suffix in zip([0, *prefixes.tolist()], suffixes.tolist(), strict=False):
+            if not 0 <= prefix <= len(last) or not 0 <= suffix <= 65535:
+                raise self.fail("has a key that begins with more than the one before it has")
+            last = last[:prefix] + self.take(suffix)
+            found.append(last)
+        return found
+
+    def files(self, transitive: str) -> list[tuple[str, str]]:
+        """The table of data files: base paths and whole paths."""
+        count = self.count()
+        prefixes, suffixes = self.varints(max(count - 1, 0)), self.varints(count)
+        bases = self.varints(count).tolist()
+        found = []
+        for path, base in zip(self.prefixed(prefixes, suffixes), bases, strict=True):
+            try:
+                text = path.decode()
+            except UnicodeDecodeError:
+                raise self.fail(f"names a file {path!r}") from None
+            found.append((transitive + path[:base].decode(errors="replace"), transitive + text))
+        return found
+
+    def places(
+        self, files: Sequence[tuple[str, str]], numbers: IntArray, starts: IntArray, sizes: IntArray
+    ) -> list[DataPlace]:
+        if any((column < 0).any() for column in (numbers, starts, sizes)):
+            raise self.fail("refers to a place that no file has")
+        rows = zip(numbers.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+        try:
+            return [
+                DataPlace(files[number][0], files[number][1], start, size)
+                for number, start, size in rows
+            ]
+        except IndexError:
+            raise self.fail(f"refers to a data file beyond the {len(files)} of its table") from None
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise self.fail(f"has {len(self._body) - self._at} bytes behind its tables")
+
+
+def _open_frame(content: bytes, magic: int, label: str) -> _NodeColumns:
+    """The body of a manifest or a node, whose checksum is right."""
+    if len(content) < _FRAME_BYTES:
+        raise FormatError(f"{label} has {len(content)} bytes; it was cut off, fetch it again")
+    (found,) = _HEADER.unpack_from(content)
+    (length,) = _LENGTH.unpack_from(content, _HEADER.size)
+    version, compression = content[_HEADER.size + _LENGTH.size :][:2]
+    (checksum,) = _CHECKSUM.unpack(content[-_CHECKSUM.size :])
+    if found != magic:
+        raise FormatError(
+            f"{label} begins with {found:08x}, expected {magic:08x}; it is not of OCDBT, or damaged"
+        )
+    if length != len(content):
+        raise FormatError(
+            f"{label} says that it has {length} bytes, and has {len(content)}; it was cut off, or "
+            "belongs to another save"
+        )
+    if version != 0 or compression > 1:
+        raise FormatError(
+            f"{label} is of version {version}, compressed by method {compression}; known are "
+            "version 0 and the methods 0 and 1. Save it again with an older TensorStore"
+        )
+    if crc32c(content[: -_CHECKSUM.size]) != checksum:
+        raise FormatError(
+            f"{label} is not what was written: its CRC-32C is not the {checksum:08x} that it says; "
+            "it was damaged, fetch it again"
+        )
+    start = _HEADER.size + _LENGTH.size + 2
+    body = content[start : -_CHECKSUM.size]
+    if compression:
+        packed = RangeStream(lambda at, size: body[at : at + size], 0, len(body))
+        stream = ZStandardStream(packed, MOST_BODY_BYTES, label, "OCDBT")
+        body = stream.read(MOST_BODY_BYTES + 1)
+    return _NodeColumns(body, label)
+
+
+def decode_manifest(content: bytes, label: str) -> DatabaseManifest:
+    """What a manifest says; `label` names it in errors.
+
+    Raises:
+        FormatError: a manifest that is damaged, or in parts (`numbered`).
+    """
+    columns = _open_frame(content, MANIFEST_MAGIC, label)
+    columns.take(16)
+    kind = columns.varint()
+    if kind:
+        raise FormatError(
+            f"{label} is of kind {kind}, which has its versions in other files; save it with "
+            "manifest_kind 'single', as Orbax does"
+        )
+    columns.varints(2)
+    columns.take(1)
+    if columns.varint():
+        columns.take(4)
+    files = columns.files("")
+    count = columns.count()
+    columns.varints(count)
+    heights = columns.take(count)
+    numbers, starts, sizes = (columns.varints(count) for _ in range(3))
+    keys = columns.varints(count)
+    if not count or not keys[-1]:
+        return DatabaseManifest(None)
+    # Only the latest counts; earlier ones may be places of nothing.
+    (place,) = columns.places(files, numbers[-1:], starts[-1:], sizes[-1:])
+    return DatabaseManifest(NodePlace(place, heights[-1], b""))
+
+
+def decode_node(content: bytes, node: NodePlace, label: str) -> Node:
+    """What a node says. `label` names it in errors.
+
+    Raises:
+        FormatError: a node that is damaged, or not of the height that leads to it.
+    """
+    columns = _open_frame(content, NODE_MAGIC, label)
+    height = columns.take(1)[0]
+    if height != node.height:
+        raise columns.fail(f"is of height {height}, where {node.height} leads to it")
+    files = columns.files(node.place.base)
+    count = columns.count()
+    prefixes, suffixes = columns.varints(max(count - 1, 0)), columns.varints(count)
+    if not height:
+        keys = columns.prefixed(prefixes, suffixes)
+        lengths, kinds = columns.varints(count), columns.varints(count)
+        apart = int((kinds == 1).sum())
+        if apart + int((kinds == 0).sum()) != count:
+            raise columns.fail("has values of an unknown kind")
+        numbers, starts = columns.varints(apart), columns.varints(apart)
+        places = iter(columns.places(files, numbers, starts, lengths[kinds == 1]))
+        values: dict[bytes, bytes | DataPlace] = {}
+        for key, length, kind in zip(keys, lengths.tolist(), kinds.tolist(), strict=True):
+            values[node.prefix + key] = next(places) if kind else columns.take(length)
+        columns.end()
+        return Node(values)
+    common = columns.varints(count).tolist()
+    keys = columns.prefixed(prefixes, suffixes)
+    children = columns.places(files, *(columns.varints(count) for _ in range(3)))
+    return Node(
+        {},
+        tuple(
+            NodePlace(place, height - 1, node.prefix + key[:size])
+            for key, size, place in zip(keys, common, children, strict=True)
+        ),
+    )
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value >= 128:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _varints(values: Iterable[int]) -> bytes:
+    return b"".join(map(_varint, values))
+
+
+def _frame(magic: int, body: bytes) -> bytes:
+    zstandard = find_zstandard("an OCDBT database")
+    packed: bytes = zstandard.ZstdCompressor(level=1).compress(body)
+    length = _FRAME_BYTES + len(packed)
+    head = _HEADER.pack(magic) + _LENGTH.pack(length) + b"\0\1" + packed
+    return head + _CHECKSUM.pack(crc32c(head))
+
+
+def _encode_files(paths: Sequence[str]) -> bytes:
+    """A table of data files without base paths."""
+    encoded = [path.encode() for path in paths]
+    lengths = list(map(len, encoded))
+    # Prefixes are not shared: there are few files.
+    tables = (_varints([0] * max(len(paths) - 1, 0)), _varints(lengths), _varints([0] * len(paths)))
+    return _varint(len(paths)) + b"".join(tables) + b"".join(encoded)
+
+
+def _split_keys(keys: Sequence[bytes]) -> tuple[bytes, bytes, bytes]:
+    """Columns of keys: what each shares with the one before it, and what is left."""
+    shared, suffixes, last = [], [], b""
+    for key in keys:
+        same = 0
+        for a, b in zip(last, key, strict=False):
+            if a != b:
+                break
+            same += 1
+        shared.append(same)
+        suffixes.append(key[same:])
+        last = key
+    return _varints(shared[1:]), _varints(map(len, suffixes)), b"".join(suffixes)
+
+
+class NewNode(NamedTuple):
+    """A node that is written: its bytes, and what its parent says of it."""
+
+    content: bytes
+    first_key: bytes
+    common_bytes: int
+    keys: int
+    tree_bytes: int
+    apart_bytes: int
+
+
+def encode_leaf(values: Sequence[tuple[bytes, bytes | DataPlace]], prefix: bytes = b"") -> NewNode:
+    """A leaf of values, in the order of their keys, all of which begin with `prefix`."""
+    paths = sorted({value.path for _, value in values if isinstance(value, DataPlace)})
+    numbers = {path: number for number, path in enumerate(paths)}
+    prefixes, suffixes, text = _split_keys([key[len(prefix) :] for key, _ in values])
+    places = [value for _, value in values if isinstance(value, DataPlace)]
+    body = b"".join(
+        (
+            b"\0",
+            _encode_files(paths),
+            _varint(len(values)),
+            prefixes,
+            suffixes,
+            text,
+            _varints(
+                value.size_bytes if isinstance(value, DataPlace) else len(value)
+                for _, value in values
+            ),
+            bytes(isinstance(value, DataPlace) for _, value in values),
+            _varints(numbers[place.path] for place in places),
+            _varints(place.start_bytes for place in places),
+            *(value for _, value in values if not isinstance(value, DataPlace)),
+        )
+    )
+    content = _frame(NODE_MAGIC, body)
+    apart = sum(place.size_bytes for place in places)
+    return NewNode(content, values[0][0], len(prefix), len(values), len(content), apart)
+
+
+def encode_parent(children: Sequence[tuple[NewNode, DataPlace]]) -> NewNode:
+    """A node above leaves, with the place of each."""
+    paths = sorted({place.path for _, place in children})
+    numbers = {path: number for number, path in enumerate(paths)}
+    prefixes, suffixes, text = _split_keys([node.first_key for node, _ in children])
+    body = b"".join(
+        (
+            b"\1",
+            _encode_files(paths),
+            _varint(len(children)),
+            prefixes,
+            suffixes,
+            _varints(node.common_bytes for node, _ in children),
+            text,
+            _varints(numbers[place.path] for _, place in children),
+            _varints(place.start_bytes for _, place in children),
+            _varints(place.size_bytes for _, place in children),
+            _varints(node.keys for node, _ in children),
+            _varints(node.tree_bytes for node, _ in children),
+            _varints(node.apart_bytes for node, _ in children),
+        )
+    )
+    content = _frame(NODE_MAGIC, body)
+    return NewNode(
+        content,
+        children[0][0].first_key,
+        0,
+        sum(node.keys for node, _ in children),
+        len(content) + sum(node.tree_bytes for node, _ in children),
+        sum(node.apart_bytes for node, _ in children),
+    )
+
+
+def encode_manifest(root: NewNode, place: DataPlace, height: int, identity: bytes) -> bytes:
+    """A manifest with one version; `identity` is 16 bytes that tell databases apart."""
+    body = b"".join(
+        (
+            identity,
+            _varint(0),
+            _varint(MOST_INLINE_BYTES),
+            _varint(_MOST_NODE_BYTES),
+            bytes([_ARITY_LOG2]),
+            # Zstandard, at its default level.
+            _varint(1) + bytes(4),
+            _encode_files([place.path]),
+            _varint(1),
+            # Generation 1, with its root in the first file.
+            _varint(1) + bytes([height]) + _varint(0),
+            _varint(place.start_bytes),
+            _varint(place.size_bytes),
+            _varint(root.keys),
+            _varint(root.tree_bytes),
+            _varint(root.apart_bytes),
+            # The time is left at zero: equal contents make equal files.
+            bytes(8),
+            _varint(0),
+        )
+    )
+    return _frame(MANIFEST_MAGIC, body)
+
+
+def encode_database(
+    values: Sequence[tuple[bytes, bytes | DataPlace]],
+    path: str,
+    identity: bytes,
+    most_keys: int = 1 << 17,
+) -> Iterator[tuple[str, bytes]]:
+    """The files of a database: the one at `path` with all nodes, and the manifest.
+
+    Args:
+        values: by key, in order.
+        path: of the file of nodes.
+        identity: 16 bytes that tell databases apart.
+        most_keys: of a leaf.
+    """
+    leaves = [encode_leaf(values[at : at + most_keys]) for at in range(0, len(values), most_keys)]
+    places, end = [], 0
+    for leaf in leaves:
+        places.append(DataPlace("", path, end, len(leaf.content)))
+        end += len(leaf.content)
+    root, place, nodes = leaves[0], places[0], [leaf.content for leaf in leaves]
+    if len(leaves) > 1:
+        root = encode_parent(list(zip(leaves, places, strict=True)))
+        place = DataPlace("", path, end, len(root.content))
+        nodes.append(root.content)
+    yield path, b"".join(nodes)
+    yield "manifest.ocdbt", encode_manifest(root, place, int(len(leaves) > 1), identity)

@@ -1,0 +1,277 @@
+"""Orbax checkpoints, read: arrays as tensors whose shards are chunks, and plain values.
+
+1. Find the folder of the tree, and read the tree (`folders`, `tree_metadata`).
+2. Find where the values of Zarr's keys lie (`key_values`).
+3. Each array says its type and its grid of chunks (`zarr_metadata`); each chunk becomes a shard
+   that is bound to its bytes (`chunks`), of the rank whose part JAX had there (`shardings`).
+4. Numbers, text, None and empty nodes are plain values; a sequence of nothing but these is one.
+
+Nothing of Orbax, JAX or TensorStore is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.formats.orbax.chunks import PackedChunks, list_chunks, read_scalar
+from reshard.checkpoint.formats.orbax.folders import TreeFolder
+from reshard.checkpoint.formats.orbax.key_values import (
+    MOST_READ_BYTES,
+    KeyValues,
+    StoredValue,
+    open_key_values,
+    read_range,
+)
+from reshard.checkpoint.formats.orbax.shardings import extend, find_mesh, read_shardings
+from reshard.checkpoint.formats.orbax.tree_metadata import (
+    ARRAY,
+    NUMPY,
+    SCALAR,
+    STRING,
+    Leaf,
+    TreePath,
+    join_sequences,
+    read_strings,
+    read_tree,
+)
+from reshard.checkpoint.formats.orbax.zarr_metadata import (
+    ZARR2_NAME,
+    ZARR3_NAME,
+    ArrayMetadata,
+    is_narrow,
+    read_array,
+)
+from reshard.errors import CheckpointError, CoverageError, FormatError
+from reshard.layout import Box, Layout
+from reshard.sharding import ShardingSpec
+from reshard.text.quantities import count_text
+
+FORMAT_NAME = "orbax"
+# Attributes of this format: arrays that are keys of random numbers, and those of narrow types.
+RANDOM_KEYS, NARROW_TYPES = "random_keys", "narrow_types"
+_PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})/")
+_UNKNOWN_KINDS = ("Unknown",)
+
+
+def read(found: TreeFolder) -> Checkpoint:
+    """Describe the checkpoint in a folder with `_METADATA`.
+
+    Raises:
+        CheckpointError: a file that is missing; a type or codec that is not known.
+        FormatError: a file that is damaged.
+        CoverageError: a chunk that is missing.
+    """
+    folder = found.folder
+    tree = read_tree(folder)
+    values = open_key_values(folder)
+    shardings = read_shardings(folder)
+    mesh = find_mesh(shardings)
+    tensors: dict[str, StoredTensor] = {}
+    paths: dict[str, TreePath] = {}
+    plain: dict[TreePath, Any] = {}
+    packed = PackedChunks()
+    narrow: dict[str, str] = {}
+    unread: list[tuple[str, str]] = []
+    texts = read_strings(folder, [leaf for leaf in tree.leaves.values() if leaf.kind == STRING])
+    for name, leaf in tree.leaves.items():
+        if leaf.is_empty:
+            plain[leaf.path] = leaf.empty_value
+        elif leaf.kind == STRING:
+            plain[leaf.path] = texts[name]
+        elif leaf.kind not in (ARRAY, NUMPY, SCALAR, *_UNKNOWN_KINDS):
+            unread.append((name, f"a leaf of the kind {leaf.kind[:60]}, which is not known here"))
+        else:
+            array, label = _find_array(values, name)
+            if leaf.kind == SCALAR:
+                plain[leaf.path] = _read_number(values, name, array, label)
+                continue
+            chunks = list(list_chunks(name, array, values, packed, has_all=tree.has_all))
+            sharding = shardings.get(name) if mesh is not None else None
+            tensors[name] = _bind(leaf, array, chunks, sharding)
+            paths[name] = leaf.path
+            if is_narrow(array.stored_type):
+                narrow[name] = array.stored_type
+    joined = join_sequences(plain, paths.values())
+    for path in joined:
+        paths[".".join(map(str, path))] = path
+    attributes = dict(tree.custom) if isinstance(tree.custom, dict) else {}
+    keys = _find_random_keys(folder)
+    if keys:
+        attributes[RANDOM_KEYS] = keys
+    notes = list(found.notes)
+    if narrow:
+        attributes[NARROW_TYPES] = narrow
+        first, kind = next(iter(narrow.items()))
+        notes.append(
+            f"{count_text(len(narrow), 'tensor')} of less than a byte an element, which Orbax has "
+            f"in the lower bits of one: those are read as uint8 (first: {first}, {kind})"
+        )
+    used = {
+        place.path.removesuffix("/unpacked")
+        for tensor in tensors.values()
+        for places in tensor.binding.addresses.values()
+        for place in (places if isinstance(places, tuple) else (places,))
+        if isinstance(place, FileRange)
+    }
+    files = tuple(
+        StoredFile(name, size, _find_rank(name))
+        for name, size in sorted(values.sizes.items())
+        if name in used
+    )
+    return Checkpoint(
+        folder,
+        FORMAT_NAME,
+        tensors,
+        files,
+        mesh=mesh,
+        paths=paths,
+        derived=packed.derived,
+        attributes=attributes,
+        values={".".join(map(str, path)): value for path, value in joined.items()},
+        unread=tuple(unread),
+        notes=tuple(notes),
+    )
+
+
+def _find_rank(name: str) -> int:
+    match = _PROCESS.match(name)
+    return int(match[1]) if match else 0
+
+
+def _find_array(values: KeyValues, name: str) -> tuple[ArrayMetadata, str]:
+    """What an array is, by either version of Zarr."""
+    for metadata in (ZARR2_NAME, ZARR3_NAME):
+        found = values.find(f"{name}/{metadata}")
+        if found is not None:
+            label = f"{values.folder / name / metadata}"
+            if found.size_bytes > MOST_READ_BYTES:
+                raise FormatError(f"{label} has {found.size_bytes} bytes; it is damaged")
+            return read_array(found.read(values.folder), label), label
+    where = "the database" if values.is_database else "the folder"
+    raise CheckpointError(
+        f"{values.folder}: the array {name!r} is not in {where} ({name}/{ZARR2_NAME}); the "
+        "checkpoint was not written completely"
+    )
+
+
+def _read_number(values: KeyValues, name: str, array: ArrayMetadata, label: str) -> Any:
+    """The value of an array without dimensions as a number of Python."""
+    if array.shape:
+        raise FormatError(f"{label} has the shape {list(array.shape)}, expected a number")
+    key, _ = next(array.list_keys())
+    stored: StoredValue | None = values.find(f"{name}/{key}")
+    if stored is None:
+        raise CoverageError(f"{values.folder / name / key} is missing, which is a number")
+    if stored.size_bytes > MOST_READ_BYTES:
+        raise FormatError(f"{label} has {stored.size_bytes} bytes for one number; it is damaged")
+    content = read_scalar(stored, array, str(values.folder / name / key), values.folder)
+    kind = array.dtype.name
+    if kind == "bfloat16":
+        return float(np.frombuffer(b"\0\0" + content, np.float32)[0])
+    try:
+        return np.frombuffer(content, np.dtype(kind))[0].item()
+    except TypeError:
+        raise CheckpointError(f"{label} is a number of the type {kind}, not known here") from None
+
+
+def _bind(
+    leaf: Leaf,
+    array: ArrayMetadata,
+    chunks: list[tuple[Box, FileRange]],
+    sharding: ShardingSpec | None,
+) -> StoredTensor:
+    """A tensor whose shards are chunks."""
+    if not chunks:
+        # Without elements, nothing is stored but the shape.
+        raise FormatError(
+            f"the array {leaf.name!r} of shape {list(array.shape)} has no elements; Orbax has no "
+            "such arrays, so its metadata are damaged"
+        )
+    boxes = tuple(box for box, _ in chunks)
+    layout, numbers, text = _lay_out(array.shape, boxes, sharding)
+    addresses = {slot: tuple(chunks[n][1] for n in found) for slot, found in numbers.items()}
+    views: dict[int, tuple[View, ...]] = {}
+    full = View(0, array.strides)
+    for slot, found in numbers.items():
+        # A chunk at the end of the array reaches beyond it; others may be in another order.
+        shapes = [boxes[n].shape for n in found]
+        if not all(is_dense(full, shape) for shape in shapes):
+            views[slot] = tuple(full for _ in shapes)
+    return StoredTensor(leaf.name, array.dtype, Binding(layout, addresses, views), text)
+
+
+# Many arrays of a model are cut alike.
+@lru_cache(maxsize=4096)
+def _lay_out(
+    shape: tuple[int, ...], boxes: tuple[Box, ...], sharding: ShardingSpec | None
+) -> tuple[Layout, Mapping[int, tuple[int, ...]], str | None]:
+    """The layout of an array's chunks, the numbers of those of each rank, and its sharding's text,
+    where each chunk is all that a rank holds."""
+    sharding = None if sharding is None else extend(sharding, len(shape))
+    held = None if sharding is None else sharding.layout(shape)
+    slots = held.slots if held is not None else 1
+    owners: list[tuple[Box, int]] = []
+    if held is not None:
+        seen: set[Box] = set()
+        for slot in held.holders:
+            for box in held.boxes(slot):
+                if box not in seen:
+                    seen.add(box)
+                    owners.append((box, slot))
+    by_start = {box.start: (box, slot) for box, slot in owners}
+    numbers: dict[int, list[int]] = {}
+    for number, box in enumerate(boxes):
+        owner = by_start.get(box.start)
+        slot = owner[1] if owner else _find_owner(box.start, owners)
+        numbers.setdefault(slot, []).append(number)
+    is_as_held = (
+        held is not None
+        and len(owners) == len(held.holders) == len(boxes)
+        and {box for box, _ in owners} == set(boxes)
+    )
+    ordered = {slot: tuple(found) for slot, found in sorted(numbers.items())}
+    if is_as_held and held is not None:
+        return held, ordered, str(sharding)
+    layout = Layout.from_boxes(
+        shape, [(slot, boxes[n]) for slot, found in ordered.items() for n in found], slots
+    )
+    return layout, ordered, None
+
+
+def _find_owner(start: tuple[int, ...], owners: list[tuple[Box, int]]) -> int:
+    for box, slot in owners:
+        if all(a <= i < b for a, i, b in zip(box.start, start, box.stop, strict=True)):
+            return slot
+    return 0
+
+
+def _find_random_keys(folder: Path) -> dict[str, str]:
+    """The arrays that are keys of random numbers, and their kind."""
+    found: dict[str, str] = {}
+    metadatas = folder / "array_metadatas"
+    if not metadatas.is_dir():
+        return found
+    for path in sorted(metadatas.iterdir())[:1024]:
+        if not path.is_file() or path.stat().st_size > MOST_READ_BYTES:
+            continue
+        try:
+            content = parse_json(read_range(path, 0, path.stat().st_size).decode())
+            for entry in content["array_metadatas"]:
+                one = entry["array_metadata"]
+                kind = (one.get("ext_metadata") or {}).get("random_key_impl")
+                if isinstance(kind, str):
+                    found[str(one["param_name"])] = kind
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatError):
+            # Orbax itself reads without.
+            continue
+    return found

@@ -1,0 +1,158 @@
+"""`_sharding`: how JAX had arrays cut over devices, as meshes and shardings of this library.
+
+    {"dw==": "{\"sharding_type\": \"NamedSharding\", \"shape\": [4], \"axis_names\": [\"x\"],
+               \"partition_spec\": [\"x\", null], \"device_mesh\": {\"mesh\": [{\"id\": 0}, ...]}}"}
+
+The key is the array's name in base 64. The axes of one dimension cut it at once, as the flat cut of
+`x y` does. What the file does not say, or says of another kind of sharding, is not known: chunks
+say the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
+from reshard.errors import ReshardError
+from reshard.integers import LARGEST_RANKS
+from reshard.mesh import DeviceMesh
+from reshard.sharding import ShardingSpec
+from reshard.sharding_text import spec
+
+SHARDING_NAME = "_sharding"
+
+
+def read_shardings(folder: Path) -> dict[str, ShardingSpec]:
+    """The shardings that the file names, by array; none where there is no such file."""
+    path = folder / SHARDING_NAME
+    if not path.exists():
+        return {}
+    found: dict[str, ShardingSpec] = {}
+    try:
+        content = json.loads(read_range(path, 0, min(path.stat().st_size, MOST_NODE_BYTES)))
+        pairs = list(content.items())
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+    # Arrays of a model share few shardings.
+    known: dict[str, ShardingSpec | None] = {}
+    for key, text in pairs:
+        try:
+            name = base64.b64decode(key, validate=True).decode()
+        except (binascii.Error, ValueError):
+            continue
+        if isinstance(text, str):
+            if text not in known:
+                known[text] = _read(text)
+            sharding = known[text]
+            if sharding is not None:
+                found[name] = sharding
+    return found
+
+
+def _read(text: str) -> ShardingSpec | None:
+    """A sharding as JAX has it; None where it is not known, or of another kind."""
+    try:
+        described = json.loads(text)
+        if described["sharding_type"] != "NamedSharding":
+            return None
+        shape = [int(size) for size in described["shape"]]
+        mesh = _make_mesh(shape, described["axis_names"], described.get("device_mesh"))
+        dims = [_axes(entry) for entry in described["partition_spec"]]
+        return spec(mesh, ", ".join(dims)) if dims else spec(mesh, "")
+    except (ReshardError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _axes(entry: Any) -> str:
+    if entry is None:
+        return "-"
+    axes = [entry] if isinstance(entry, str) else list(entry)
+    return " ".join(map(str, axes)) or "-"
+
+
+def _make_mesh(shape: list[int], names: Any, devices: Any) -> DeviceMesh:
+    mesh = DeviceMesh("mesh", shape, [str(name) for name in names])
+    if devices is None or mesh.size > LARGEST_RANKS:
+        return mesh
+    ids = list(_list_ids(devices["mesh"]))
+    # Ids of devices that are no ranks from 0 on say nothing of an order of ranks.
+    return (
+        DeviceMesh("mesh", shape, mesh.axis_names, ids)
+        if sorted(ids) == list(range(mesh.size))
+        else mesh
+    )
+
+
+def _list_ids(level: Any) -> Iterator[int]:
+    if isinstance(level, Mapping):
+        yield int(level["id"])
+        return
+    for one in level:
+        yield from _list_ids(one)
+
+
+def find_mesh(shardings: Mapping[str, ShardingSpec]) -> DeviceMesh | None:
+    """The mesh that all shardings share, if there is one."""
+    meshes = {sharding.mesh for sharding in shardings.values()}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def extend(sharding: ShardingSpec, ndim: int) -> ShardingSpec | None:
+    """A sharding of JAX for an array of `ndim` dimensions, the last of which it may leave out."""
+    missing = ndim - len(sharding.dim_specs)
+    if missing < 0:
+        return None
+    if not missing:
+        return sharding
+    text = ", ".join([str(sharding), *["-"] * missing] if sharding.dim_specs else ["-"] * ndim)
+    return spec(sharding.mesh, text)
+
+
+def sharding_bytes(mesh: DeviceMesh | None, specs: Mapping[str, str | None]) -> bytes:
+    """The content of `_sharding` for arrays on a mesh, by name and the text of their sharding.
+
+    JAX looks there for every array: one whose cut it has no word for is replicated.
+    """
+    found = {}
+    for name, text in specs.items():
+        if mesh is None:
+            continue
+        entries = None if text is None else _list_entries(mesh, text)
+        described = {
+            "sharding_type": "NamedSharding",
+            "shape": list(mesh.shape),
+            "axis_names": list(mesh.axis_names),
+            "axis_types": ["AxisType.Auto"] * len(mesh.shape),
+            "partition_spec": entries or [],
+            "device_mesh": {"mesh": _nest_ids(list(mesh.devices), list(mesh.shape))},
+        }
+        found[base64.b64encode(name.encode()).decode()] = json.dumps(described)
+    return json.dumps(found).encode()
+
+
+def _list_entries(mesh: DeviceMesh, text: str) -> list[str | list[str] | None] | None:
+    """The entries of a partition spec; None for a cut that JAX has no word for."""
+    sharding = spec(mesh, text)
+    entries: list[str | list[str] | None] = []
+    for dimension in sharding.dim_specs:
+        if len(dimension.levels) > 1:
+            return None
+        axes: list[str] = []
+        for level in dimension.levels:
+            if not level.rule.is_default or not all(axis.is_full for axis in level.axes):
+                return None
+            axes += [axis.name for axis in level.axes]
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return entries
+
+
+def _nest_ids(ids: list[int], shape: list[int]) -> list[Any]:
+    if len(shape) <= 1:
+        return [{"id": one} for one in ids]
+    step = len(ids) // shape[0]
+    return [_nest_ids(ids[at : at + step], shape[1:]) for at in range(0, len(ids), step)]

@@ -1,0 +1,257 @@
+"""`_METADATA`: the tree that Orbax saved, by the paths of its leaves.
+
+Each leaf has the keys that lead to it, of dicts or of sequences, and what it was::
+
+    {"tree_metadata": {"('b', '0')": {
+        "key_metadata": [{"key": "b", "key_type": 2}, {"key": "0", "key_type": 1}],
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false}}}}
+
+A leaf's name is its keys, joined by dots: `b.0`. Empty nodes and None are leaves without a value,
+text is in `_strings.json`, and a number is an array without dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.formats.orbax.key_values import MOST_NODE_BYTES, read_range
+from reshard.errors import FormatError
+
+METADATA_NAME = "_METADATA"
+STRINGS_NAME = "_strings.json"
+_SEQUENCE, _DICT = 1, 2
+ARRAY, NUMPY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
+# Leaves that have no value, and what they are.
+_EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
+
+TreePath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf: where it stood, and what it was (`jax.Array`, `scalar`, `None`, ...)."""
+
+    path: TreePath
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Its keys, joined by dots."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no value of its own."""
+        return self.kind in _EMPTY
+
+    @property
+    def empty_value(self) -> Any:
+        """What an empty leaf is."""
+        return _EMPTY[self.kind]
+
+
+@dataclass(frozen=True)
+class TreeMetadata:
+    """The leaves by name, and how their arrays are stored.
+
+    Attributes:
+        leaves: in the order of the file.
+        is_zarr3: whether arrays are of Zarr 3, rather than 2.
+        has_all: whether chunks of nothing but the fill value are stored as well.
+        custom: what the user added.
+    """
+
+    leaves: Mapping[str, Leaf]
+    is_zarr3: bool = False
+    has_all: bool = True
+    custom: Any = None
+
+
+def read_tree(folder: Path) -> TreeMetadata:
+    """The tree in a folder with `_METADATA`.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: one that is damaged.
+    """
+    path = folder / METADATA_NAME
+    content = _read_json(path)
+    entries = content.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise FormatError(f"{path} has no `tree_metadata`; it is damaged, or not of Orbax")
+    leaves: dict[str, Leaf] = {}
+    for entry in entries.values():
+        try:
+            keys = entry["key_metadata"]
+            leaf = Leaf(
+                tuple(_read_key(key) for key in keys), str(entry["value_metadata"]["value_type"])
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise FormatError(f"{path} has the leaf {str(entry)[:200]}; it is damaged") from None
+        if leaf.name in leaves:
+            raise FormatError(
+                f"{path} has two leaves {leaf.name!r}, which Orbax stores under one name; rename "
+                "one of them and save again"
+            )
+        leaves[leaf.name] = leaf
+    # A node that was empty when it was saved first, and was filled later, is no leaf.
+    inner = {leaf.path[:size] for leaf in leaves.values() for size in range(len(leaf.path))}
+    return TreeMetadata(
+        {name: leaf for name, leaf in leaves.items() if leaf.path not in inner},
+        bool(content.get("use_zarr3")),
+        bool(content.get("store_array_data_equal_to_fill_value", False)),
+        content.get("custom_metadata"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    try:
+        content = parse_json(read_range(path, 0, min(size, MOST_NODE_BYTES + 1)).decode())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is no JSON object, but a {type(content).__name__}")
+    return content
+
+
+def _read_key(key: Mapping[str, Any]) -> str | int:
+    text, kind = key["key"], key["key_type"]
+    if kind == _SEQUENCE:
+        number = int(text)
+        if number < 0:
+            raise ValueError(text)
+        return number
+    if kind != _DICT or not isinstance(text, str | int):
+        raise ValueError(text)
+    return str(text)
+
+
+def read_strings(folder: Path, leaves: Iterable[Leaf]) -> dict[str, str]:
+    """The text of the leaves that are text.
+
+    Raises FormatError where one is not in the file.
+    """
+    leaves = list(leaves)
+    path = folder / STRINGS_NAME
+    if not leaves:
+        return {}
+    if not path.exists():
+        raise FormatError(f"{path} is missing, which has the text {leaves[0].name!r}")
+    content = _read_json(path)
+    found = {}
+    for leaf in leaves:
+        value: Any = content
+        # Orbax takes the name for a path in JSON, in which slashes are levels.
+        for key in leaf.name.split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, str):
+            raise FormatError(f"{path} has no text {leaf.name!r}; it belongs to another save")
+        found[leaf.name] = value
+    return found
+
+
+def tree_bytes(leaves: Iterable[tuple[Leaf, tuple[int, ...] | None]], custom: Any) -> bytes:
+    """The content of `_METADATA`, for leaves and the shapes of their chunks."""
+    entries = {}
+    for leaf, chunk in leaves:
+        value: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": leaf.is_empty}
+        if chunk is not None:
+            value["write_shape"] = list(chunk)
+        keys = [
+            {"key": str(key), "key_type": _SEQUENCE if isinstance(key, int) else _DICT}
+            for key in leaf.path
+        ]
+        entries[str(tuple(map(str, leaf.path)))] = {"key_metadata": keys, "value_metadata": value}
+    content = {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": custom,
+    }
+    return json.dumps(content).encode()
+
+
+def strings_bytes(strings: Mapping[str, str]) -> bytes:
+    """The content of `_strings.json`."""
+    content: dict[str, Any] = {}
+    for name, text in strings.items():
+        *levels, last = name.split("/")
+        inner = content
+        for level in levels:
+            inner = inner.setdefault(level, {})
+        inner[last] = text
+    return json.dumps(content).encode()
+
+
+def join_sequences(
+    values: Mapping[TreePath, Any], tensors: Iterable[TreePath]
+) -> dict[TreePath, Any]:
+    """Plain values by path, with sequences that have no tensor in them as one value each.
+
+    >>> join_sequences({("g", 0, "lr"): 0.1, ("g", 1, "lr"): 0.2, ("n",): 3}, [])
+    {('g',): [{'lr': 0.1}, {'lr': 0.2}], ('n',): 3}
+    """
+    inner = {path[:size] for path in tensors for size in range(len(path))}
+    found: dict[TreePath, Any] = {}
+    for path, value in values.items():
+        sizes = (
+            size
+            for size in range(1, len(path))
+            if isinstance(path[size], int) and path[:size] not in inner
+        )
+        size = next(sizes, len(path))
+        if size == len(path):
+            found[path] = value
+            continue
+        level = found.setdefault(path[:size], {})
+        for key in path[size:-1]:
+            level = level.setdefault(key, {})
+        level[path[-1]] = value
+    return {path: _as_sequences(value) for path, value in found.items()}
+
+
+def _as_sequences(value: Any) -> Any:
+    """A dict by position as a list, where it has all positions; else as it is."""
+    if not isinstance(value, dict) or not value:
+        return value
+    made = {key: _as_sequences(one) for key, one in value.items()}
+    if all(isinstance(key, int) for key in made) and sorted(made) == list(range(len(made))):
+        return [made[key] for key in sorted(made)]
+    return {str(key): one for key, one in made.items()}
+
+
+def flatten(path: TreePath, value: Any) -> list[tuple[TreePath, Any]]:
+    """The leaves of a plain value: what is in lists, tuples and dicts, and empty ones.
+
+    >>> flatten(("g",), [{"lr": 0.1}, ()])
+    [(('g', 0, 'lr'), 0.1), (('g', 1), ())]
+    """
+    if not isinstance(value, list | tuple | dict) or not value:
+        return [(path, value)]
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return [leaf for key, one in pairs for leaf in flatten((*path, key), one)]
+
+
+def kind_of(value: Any) -> str | None:
+    """The kind of a plain value as a leaf; None where Orbax has none for it.
+
+    >>> kind_of(3), kind_of("x"), kind_of(()), kind_of(b"x")
+    ('scalar', 'string', 'Tuple', None)
+    """
+    if isinstance(value, bool | float):
+        return SCALAR
+    if isinstance(value, int):
+        return SCALAR if -(2**63) <= value < 2**63 else None
+    if isinstance(value, str):
+        return STRING
+    for kind, empty in _EMPTY.items():
+        if value == empty and type(value) is type(empty):
+            return kind
+    return None
