@@ -31,10 +31,11 @@ from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
+from reshard.checkpoint.files.byte_streams import RangeStream
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.formats.torch_dcp.stream_transforms import RangeStream, unpacked
+from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
 from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
