@@ -180,7 +180,8 @@ class StoredItem:
 class StoredChecksum:
     """A CRC-32 that a file contains for `size_bytes` of its own: the box `part` of a tensor.
 
-    `is_read_once` says whether all of its bytes are elements, each of which is read once.
+    `is_read_once` says whether all of its bytes are elements, each of which is read once; but for
+    those of `padding`, ranges `(start, size)` in bytes of the file that are no elements.
     """
 
     tensor: str
@@ -189,6 +190,7 @@ class StoredChecksum:
     size_bytes: int
     crc32: int
     is_read_once: bool
+    padding: tuple[tuple[int, int], ...] = ()
 
 
 class DerivedFile(Protocol):

@@ -148,10 +148,13 @@ def damaged_ranges(
 ) -> Iterator[tuple[StoredChecksum, int]]:
     """The ranges whose bytes differ from the file's own checksum, each with the one found.
 
-    Ranges that `found` has seen only in part are read.
+    Ranges that `found` has seen only in part are read; where all but padding was seen, only that.
     """
     for one in checksums:
         name, start = one.place.path, one.place.start_bytes
+        for padding, size_bytes in one.padding if one.is_read_once else ():
+            for at, piece in _read_pieces(sources[name], padding, size_bytes):
+                found.add(name, at, piece)
         checksum = found.of(name, start) if one.is_read_once else None
         if checksum is None:
             checksum = _compute_checksum(sources[name], start, one.size_bytes)
@@ -175,9 +178,17 @@ def item_digest(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
 def _compute_checksum(file: SourceFile, start_bytes: int, size_bytes: int) -> int:
     """The CRC-32 of a range of a file."""
     checksum = 0
+    for _, part in _read_pieces(file, start_bytes, size_bytes):
+        checksum = crc32(part, checksum)
+    return checksum
+
+
+def _read_pieces(
+    file: SourceFile, start_bytes: int, size_bytes: int
+) -> Iterator[tuple[int, memoryview]]:
+    """A range of a file in pieces, each valid until the next: where it begins, and its bytes."""
     piece = memoryview(bytearray(min(size_bytes, _PIECE_BYTES)))
     for offset in range(0, size_bytes, _PIECE_BYTES):
         part = piece[: min(_PIECE_BYTES, size_bytes - offset)]
         file.read_into(part, start_bytes + offset)
-        checksum = crc32(part, checksum)
-    return checksum
+        yield start_bytes + offset, part

@@ -20,6 +20,9 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 _MODULES = (
     "reshard.checkpoint.formats.torch_dcp.format",
     "reshard.checkpoint.formats.orbax.format",
+    "reshard.checkpoint.formats.deepspeed.zero1",
+    "reshard.checkpoint.formats.deepspeed.zero3",
+    "reshard.checkpoint.formats.deepspeed.universal",
     "reshard.checkpoint.formats.vllm_sharded_state",
     "reshard.checkpoint.formats.safetensors.sharded",
     "reshard.checkpoint.formats.safetensors.huggingface",

@@ -151,6 +151,16 @@ class ValueBuilder:
             return arguments[0], True
         return None
 
+    def attributed(self, arguments: tuple[Any, ...]) -> tuple[Any, bool] | None:
+        """A plain tensor with attributes: its own call, its class, that call's arguments, them."""
+        match arguments:
+            case (Global() as function, Global("torch", "Tensor"), tuple(own), _):
+                maker = _MAKERS.get(function.name)
+                is_tensor = function.name.startswith("_rebuild_tensor")
+                if is_tensor and maker is not None and function.module in maker[0]:
+                    return maker[1](self, own)
+        return None
+
     def ordered(self, arguments: tuple[Any, ...]) -> tuple[Any, bool] | None:
         """An ordered dict, of pairs or of nothing."""
         pairs = arguments[0] if len(arguments) == 1 else []
@@ -212,6 +222,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], _Maker]] = {
     "_rebuild_tensor_v3": (("torch._utils",), ValueBuilder.typed_tensor),
     "_rebuild_parameter": (("torch._utils",), ValueBuilder.parameter),
     "_rebuild_parameter_with_state": (("torch._utils",), ValueBuilder.parameter),
+    "_rebuild_from_type_v2": (("torch._tensor",), ValueBuilder.attributed),
     "OrderedDict": (("collections",), ValueBuilder.ordered),
     "defaultdict": (("collections",), ValueBuilder.defaulting),
     "Size": (("torch",), ValueBuilder.sizes),

@@ -1,0 +1,84 @@
+"""Experts of DeepSpeed's MoE layers: which ranks have which, in files and in flat buffers.
+
+Every expert's weights are a file, under names with the expert's number in the whole model. In flat
+buffers, a group of experts' parameters is cut over the ranks that have the same experts, and names
+have the expert's number on its rank::
+
+    4 ranks, 2 of expert parallelism      rank 0  rank 1  rank 2  rank 3
+    experts of a layer of 4                0 1     2 3     0 1     2 3
+    partition of that group                first   first   second  second
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint.formats.deepspeed.saved_states import read_file
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class GroupCopy:
+    """A group of parameters on the ranks that have the same ones, in the order of its partitions.
+
+    `names` are those of the whole model.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def spread(
+    names: list[str], partitions: int, ranks: int, is_data_first: bool = False
+) -> tuple[GroupCopy, ...]:
+    """The copies of a group in `partitions` among `ranks`: one for each set of experts.
+
+    `is_data_first` numbers the ranks of one set of experts before the next set's.
+
+    >>> name = "moe.deepspeed_moe.experts.deepspeed_experts.0.up"
+    >>> for copy in spread([name], 2, 4):
+    ...     print(copy.ranks, copy.names[0][-4:])
+    (0, 2) 0.up
+    (1, 3) 1.up
+    """
+    sets = max(1, ranks // max(1, partitions))
+    if sets == 1:
+        return (GroupCopy(tuple(range(ranks)), tuple(names)),)
+    local: dict[str, int] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
+    found = []
+    for number in range(sets):
+        if is_data_first:
+            own = range(number * partitions, (number + 1) * partitions)
+        else:
+            own = range(number, sets * partitions, sets)
+        found.append(GroupCopy(tuple(own), tuple(_globalize(n, number, local) for n in names)))
+    return tuple(found)
+
+
+def _globalize(name: str, number: int, local: Mapping[str, int]) -> str:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match[1]}{number * local[match[1]] + int(match[2])}{match[3]}"
+
+
+def read_expert(folder: Path, file: str) -> Mapping[str, ArchivedTensor]:
+    """The weights of one expert.
+
+    Raises:
+        FormatError: a file that is damaged.
+    """
+    part = read_file(folder, file)
+    return {
+        name: value
+        for name, value in part.value.items()
+        if isinstance(name, str) and isinstance(value, ArchivedTensor)
+    }

@@ -1,0 +1,453 @@
+"""A DeepSpeed checkpoint of any ZeRO stage, opened.
+
+1. The files say over how many ranks it is cut; one that is missing is named.
+2. Files of weights name the parameters and their shapes, group by group in the order of the flat
+   buffers; what is no tensor (a user's state, schedulers) is in them too.
+3. Each rank's partition says where in its file the flat buffers lie; the parameters in them are
+   found by `partitions`.
+4. Float32 weights of NAME become `optimizer.state.NAME.master`, the rest of the optimizer's
+   `optimizer.state.NAME.exp_avg` and so on; groups and hyper-parameters are the value
+   `optimizer.param_groups`, with the names of parameters.
+
+Experts and their optimizer state lie on some ranks each (`experts`), the layers of a pipeline in
+files of their own (`pipelines`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.deepspeed import experts
+from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
+from reshard.checkpoint.formats.deepspeed.partitions import (
+    FlatPiece,
+    deal_round_robin,
+    flat_pieces,
+    own_pieces,
+    part_size,
+)
+from reshard.checkpoint.formats.deepspeed.saved_states import (
+    Partition,
+    Shape,
+    read_model_state,
+    read_partition,
+)
+from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
+from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
+from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
+    WholeOptimizer,
+    name_flat,
+    name_parameters,
+    read_whole_optimizer,
+)
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.errors import CheckpointError, FormatError
+from reshard.mesh import DeviceMesh
+
+MASTER = "master"
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of what an optimizer keeps of a parameter.
+
+    >>> state_name("lm_head.weight", "exp_avg")
+    'optimizer.state.lm_head.weight.exp_avg'
+    """
+    return f"optimizer.state.{parameter}.{key}"
+
+
+class SaveReader:
+    """Reads one save; `folder` is what names of files are relative to."""
+
+    def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
+        self.folder, self.saved, self.format_name = folder, saved, format_name
+        is_inside = saved.folder != folder
+        self.prefix = f"{saved.folder.name}/" if is_inside else ""
+        self.notes: list[str] = []
+        self.is_stage3 = bool(saved.model_partitions)
+        self.param_groups: list[dict[str, Any]] = []
+        self.whole_rest: Mapping[str, Any] = {}
+
+    def read(self) -> Checkpoint:
+        """Describe the save.
+
+        Raises:
+            CheckpointError: files that are missing.
+            FormatError: files that are damaged, or belong to different saves.
+        """
+        self._read_files()
+        self.collector = TensorCollector(self.saved.folder, self.slots, self.prefix)
+        self.values = SavedValues()
+        self._add_weights()
+        self._add_states()
+        self._add_whole_optimizer()
+        self._add_values()
+        collector = self.collector
+        return Checkpoint(
+            self.folder,
+            self.format_name,
+            collector.tensors,
+            tuple(self._list_files()),
+            self.mesh,
+            paths=self.values.paths,
+            checksums=collector.checksums,
+            values=self.values.values,
+            unread=tuple(self.values.unread),
+            notes=tuple(self.notes),
+        )
+
+    def _read_files(self) -> None:
+        saved, folder = self.saved, self.saved.folder
+        names = saved.model_partitions or {(mp, 0): name for mp, name in saved.models.items()}
+        self.models = {key: read_model_state(folder, name) for key, name in sorted(names.items())}
+        self.partitions = {
+            key: read_partition(folder, name) for key, name in sorted(saved.partitions.items())
+        }
+        counts = [count for one in self.partitions.values() for count in one.counts]
+        first = next(iter(self.models.values()), None)
+        self.ranks = max(counts) if counts else first.ranks if first else 1
+        degrees = first.degrees if first else None
+        self.stages, self.tensor_ranks = degrees or (1, saved.mp_ranks)
+        expect_complete(saved, self.ranks, max(saved.mp_ranks, self.stages * self.tensor_ranks))
+        self.first = self.models[0, 0]
+        if self.tensor_ranks > 1:
+            raise FormatError(
+                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, which are not read yet"
+            )
+        if self.first.groups and not self.partitions:
+            if self.is_stage3:
+                raise CheckpointError(
+                    f"{folder} has no file zero_pp_rank_0_mp_rank_00_optim_states.pt and no other "
+                    "like it; stage 3 of ZeRO has its weights there, fetch them"
+                )
+            self.notes.append(
+                "there is no file of optimizer state (*_optim_states.pt); the weights are read"
+            )
+        if any("ds_zero_partition_groups" in one.rest for one in self.partitions.values()):
+            raise FormatError(
+                f"{folder} is of AutoEP under stage 3 of ZeRO, whose partitions are not read; "
+                "convert it with DeepSpeed's ds_to_universal"
+            )
+
+    @property
+    def slots(self) -> int:
+        """How many ranks there are."""
+        return self.stages * self.ranks * self.tensor_ranks
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks, stages first."""
+        sizes = {"pp": self.stages, "dp": self.ranks, "tp": self.tensor_ranks}
+        kept = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        return DeviceMesh("mesh", tuple(kept.values()), tuple(kept))
+
+    def slot(self, mp: int, rank: int) -> int:
+        """The number of a rank."""
+        stage, tensor_rank = divmod(mp, self.tensor_ranks)
+        return (stage * self.ranks + rank) * self.tensor_ranks + tensor_rank
+
+    def _list_files(self) -> Iterator[StoredFile]:
+        saved = self.saved
+        found = {name: self.slot(mp, rank) for (mp, rank), name in saved.partitions.items()}
+        found |= {name: self.slot(mp, rank) for (mp, rank), name in saved.model_partitions.items()}
+        found |= {name: self.slot(mp, 0) for mp, name in saved.models.items()}
+        found |= dict.fromkeys([*saved.layers.values(), *saved.experts.values()], 0)
+        found |= dict.fromkeys(saved.expert_optimizers.values(), 0)
+        for name in sorted(found, key=lambda name: (found[name], name)):
+            size_bytes = (saved.folder / name).stat().st_size
+            yield StoredFile(self.prefix + name, size_bytes, found[name])
+
+    # Weights.
+
+    def _add_weights(self) -> None:
+        for (mp, rank), model in self.models.items():
+            if rank:
+                continue
+            partitioned = {*model.shapes, *model.frozen, *model.shared} if self.is_stage3 else set()
+            for name, archived in (model.module or {}).items():
+                # Partitioned weights have no elements here.
+                elements = math.prod(archived.shape)
+                if name not in partitioned or elements:
+                    self._add_whole(name, model.file, archived, self.slot(mp, 0))
+            if self.is_stage3:
+                for name, shape in model.frozen.items():
+                    self._add_frozen(mp, name, shape)
+        for (_, _, mp), file in self.saved.experts.items():
+            for name, archived in experts.read_expert(self.saved.folder, file).items():
+                self._add_whole(name, file, archived, self.slot(mp, 0))
+
+    def _add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> None:
+        # Stages of a pipeline that share a parameter each have it: the first one's is read.
+        if name not in self.collector.tensors:
+            self.collector.add_whole(name, file, archived, slot)
+
+    def _add_frozen(self, mp: int, name: str, shape: Shape) -> None:
+        """A parameter without an optimizer: each rank's file has its part."""
+        elements = math.prod(shape)
+        size = part_size(elements, self.ranks)
+        pieces = []
+        for piece in own_pieces(elements, self.ranks, 0):
+            model = self.models[mp, piece.rank]
+            buffer = model.fragments.get(name)
+            if buffer is None or buffer.shape != (size,):
+                # Before a parameter is partitioned all of it is there.
+                if buffer is not None and buffer.shape == shape:
+                    self._add_whole(name, model.file, buffer, self.slot(mp, 0))
+                    return
+                found = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
+                raise FormatError(
+                    f"{self.saved.folder / model.file}: the part of the frozen parameter {name!r} "
+                    f"is {found}, expected {size} elements of {list(shape)} over {self.ranks} ranks"
+                )
+            slot = self.slot(mp, piece.rank)
+            pieces.append(StoredPiece(slot, piece.start, piece.stop, model.file, buffer, 0))
+        if pieces and name not in self.collector.tensors:
+            self.collector.add_pieces(name, shape, pieces)
+
+    # Optimizer state.
+
+    def _add_states(self) -> None:
+        for mp in sorted({mp for mp, _ in self.partitions}):
+            parts = [self.partitions[mp, rank] for rank in range(self.ranks)]
+            groups = self.models[mp, 0].groups
+            self._expect_alike(parts, groups)
+            for number, shapes in enumerate(groups):
+                self._add_group(mp, number, shapes, parts)
+            self._add_hyper(parts[0], groups, is_first=mp == 0)
+
+    def _expect_alike(
+        self, parts: list[Partition], groups: tuple[Mapping[str, Shape], ...]
+    ) -> None:
+        first = parts[0]
+        for part in parts:
+            is_alike = (part.stage, part.counts) == (first.stage, first.counts)
+            if not is_alike or len(part.groups) != len(groups):
+                raise FormatError(
+                    f"{self.saved.folder / part.file} has {len(part.groups)} groups of stage "
+                    f"{part.stage} over {list(part.counts)} ranks; {first.file} has stage "
+                    f"{first.stage} over {list(first.counts)}, and the weights have {len(groups)} "
+                    "groups. The files belong to different saves"
+                )
+
+    def _add_group(
+        self, mp: int, number: int, shapes: Mapping[str, Shape], parts: list[Partition]
+    ) -> None:
+        elements = [math.prod(shape) for shape in shapes.values()]
+        is_stage3 = parts[0].stage == 3
+        count = parts[0].counts[number] if number < len(parts[0].counts) else self.ranks
+        if is_stage3:
+            found = _find_own(elements, count)
+        else:
+            found = self._find_flat(mp, number, elements, parts, count)
+        spread = experts.spread(list(shapes), count, self.ranks, self._is_data_first)
+        for copy in spread:
+            members = [parts[rank] for rank in copy.ranks]
+            for name, shape, pieces in zip(copy.names, shapes.values(), found, strict=True):
+                self._add_parameter(mp, number, name, shape, pieces, members, copy.ranks)
+
+    def _find_flat(
+        self, mp: int, number: int, elements: list[int], parts: list[Partition], count: int
+    ) -> list[tuple[FlatPiece, ...]]:
+        """The pieces of the parameters of a group of stage 1 or 2."""
+        first = parts[0]
+        given = first.paddings[number] if first.paddings and number < len(first.paddings) else ()
+        paddings = [*given] if len(given) == len(elements) else [0] * len(elements)
+        total = sum(elements) + sum(paddings)
+        group = first.groups[number]
+        size = group.master.shape[0] + group.padding
+        if size * count < total:
+            raise FormatError(
+                f"{self.saved.folder / first.file}: group {number} has partitions of {size} "
+                f"elements over {count} ranks, its parameters have {total}. The files belong to "
+                "different saves, or some ranks did not save"
+            )
+        for rank, part in enumerate(parts):
+            own = part.groups[number]
+            if own.master.shape[0] + own.padding != size:
+                raise FormatError(
+                    f"{self.saved.folder / part.file}: the partition of group {number} has "
+                    f"{own.master.shape[0]} elements and {own.padding} of padding, that of rank 0 "
+                    f"has {size}. The files belong to different saves (rank {rank})"
+                )
+        return flat_pieces(elements, paddings, size)
+
+    def _add_parameter(
+        self,
+        mp: int,
+        number: int,
+        name: str,
+        shape: Shape,
+        pieces: tuple[FlatPiece, ...],
+        parts: list[Partition],
+        ranks: tuple[int, ...],
+    ) -> None:
+        """The float32 weights and the state of one parameter."""
+        buffers = [part.groups[number].master for part in parts]
+        self._add_flat(mp, state_name(name, MASTER), shape, pieces, parts, ranks, buffers)
+        first = parts[0].groups[number]
+        for key, value in first.states.items():
+            own = state_name(name, str(key))
+            if not isinstance(value, ArchivedTensor):
+                self.values.add(own, value, ("optimizer", "state", name, str(key)), parts[0].file)
+            elif len(value.shape) == 1 and value.shape[0] >= first.master.shape[0]:
+                found = [part.groups[number].states.get(key) for part in parts]
+                self._add_flat(mp, own, shape, pieces, parts, ranks, found)
+            elif math.prod(value.shape) == 1:
+                self._add_whole(own, parts[0].file, value, self.slot(mp, ranks[0]))
+            else:
+                self.values.unread.append(
+                    (own, f"it has shape {list(value.shape)}, and no part for each parameter")
+                )
+
+    def _add_flat(
+        self,
+        mp: int,
+        name: str,
+        shape: Shape,
+        pieces: tuple[FlatPiece, ...],
+        parts: list[Partition],
+        ranks: tuple[int, ...],
+        buffers: list[Any],
+    ) -> None:
+        stored = []
+        for piece in pieces:
+            buffer, part = buffers[piece.rank], parts[piece.rank]
+            if not isinstance(buffer, ArchivedTensor) or len(buffer.shape) != 1:
+                raise FormatError(
+                    f"{self.saved.folder / part.file} has no flat tensor for {name!r}, which other "
+                    "ranks have; the files belong to different saves"
+                )
+            slot = self.slot(mp, ranks[piece.rank])
+            stored.append(
+                StoredPiece(slot, piece.start, piece.stop, part.file, buffer, piece.offset)
+            )
+        if stored and name not in self.collector.tensors:
+            self.collector.add_pieces(name, shape, stored)
+
+    def _add_whole_optimizer(self) -> None:
+        """The state of an optimizer without partitions, which is in the file of weights."""
+        model = self.first
+        found = read_whole_optimizer(model, str(self.saved.folder / model.file))
+        if found is None:
+            return
+        self.whole_rest = found.rest
+        if found.flat:
+            self._add_fused(found)
+            return
+        names = name_parameters(found, model)
+        if names is None:
+            self.notes.append(
+                "optimizer state has the numbers of parameters: the shapes of the weights, in "
+                "their order, do not tell which one each is"
+            )
+            names = {}
+        for number in dict.fromkeys([*found.masters, *found.states]):
+            name = names.get(number, str(number))
+            kept: dict[Any, Any] = dict(found.states.get(number, {}))
+            if number in found.masters:
+                kept = {MASTER: found.masters[number], **kept}
+            for key, value in kept.items():
+                self._add_kept(name, str(key), value, model.file)
+        self.param_groups = [
+            {**group, "params": [names.get(n, n) for n in group["params"]]} for group in found.hyper
+        ]
+
+    def _add_fused(self, found: WholeOptimizer) -> None:
+        """State in one flat buffer a group."""
+        model, named = self.first, name_flat(found, self.first)
+        if named is None:
+            self.values.unread.append(
+                ("optimizer", "its flat buffers are not told apart: they are of several groups")
+            )
+            return
+        sizes = [math.prod(shape) for _, shape in named]
+        pieces = flat_pieces(sizes, [0] * len(sizes), sum(sizes))
+        kept = {MASTER: found.flat[0], **next(iter(found.states.values()), {})}
+        for (name, shape), own in zip(named, pieces, strict=True):
+            for key, value in kept.items():
+                if not isinstance(value, ArchivedTensor) or value.shape != found.flat[0].shape:
+                    self._add_kept(name, str(key), value, model.file)
+                    continue
+                stored = [StoredPiece(0, p.start, p.stop, model.file, value, p.offset) for p in own]
+                if stored:
+                    self.collector.add_pieces(state_name(name, str(key)), shape, stored)
+        names = [name for name, _ in named]
+        self.param_groups = [{**group, "params": names} for group in found.hyper]
+
+    def _add_kept(self, parameter: str, key: str, value: Any, file: str) -> None:
+        """One thing that is kept of a parameter, whole."""
+        name = state_name(parameter, key)
+        if isinstance(value, ArchivedTensor):
+            self._add_whole(name, file, value, 0)
+        else:
+            self.values.add(name, value, ("optimizer", "state", parameter, key), file)
+
+    # Groups, and what is no tensor.
+
+    @property
+    def _is_data_first(self) -> bool:
+        config = self.first.rest.get("ds_config")
+        return isinstance(config, dict) and bool(config.get("use_data_before_expert_parallelism"))
+
+    def _add_hyper(
+        self, part: Partition, groups: tuple[Mapping[str, Shape], ...], *, is_first: bool
+    ) -> None:
+        names = [
+            [name for copy in self._spread(group, part, i) for name in copy.names]
+            for i, group in enumerate(groups)
+        ]
+        if part.stage in (1, 2):
+            names = [self._in_own_order(one) for one in names]
+        at = 0
+        for number, hyper in enumerate(part.hyper):
+            buffers = len(hyper.get("params", ()))
+            own = [name for one in names[at : at + buffers] for name in one]
+            at += buffers
+            if is_first:
+                self.param_groups.append({**hyper, "params": own})
+            elif number < len(self.param_groups):
+                known = self.param_groups[number]["params"]
+                known += [name for name in own if name not in known]
+
+    def _spread(self, group: Mapping[str, Shape], part: Partition, number: int) -> Any:
+        count = part.counts[number] if number < len(part.counts) else self.ranks
+        return experts.spread(list(group), count, self.ranks, self._is_data_first)
+
+    def _in_own_order(self, names: list[str]) -> list[str]:
+        """Names in the order of the model, where gradients were dealt out round robin."""
+        config = self.first.rest.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        if not isinstance(zero, dict) or not zero.get("round_robin_gradients"):
+            return names
+        order = deal_round_robin(len(names), self.ranks)
+        found = dict(zip(order, names, strict=True))
+        return [found[number] for number in range(len(names))]
+
+    def _add_values(self) -> None:
+        values, model = self.values, self.first
+        add_model_values(values, model, self._add_value_tensor)
+        rest, file = self.whole_rest, model.file
+        if self.partitions:
+            rest, file = self.partitions[0, 0].rest, self.partitions[0, 0].file
+        values.add_state(rest, ("optimizer",), file, self._add_value_tensor)
+        if self.param_groups:
+            values.add("optimizer.param_groups", self.param_groups, (), file)
+        for (mp, rank), other in self.models.items():
+            if (mp, rank) != (0, 0):
+                values.compare(model.rest, other.rest, other.file)
+
+    def _add_value_tensor(self, name: str, file: str, archived: ArchivedTensor) -> None:
+        self._add_whole(name, file, archived, 0)
+
+
+def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:
+    """The pieces of the parameters of a sub-group of stage 3."""
+    found, offset = [], 0
+    for one in elements:
+        found.append(own_pieces(one, count, offset))
+        offset += part_size(one, count)
+    return found

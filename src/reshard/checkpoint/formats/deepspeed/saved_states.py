@@ -1,0 +1,344 @@
+"""What the files of DeepSpeed's checkpoints hold: weights with what is no tensor, and partitions.
+
+A file is a nested dict (`torch_files`). Here its parts are taken out by name, each with the type
+that it must have; what is missing or of another type is an error that says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor, as_sizes
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, shortened
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.errors import FormatError
+
+Shape = tuple[int, ...]
+#: A tensor, or a plain value such as the number of steps.
+Kept = ArchivedTensor | int | float
+
+# Parts of a file of weights that say how the rest is to be read.
+_OWN_PARTS = (
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "checkpoint_parallel_dimensions"),
+    *("dp_world_size", "mp_world_size"),
+)
+# Parts of a partition that are made again for every new number of ranks.
+CUT_PARTS = (
+    *("base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict"),
+    *("fp32_flat_groups", "group_paddings", "param_alignment_paddings", "partition_count"),
+    *("param_slice_mappings", "zero_stage", "universal_checkpoint_info", "ds_version"),
+    *("ds_zero_partition_groups", "param_groups"),
+)
+
+
+class SavedPart:
+    """A part of a file, whose own parts are asked for with the type that they must have.
+
+    Raises FormatError where one is missing or of another type.
+    """
+
+    def __init__(self, value: Any, label: str) -> None:
+        self.value = value
+        self.label = label
+
+    def wrong(self, key: object, found: object, expected: str) -> FormatError:
+        """The error for a part that is not what it should be."""
+        what = "is missing" if found is None else f"is a {type(found).__name__}"
+        return FormatError(
+            f"{self.label}: {shortened(repr(key))} {what}, expected {expected}; the file is "
+            "damaged, or of a version of DeepSpeed that is not known"
+        )
+
+    def get(self, key: object) -> Any:
+        """A part, or None."""
+        return self.value.get(key) if isinstance(self.value, dict) else None
+
+    def take_dict(self, key: object, *, optional: bool = False) -> Mapping[Any, Any]:
+        """A part that is a dict; an empty one where it is optional and not there."""
+        found = self.get(key)
+        if found is None and optional:
+            return {}
+        if not isinstance(found, dict):
+            raise self.wrong(key, found, "a dict")
+        return found
+
+    def take_list(self, key: object, *, optional: bool = False) -> Sequence[Any]:
+        """A part that is a list or a tuple; an empty one where it is optional and not there."""
+        found = self.get(key)
+        if found is None and optional:
+            return ()
+        if not isinstance(found, list | tuple):
+            raise self.wrong(key, found, "a list")
+        return found
+
+    def within(self, key: object) -> SavedPart:
+        """A part that is a dict, to ask for its parts."""
+        return SavedPart(self.take_dict(key), f"{self.label} {key}")
+
+
+def read_file(folder: Path, name: str) -> SavedPart:
+    """A file of `torch.save` that must hold a dict."""
+    value = read_torch_file(folder / name)
+    if not isinstance(value, dict):
+        raise FormatError(
+            f"{folder / name} holds a {type(value).__name__}, expected a dict as DeepSpeed saves"
+        )
+    return SavedPart(value, str(folder / name))
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A file of weights.
+
+    Attributes:
+        file: its name.
+        module: weights and buffers; those of stage 3's partitions have no elements here. None for
+            a pipeline, whose layers have files of their own.
+        groups: the shapes of the parameters of each group in the order of the flat buffers; of each
+            sub-group for stage 3.
+        frozen: the shapes of the parameters that no optimizer has.
+        fragments: their elements, or this rank's part of them.
+        shared: the name under which the parameter of another name is saved.
+        buffers: the names of buffers.
+        ranks: of data parallelism.
+        degrees: stages and tensor-parallel ranks, where it says so.
+        optimizer: the state of an optimizer without partitions.
+        rest: everything else.
+    """
+
+    file: str
+    module: Mapping[str, ArchivedTensor] | None
+    groups: tuple[Mapping[str, Shape], ...]
+    frozen: Mapping[str, Shape]
+    fragments: Mapping[str, ArchivedTensor]
+    shared: Mapping[str, str]
+    buffers: tuple[str, ...]
+    ranks: int
+    degrees: tuple[int, int] | None
+    optimizer: Any
+    rest: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The shapes of all parameters that an optimizer has."""
+        return {name: shape for group in self.groups for name, shape in group.items()}
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """What a rank has of a group: flat float32 weights, and state of the same or another size."""
+
+    master: ArchivedTensor
+    states: Mapping[str, Any]
+    padding: int = 0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A file of one rank's optimizer state.
+
+    Attributes:
+        file: its name.
+        stage: of ZeRO; 0 for the optimizer for bfloat16 that partitions without saying a stage.
+        groups: of parameters; sub-groups for stage 3.
+        counts: over how many ranks each group is cut.
+        paddings: behind each parameter of each group, where parameters are aligned.
+        hyper: the hyper-parameters of each group, with the numbers of its flat buffers.
+        rest: everything else.
+    """
+
+    file: str
+    stage: int
+    groups: tuple[FlatGroup, ...]
+    counts: tuple[int, ...]
+    paddings: tuple[tuple[int, ...], ...] | None
+    hyper: tuple[Mapping[str, Any], ...]
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_model_state(folder: Path, name: str) -> ModelState:
+    """Read a file of weights.
+
+    Raises:
+        FormatError: one that is damaged, or not what DeepSpeed writes.
+    """
+    part = read_file(folder, name)
+    groups = part.get("param_shapes")
+    # Old versions have one dict for one group.
+    groups = [groups] if isinstance(groups, dict) else groups
+    if groups is not None and not isinstance(groups, list | tuple):
+        raise part.wrong("param_shapes", groups, "a list of dicts")
+    module = part.get("module")
+    degrees = part.take_dict("checkpoint_parallel_dimensions", optional=True)
+    numbers = tuple(degrees.get(key) for key in ("pp_degree", "tp_degree"))
+    return ModelState(
+        name,
+        None if module is None else _tensors(part, "module"),
+        tuple(_shapes(part, group) for group in groups or ()),
+        _shapes(part, part.take_dict("frozen_param_shapes", optional=True)),
+        _tensors(part, "frozen_param_fragments"),
+        _names(part, "shared_params"),
+        tuple(n for n in part.take_list("buffer_names", optional=True) if isinstance(n, str)),
+        _count(part, "dp_world_size"),
+        numbers if all(_is_count(n) for n in numbers) else None,  # type: ignore[arg-type]
+        part.get("optimizer"),
+        {key: value for key, value in part.value.items() if key not in _OWN_PARTS},
+    )
+
+
+def read_partition(folder: Path, name: str) -> Partition:
+    """Read a file of one rank's optimizer state.
+
+    Raises:
+        FormatError: one that is damaged, or not what DeepSpeed writes.
+    """
+    part = read_file(folder, name).within("optimizer_state_dict")
+    stage = _stage(part)
+    masters = part.take_list(
+        "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    )
+    states, hyper = _base_states(part, stage, len(masters))
+    counts = part.get("partition_count")
+    if isinstance(counts, int):
+        counts = [counts] * len(masters)
+    if not isinstance(counts, list | tuple) or not all(map(_is_count, counts)):
+        raise part.wrong("partition_count", counts, "a number of ranks")
+    if len(counts) < len(masters):
+        raise part.wrong("partition_count", counts, f"one for each of {len(masters)} groups")
+    # Without a stage, partitions are saved with their padding.
+    given = part.take_list("group_paddings", optional=True) if stage in (1, 2) else ()
+    paddings = [*given] if len(given) == len(masters) else [0] * len(masters)
+    if not all(map(_is_size, paddings)):
+        raise part.wrong("group_paddings", given, "sizes")
+    groups = []
+    for number, master in enumerate(masters):
+        _expect_flat(part, f"group {number}", master)
+        groups.append(FlatGroup(master, states[number], paddings[number]))
+    return Partition(
+        name,
+        stage,
+        tuple(groups),
+        tuple(counts),
+        _parameter_paddings(part),
+        hyper,
+        {key: value for key, value in part.value.items() if key not in CUT_PARTS},
+    )
+
+
+def _stage(part: SavedPart) -> int:
+    """The stage, an enumeration's member or a number; 0 where the file does not say."""
+    found = part.get("zero_stage")
+    if isinstance(found, Call) and len(found.arguments) == 1:
+        found = found.arguments[0]
+    if found is None:
+        return 0
+    if type(found) is not int or found not in (1, 2, 3):
+        raise part.wrong("zero_stage", found, "1, 2 or 3")
+    return found
+
+
+def _base_states(
+    part: SavedPart, stage: int, groups: int
+) -> tuple[list[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]:
+    """The state of each group's flat buffer, and the hyper-parameters of every group."""
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    base = part.get(key)
+    if isinstance(base, list | tuple):
+        # An elastic checkpoint: a list of states, and the step beside them.
+        if len(base) != groups or not all(isinstance(one, dict) for one in base):
+            raise part.wrong(key, base, f"a dict for each of {groups} groups")
+        step = part.get("base_optimizer_state_step")
+        extra = {} if step is None else {"step": step}
+        elastic: list[Mapping[str, Any]] = [{**extra, **one} for one in base]
+        return elastic, ()
+    inner = part.within(key)
+    hyper = inner.take_list("param_groups")
+    numbers: list[Any] = []
+    for one in hyper:
+        own = SavedPart(one, inner.label).take_list("params")
+        numbers += own
+    if len(numbers) != groups:
+        raise inner.wrong("param_groups", hyper, f"{groups} flat buffers, one a group")
+    states = inner.take_dict("state")
+    found: list[Mapping[str, Any]] = []
+    for number in numbers:
+        state = states.get(number) if type(number) in (int, str) else None
+        if state is not None and not isinstance(state, dict):
+            raise inner.wrong(number, state, "the state of a flat buffer")
+        found.append(state or {})
+    return found, tuple(dict(one) for one in hyper)
+
+
+def _parameter_paddings(part: SavedPart) -> tuple[tuple[int, ...], ...] | None:
+    given = part.get("param_alignment_paddings")
+    if given is None:
+        return None
+    is_list = isinstance(given, list) and all(isinstance(one, list) for one in given)
+    if not is_list or not all(_is_size(size) for one in given for size in one):
+        raise part.wrong("param_alignment_paddings", given, "lists of sizes")
+    return tuple(tuple(one) for one in given)
+
+
+def _expect_flat(part: SavedPart, key: object, value: object) -> None:
+    if (
+        not isinstance(value, ArchivedTensor)
+        or len(value.shape) != 1
+        or value.view.strides not in ((1,), (0,))
+    ):
+        raise part.wrong(key, value, "a flat tensor")
+
+
+def _shapes(part: SavedPart, group: object) -> Mapping[str, Shape]:
+    if not isinstance(group, dict):
+        raise part.wrong("param_shapes", group, "a dict of shapes")
+    found = {}
+    for name, shape in group.items():
+        sizes = as_sizes(shape)
+        if not isinstance(name, str) or sizes is None:
+            raise part.wrong(name, shape, "the shape of a parameter")
+        found[name] = sizes
+    return found
+
+
+def _tensors(part: SavedPart, key: str) -> Mapping[str, ArchivedTensor]:
+    """The tensors of a dict; other values, such as extra states of modules, are left to `rest`."""
+    found = part.take_dict(key, optional=True)
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(name, str) and isinstance(value, ArchivedTensor)
+    }
+
+
+def _names(part: SavedPart, key: str) -> Mapping[str, str]:
+    found = part.get(key)
+    # Old versions have pairs.
+    pairs = found.items() if isinstance(found, dict) else found or ()
+    try:
+        names = dict(pairs)
+    except (TypeError, ValueError):
+        raise part.wrong(key, found, "pairs of names") from None
+    if not all(isinstance(one, str) for pair in names.items() for one in pair):
+        raise part.wrong(key, found, "pairs of names")
+    return names
+
+
+def _count(part: SavedPart, key: str) -> int:
+    found = part.get(key)
+    if found is None:
+        return 1
+    if not _is_count(found):
+        raise part.wrong(key, found, "a number of ranks")
+    return int(found)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 22
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62

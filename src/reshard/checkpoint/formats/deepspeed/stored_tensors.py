@@ -1,0 +1,190 @@
+"""Tensors bound to the files of a DeepSpeed checkpoint, with the checksums of their storages.
+
+A tensor is whole in one file, or it lies in pieces of flat buffers. A piece becomes boxes of the
+tensor, which lie one behind the other in the buffer::
+
+    elements 3:14 of (4, 4)      . . . #     [0:1, 3:4]
+                                 # # # #     [1:3, 0:4]
+                                 # # # #
+                                 # # . .     [3:4, 0:2]
+
+What of a storage is no element, such as padding, is told with its checksum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.contents import StoredChecksum, StoredTensor
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.errors import FormatError
+from reshard.layout import Box, Layout, flat_range_boxes
+
+Shape = tuple[int, ...]
+# Elements of a flattened tensor, and the rank that has them.
+_Range = tuple[int, int, int]
+
+
+class StoredPiece(NamedTuple):
+    """Elements `start:stop` of a flattened tensor, at element `offset` of a flat tensor in `file`.
+
+    `slot` is the rank that has them.
+    """
+
+    slot: int
+    start: int
+    stop: int
+    file: str
+    buffer: ArchivedTensor
+    offset: int
+
+
+class _Storage:
+    """What of a storage is read: the first tensor in it, and ranges in bytes."""
+
+    def __init__(self, tensor: str, archived: ArchivedTensor) -> None:
+        self.tensor = tensor
+        self.archived = archived
+        self.ranges: list[tuple[int, int]] = []
+        self.is_strided = False
+
+    def checksum(self, file: str) -> StoredChecksum | None:
+        """Its checksum, where the file has one."""
+        one = self.archived
+        if one.crc32 is None or not one.storage_bytes:
+            return None
+        gaps, at, is_once = [], one.start_bytes, not self.is_strided
+        for start, stop in sorted(self.ranges):
+            # Bytes that two tensors share are read for each of them.
+            is_once = is_once and start >= at
+            if start > at:
+                gaps.append((at, start - at))
+            at = max(at, stop)
+        end = one.start_bytes + one.storage_bytes
+        if at < end:
+            gaps.append((at, end - at))
+        return StoredChecksum(
+            self.tensor,
+            f"storage at byte {one.start_bytes}",
+            FileRange(file, one.start_bytes),
+            one.storage_bytes,
+            one.crc32,
+            is_once,
+            tuple(gaps) if is_once else (),
+        )
+
+
+class TensorCollector:
+    """Binds tensors to the files of one checkpoint; `tensors` are those so far.
+
+    `slots` is the number of ranks; `prefix` stands before the names of files.
+    """
+
+    def __init__(self, folder: Path, slots: int, prefix: str = "") -> None:
+        self._folder = folder
+        self._slots = slots
+        self._prefix = prefix
+        self._storages: dict[tuple[str, int], _Storage] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+
+    @property
+    def checksums(self) -> tuple[StoredChecksum, ...]:
+        """Those of all storages that have one."""
+        found = (storage.checksum(file) for (file, _), storage in self._storages.items())
+        return tuple(one for one in found if one is not None)
+
+    def add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
+        """Add a tensor that is whole in a file."""
+        start_bytes = archived.start_bytes
+        views = {}
+        itemsize_bytes = archived.dtype.itemsize_bytes
+        storage = self._storage(name, file, archived)
+        if is_dense(archived.view, archived.shape):
+            start_bytes += archived.view.offset * itemsize_bytes
+            size_bytes = math.prod(archived.shape) * itemsize_bytes
+            storage.ranges.append((start_bytes, start_bytes + size_bytes))
+        else:
+            views[slot] = archived.view
+            storage.is_strided = True
+        address = FileRange(self._prefix + file, start_bytes)
+        layout = Layout.whole(archived.shape, [slot], self._slots)
+        self._add(name, archived, Binding(layout, {slot: address}, views))
+
+    def add_pieces(self, name: str, shape: Shape, pieces: Sequence[StoredPiece]) -> None:
+        """Add a tensor that lies in pieces, in the order of ranks and elements.
+
+        Raises:
+            FormatError: pieces of different element types, or beyond their buffers.
+        """
+        first = pieces[0].buffer
+        addresses: dict[int, list[FileRange]] = {}
+        for piece in pieces:
+            buffer = piece.buffer
+            end = piece.offset + piece.stop - piece.start
+            if buffer.dtype is not first.dtype or end > buffer.shape[0]:
+                raise FormatError(
+                    f"{self._folder / piece.file} has {buffer.shape[0]} elements of {buffer.dtype} "
+                    f"where {end} of {first.dtype} were expected for {name!r}; the files belong to "
+                    "different saves"
+                )
+            itemsize_bytes = buffer.dtype.itemsize_bytes
+            start_bytes = buffer.start_bytes + (buffer.view.offset + piece.offset) * itemsize_bytes
+            size_bytes = (piece.stop - piece.start) * itemsize_bytes
+            self._storage(name, piece.file, buffer).ranges.append(
+                (start_bytes, start_bytes + size_bytes)
+            )
+            address = FileRange(self._prefix + piece.file, start_bytes)
+            addresses.setdefault(piece.slot, []).append(address)
+        ranges = tuple((piece.slot, piece.start, piece.stop) for piece in pieces)
+        layout, counts = _lay_out(shape, ranges, self._slots)
+        bound: dict[int, FileRange | tuple[FileRange, ...]] = {}
+        at = dict.fromkeys(addresses, 0)
+        found: dict[int, list[FileRange]] = {}
+        for piece, boxes in zip(pieces, counts, strict=True):
+            slot = piece.slot
+            address = addresses[slot][at[slot]]
+            at[slot] += 1
+            offset = 0
+            for elements in boxes:
+                start = address.start_bytes + offset * first.dtype.itemsize_bytes
+                found.setdefault(slot, []).append(FileRange(address.path, start))
+                offset += elements
+        for slot, ones in found.items():
+            # One address is enough where all cells of a rank lie one behind the other.
+            bound[slot] = ones[0] if len(addresses[slot]) == 1 else tuple(ones)
+        self._add(name, first, Binding(layout, bound, {}))
+
+    def _storage(self, name: str, file: str, archived: ArchivedTensor) -> _Storage:
+        key = (self._prefix + file, archived.start_bytes)
+        found = self._storages.get(key)
+        if found is None:
+            found = self._storages[key] = _Storage(name, archived)
+        return found
+
+    def _add(self, name: str, archived: ArchivedTensor, binding: Binding) -> None:
+        if name in self.tensors:
+            raise FormatError(
+                f"{self._folder} has {name!r} twice; files of two saves are mixed in it"
+            )
+        self.tensors[name] = StoredTensor(name, archived.dtype, binding)
+
+
+# Parameters of one shape are cut alike, and a parameter's moments as itself.
+@lru_cache(maxsize=4096)
+def _lay_out(
+    shape: Shape, ranges: tuple[_Range, ...], slots: int
+) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+    """The layout of ranges of a flattened tensor, and the elements of each range's boxes."""
+    pairs: list[tuple[int, Box]] = []
+    counts = []
+    for slot, start, stop in ranges:
+        boxes = flat_range_boxes(shape, start, stop)
+        pairs += [(slot, box) for box in boxes]
+        counts.append(tuple(box.elements for box in boxes))
+    return Layout.from_boxes(shape, pairs, slots), tuple(counts)

@@ -1,0 +1,205 @@
+"""DeepSpeed's universal checkpoints: a file for each thing that is kept of each parameter.
+
+::
+
+    zero/lm_head.weight/fp32.pt              float32 weights, whole
+    zero/lm_head.weight/exp_avg.pt           what the optimizer keeps of them
+    zero/lm_head.weight/step.pt              a number, or a tensor without dimensions
+    zero/optimizer_state.pt                  hyper-parameters, the loss scaler
+    mp_rank_00_model_states.pt               what is no tensor; 16-bit weights of stages 1 and 2
+    zero_pp_rank_0_mp_rank_00_model_states.pt    the same for stage 3
+
+A file has the tensor, or a dict with it and how it is to be cut (`cat_dim`). Those of stage 3 are
+flat; their shapes are in the files of weights.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.deepspeed.files import (
+    UNIVERSAL_FOLDER,
+    UNIVERSAL_STATE,
+    SavedFiles,
+    find_files,
+    find_tag_folder,
+)
+from reshard.checkpoint.formats.deepspeed.format import DeepSpeedFormat
+from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.deepspeed.saved_states import (
+    CUT_PARTS,
+    ModelState,
+    SavedPart,
+    Shape,
+    read_file,
+    read_model_state,
+)
+from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
+from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.errors import CheckpointError, FormatError
+from reshard.mesh import DeviceMesh
+
+MASTER_FILE = "fp32"
+PARAMETER = "param"
+_SUFFIX = ".pt"
+
+
+class DeepSpeedUniversalFormat(DeepSpeedFormat):
+    """A file for each parameter and each thing that an optimizer keeps of it."""
+
+    name = "deepspeed-universal"
+    evidence = "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes"
+
+    def is_own(self, saved: SavedFiles) -> bool:
+        """Whether there is a folder of parameters."""
+        return saved.is_universal
+
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the checkpoint that `latest_universal` names, or that of the folder."""
+        return _UniversalReader(path, find_files(find_tag_folder(path)), self.name).read()
+
+
+FORMAT = DeepSpeedUniversalFormat()
+
+
+class _UniversalReader:
+    """Reads one universal checkpoint; `folder` is what names of files are relative to."""
+
+    def __init__(self, folder: Path, saved: SavedFiles, format_name: str) -> None:
+        self.folder, self.saved, self.format_name = folder, saved, format_name
+        self.prefix = f"{saved.folder.name}/" if saved.folder != folder else ""
+        self.collector = TensorCollector(saved.folder, 1, self.prefix)
+        self.values = SavedValues()
+        self.files: list[str] = []
+
+    def read(self) -> Checkpoint:
+        """Describe the checkpoint.
+
+        Raises:
+            CheckpointError: files that are missing.
+            FormatError: files that are damaged.
+        """
+        saved = self.saved
+        names = [*saved.models.values(), *saved.model_partitions.values()]
+        if not names:
+            raise CheckpointError(
+                f"{saved.folder} has no file mp_rank_00_model_states.pt, which a universal "
+                "checkpoint has for what is no tensor; fetch it"
+            )
+        models = [read_model_state(saved.folder, name) for name in names]
+        self.files += names
+        shapes = {name: shape for model in models for name, shape in model.shapes.items()}
+        for model in models:
+            for name, archived in (model.module or {}).items():
+                is_partitioned = name in shapes and not math.prod(archived.shape)
+                if not is_partitioned and name not in self.collector.tensors:
+                    self.collector.add_whole(name, model.file, archived)
+        for name in self._list_parameters():
+            # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
+            # weights that says what it is.
+            is_copy = bool(shapes) and name not in shapes and name in self.collector.tensors
+            self._add_parameter(name, shapes.get(name), is_copy=is_copy)
+        add_model_values(self.values, models[0], self._add_tensor)
+        self._add_optimizer(models[0])
+        size = {name: (saved.folder / name).stat().st_size for name in self.files}
+        return Checkpoint(
+            self.folder,
+            self.format_name,
+            self.collector.tensors,
+            tuple(StoredFile(self.prefix + name, size[name], 0) for name in self.files),
+            DeviceMesh.of(dp=1),
+            paths=self.values.paths,
+            checksums=self.collector.checksums,
+            values=self.values.values,
+            unread=tuple(self.values.unread),
+        )
+
+    def _list_parameters(self) -> Iterator[str]:
+        """The folders of parameters, at any depth; a name may have slashes."""
+        top = self.saved.folder / UNIVERSAL_FOLDER
+        for parent, folders, files in os.walk(top):
+            folders.sort()
+            if Path(parent) != top and any(name.endswith(_SUFFIX) for name in files):
+                yield Path(parent).relative_to(top).as_posix()
+
+    def _add_parameter(self, name: str, shape: Shape | None, *, is_copy: bool) -> None:
+        folder = self.saved.folder / UNIVERSAL_FOLDER / name
+        for entry in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+            if not entry.endswith(_SUFFIX):
+                continue
+            key = entry.removesuffix(_SUFFIX)
+            file = f"{UNIVERSAL_FOLDER}/{name}/{entry}"
+            self.files.append(file)
+            if is_copy:
+                continue
+            own = state_name(name, MASTER if key == MASTER_FILE else key)
+            value = read_torch_file(self.saved.folder / file)
+            if isinstance(value, dict):
+                value = value.get(PARAMETER)
+            if isinstance(value, ArchivedTensor):
+                self._add_state(own, file, value, shape)
+            elif type(value) in (int, float):
+                self.values.add(own, value, ("optimizer", "state", name, key), file)
+            else:
+                raise FormatError(
+                    f"{self.saved.folder / file} has {shortened(explain(value))}, expected a "
+                    f"tensor, or a dict with one as {PARAMETER!r}"
+                )
+
+    def _add_state(
+        self, name: str, file: str, archived: ArchivedTensor, shape: Shape | None
+    ) -> None:
+        if shape is None or archived.shape == shape or not archived.shape:
+            self.collector.add_whole(name, file, archived)
+            return
+        if archived.shape != (math.prod(shape),) or archived.view.strides != (1,):
+            # The vocabulary's padding is cut off, and tensor-parallel parts are joined: the file of
+            # the parameter has its shape.
+            self.collector.add_whole(name, file, archived)
+            return
+        piece = StoredPiece(0, 0, archived.shape[0], file, archived, 0)
+        self.collector.add_pieces(name, shape, [piece])
+
+    def _add_optimizer(self, model: ModelState) -> None:
+        if not (self.saved.folder / UNIVERSAL_STATE).is_file():
+            raise CheckpointError(
+                f"{self.saved.folder / UNIVERSAL_STATE} is missing, which has the "
+                "hyper-parameters; fetch it"
+            )
+        part = read_file(self.saved.folder, UNIVERSAL_STATE)
+        self.files.append(UNIVERSAL_STATE)
+        rest = {key: value for key, value in part.value.items() if key not in CUT_PARTS}
+        self.values.add_state(rest, ("optimizer",), UNIVERSAL_STATE, self._add_tensor)
+        groups = part.get("param_groups")
+        if groups is None and isinstance(part.get("optimizer_state_dict"), dict):
+            groups = part.within("optimizer_state_dict").get("param_groups")
+        if groups is not None:
+            named = [*_name_groups(part, groups, [list(group) for group in model.groups])]
+            self.values.add("optimizer.param_groups", named, (), UNIVERSAL_STATE)
+
+    def _add_tensor(self, name: str, file: str, archived: ArchivedTensor) -> None:
+        if name not in self.collector.tensors:
+            self.collector.add_whole(name, file, archived)
+
+
+def _name_groups(
+    part: SavedPart, groups: Any, names: list[list[str]]
+) -> Iterator[Mapping[str, Any]]:
+    """Groups with the names of parameters for the numbers of flat buffers."""
+    at = 0
+    for group in groups if isinstance(groups, list | tuple) else ():
+        if not isinstance(group, dict):
+            raise part.wrong("param_groups", groups, "a list of dicts")
+        buffers = group.get("params")
+        count = len(buffers) if isinstance(buffers, list) else 0
+        yield {**group, "params": [name for one in names[at : at + count] for name in one]}
+        at += count

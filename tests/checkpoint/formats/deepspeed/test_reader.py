@@ -1,0 +1,188 @@
+"""What DeepSpeed's ranks held is what is read of the files they saved, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+import reshard
+from deepspeed_records import read_digests, recorded, unpack
+from reshard.errors import CheckpointError, FormatError
+
+NAMES = recorded()
+ZERO = [name for name in NAMES if not name.endswith("universal")]
+OWN_KEYS = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def digest(checkpoint: reshard.checkpoint.Checkpoint, name: str) -> list[object]:
+    value = reshard.checkpoint.read_tensor(checkpoint, name)
+    dtype = f"torch.{checkpoint[name].dtype.name}"
+    return [dtype, list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()[:32]]
+
+
+def test_there_are_records() -> None:
+    """Without records the tests below would pass by testing nothing."""
+    assert len(ZERO) >= 15
+    assert len(NAMES) - len(ZERO) >= 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_state_is_what_ranks_held(name: str, tmp_path: Path) -> None:
+    """Float32 weights and moments of every parameter, and no others."""
+    folder = unpack(name, tmp_path)
+    checkpoint = reshard.checkpoint.open(folder)
+    held = read_digests(folder, "held.json")
+    expected = {
+        f"optimizer.state.{parameter}.{key}": value
+        for parameter, states in held.items()
+        for key, value in states.items()
+    }
+    found = {one for one in checkpoint if one.startswith("optimizer.") and one.endswith(OWN_KEYS)}
+    assert found == {*expected}
+    for one, value in expected.items():
+        assert digest(checkpoint, one) == value, one
+    assert not reshard.checkpoint.check_digests(checkpoint).damaged
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_merged_weights_are_those_of_zero_to_fp32(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's own script makes the same float32 weights; frozen ones and buffers too."""
+    folder = unpack(name, tmp_path)
+    checkpoint = reshard.checkpoint.open(folder)
+    shared = checkpoint.values.get("shared_params", {})
+    for parameter, value in read_digests(folder, "fp32.json").items():
+        own = shared.get(parameter, parameter)
+        master = f"optimizer.state.{own}.master"
+        if master in checkpoint.tensors:
+            assert digest(checkpoint, master) == value, parameter
+        else:
+            found = digest(checkpoint, parameter)
+            # The script makes buffers float32.
+            is_cast = found[0] != value[0]
+            assert found[1:2] == value[1:2]
+            assert is_cast or found == value, parameter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_tensor_is_kept(name: str, tmp_path: Path) -> None:
+    """Counters, schedulers, a user's state, and groups with the names of parameters."""
+    folder = unpack(name, tmp_path)
+    checkpoint = reshard.checkpoint.open(folder)
+    values = checkpoint.values
+    assert (values["global_steps"], values["epoch"], values["note"]) == (2, 3, "of a user")
+    assert values["history"] == [0.5, {"loss": 0.25, "grid": (2, 3)}]
+    assert values["lr_scheduler.last_batch_iteration"] == 1
+    assert reshard.checkpoint.read_tensor(checkpoint, "rng").tolist() == list(range(16))
+    groups = values.get("optimizer.param_groups", [])
+    names = [one for group in groups for one in group["params"]]
+    held = read_digests(folder, "held.json")
+    # An elastic checkpoint has no groups.
+    assert ("elastic" in name) == (not groups)
+    assert not groups or sorted(names) == sorted(held)
+    if "groups" in name and groups:
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
+
+
+def test_groups_are_in_the_order_of_the_model(tmp_path: Path) -> None:
+    """Whatever order gradients are dealt out in."""
+    dealt, plain = (
+        unpack("zero1-fp16-2-tied-round", tmp_path),
+        unpack("zero3-bf16-4-tied", tmp_path),
+    )
+    orders = [
+        reshard.checkpoint.open(folder).values["optimizer.param_groups"][0]["params"]
+        for folder in (dealt, plain)
+    ]
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16-2-plain", "zero3-fp16-3-frozen-sub"])
+def test_the_folder_of_a_tag_is_the_same_checkpoint(name: str, tmp_path: Path) -> None:
+    """A path may be that of `latest` or that of the tag."""
+    folder = unpack(name, tmp_path)
+    inner = reshard.checkpoint.open(folder / "global_step2")
+    outer = reshard.checkpoint.open(folder)
+    assert inner.format == outer.format
+    assert [*inner] == [*outer]
+    assert all(digest(inner, one) == digest(outer, one) for one in inner)
+    assert {file.name for file in outer.files} == {f"global_step2/{f.name}" for f in inner.files}
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("zero1-bf16-2-plain", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("zero1-bf16-2-plain", "mp_rank_00_model_states.pt"),
+        ("zero3-fp16-3-frozen-sub", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("zero3-fp16-3-frozen-sub", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_missing_file_is_named(name: str, file: str, tmp_path: Path) -> None:
+    """The error says which of how many ranks' files is not there."""
+    folder = unpack(name, tmp_path)
+    (folder / "global_step2" / file).unlink()
+    with pytest.raises(CheckpointError, match=rf"is incomplete: .* {file} is missing"):
+        reshard.checkpoint.open(folder)
+
+
+def test_a_missing_tag_is_named(tmp_path: Path) -> None:
+    """`latest` names a folder that is not there: the error says which there is."""
+    folder = unpack("zero1-bf16-2-plain", tmp_path)
+    (folder / "latest").write_text("global_step7\n")
+    with pytest.raises(CheckpointError, match=r"names 'global_step7'.*not there; global_step2 has"):
+        reshard.checkpoint.open(folder)
+
+
+def test_optimizer_state_may_be_deleted(tmp_path: Path) -> None:
+    """Weights of stages 1 and 2 are read alone; stage 3 has none without its partitions."""
+    folder = unpack("zero1-bf16-2-plain", tmp_path)
+    for path in (folder / "global_step2").glob("*optim_states.pt"):
+        path.unlink()
+    checkpoint = reshard.checkpoint.open(folder)
+    assert checkpoint["embed.weight"].dtype.name == "bfloat16"
+    assert any("no file of optimizer state" in note for note in checkpoint.notes)
+    folder = unpack("zero3-bf16-2-plain", tmp_path)
+    for path in (folder / "global_step2").glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="stage 3 of ZeRO has its weights there"):
+        reshard.checkpoint.open(folder)
+
+
+def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+    """A partition of a run over other ranks, or of another model."""
+    folder = unpack("zero1-bf16-2-plain", tmp_path)
+    other = unpack("zero2-bf16-4-frozen", tmp_path)
+    file = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(other / "global_step2" / file, folder / "global_step2" / file)
+    with pytest.raises((CheckpointError, FormatError), match=r"different saves|incomplete"):
+        reshard.checkpoint.open(folder)
+
+
+def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
+    """The archive's own checksum covers padding and all parameters of a buffer."""
+    folder = unpack("zero1-bf16-2-plain", tmp_path)
+    checkpoint = reshard.checkpoint.open(folder)
+    place = checkpoint["optimizer.state.head.weight.exp_avg"].file_range(1)
+    path = folder / place.path
+    content = bytearray(path.read_bytes())
+    content[place.start_bytes + 5] ^= 64
+    path.write_bytes(content)
+    damaged = reshard.checkpoint.check_digests(reshard.checkpoint.open(folder)).damaged
+    assert len(damaged) == 1
+
+
+def test_converted_without_deepspeed(tmp_path: Path) -> None:
+    """Partitions become whole tensors of safetensors, and DCP's chunks over other ranks."""
+    folder = unpack("zero3-fp16-3-frozen-sub", tmp_path)
+    report = reshard.checkpoint.convert(folder, tmp_path / "whole", to="full")
+    assert report.files
+    whole = reshard.checkpoint.open(tmp_path / "whole")
+    source = reshard.checkpoint.open(folder)
+    assert {*whole} == {*source}
+    assert all(digest(whole, name) == digest(source, name) for name in source)
+    reshard.checkpoint.convert(folder, tmp_path / "dcp", to="4", format="torch-dcp")
+    dcp = reshard.checkpoint.open(tmp_path / "dcp")
+    assert all(digest(dcp, name) == digest(source, name) for name in source)

@@ -1,0 +1,1 @@
+"""DeepSpeed: checkpoints that its ranks write, read, written and resumed from."""

@@ -1,0 +1,97 @@
+"""Ranks of DeepSpeed as real processes, over gloo on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from live_processes import free_port
+
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run_ranks(
+    function: Callable[..., None], ranks: int, folder: Path, *arguments: Any, timeout_s: float = 240
+) -> None:
+    """Run `function(rank, *arguments)` as every rank of a job; what they print goes to `folder`.
+
+    They are forks of this process, so that DeepSpeed is imported once. Raises RuntimeError with
+    what a rank printed where one of them fails or hangs.
+    """
+    os.environ.update(ENVIRONMENT)
+    import deepspeed  # noqa: F401
+
+    folder.mkdir(parents=True, exist_ok=True)
+    fork = multiprocessing.get_context("fork")
+    port = free_port()
+    processes = [
+        fork.Process(target=_be_rank, args=(function, rank, ranks, port, folder, arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    end_s = time.monotonic() + timeout_s
+    # A rank that failed leaves the others waiting for it.
+    while any(process.is_alive() for process in processes) and time.monotonic() < end_s:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(1)
+            break
+        time.sleep(0.02)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    if failed:
+        told = "\n".join(
+            f"--- rank {rank}\n{(folder / f'output{rank}').read_text()[-3000:]}" for rank in failed
+        )
+        raise RuntimeError(f"ranks {failed} of {ranks} failed\n{told}")
+
+
+def _be_rank(
+    function: Callable[..., None],
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: Path,
+    arguments: tuple[Any, ...],
+) -> None:
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_PORT": str(port),
+    }
+    code = 1
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        function(rank, *arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the ends of a forked interpreter, which are the parent's.
+        os._exit(code)
