@@ -34,6 +34,7 @@ from reshard.checkpoint.formats.arrangement import (
     find_storing_ranks,
 )
 from reshard.checkpoint.formats.orbax.ocdbt import DataPlace, encode_database
+from reshard.checkpoint.formats.orbax.optax_states import is_count, place_states
 from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, NARROW_TYPES, RANDOM_KEYS
 from reshard.checkpoint.formats.orbax.shardings import SHARDING_NAME, sharding_bytes
 from reshard.checkpoint.formats.orbax.tree_metadata import (
@@ -90,12 +91,12 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
     for name, tensor in new.tensors.items():
         _check_tensor(name, tensor)
     values, paths = _take_values(new)
-    _check_names(paths)
-    storing = find_storing_ranks(new.tensors, "once")
+    tensors = _leave_out_copies(new.tensors, paths)
+    storing = find_storing_ranks(tensors, "once")
     ends: dict[int, int] = {}
     stored: dict[str, StoredTensor] = {}
     notes: list[str] = []
-    for name, tensor in new.tensors.items():
+    for name, tensor in tensors.items():
         grid = _find_grid(tensor.layout, storing[name])
         size = math.prod(grid.chunk) * tensor.dtype.itemsize_bytes
         addresses: dict[int, FileRange | tuple[FileRange, ...]] = {}
@@ -151,12 +152,17 @@ def _check_tensor(name: str, tensor: PlannedTensor) -> None:
 
 def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath]]:
     """The plain values that Orbax can have, and where all that is kept stands in the tree."""
+    placed, empty = place_states((*new.tensors, *new.values), new.paths)
     paths: dict[str, TreePath] = {}
     for name in new.tensors:
-        paths[name] = new.paths.get(name, (name,))
+        paths[name] = placed.get(name) or new.paths.get(name, (name,))
     values: dict[str, Any] = {}
+    for path in empty:
+        name = ".".join(map(str, path))
+        if name not in new.values:
+            values[name], paths[name] = None, path
     for name, value in new.values.items():
-        path = new.paths.get(name, (name,))
+        path = placed.get(name) or new.paths.get(name, (name,))
         leaves = flatten(path, value)
         if all(kind_of(one) is not None for _, one in leaves) and all(
             isinstance(key, str | int) for leaf, _ in leaves for key in leaf
@@ -166,11 +172,20 @@ def _take_values(new: NewCheckpoint) -> tuple[dict[str, Any], dict[str, TreePath
     return values, paths
 
 
-def _check_names(paths: Mapping[str, TreePath]) -> None:
-    """Raise UsageError where two names stand at one place of the tree, or one inside another."""
+def _leave_out_copies(
+    tensors: Mapping[str, PlannedTensor], paths: Mapping[str, TreePath]
+) -> dict[str, PlannedTensor]:
+    """The tensors without those that another one stands for: one count of steps of all parameters.
+
+    Raises UsageError where two names stand at one place of the tree, or one inside another.
+    """
+    kept = dict(tensors)
     by_path: dict[tuple[str, ...], str] = {}
     for name, path in paths.items():
         key = tuple(map(str, path))
+        if key in by_path and is_count(path):
+            kept.pop(name, None)
+            continue
         if key in by_path:
             raise UsageError(
                 f"{name!r} and {by_path[key]!r} both stand at {'.'.join(key)!r} of the tree; "
@@ -185,6 +200,7 @@ def _check_names(paths: Mapping[str, TreePath]) -> None:
                     f"{outer!r} stands at a place of the tree that has {name!r} "
                     "below it; rename one of them"
                 )
+    return kept
 
 
 @lru_cache(maxsize=4096)

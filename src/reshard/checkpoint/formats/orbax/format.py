@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -9,11 +10,16 @@ from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.format import (
+    CheckpointFormat,
+    Holding,
+    check_against_manifest,
+)
 from reshard.checkpoint.formats.orbax.arrangement import arrange_chunks, list_final_files
 from reshard.checkpoint.formats.orbax.folders import find_tree
 from reshard.checkpoint.formats.orbax.reader import FORMAT_NAME, read
 from reshard.checkpoint.formats.orbax.zarr_metadata import ZARR2_NAME, ZARR3_NAME
+from reshard.checkpoint.manifest import Manifest
 from reshard.errors import CheckpointError
 
 _OWN = re.compile(
@@ -39,6 +45,25 @@ class OrbaxFormat(CheckpointFormat):
         if found is None:
             raise CheckpointError(f"no tree of Orbax in {path}; give the folder of `_METADATA`")
         return read(found)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint of the tree, with digests; its names are those of the tree."""
+        checkpoint = self.open(folder)
+        first: dict[tuple[str | int, ...], str] = {}
+        for name in checkpoint.tensors:
+            if name in manifest.tensors:
+                first.setdefault(checkpoint.paths[name], name)
+        tensors = dict(manifest.tensors)
+        for name in checkpoint.tensors:
+            path = checkpoint.paths[name]
+            # Other programs' weights are placed among `params`; a count of steps is written once.
+            for other in (name, ".".join(map(str, path[1:])), first.get(path, "")):
+                if other in manifest.tensors and (other == name or name not in manifest.tensors):
+                    tensors[name] = manifest.tensors[other]
+                    if other not in checkpoint.tensors:
+                        tensors.pop(other, None)
+                    break
+        return check_against_manifest(checkpoint, dataclasses.replace(manifest, tensors=tensors))
 
     def has_file(self, name: str) -> bool:
         """No names of files tell: they are hashes, or places in a grid."""

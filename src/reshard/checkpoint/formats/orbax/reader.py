@@ -4,13 +4,15 @@
 2. Find where the values of Zarr's keys lie (`key_values`).
 3. Each array says its type and its grid of chunks (`zarr_metadata`); each chunk becomes a shard
    that is bound to its bytes (`chunks`), of the rank whose part JAX had there (`shardings`).
-4. Numbers, text, None and empty nodes are plain values; a sequence of nothing but these is one.
+4. Optimizer states of Optax get the names that training state has (`optax_states`).
+5. Numbers, text, None and empty nodes are plain values; a sequence of nothing but these is one.
 
 Nothing of Orbax, JAX or TensorStore is imported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -32,6 +34,7 @@ from reshard.checkpoint.formats.orbax.key_values import (
     open_key_values,
     read_range,
 )
+from reshard.checkpoint.formats.orbax.optax_states import name_states
 from reshard.checkpoint.formats.orbax.shardings import extend, find_mesh, read_shardings
 from reshard.checkpoint.formats.orbax.tree_metadata import (
     ARRAY,
@@ -82,6 +85,9 @@ def read(found: TreeFolder) -> Checkpoint:
     packed = PackedChunks()
     narrow: dict[str, str] = {}
     unread: list[tuple[str, str]] = []
+    names = name_states(
+        leaf.path for leaf in tree.leaves.values() if leaf.kind in (ARRAY, NUMPY, *_UNKNOWN_KINDS)
+    )
     texts = read_strings(folder, [leaf for leaf in tree.leaves.values() if leaf.kind == STRING])
     for name, leaf in tree.leaves.items():
         if leaf.is_empty:
@@ -97,10 +103,12 @@ def read(found: TreeFolder) -> Checkpoint:
                 continue
             chunks = list(list_chunks(name, array, values, packed, has_all=tree.has_all))
             sharding = shardings.get(name) if mesh is not None else None
-            tensors[name] = _bind(leaf, array, chunks, sharding)
-            paths[name] = leaf.path
-            if is_narrow(array.stored_type):
-                narrow[name] = array.stored_type
+            tensor = _bind(leaf, array, chunks, sharding)
+            for one in names[leaf.path]:
+                tensors[one] = dataclasses.replace(tensor, name=one)
+                paths[one] = leaf.path
+                if is_narrow(array.stored_type):
+                    narrow[one] = array.stored_type
     joined = join_sequences(plain, paths.values())
     for path in joined:
         paths[".".join(map(str, path))] = path
