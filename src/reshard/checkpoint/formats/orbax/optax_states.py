@@ -39,7 +39,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
      ('o', 0, 'nu', 'w'): ('optimizer.state.w.exp_avg_sq',),
      ('o', 0, 'count'): ('optimizer.state.w.step',)}
     """
-    found = {path: (_name(path),) for path in paths}
+    found: dict[TreePath, tuple[str, ...]] = {path: (_name(path),) for path in paths}
     # The leaves of the trees below each node of a state, in the order of the states.
     below: dict[TreePath, dict[str, dict[TreePath, None]]] = {}
     for path in found:
@@ -52,7 +52,7 @@ def name_states(paths: Iterable[TreePath]) -> dict[TreePath, tuple[str, ...]]:
     for state, trees in below.items():
         mu, nu, trace = (trees.get(node, {}) for node in ("mu", "nu", "trace"))
         if mu and mu.keys() == nu.keys():
-            kept = ("mu", "nu")
+            kept: tuple[str, ...] = ("mu", "nu")
         elif trace and not mu and not nu and all(leaf in weights for leaf in trace):
             kept = ("trace",)
         else:
