@@ -77,6 +77,12 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
             writer = dcp.FileSystemWriter(folder / "ranks apart")
             dcp.save(state(rank), storage_writer=writer, use_collectives=False)
     yield folder / "ranks apart"
+    nested = {"model": {"w": as_torch(WHOLES["w"])}, "step": 3, "b": as_torch(WHOLES["b"])}
+    for name, is_zip in (("torch.save", True), ("torch.save before 1.6", False)):
+        (folder / name).mkdir()
+        path = folder / name / "model.pt"
+        torch.save(nested, path, _use_new_zipfile_serialization=is_zip)
+        yield folder / name
 
 
 def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
@@ -89,6 +95,8 @@ def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
             mutated = _mutated_headers(content)
         elif path.name.endswith(".metadata"):
             mutated = mutated_pickle(content)
+        elif path.suffix == ".pt":
+            mutated = mutated_bytes(content, 0, len(content))
         elif path.suffix == ".distcp" and checkpoint.name == COMPRESSED:
             mutated = _mutated_streams(content)
         else:

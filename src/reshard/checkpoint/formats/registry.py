@@ -25,6 +25,7 @@ _MODULES = (
     "reshard.checkpoint.formats.deepspeed.universal",
     "reshard.checkpoint.formats.vllm_sharded_state",
     "reshard.checkpoint.formats.safetensors.sharded",
+    "reshard.checkpoint.formats.torch_pickles",
     "reshard.checkpoint.formats.safetensors.huggingface",
 )
 _DEFAULT_OF_SHARDS, _DEFAULT_OF_WHOLE = "sharded-safetensors", "safetensors"

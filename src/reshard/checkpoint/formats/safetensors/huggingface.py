@@ -12,13 +12,11 @@ file where one would outgrow the limit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.files.json_text import parse_json
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, NewFile
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
@@ -33,13 +31,18 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_header,
     tensor_size_bytes,
 )
-from reshard.checkpoint.manifest import Manifest, is_plain_name
-from reshard.errors import CheckpointError, FormatError
+from reshard.checkpoint.formats.safetensors.index_files import (
+    check_weight_map,
+    expect_files,
+    index_text,
+    read_weight_map,
+)
+from reshard.checkpoint.manifest import Manifest
+from reshard.errors import CheckpointError
 from reshard.layout import Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_LARGEST_INDEX_BYTES = 100_000_000
 
 
 class HuggingFaceFormat(CheckpointFormat):
@@ -123,65 +126,16 @@ def read_indexed(index: Path) -> Checkpoint:
             twice, or says something else than its files.
         CheckpointError: a file of it is missing.
     """
-    weight_map = _read_index(index)
+    weight_map = read_weight_map(index)
     names = sorted(set(weight_map.values()))
-    headers = []
-    for name in names:
-        if not (index.parent / name).exists():
-            raise CheckpointError(
-                f"{index} names the file {name!r}, which is missing; "
-                f"{sum(file == name for file in weight_map.values())} tensors are in it. Fetch it "
-                "again, the checkpoint is incomplete"
-            )
-        headers.append(read_header(index.parent / name))
-    for name, header in zip(names, headers, strict=True):
-        # Both ways: what the index lists must be in the file, and nothing else.
-        found = {tensor.name for tensor in header.tensors}
-        listed = {tensor for tensor, file in weight_map.items() if file == name}
-        for tensor in sorted(listed - found):
-            raise FormatError(
-                f"{index} says that tensor {tensor!r} is in {name}, but it is not; the index "
-                "and the files do not belong together"
-            )
-        for tensor in sorted(found - listed):
-            where = weight_map.get(tensor)
-            raise FormatError(
-                f"{index.parent / name} holds tensor {tensor!r}, which {index.name} "
-                f"{'does not list' if where is None else f'says is in {where}'}; the index and "
-                "the files do not belong together"
-            )
+    expect_files(index, weight_map)
+    headers = [read_header(index.parent / name) for name in names]
+    found = {
+        name: {tensor.name for tensor in header.tensors}
+        for name, header in zip(names, headers, strict=True)
+    }
+    check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)
-
-
-def _read_index(index: Path) -> Mapping[str, str]:
-    try:
-        if index.stat().st_size > _LARGEST_INDEX_BYTES:
-            raise FormatError(
-                f"{index} has over {_LARGEST_INDEX_BYTES} bytes, no index is so large"
-            )
-        text = index.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{index} is not UTF-8 text: {error}") from error
-    try:
-        content = parse_json(text)
-    except FormatError as error:
-        raise FormatError(f"{index}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{index} is not JSON: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
-        raise FormatError(f"{index} has no `weight_map` from tensor names to file names")
-    for tensor, file in weight_map.items():
-        if not is_plain_name(file):
-            raise FormatError(
-                f"{index} says that tensor {tensor!r} is in {file!r}, which leads outside the "
-                "checkpoint; only files beside the index are read"
-            )
-    return weight_map
 
 
 def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Checkpoint:
@@ -231,14 +185,3 @@ def arrange_files(
         content, header = build_header(aligned_order(group), dict(metadata), label=name)
         files.append((name, content, header))
     return tuple(files)
-
-
-def index_text(tensors: Iterable[StoredTensor]) -> str:
-    """The index of tensors in several files, as Hugging Face writes it."""
-    weight_map = {}
-    total = 0
-    for tensor in tensors:
-        weight_map[tensor.name] = tensor.file_range(0).path
-        total += tensor.size_bytes
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(content, indent=2) + "\n"

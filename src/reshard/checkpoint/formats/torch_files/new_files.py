@@ -142,7 +142,7 @@ def new_torch_file(name: str, value: Any, rank: int = 0) -> NewTorchFile:
     >>> w = NewTensor.of(dtype("float32"), (2, 3))
     >>> file = new_torch_file("w.pt", {"model": {"w": w}, "step": 3})
     >>> file.start_bytes(w), file.stored.size_bytes
-    (640, 1025)
+    (384, 676)
 
     Raises:
         UsageError: a value that cannot be written.

@@ -1,0 +1,44 @@
+"""Tensors of files of `torch.save` as parts of a checkpoint: addresses, views, checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard.binding import FileRange, View
+from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.checkpoint.contents import StoredChecksum
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+
+
+def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | None]:
+    """Where a tensor of a file begins, and its view where it is not dense."""
+    if not is_dense(tensor.view, tensor.shape):
+        return FileRange(file, tensor.start_bytes), tensor.view
+    # The offset of a dense tensor becomes part of the address.
+    offset_bytes = tensor.view.offset * tensor.dtype.itemsize_bytes
+    return FileRange(file, tensor.start_bytes + offset_bytes), None
+
+
+def list_checksums(
+    tensors: Iterable[tuple[str, str, str, ArchivedTensor]],
+) -> tuple[StoredChecksum, ...]:
+    """The checksums of the storages of `(name, part, file, tensor)`, each storage once.
+
+    A storage is read once with its tensor where that is all of it, and no other has any of it.
+    """
+    storages: dict[tuple[str, int], list[tuple[str, str, ArchivedTensor]]] = {}
+    for name, part, file, tensor in tensors:
+        if tensor.crc32 is not None and tensor.storage_bytes:
+            storages.setdefault((file, tensor.start_bytes), []).append((name, part, tensor))
+    checksums = []
+    for (file, start_bytes), users in storages.items():
+        name, part, tensor = users[0]
+        size_bytes, crc32 = tensor.storage_bytes, tensor.crc32 or 0
+        elements = 1
+        for size in tensor.shape:
+            elements *= size
+        is_all = elements * tensor.dtype.itemsize_bytes == size_bytes
+        once = len(users) == 1 and is_all and is_dense(tensor.view, tensor.shape)
+        place = FileRange(file, start_bytes)
+        checksums.append(StoredChecksum(name, part, place, size_bytes, crc32, once))
+    return tuple(checksums)

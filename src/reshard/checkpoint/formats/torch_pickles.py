@@ -1,0 +1,229 @@
+"""The format `torch-pickle`: whole tensors in files of `torch.save`.
+
+One file, or several with an index that says which tensor is in which::
+
+    pytorch_model.bin                        pytorch_model-00001-of-00002.bin
+    epoch=3.ckpt, model.pt, model.pth        pytorch_model-00002-of-00002.bin
+                                             pytorch_model.bin.index.json
+
+A file holds a state, nested of dicts and lists; tensors have the names of their places in it
+(`torch_files.nested_states`). What is plain beside them are the values of the checkpoint. Written
+files hold the same nested state again; several with an index hold it flat, as `transformers` wants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.safetensors.header import list_files
+from reshard.checkpoint.formats.safetensors.index_files import (
+    check_weight_map,
+    expect_files,
+    index_text,
+    read_weight_map,
+)
+from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.bound_tensors import find_address, list_checksums
+from reshard.checkpoint.formats.torch_files.nested_states import (
+    FlatState,
+    flatten_state,
+    unflatten_state,
+)
+from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
+from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
+from reshard.checkpoint.formats.torch_files.saved_files import is_torch_file, read_torch_file
+from reshard.errors import FormatError
+from reshard.layout import Layout
+
+FORMAT_NAME = "torch-pickle"
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_NAME = "pytorch_model.bin.index.json"
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# What training programs put beside a model.
+_NO_MODELS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+_NO_MODEL_BEGINNINGS = ("rng_state", "random_states", "scaler.")
+
+
+class TorchPickleFormat(CheckpointFormat):
+    """Whole tensors in one file of `torch.save`, or in many with an index."""
+
+    name = FORMAT_NAME
+    evidence = f"`{SINGLE_FILE}`, `{INDEX_NAME}`, or one file of torch.save"
+    can_hold = frozenset({Holding.WHOLE, Holding.VALUES, Holding.FILE_LIMIT})
+
+    def detect(self, path: Path) -> bool:
+        """Whether it is such a file or index, or a folder with one and no safetensors."""
+        if not path.is_dir():
+            is_index = path.name.endswith(".bin.index.json")
+            return is_index or (path.suffix != ".safetensors" and is_torch_file(path))
+        return not list_files(path) and _find_file(path) is not None
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of an index, or of a single file."""
+        if path.is_dir():
+            path = path / (_find_file(path) or SINGLE_FILE)
+        if not path.name.endswith(".index.json"):
+            return _checkpoint(path.parent, {path.name: read_flat_state(path)})
+        weight_map = read_weight_map(path)
+        expect_files(path, weight_map)
+        names = sorted(set(weight_map.values()))
+        states = {name: read_flat_state(path.parent / name) for name in names}
+        check_weight_map(path, weight_map, {name: states[name].tensors for name in names})
+        return _checkpoint(path.parent, states)
+
+    def has_file(self, name: str) -> bool:
+        """Whether it is the index; other names say little of what a file is."""
+        return name == INDEX_NAME
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The index."""
+        return (INDEX_NAME,)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Whole tensors in one file, or in files up to a limit.
+
+        Raises:
+            UsageError: a type that PyTorch does not have.
+        """
+        groups = _group_by_size(new)
+        files, stored = [], {}
+        for number, names in enumerate(groups, start=1):
+            one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
+            file_name = SINGLE_FILE if len(groups) == 1 else one_of_many
+            tensors = {
+                name: NewTensor.of(new.tensors[name].dtype, new.tensors[name].layout.shape)
+                for name in names
+            }
+            # Values are in the first file.
+            leaves = {**tensors, **(new.values if number == 1 else {})}
+            state = unflatten_state(leaves, new.paths if len(groups) == 1 else {})
+            file = new_torch_file(file_name, state)
+            files.append(file)
+            for name, tensor in tensors.items():
+                address = FileRange(file_name, file.start_bytes(tensor))
+                planned = new.tensors[name]
+                binding = Binding(planned.layout, {0: address}, {})
+                stored[name] = StoredTensor(name, planned.dtype, binding)
+        return Arrangement(
+            self.name, None, stored, tuple(files), paths=dict(new.paths), values=new.values
+        )
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The index, where there are several files."""
+        if len(arrangement.files) > 1:
+            yield INDEX_NAME, index_text(arrangement.tensors.values()).encode()
+
+
+FORMAT = TorchPickleFormat()
+
+
+def _find_file(folder: Path) -> str | None:
+    """The index or the single file of a folder; None where there is none, or several."""
+    names = set(os.listdir(folder))
+    for name in (INDEX_NAME, SINGLE_FILE):
+        if name in names:
+            return name
+    models = [
+        name
+        for name in names
+        if name.endswith(SUFFIXES)
+        and name not in _NO_MODELS
+        and not name.startswith(_NO_MODEL_BEGINNINGS)
+    ]
+    return models[0] if len(models) == 1 and is_torch_file(folder / models[0]) else None
+
+
+def read_flat_state(path: Path) -> FlatState:
+    """The tensors and values of a file by name.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: one that is damaged, or holds no tensors but an object of a class.
+    """
+    flat = flatten_state(read_torch_file(path), str(path))
+    if "" in flat.unread:
+        raise FormatError(
+            f"{path} holds {flat.unread['']}, no state; to make it would run a program. Load it "
+            "where you trust it, and save its state_dict()"
+        )
+    for name, tensor in flat.tensors.items():
+        try:
+            check_shape(name, tensor.dtype, tensor.shape)
+            name.encode("utf-8")
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say") from error
+    return flat
+
+
+def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    unread: dict[str, str] = {}
+    layouts: dict[tuple[int, ...], Layout] = {}
+    archived: list[tuple[str, str, str, ArchivedTensor]] = []
+    for file, flat in states.items():
+        for name, tensor in flat.tensors.items():
+            if tensor.shape not in layouts:
+                layouts[tensor.shape] = Layout.whole(tensor.shape, [0], 1)
+            address, view = find_address(file, tensor)
+            views = {} if view is None else {0: view}
+            binding = Binding(layouts[tensor.shape], {0: address}, views)
+            tensors[name] = StoredTensor(name, tensor.dtype, binding)
+            archived.append((name, "the whole", file, tensor))
+        values.update(flat.values)
+        paths.update(flat.paths)
+        unread.update(flat.unread)
+    files = tuple(StoredFile(file, (folder / file).stat().st_size, 0) for file in states)
+    return Checkpoint(
+        folder,
+        FORMAT_NAME,
+        tensors,
+        files,
+        paths=paths,
+        checksums=list_checksums(archived),
+        values=values,
+        unread=tuple((shortened(name), reason) for name, reason in unread.items()),
+        notes=_note_ties(archived),
+    )
+
+
+def _note_ties(archived: list[tuple[str, str, str, ArchivedTensor]]) -> tuple[str, ...]:
+    """A note where tensors are one storage under several names."""
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, _, file, tensor in archived:
+        if 0 not in tensor.shape:
+            key = file, tensor.start_bytes, tensor.view, tensor.shape, tensor.dtype
+            names.setdefault(key, []).append(name)
+    tied = [" = ".join(map(shortened, found)) for found in names.values() if len(found) > 1]
+    if not tied:
+        return ()
+    shown = "; ".join(tied[:3]) + (f"; {len(tied) - 3} more" if len(tied) > 3 else "")
+    return (f"tied, and stored once in the source: {shown}; a target stores each",)
+
+
+def _group_by_size(new: NewCheckpoint) -> list[list[str]]:
+    """The names in each file: as many as fit below the limit, or one that alone is larger."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in new.tensors.items():
+        size = tensor.dtype.itemsize_bytes
+        for length in tensor.layout.shape:
+            size *= length
+        most = new.most_file_bytes
+        if groups[-1] and most is not None and filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
