@@ -63,7 +63,8 @@ class FaultyProcesses:
     ) -> Outcome:
         """Run `run_conversion(plan_conversion(source, target, ...))` in a child.
 
-        `options` are those of both. `kill_at` is the number of the call to be killed at, from 0.
+        `options` are those of both; with `deltas`, these are applied. `kill_at` is the number of
+        the call to be killed at, from 0.
         Where `synced` is a folder, every sync puts a copy there of what it made durable, for
         `lose_what_was_not_synced`.
         """
@@ -185,7 +186,7 @@ class _Countdown:
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
-    from reshard.checkpoint import plan_conversion, run_conversion
+    from reshard.checkpoint import plan_application, plan_conversion, run_conversion
     from reshard.errors import ReshardError
 
     options = order["options"]
@@ -197,7 +198,13 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     countdown = _Countdown(order["kill_at"], Path(order["synced"]) if order["synced"] else None)
     answer: dict[str, Any] = {"was_killed": False, "calls": countdown.calls}
     try:
-        conversion = plan_conversion(order["source"], order["target"], **options)
+        paths = (order["source"], order["target"])
+        deltas = options.pop("deltas", None)
+        conversion = (
+            plan_conversion(*paths, **options)
+            if deltas is None
+            else plan_application(paths[0], deltas, paths[1], **options)
+        )
         report = run_conversion(conversion, **running)
     except ReshardError as error:
         return {**answer, "error": f"{type(error).__name__}: {error}"}

@@ -15,7 +15,7 @@ import reshard
 from cli.command_runs import run_alone, run_here, write_model
 from reshard.cli.program import program
 
-COMMANDS = ("inspect", "plan", "convert", "verify", "explain")
+COMMANDS = ("inspect", "plan", "convert", "verify", "diff", "apply", "explain")
 GROUPS = ("recipe",)
 # Its examples start a job, and are those of tests/cli/commands/test_calibrate.py.
 OF_JOBS = ("calibrate",)

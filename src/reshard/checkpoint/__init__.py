@@ -34,6 +34,9 @@ from reshard.checkpoint.conversion.run import (
     run_conversion,
 )
 from reshard.checkpoint.conversion.source_selection import select
+from reshard.checkpoint.deltas.application import apply, plan_application
+from reshard.checkpoint.deltas.delta_file import Delta, read_delta
+from reshard.checkpoint.deltas.making import DeltaReport, diff
 from reshard.checkpoint.engines.loading import load_parameters
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
@@ -54,6 +57,8 @@ __all__ = [
     "Conversion",
     "ConversionReport",
     "ConversionRequest",
+    "Delta",
+    "DeltaReport",
     "Difference",
     "DigestReport",
     "Holding",
@@ -64,13 +69,17 @@ __all__ = [
     "Progress",
     "StoredFile",
     "StoredTensor",
+    "apply",
     "check_digests",
     "compare",
     "convert",
+    "diff",
     "load",
     "load_parameters",
     "open",
+    "plan_application",
     "plan_conversion",
+    "read_delta",
     "read_tensor",
     "register_format",
     "run_conversion",

@@ -9,8 +9,10 @@ import click
 
 from reshard import __version__
 from reshard.cli.command_group import Commands
+from reshard.cli.commands.apply import apply
 from reshard.cli.commands.calibrate import calibrate
 from reshard.cli.commands.convert import convert
+from reshard.cli.commands.diff import diff
 from reshard.cli.commands.explain import explain
 from reshard.cli.commands.inspect import inspect
 from reshard.cli.commands.plan import plan
@@ -31,6 +33,8 @@ def program() -> None:
       reshard plan llama-3-8b --to tp=4 --recipe llama
       reshard convert llama-3-8b llama-tp4 --to tp=4 --recipe llama
       reshard verify llama-3-8b llama-tp4
+      reshard diff llama-3-8b llama-tp4 -o tp4.delta
+      reshard apply llama-3-8b tp4.delta llama-again
       reshard explain "tp, -" "-, tp" --mesh tp=4 --shape 4096x1024
       reshard recipe check llama-3-8b --to tp=4,pp=2
 
@@ -47,7 +51,7 @@ def program() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, explain, recipe, calibrate):
+for _command in (inspect, plan, convert, verify, diff, apply, explain, recipe, calibrate):
     program.add_command(_command)
 
 

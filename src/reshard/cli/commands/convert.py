@@ -143,9 +143,9 @@ def convert(
     except KeyboardInterrupt:
         raise InterruptedRunError("interrupted; the same command continues") from None
     if as_json:
-        write_json(_as_json(source, target, conversion, report))
+        write_json(report_json(source, target, conversion, report))
     elif not quiet:
-        write("\n".join(_as_text(source, target, conversion, report)))
+        write("\n".join(report_lines(source, target, conversion, report)))
     return DONE
 
 
@@ -179,7 +179,7 @@ def _plan_for_engine(
     return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
 
 
-def _as_text(
+def report_lines(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
@@ -277,7 +277,7 @@ def _bytes_per_s(report: ConversionReport) -> float | None:
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
 
 
-def _as_json(
+def report_json(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> dict[str, Any]:
     arrangement = conversion.arrangement

@@ -1,0 +1,418 @@
+"""The file of a delta: what changed from one checkpoint to another.
+
+::
+
+    0             64                                   index_start
+    | header      | payload                            | index                        |
+    | where the   | changes of blocks, one behind the  | tensors, changed blocks,     |
+    | index is    | other; files and items beside them | digests of all blocks        |
+
+1. Numbers are little-endian. `docs/deltas.md` has every field.
+2. The index is written last, and has a digest that stands in the header: a file that was cut off is
+   no delta.
+3. A block of a tensor is what it is everywhere here (`reshard.checkpoint.blocks.grid`): the same
+   however the tensor is cut. Of each block the delta has the digest that it has afterwards; of each
+   changed one also that before. So it fits one state of a checkpoint, in any cut and format.
+4. Whoever holds a block can change it by one range of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks import grid
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest
+from reshard.checkpoint.deltas.beside import decode_value, is_plain_path
+from reshard.checkpoint.files.folders import refusals_explained, sync_folder
+from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.files.source_file import FileIdentity
+from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import CheckpointError, FormatError, ReshardError, UsageError
+
+MAGIC = b"RSHDELTA"
+VERSION = 1
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sIIQQ16s")
+_LARGEST_INDEX_BYTES = 1 << 32
+KINDS = ("kept", "changed", "added", "replaced")
+# One row for each changed block, in the order of tensors and blocks.
+RECORD = np.dtype(
+    [
+        ("block", "<u8"),
+        ("before", "V16"),
+        ("start", "<u8"),
+        ("size", "<u4"),
+        ("plain", "<u4"),
+        ("words", "<u4"),
+        ("coding", "u1"),
+        ("flags", "u1"),
+        ("reserved", "<u2"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTensor:
+    """A tensor as it is afterwards; its blocks are `first_block` and those behind it.
+
+    `kind` is kept, changed, added, or replaced by one of another type or shape. `before` is the
+    type and shape that it had, if it was there.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: str
+    first_block: int
+    grid: BlockGrid
+    before: tuple[DType, tuple[int, ...]] | None
+
+    @property
+    def blocks(self) -> slice:
+        """Its blocks among those of the delta."""
+        return slice(self.first_block, self.first_block + self.grid.count)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideBytes:
+    """A file or an item beside the tensors as it is afterwards: kept, or in the payload."""
+
+    name: str
+    digest: bytes
+    size_bytes: int
+    start_bytes: int | None = None
+    transforms: tuple[str, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changed from one checkpoint to another.
+
+    Attributes:
+        path: its file.
+        digest: that of its index.
+        tensors: as they are afterwards, by name, in order.
+        removed: what is no longer there: type and shape.
+        digests: of every block afterwards, of shape `(blocks, 16)`.
+        records: the changed blocks, rows of `RECORD`.
+        items: values that are no tensors, as bytes; None where one of the formats had no place for
+            such, and nothing is known.
+        files: files beside the tensors.
+        values, metadata, paths, attributes: as in a `Checkpoint`; None where nothing is known.
+    """
+
+    path: Path
+    identity: FileIdentity
+    digest: bytes
+    payload_bytes: int
+    tensors: Mapping[str, DeltaTensor]
+    removed: Mapping[str, tuple[DType, tuple[int, ...]]]
+    digests: NDArray[np.uint8]
+    records: NDArray[Any]
+    items: Mapping[str, BesideBytes] | None
+    files: Mapping[str, BesideBytes]
+    values: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] | None = None
+    paths: Mapping[str, tuple[str | int, ...]] | None = None
+    attributes: Mapping[str, Any] | None = None
+    compression: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.identity.size_bytes
+
+    @property
+    def changed_words(self) -> int:
+        """Words that changed, of all tensors."""
+        return int(self.records["words"].sum(dtype=np.int64))
+
+    @cached_property
+    def _block_of_record(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.records["block"].astype(np.int64)
+        return found
+
+    def records_of(self, tensor: DeltaTensor) -> NDArray[Any]:
+        """The rows of a tensor's changed blocks."""
+        first, stop = np.searchsorted(
+            self._block_of_record, [tensor.blocks.start, tensor.blocks.stop]
+        )
+        rows: NDArray[Any] = self.records[first:stop]
+        return rows
+
+    def digests_before(self, tensor: DeltaTensor) -> NDArray[np.uint8]:
+        """The digests of a tensor's blocks before, of shape `(blocks, 16)`."""
+        before = self.digests[tensor.blocks].copy()
+        rows = self.records_of(tensor)
+        at = rows["block"].astype(np.int64) - tensor.first_block
+        before[at] = np.frombuffer(rows["before"].tobytes(), np.uint8).reshape(-1, DIGEST_BYTES)
+        return before
+
+
+def read_delta(path: str | os.PathLike[str]) -> Delta:
+    """Read the index of a delta; its payload is not read.
+
+    Raises:
+        CheckpointError: no file there, or one that cannot be read.
+        FormatError: no delta, or one that is damaged or of a later version.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            identity = FileIdentity.of(path.name, os.fstat(file.fileno()))
+            index, digest = _read_index(file, identity.size_bytes, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the delta {path}: {error.strerror}") from error
+    try:
+        return _parse_index(path, identity, index, digest)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}; the delta is damaged, fetch it again") from error
+    except (ReshardError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise FormatError(
+            f"{path}: its index cannot be read: {reason}; the delta is damaged, fetch it again"
+        ) from error
+
+
+def _read_index(file: BinaryIO, size_bytes: int, path: Path) -> tuple[bytes, bytes]:
+    header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
+        raise FormatError(
+            f"{path} is no delta: it begins with {header[:8]!r}; give a file that `reshard diff` "
+            "wrote"
+        )
+    _, version, reserved, start, size, digest = _HEADER.unpack_from(header)
+    if version != VERSION or reserved:
+        raise FormatError(
+            f"{path} is a delta of version {version}; this reshard reads {VERSION}, update it"
+        )
+    if start < HEADER_BYTES or start + size != size_bytes or size > _LARGEST_INDEX_BYTES:
+        raise FormatError(
+            f"{path} has {size_bytes} bytes, its index should be in bytes {start}:{start + size}; "
+            "the delta was cut off, fetch it again"
+        )
+    file.seek(start)
+    index = file.read(size)
+    if block_digest(index) != digest:
+        raise FormatError(
+            f"{path}: its index is not what was written, by its digest; the delta is damaged, "
+            "fetch it again"
+        )
+    return index, digest
+
+
+def _parse_index(path: Path, identity: FileIdentity, index: bytes, digest: bytes) -> Delta:
+    if len(index) < 24:
+        raise FormatError("an index without its sizes")
+    text_bytes, blocks, changed = struct.unpack_from("<3Q", index)
+    if 24 + text_bytes + blocks * DIGEST_BYTES + changed * RECORD.itemsize != len(index):
+        raise FormatError(f"an index of {len(index)} bytes for {blocks} blocks, {changed} changed")
+    content = parse_json(index[24 : 24 + text_bytes].decode("utf-8"))
+    payload_bytes = identity.size_bytes - len(index) - HEADER_BYTES
+    columns = memoryview(index)[24 + text_bytes :]
+    digests = np.frombuffer(columns[: blocks * DIGEST_BYTES], np.uint8).reshape(-1, DIGEST_BYTES)
+    records = np.frombuffer(columns[blocks * DIGEST_BYTES :], RECORD)
+    if content["block_bytes"] != grid.BLOCK_BYTES:
+        raise FormatError(f"blocks of {content['block_bytes']!r} bytes, not {grid.BLOCK_BYTES}")
+    tensors = _parse_tensors(content["tensors"], blocks)
+    _check_records(records, tensors, payload_bytes)
+    removed = {}
+    for name, dtype, shape in content["removed"]:
+        if name in tensors or name in removed:
+            raise FormatError(f"the removed tensor {name!r} is there twice")
+        removed[_expect_text(name)] = _parse_kind(name, dtype, shape)
+    items = content["items"]
+    return Delta(
+        path,
+        identity,
+        digest,
+        payload_bytes,
+        tensors,
+        removed,
+        digests,
+        records,
+        None if items is None else _parse_beside(items, payload_bytes, is_file=False),
+        _parse_beside(content["files"], payload_bytes, is_file=True),
+        _parse_mapping(content["values"]),
+        _parse_mapping(content["metadata"]),
+        _parse_paths(content["paths"]),
+        _parse_mapping(content["attributes"]),
+        content["compression"],
+        tuple(_expect_text(note) for note in content["notes"]),
+    )
+
+
+def _parse_kind(name: str, dtype: Any, shape: Any) -> tuple[DType, tuple[int, ...]]:
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise FormatError(f"the shape {shape!r} of {name!r}")
+    kind = as_dtype(_expect_text(dtype))
+    check_shape(name, kind, tuple(shape))
+    return kind, tuple(shape)
+
+
+def _parse_tensors(rows: Any, blocks: int) -> dict[str, DeltaTensor]:
+    tensors: dict[str, DeltaTensor] = {}
+    first = 0
+    for name, dtype, shape, kind, *before in rows:
+        if _expect_text(name) in tensors or kind not in KINDS:
+            raise FormatError(f"tensor {name!r} is there twice, or {kind!r}")
+        own = _parse_kind(name, dtype, shape)
+        was = None if kind == "added" else own
+        if kind == "replaced":
+            was = _parse_kind(name, *before)
+        blocked = BlockGrid.of(own[1], own[0].itemsize_bytes)
+        tensors[name] = DeltaTensor(name, *own, kind, first, blocked, was)
+        first += blocked.count
+        if first > blocks:
+            break
+    if first != blocks:
+        raise FormatError(f"{blocks} blocks are listed, its tensors have another number")
+    return tensors
+
+
+def _check_records(
+    records: NDArray[Any], tensors: Mapping[str, DeltaTensor], payload_bytes: int
+) -> None:
+    """Raise FormatError for changed blocks that cannot be."""
+    at = records["block"].astype(np.int64)
+    if len(at) and ((np.diff(at) <= 0).any() or at[0] < 0):
+        raise FormatError("changed blocks that are not in order")
+    start, size = records["start"], records["size"].astype(np.uint64)
+    if len(at) and ((start > payload_bytes).any() or (start + size > payload_bytes).any()):
+        raise FormatError("a changed block outside of the payload")
+    for tensor in tensors.values():
+        first, stop = np.searchsorted(at, [tensor.blocks.start, tensor.blocks.stop])
+        found, is_whole = int(stop - first), tensor.kind in ("added", "replaced")
+        if (is_whole and found != tensor.grid.count) or (tensor.kind == "kept" and found):
+            raise FormatError(
+                f"{found} blocks of {tensor.name!r} changed, which is {tensor.kind} and has "
+                f"{tensor.grid.count}"
+            )
+        if found and int(size[first:stop].max()) > tensor.grid.largest_bytes:
+            raise FormatError(f"a change of {tensor.name!r} that is larger than its block")
+
+
+def _parse_beside(rows: Any, payload_bytes: int, *, is_file: bool) -> dict[str, BesideBytes]:
+    found: dict[str, BesideBytes] = {}
+    for name, digest, size, start, *others in rows:
+        if _expect_text(name) in found or (is_file and not is_plain_path(name)):
+            raise FormatError(f"the file {name!r} is there twice, or leads outside its folder")
+        numbers = (size,) if start is None else (size, start)
+        if any(type(n) is not int or n < 0 for n in numbers) or sum(numbers[1:]) > payload_bytes:
+            raise FormatError(f"{name!r} in {size!r} bytes at {start!r}")
+        if start is not None and start + size > payload_bytes:
+            raise FormatError(f"{name!r} lies outside of the payload")
+        raw = bytes.fromhex(_expect_text(digest))
+        if len(raw) != DIGEST_BYTES:
+            raise FormatError(f"the digest {digest!r} of {name!r}")
+        transforms: tuple[str, ...] = ()
+        rank = 0
+        if others:
+            transforms = tuple(_expect_text(one) for one in others[0])
+            rank = others[1]
+            if type(rank) is not int or not 0 <= rank < 1 << 31:
+                raise FormatError(f"rank {rank!r} of {name!r}")
+        found[name] = BesideBytes(name, raw, size, start, transforms, rank)
+    return found
+
+
+def _parse_mapping(content: Any) -> dict[str, Any] | None:
+    if content is None:
+        return None
+    return {_expect_text(name): decode_value(value) for name, value in content.items()}
+
+
+def _parse_paths(content: Any) -> dict[str, tuple[str | int, ...]] | None:
+    if content is None:
+        return None
+    paths = {}
+    for name, path in content.items():
+        if not all(type(step) in (str, int) for step in path):
+            raise FormatError(f"the path {path!r} of {name!r}")
+        paths[name] = tuple(path)
+    return paths
+
+
+def _expect_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise FormatError(f"{value!r} where text was expected")
+    return value
+
+
+class DeltaWriter:
+    """A delta in the making: payload first, index last, under another name until it is whole.
+
+    Leaving it as a context manager without `finish` removes what was written.
+
+    Raises:
+        UsageError: a file that is there, and not to be replaced.
+        RunError: a file that cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise UsageError(f"{self.path} is a folder; a delta is a file")
+        if not overwrite and os.path.lexists(self.path):
+            raise UsageError(f"{self.path} is there; give --overwrite to replace it")
+        self._temporary = self.path.with_name(f".{self.path.name}.reshard-partial")
+        self.payload_bytes = 0
+        with refusals_explained("write the delta", self._temporary):
+            self._file = self._temporary.open("wb")
+            self._file.write(bytes(HEADER_BYTES))
+
+    def __enter__(self) -> DeltaWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._file.closed:
+            self._file.close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+
+    def append(self, payload: bytes | memoryview) -> int:
+        """Add bytes to the payload, and return where in it they begin."""
+        start = self.payload_bytes
+        with refusals_explained("write the delta", self._temporary):
+            self._file.write(payload)
+        self.payload_bytes += len(payload)
+        return start
+
+    def finish(
+        self, content: Mapping[str, Any], digests: NDArray[np.uint8], records: NDArray[Any]
+    ) -> None:
+        """Write the index and the header, and give the file its name."""
+        text = json.dumps(content, separators=(",", ":")).encode()
+        sizes = struct.pack("<3Q", len(text), len(digests), len(records))
+        index = b"".join([sizes, text, digests.tobytes(), records.tobytes()])
+        start = HEADER_BYTES + self.payload_bytes
+        header = _HEADER.pack(MAGIC, VERSION, 0, start, len(index), block_digest(index))
+        with refusals_explained("write the delta", self._temporary):
+            self._file.write(index)
+            self._file.seek(0)
+            self._file.write(header)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._temporary.replace(self.path)
+            sync_folder(self.path.absolute().parent)
+
+
+def list_changed(delta: Delta) -> Iterator[DeltaTensor]:
+    """The tensors that are not kept."""
+    return (tensor for tensor in delta.tensors.values() if tensor.kind != "kept")

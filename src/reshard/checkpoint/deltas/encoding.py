@@ -1,0 +1,223 @@
+"""The changed elements of one block as bytes, and back.
+
+A block is an array of words: its elements, or the halves of elements of 16 bytes. Of the words that
+changed, a payload says where they are and what they became. The shortest of four ways is taken::
+
+    whole    all words of the block                                few stayed the same
+    gaps     how far apart changed words are, a byte each          scattered, fewer than one in 8
+    mask     a bit for every word                                  scattered, more of them
+    runs     where stretches of changed words begin and end        rows and columns
+
+1. A gap of 255 or more is written as bytes of 255, each of which skips 255 words.
+2. Values are the new ones. To be compressed they are the differences (exclusive or) to the old
+   ones, the first bytes of all words, then the second: numbers that moved a little differ in few
+   bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.deltas.compression import compress, decompress
+from reshard.errors import FormatError
+
+_SKIP = 255
+_COUNT = np.dtype("<u4")
+
+
+class Coding(IntEnum):
+    """How a payload says which words changed."""
+
+    WHOLE = 0
+    GAPS = 1
+    MASK = 2
+    RUNS = 3
+
+
+#: Bits of a record's flags.
+COMPRESSED, DIFFERENCES, PLANES = 1, 2, 4
+_KNOWN_FLAGS = COMPRESSED | DIFFERENCES | PLANES
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A block's changes: `payload`, which has `plain_bytes` before it is compressed."""
+
+    coding: Coding
+    flags: int
+    words: int
+    plain_bytes: int
+    payload: bytes
+
+
+def word_bytes(itemsize_bytes: int) -> int:
+    """The size of a word in a tensor with elements of `itemsize_bytes`.
+
+    >>> [word_bytes(size) for size in (1, 2, 8, 16)]
+    [1, 2, 8, 8]
+    """
+    return next(size for size in (8, 4, 2, 1) if itemsize_bytes % size == 0)
+
+
+def encode_block(
+    before: memoryview | None, after: memoryview, itemsize_bytes: int, *, compressed: bool
+) -> EncodedBlock | None:
+    """What changed between two states of a block; None where nothing did.
+
+    `before` is None for a block that has no earlier state.
+    """
+    size = word_bytes(itemsize_bytes)
+    new = np.frombuffer(after, dtype=f"<u{size}")
+    if before is None:
+        return _pack(Coding.WHOLE, b"", new, None, compressed)
+    old = np.frombuffer(before, dtype=f"<u{size}")
+    changed = new != old
+    words = int(np.count_nonzero(changed))
+    if not words:
+        return None
+    coding, head = _choose(changed, words, size)
+    if coding is Coding.WHOLE:
+        return _pack(coding, b"", new, old, compressed)
+    return _pack(coding, head, new[changed], old[changed] if compressed else None, compressed)
+
+
+def _choose(changed: NDArray[np.bool_], words: int, size: int) -> tuple[Coding, bytes]:
+    """The shortest way to say which words changed, and how it says so."""
+    total = len(changed)
+    # What each takes beside the values; `whole` takes the words that did not change.
+    costs = {Coding.WHOLE: (total - words) * size, Coding.MASK: -(-total // 8)}
+    nothing = np.zeros(1, dtype=np.int8)
+    turns = np.diff(changed.view(np.int8), prepend=nothing, append=nothing)
+    costs[Coding.RUNS] = _COUNT.itemsize + int(np.count_nonzero(turns)) // 2 * 8
+    gaps: NDArray[Any] = np.empty(0, dtype=np.uint8)
+    if words <= total // 8:
+        gaps = _encode_gaps(np.flatnonzero(changed))
+        costs[Coding.GAPS] = _COUNT.itemsize + len(gaps)
+    coding = min(costs, key=lambda one: (costs[one], one))
+    if coding is Coding.GAPS:
+        return coding, np.array(len(gaps), _COUNT).tobytes() + gaps.tobytes()
+    if coding is Coding.MASK:
+        return coding, np.packbits(changed, bitorder="little").tobytes()
+    if coding is Coding.RUNS:
+        # From the end of a run to the beginning of the next, and its length, by turns.
+        steps = np.diff(np.flatnonzero(turns), prepend=0).astype("<u4")
+        return coding, np.array(len(steps) // 2, _COUNT).tobytes() + steps.tobytes()
+    return coding, b""
+
+
+def _encode_gaps(places: NDArray[np.intp]) -> NDArray[np.uint8]:
+    gaps = np.diff(places, prepend=-1) - 1
+    skips = gaps // _SKIP
+    ends = np.cumsum(skips + 1)
+    coded = np.full(int(ends[-1]), _SKIP, dtype=np.uint8)
+    coded[ends - 1] = gaps % _SKIP
+    return coded
+
+
+def _pack(
+    coding: Coding, head: bytes, new: NDArray[Any], old: NDArray[Any] | None, compressed: bool
+) -> EncodedBlock:
+    words = len(new)
+    plain_bytes = len(head) + new.nbytes
+    if compressed:
+        values = new if old is None else new ^ old
+        planes = np.ascontiguousarray(values.view(np.uint8).reshape(words, -1).T)
+        payload = compress(head + planes.tobytes())
+        if len(payload) < plain_bytes:
+            flags = COMPRESSED | PLANES | (DIFFERENCES if old is not None else 0)
+            return EncodedBlock(coding, flags, words, plain_bytes, payload)
+    return EncodedBlock(coding, 0, words, plain_bytes, head + new.tobytes())
+
+
+def decode_block(
+    payload: Any,
+    coding: int,
+    flags: int,
+    words: int,
+    plain_bytes: int,
+    block: NDArray[Any],
+    label: str,
+    *,
+    has_before: bool,
+) -> None:
+    """Change a block, given as its words, by a payload; `label` names it in errors.
+
+    Raises:
+        FormatError: a payload that is not one of such a block.
+    """
+
+    def damaged(what: str) -> FormatError:
+        return FormatError(f"{label}: {what}; the delta is damaged, fetch it again")
+
+    if flags & ~_KNOWN_FLAGS or coding not in [*Coding]:
+        raise damaged(f"an unknown coding {coding} with flags {flags}")
+    if plain_bytes > block.nbytes or not 0 < words <= len(block):
+        raise damaged(f"{words} words in {plain_bytes} bytes for a block of {len(block)} words")
+    if not has_before and (flags & DIFFERENCES or coding != Coding.WHOLE):
+        raise damaged("changes of a block that was not there")
+    if flags & COMPRESSED:
+        payload = decompress(payload, plain_bytes, label)
+    if len(payload) != plain_bytes:
+        raise damaged(f"a payload of {len(payload)} bytes, expected {plain_bytes}")
+    content = np.frombuffer(payload, dtype=np.uint8)
+    chosen, head_bytes = _find_changed(content, coding, len(block), damaged)
+    if len(content) - head_bytes != words * block.itemsize:
+        raise damaged(f"{len(content) - head_bytes} bytes of values for {words} words")
+    values = content[head_bytes:]
+    if flags & PLANES:
+        values = np.ascontiguousarray(values.reshape(block.itemsize, words).T).reshape(-1)
+    numbers = np.frombuffer(values.tobytes(), dtype=block.dtype)
+    found = len(block) if chosen is None else _count(chosen)
+    if found != words:
+        raise damaged(f"{found} words are named, expected {words}")
+    if chosen is None:
+        block[:] = numbers ^ block if flags & DIFFERENCES else numbers
+    elif flags & DIFFERENCES:
+        block[chosen] ^= numbers
+    else:
+        block[chosen] = numbers
+
+
+def _count(chosen: NDArray[Any]) -> int:
+    return int(np.count_nonzero(chosen)) if chosen.dtype == bool else len(chosen)
+
+
+def _find_changed(
+    content: NDArray[np.uint8], coding: int, total: int, damaged: Any
+) -> tuple[NDArray[Any] | None, int]:
+    """Which words changed, as places or a mask (None: all), and the bytes that say so."""
+    if coding == Coding.WHOLE:
+        return None, 0
+    if coding == Coding.MASK:
+        size = -(-total // 8)
+        if len(content) < size:
+            raise damaged("a mask that is cut off")
+        return np.unpackbits(content[:size], count=total, bitorder="little").view(bool), size
+    if len(content) < _COUNT.itemsize:
+        raise damaged("a payload without a length")
+    count = int(np.frombuffer(content[: _COUNT.itemsize].tobytes(), _COUNT)[0])
+    size = _COUNT.itemsize + count * (1 if coding == Coding.GAPS else 8)
+    if len(content) < size or not count:
+        raise damaged(f"{count} places that are cut off")
+    head = content[_COUNT.itemsize : size]
+    if coding == Coding.GAPS:
+        # Each byte moves behind a changed word, but for those that skip.
+        steps = head.astype(np.int64)
+        is_skip = head == _SKIP
+        steps[~is_skip] += 1
+        places = (np.cumsum(steps) - 1)[~is_skip]
+        if is_skip[-1] or places[-1] >= total:
+            raise damaged("gaps beyond the end of the block")
+        return places, size
+    edges = np.cumsum(np.frombuffer(head.tobytes(), "<u4").astype(np.int64))
+    if edges[-1] > total or (np.diff(edges) <= 0).any():
+        raise damaged("runs that are empty, touch, or reach beyond the end of the block")
+    marks = np.zeros(total + 1, dtype=np.int8)
+    marks[edges[::2]] = 1
+    marks[edges[1::2]] = -1
+    return np.cumsum(marks[:-1], dtype=np.int8).view(bool), size

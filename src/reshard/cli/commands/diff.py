@@ -1,0 +1,134 @@
+"""`reshard diff`: what changed between two checkpoints, as a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.checkpoint.deltas.compression import COMPRESSIONS
+from reshard.checkpoint.deltas.making import DeltaReport
+from reshard.checkpoint.deltas.making import diff as make_delta
+from reshard.cli.failures import DONE
+from reshard.cli.options import (
+    as_path,
+    json_option,
+    memory_option,
+    quiet_option,
+    threads_option,
+)
+from reshard.cli.output import MOST_LISTED, printable, write, write_json
+from reshard.cli.progress import shown_progress
+from reshard.text.quantities import bytes_text, count_text, duration_text
+
+
+@click.command()
+@click.argument("before", callback=as_path)
+@click.argument("after", callback=as_path)
+@click.option(
+    "--output",
+    "-o",
+    "out",
+    required=True,
+    callback=as_path,
+    metavar="DELTA",
+    help="The file to write.",
+)
+@click.option(
+    "--compress",
+    "compression",
+    type=click.Choice(COMPRESSIONS),
+    help="Compress what changed; smaller where numbers moved a little.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace DELTA if it exists, at the very end.")
+@memory_option
+@threads_option
+@json_option
+@quiet_option
+def diff(
+    before: str,
+    after: str,
+    out: str,
+    compression: str | None,
+    overwrite: bool,
+    extra_bytes: int,
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Write what changed from BEFORE to AFTER, in any cuts.
+
+    Of tensors that both have in one type and shape, DELTA has the elements or blocks that changed;
+    others of AFTER are in it whole. `reshard apply` makes AFTER of BEFORE with it, in any cut.
+    Where both have a manifest of reshard, blocks whose digests are equal are not read.
+
+    \b
+    Examples:
+      reshard diff llama-3-8b llama-step2 -o step2.delta
+      reshard diff llama-3-8b llama-step2 -o step2-packed.delta --compress zstd
+
+    \b
+    Keys of --json:
+      before, after, delta, tensors, changed, added, replaced, removed (names)
+      blocks, changed_blocks, changed_bytes, payload_bytes, size_bytes
+      read_bytes, seconds_s, notes
+    """
+    with shown_progress("comparing", quiet) as progress:
+        report = make_delta(
+            before,
+            after,
+            out,
+            compression=compression,
+            overwrite=overwrite,
+            extra_bytes=extra_bytes,
+            threads=threads,
+            progress=progress,
+        )
+    if as_json:
+        write_json(_as_json(before, after, out, report))
+    elif not quiet:
+        write("\n".join(_as_text(before, after, out, report)))
+    return DONE
+
+
+def _as_text(before: str, after: str, out: str, report: DeltaReport) -> list[str]:
+    lines = [
+        f"{printable(before)} to {printable(after)}: {len(report.changed)} of "
+        f"{count_text(report.tensors, 'tensor')} changed, {bytes_text(report.changed_bytes)} of "
+        f"elements in {report.changed_blocks} of {count_text(report.blocks, 'block')}"
+    ]
+    for what, names in (
+        ("added", report.added),
+        ("of another type or shape", report.replaced),
+        ("removed", report.removed),
+    ):
+        if names:
+            shown = ", ".join(printable(name) for name in names[:MOST_LISTED])
+            more = f", {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+            lines.append(f"{what}: {shown}{more}")
+    lines.append(
+        f"{printable(out)} has {bytes_text(report.size_bytes)}; read "
+        f"{bytes_text(report.read_bytes)} in {duration_text(report.seconds_s)}"
+    )
+    return [*lines, *(f"note: {printable(note)}" for note in report.notes)]
+
+
+def _as_json(before: str, after: str, out: str, report: DeltaReport) -> dict[str, Any]:
+    return {
+        "before": before,
+        "after": after,
+        "delta": out,
+        "tensors": report.tensors,
+        "changed": list(report.changed),
+        "added": list(report.added),
+        "replaced": list(report.replaced),
+        "removed": list(report.removed),
+        "blocks": report.blocks,
+        "changed_blocks": report.changed_blocks,
+        "changed_bytes": report.changed_bytes,
+        "payload_bytes": report.payload_bytes,
+        "size_bytes": report.size_bytes,
+        "read_bytes": report.read_bytes,
+        "seconds_s": report.seconds_s,
+        "notes": list(report.notes),
+    }

@@ -1,0 +1,182 @@
+"""Deltas: what they say, how much they read, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.checkpoint_files import Tensor, tensor, write_file
+from reshard import checkpoint
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.errors import DigestError, ReshardError, UsageError
+
+WHOLE = {
+    "a": tensor("float32", (40, 20), 1),
+    "b": tensor("bfloat16", (33, 7), 2),
+    "c": tensor("float64", (), 3),
+    "d": tensor("int8", (0, 3), 4),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 256)
+
+
+def changed(whole: Tensor, *places: int) -> Tensor:
+    bits = whole.bits.copy()
+    for place in places:
+        bits.reshape(-1)[place] ^= bits.dtype.type(1)
+    return Tensor(whole.dtype, bits)
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_file(folder / "model.safetensors", tensors)
+    return folder
+
+
+def test_what_a_delta_says(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", {**WHOLE, "gone": WHOLE["b"], "other": WHOLE["a"]})
+    after = {
+        **WHOLE,
+        "a": changed(WHOLE["a"], 3, 700),
+        "other": tensor("float32", (40, 21), 1),
+        "new": tensor("int16", (9,), 9),
+    }
+    b = write(tmp_path / "b", after)
+    report = checkpoint.diff(a, b, tmp_path / "delta")
+    assert report.changed == ("a",)
+    assert (report.added, report.replaced, report.removed) == (("new",), ("other",), ("gone",))
+    assert report.changed_bytes == 8
+    found = checkpoint.read_delta(tmp_path / "delta")
+    kinds = {name: one.kind for name, one in found.tensors.items()}
+    assert kinds == {
+        **dict.fromkeys("bcd", "kept"),
+        "a": "changed",
+        "other": "replaced",
+        "new": "added",
+    }
+    assert set(found.removed) == {"gone"}
+    assert len(found.records_of(found.tensors["a"])) == 2
+    assert report.size_bytes == (tmp_path / "delta").stat().st_size == found.size_bytes
+    digests = checkpoint.check_digests(b).digests
+    assert (
+        digests["a"]
+        == blocks.tensor_digest(
+            bytes(one) for one in found.digests[found.tensors["a"].blocks]
+        ).tensor.hex()
+    )
+    assert os.listdir(tmp_path) == ["a", "b", "delta"] or len(os.listdir(tmp_path)) == 3
+
+
+def test_nothing_changed(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", WHOLE)
+    report = checkpoint.diff(a, a, tmp_path / "delta")
+    assert not (report.changed or report.added or report.replaced or report.removed)
+    assert report.changed_blocks == report.payload_bytes == 0
+    checkpoint.apply(a, tmp_path / "delta", tmp_path / "out")
+    assert checkpoint.compare(a, tmp_path / "out").is_same
+
+
+def read_bytes(tmp_path: Path, a: Path, b: Path) -> int:
+    report = checkpoint.diff(a, b, tmp_path / "delta", overwrite=True)
+    assert report.changed == ("a",)
+    checkpoint.apply(a, tmp_path / "delta", tmp_path / "out", overwrite=True)
+    assert checkpoint.compare(b, tmp_path / "out").is_same
+    return report.read_bytes
+
+
+def test_digests_of_manifests_spare_reads(tmp_path: Path) -> None:
+    plain = [write(tmp_path / "pa", WHOLE)]
+    plain.append(write(tmp_path / "pb", {**WHOLE, "a": changed(WHOLE["a"], 3)}))
+    known = []
+    for path in plain:
+        known.append(tmp_path / f"k{path.name}")
+        checkpoint.convert(path, known[-1], to="full")
+    total = sum(one.size_bytes for one in WHOLE.values())
+    assert read_bytes(tmp_path, *plain) == 2 * total
+    # One block of 240 bytes changed.
+    assert read_bytes(tmp_path, *known) == 2 * 240
+    assert read_bytes(tmp_path, known[0], plain[1]) == total + 240
+    assert read_bytes(tmp_path, plain[0], known[1]) == total + 240
+
+
+def test_a_block_that_is_not_what_its_manifest_says(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", WHOLE)
+    b = tmp_path / "b"
+    checkpoint.convert(write(tmp_path / "pb", {**WHOLE, "a": changed(WHOLE["a"], 3)}), b, to="full")
+    path = b / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[checkpoint.open(b)["a"].file_range(0).start_bytes] ^= 255
+    path.write_bytes(bytes(content))
+    with pytest.raises(DigestError, match="tensor 'a', is not what was written"):
+        checkpoint.diff(a, b, tmp_path / "delta")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "pb"]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_the_same_delta_whoever_was_first(tmp_path: Path, compression: str | None) -> None:
+    a = write(tmp_path / "a", WHOLE)
+    b = write(tmp_path / "b", {**WHOLE, "a": changed(WHOLE["a"], *range(0, 800, 7))})
+    found = []
+    for threads in (1, 4):
+        checkpoint.diff(
+            a, b, tmp_path / "delta", threads=threads, overwrite=True, compression=compression
+        )
+        delta = checkpoint.read_delta(tmp_path / "delta")
+        found.append((delta.digests.tobytes(), delta.records[["block", "words", "size"]].tolist()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"compression": "gzip"}, "compression 'gzip'; it can be zstd"),
+        ({"extra_bytes": 1000}, "a memory limit of 1000 bytes; one thread needs"),
+        ({"threads": 0}, "threads of 0"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
+    a = write(tmp_path / "a", WHOLE)
+    with pytest.raises(UsageError, match=told):
+        checkpoint.diff(a, a, tmp_path / "delta", **arguments)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_file_that_is_there(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", WHOLE)
+    (tmp_path / "delta").write_text("mine")
+    with pytest.raises(UsageError, match="is there; give --overwrite"):
+        checkpoint.diff(a, a, tmp_path / "delta")
+    assert (tmp_path / "delta").read_text() == "mine"
+    with pytest.raises(UsageError, match="is a folder"):
+        checkpoint.diff(a, a, a, overwrite=True)
+    with pytest.raises(ReshardError, match="cannot write the delta"):
+        checkpoint.diff(a, a, tmp_path / "no" / "delta")
+
+
+def test_elements_of_every_width(tmp_path: Path) -> None:
+    names = ["uint8", "float8_e4m3fn", "bfloat16", "float32", "float64", "complex64", "bool"]
+    whole = {name: tensor(name, (50, 30), 1) for name in names}
+    a = write(tmp_path / "a", whole)
+    b = write(
+        tmp_path / "b",
+        {
+            name: Tensor(
+                one.dtype,
+                np.where(
+                    np.arange(1500).reshape(50, 30) % 9, one.bits, tensor(name, (50, 30), 2).bits
+                ),
+            )
+            for name, one in whole.items()
+        },
+    )
+    for compression in (None, "zstd"):
+        checkpoint.diff(a, b, tmp_path / "delta", compression=compression, overwrite=True)
+        checkpoint.apply(a, tmp_path / "delta", tmp_path / "out", overwrite=True)
+        assert checkpoint.compare(b, tmp_path / "out").is_same
