@@ -92,7 +92,7 @@ def test_help_has_the_commands_and_exit_codes() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_all_there_is(command: str) -> None:
     text = run_here(command, "--help").output
-    assert 2 <= len(examples(command)) <= 4
+    assert 2 <= len(examples(command)) <= 5
     assert "Keys of --json:" in text
     assert all(len(line) <= 100 for line in text.splitlines())
     for parameter in program.commands[command].params:

@@ -48,6 +48,7 @@ from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import register_format, shipped_formats
 from reshard.checkpoint.loading import load, read_tensor
+from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
 
 __all__ = [
     "Arrangement",
@@ -79,6 +80,7 @@ __all__ = [
     "open",
     "plan_application",
     "plan_conversion",
+    "plan_for_pretrained",
     "read_delta",
     "read_tensor",
     "register_format",

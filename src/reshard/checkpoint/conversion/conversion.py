@@ -50,7 +50,8 @@ class Conversion:
             conversion from another in journals.
         assignment: how rules and recipes matched; None where none were used.
         computed: tensors that are not moved as they are, by name.
-        rewritten: files beside the tensors with other content than in the source.
+        rewritten: files beside the tensors with other content than in the source, or from
+            elsewhere: the content of each, or where it is copied from.
     """
 
     source: Checkpoint
@@ -60,12 +61,18 @@ class Conversion:
     resolved: Mapping[str, Any]
     assignment: Assignment | None = None
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
-    rewritten: Mapping[str, bytes] = field(default_factory=dict)
+    rewritten: Mapping[str, bytes | Path] = field(default_factory=dict)
 
     @property
     def format(self) -> CheckpointFormat:
         """The format of the target."""
         return self.request.target_format
+
+    @property
+    def companions(self) -> Mapping[str, bytes | Path]:
+        """The files beside the tensors: the content of each, or where it is copied from."""
+        carried = {name: self.source.path(name) for name in self.source.carried}
+        return {**carried, **self.rewritten}
 
     @property
     def unmatched(self) -> tuple[str, ...]:

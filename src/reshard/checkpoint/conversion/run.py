@@ -327,13 +327,13 @@ class _ConversionRun:
         # 2. Files that are copied, and those that the format adds, such as an index.
         content, arrangement = self.staging.content, self.conversion.arrangement
         with refusals_explained("write the files beside the tensors", content):
-            for name in self.conversion.source.carried:
+            for name, companion in self.conversion.companions.items():
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
-                if name in self.conversion.rewritten:
-                    _write_synced(content / name, self.conversion.rewritten[name])
-                    continue
-                shutil.copyfile(self.conversion.source.path(name), content / name)
-                _sync_file(content / name)
+                if isinstance(companion, bytes):
+                    _write_synced(content / name, companion)
+                else:
+                    shutil.copyfile(companion, content / name)
+                    _sync_file(content / name)
             for name, final in self.conversion.format.final_files(arrangement):
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
                 _write_synced(content / name, final)
@@ -345,7 +345,7 @@ class _ConversionRun:
                 tuple(file.stored for file in arrangement.files),
                 arrangement.tensors,
                 self.digests(),
-                self.conversion.source.carried,
+                tuple(self.conversion.companions),
                 items,
             )
             _write_synced(content / MANIFEST_NAME, manifest.to_json().encode())

@@ -137,6 +137,21 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
     return _bind_boxes(name, first, fusion.shape_with(whole), move_all())
 
 
+def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
+    """The first `rows` of a tensor, bound to the same bytes.
+
+    Raises:
+        RecipeError: more boxes than are taken.
+    """
+
+    def clip() -> Iterator[StoredBox]:
+        for one in list_stored_boxes(tensor):
+            if one.box.start[0] < rows:
+                yield one.moved(_replace(one.box, 0, one.box.start[0], min(one.box.stop[0], rows)))
+
+    return _bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
+
+
 def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 

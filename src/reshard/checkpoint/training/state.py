@@ -200,6 +200,15 @@ def _is_optimizer_word(container: str) -> bool:
     return _CONTAINER.fullmatch(words[-1]) is not None
 
 
+def is_beside_model(name: str) -> bool:
+    """Whether a name is of what programs save beside a model, such as random states.
+
+    >>> is_beside_model("rng_state"), is_beside_model("model.norm.weight")
+    (True, False)
+    """
+    return _ELSEWHERE.fullmatch(name.partition(".")[0]) is not None
+
+
 def bare_name(name: str) -> str:
     """A parameter's name without the wrappers that programs put around modules.
 
@@ -267,7 +276,7 @@ class _StateBuilder:
         if prefix not in self.by_prefix:
             found: dict[str, str] = {}
             for name in self.outside:
-                if not name.startswith(prefix) or _ELSEWHERE.fullmatch(name.partition(".")[0]):
+                if not name.startswith(prefix) or is_beside_model(name):
                     continue
                 bare = bare_name(name[len(prefix) :])
                 # Two that differ by wrappers alone keep them.
@@ -369,8 +378,7 @@ def _common_prefix(names: Sequence[str]) -> list[str]:
     """The first word of most names with a dot behind it, where it is one for models."""
     for word in ("model.", "state_dict.", "model_state_dict.", "module.", "network.", "net."):
         if any(name.startswith(word) for name in names) and all(
-            name.startswith(word) or _ELSEWHERE.fullmatch(name.partition(".")[0]) or "." not in name
-            for name in names
+            name.startswith(word) or is_beside_model(name) or "." not in name for name in names
         ):
             return [word]
     return []

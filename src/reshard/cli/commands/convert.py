@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import running_processes
 from reshard.checkpoint.conversion.run import (
     ConversionReport,
@@ -16,8 +15,6 @@ from reshard.checkpoint.conversion.run import (
     run_conversion,
 )
 from reshard.checkpoint.conversion.staging import check_target
-from reshard.checkpoint.engines.conversion import plan_for_vllm
-from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.cli.commands.plan import matching_json, matching_lines
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -39,9 +36,8 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.progress import shown_progress
-from reshard.errors import InterruptedRunError, UsageError
-from reshard.recipes.engine_layouts.engines import derive_layout
-from reshard.recipes.engine_layouts.layout_file import read_layout_file
+from reshard.cli.targets import config_option, for_option, plan_from_options
+from reshard.errors import InterruptedRunError
 from reshard.text.quantities import bytes_text, count_text, duration_text, rate_text, table
 
 
@@ -51,13 +47,8 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 @conversion_options
 @memory_option
 @threads_option
-@click.option(
-    "--for",
-    "engine",
-    type=click.Choice(["vllm"]),
-    help="Write what every rank of an engine loads, by its own loader: for --to tp=8, or of "
-    "--layout. vllm: its load format sharded_state.",
-)
+@for_option
+@config_option
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -71,7 +62,8 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 def convert(
     source: str,
     target: str,
-    engine: str | None,
+    target_kind: str | None,
+    config: str | None,
     extra_bytes: int,
     threads: int | None,
     dry_run: bool,
@@ -92,6 +84,7 @@ def convert(
       reshard convert llama-tp4 llama-tp2 --to tp=2,dp=2 --rule '*.weight=tp, -'
       reshard convert llama-tp4 llama-whole --to full --max-file 5GB
       reshard convert llama-3-8b llama-megatron --to tp=2 --recipe llama --target-names megatron
+      reshard convert llama-megatron llama-hf --for hf
 
     \b
     A rule is a glob on tensor names and how these are cut, an item a dimension:
@@ -110,10 +103,7 @@ def convert(
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
     try:
-        if engine is None:
-            conversion = plan_conversion(source, target, **conversion_arguments)
-        else:
-            conversion = _plan_for_engine(engine, source, target, **conversion_arguments)
+        conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
         if dry_run:
             expect_runnable(conversion, extra_bytes, threads)
             begun = check_target(conversion.target, overwrite, restart)
@@ -147,36 +137,6 @@ def convert(
     elif not quiet:
         write("\n".join(report_lines(source, target, conversion, report)))
     return DONE
-
-
-def _plan_for_engine(
-    engine: str,
-    source: str,
-    target: str,
-    to: str | None,
-    layout: str | None,
-    most_file_bytes: int | None,
-    replicas: str,
-    **others: Any,
-) -> Conversion:
-    """The conversion to what an engine's ranks load. Raises UsageError for other options."""
-    given = [name for name, value in others.items() if value not in (None, (), False)]
-    if given or replicas != REPLICAS[0]:
-        option = (given or ["replicas"])[0].replace("_", "-").removesuffix("s")
-        raise UsageError(
-            f"--for {engine} with --{option}: the engine's own loader says what its ranks hold; "
-            "leave it out, or convert twice"
-        )
-    if (to is None) == (layout is None):
-        raise UsageError(
-            f"--for {engine} takes the engine's parallelism (--to tp=8), or a file of `reshard "
-            "recipe derive` (--layout): give one of them"
-        )
-    if layout is not None:
-        derived = read_layout_file(layout)
-    else:
-        derived = derive_layout(engine, source, to or "")
-    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
 
 
 def report_lines(

@@ -10,7 +10,6 @@ import click
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.cli.conversion_report import conversion_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
@@ -32,6 +31,7 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.report_file import check_report, report_options, write_report
+from reshard.cli.targets import config_option, for_option, plan_from_options
 from reshard.geometry.transfers import Transfers
 from reshard.mesh import DeviceMesh
 from reshard.plans.plan import Plan
@@ -42,6 +42,8 @@ from reshard.text.quantities import bytes_text, count_text, table
 @click.command()
 @click.argument("source", callback=as_path)
 @conversion_options
+@for_option
+@config_option
 @memory_option
 @threads_option
 @click.option("--picture", "drawn", metavar="NAME", help="Draw a tensor's cuts before and after.")
@@ -49,6 +51,8 @@ from reshard.text.quantities import bytes_text, count_text, table
 @report_options
 def plan(
     source: str,
+    target_kind: str | None,
+    config: str | None,
     extra_bytes: int,
     threads: int | None,
     drawn: str | None,
@@ -86,9 +90,8 @@ def plan(
     check_report(report_path, overwrite, ranks_per_host)
     # Planning wants to know that the target is apart from the source, and nothing else of it.
     place = Path(source).resolve()
-    conversion = plan_conversion(
-        source, place.with_name(f"{place.name}.planned"), **conversion_arguments
-    )
+    target = str(place.with_name(f"{place.name}.planned"))
+    conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
     workers = conversion.threads(extra_bytes, threads)
     needed_bytes = conversion.extra_bytes(extra_bytes, threads)
     drawing = _drawing(conversion, drawn) if drawn is not None else None

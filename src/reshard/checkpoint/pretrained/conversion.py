@@ -1,0 +1,285 @@
+"""Conversions to a model folder: from any training checkpoint to what `from_pretrained` loads.
+
+1. Of the source, what the user selects; of that the weights, without wrappers in their names
+   (`weights`).
+2. Names in the architecture's: without the trainer's prefix, and out of another program's names by
+   the recipe of config.json's model type (`model_names`).
+3. Rows of the vocabulary that only pad it for ranks are cut off; tied weights are stored once
+   (`ties`); layers and experts are there, all of them.
+4. Element types as they are, or as asked for; config.json says which (`model_folder`).
+5. Safetensors files with an index, as any conversion writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.changes.planning import ChangedElements, change_elements
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import check_apart
+from reshard.checkpoint.conversion.request import ConversionRequest, RecipeName
+from reshard.checkpoint.conversion.source_names import find_recipe
+from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.naming.fusing import take_rows
+from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
+from reshard.checkpoint.naming.selection import by_new_names
+from reshard.checkpoint.pretrained.model_folder import (
+    CONFIG,
+    ModelFiles,
+    config_bytes,
+    find_model_files,
+    most_common_type,
+    with_dtype,
+)
+from reshard.checkpoint.pretrained.model_names import ModelNames, find_model_names
+from reshard.checkpoint.pretrained.ties import describe_missing_output, store_tied_once
+from reshard.checkpoint.pretrained.weights import model_name, take_weights
+from reshard.checkpoint.training.state import find_training_state
+from reshard.elements.casting import is_castable
+from reshard.errors import CheckpointError, RecipeError
+from reshard.layout import Layout
+from reshard.recipes.config.expressions import parse_expression
+from reshard.recipes.library import choose_recipe
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
+from reshard.text.quantities import count_text
+
+#: Files are begun anew beyond so many bytes, as `save_pretrained` does.
+MOST_FILE_BYTES = 5_000_000_000
+_MOST_LISTED = 8
+
+
+def plan_for_pretrained(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    recipe: RecipeName | None = None,
+    source_names: str | None = None,
+    dtype: str | None = None,
+    most_file_bytes: int | None = MOST_FILE_BYTES,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    strip_prefix: Iterable[str] = (),
+    rename: Iterable[str] = (),
+) -> Conversion:
+    """Plan a folder that `from_pretrained` of transformers loads, from any training checkpoint.
+
+    Args:
+        source: a checkpoint, or where it is.
+        target: the folder that will hold the model.
+        config: the folder of the model that was trained, or its config.json, where the checkpoint
+            has none beside it. Tokenizer files beside it are taken too.
+        recipe: for the model's names; by config.json's model type when None.
+        source_names: the convention that the source's names are in, such as `megatron`; found by
+            the names when None.
+        dtype: of floating-point weights: bf16, fp16 or fp32; as they are when None.
+        most_file_bytes: begin a new file beyond so many bytes; one file when None.
+        include, exclude, strip_prefix, rename: as in a `ConversionRequest`. Where prefixes or names
+            are given, no other prefix is taken off.
+
+    Raises:
+        CheckpointError: a source that cannot be used, that has no weights, or not all of them; no
+            config.json.
+        RecipeError: names that could be meant in several ways, or that do not fit the recipe.
+        UsageError: arguments that cannot be.
+    """
+    request = ConversionRequest(
+        to="full",
+        format="safetensors",
+        dtype=dtype,
+        most_file_bytes=most_file_bytes,
+        include=include,
+        exclude=exclude,
+        strip_prefix=strip_prefix,
+        rename=rename,
+    )
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    target = Path(target)
+    with refusals_explained("look at the target", target):
+        whole = isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir()
+        check_apart(checkpoint, target, whole_folder=whole)
+    files = find_model_files(checkpoint, config)
+    chosen = choose_recipe(files.config) if recipe is None else find_recipe(recipe, checkpoint)
+    checkpoint = select_from(checkpoint, request.selection)
+    weights, names = _name_weights(checkpoint, chosen, files.config, source_names, request)
+    weights = _cut_padding(weights, files.config)
+    tied = store_tied_once(weights, files.config)
+    weights, found = tied.checkpoint, tied.config
+    missing = describe_missing_output(weights, found)
+    if missing is not None:
+        raise CheckpointError(missing)
+    if chosen is not None:
+        _expect_all_numbers(weights, chosen, found)
+    changed = _change_types(weights, found, dtype)
+    weights = changed.checkpoint
+    content = config_bytes(with_dtype(found, most_common_type(weights)))
+    notes = [*weights.notes, *names.notes, *tied.notes, *_describe_place(files, checkpoint)]
+    arrangement = request.target_format.arrange(
+        NewCheckpoint(
+            {
+                name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
+                for name, one in weights.tensors.items()
+            },
+            metadata=weights.metadata,
+            most_file_bytes=most_file_bytes,
+        )
+    )
+    companions = {name: path for name, path in files.companions.items() if name != CONFIG}
+    resolved = {
+        "for": "hf",
+        "to": request.to_text,
+        "recipe": chosen.name if chosen else None,
+        "prefix": names.prefix,
+        "source_names": names.convention,
+        "dtype": dtype,
+        "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
+        **request.selection.to_json(),
+    }
+    return Conversion(
+        dataclasses.replace(weights, carried=(), left_out=(), notes=tuple(notes)),
+        target,
+        arrangement,
+        request,
+        resolved,
+        computed=changed.computed,
+        rewritten={CONFIG: content, **companions},
+    )
+
+
+def _name_weights(
+    checkpoint: Checkpoint,
+    recipe: Recipe | None,
+    config: Mapping[str, Any],
+    source_names: str | None,
+    request: ConversionRequest,
+) -> tuple[Checkpoint, ModelNames]:
+    """The weights of a checkpoint, in the names of the architecture."""
+    containers = _find_containers(checkpoint)
+    weights = take_weights(checkpoint)
+    if source_names is None:
+        names = find_model_names(
+            weights,
+            recipe,
+            config,
+            containers=containers,
+            keeps_prefix=request.selection.changes_names,
+        )
+    else:
+        names = ModelNames("", source_names)
+    new = {name: name.removeprefix(names.prefix) for name in weights.tensors}
+    weights = by_new_names(weights, new)
+    table = names_of("source_names", names.convention, recipe, config)
+    if table is not None:
+        weights = in_recipe_names(weights, table.table)
+    stacked = find_stacked_names(weights, recipe, config)
+    if stacked is not None:
+        weights = in_recipe_names(weights, stacked.table)
+    return weights, names
+
+
+def _find_containers(checkpoint: Checkpoint) -> list[str]:
+    """The prefixes of weights that the trainer's state shows to be its own."""
+    state = find_training_state(checkpoint)
+    shown = [*state.weight_prefixes] if state is not None else []
+    fronts = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.tensors}
+    shown += [".".join(map(str, front)) + "." for front in fronts if front]
+    return [model_name(f"{one}x").removesuffix("x") for one in shown if one]
+
+
+def _cut_padding(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint without rows of the vocabulary that config.json does not have."""
+    texts = config.get("text_config")
+    size = config.get("vocab_size", texts.get("vocab_size") if isinstance(texts, dict) else None)
+    if type(size) is not int or size < 1:
+        return checkpoint
+    padded = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if _is_vocabulary(name) and len(tensor.shape) in (1, 2) and tensor.shape[0] > size
+    }
+    if not padded:
+        return checkpoint
+    first, shape = next((name, one.shape) for name, one in padded.items())
+    note = (
+        f"{count_text(len(padded), 'tensor')} cut to the {size} rows of config.json's vocab_size "
+        f"(first: {first}, which has {shape[0]}): the others pad it for ranks"
+    )
+    cut = {name: take_rows(tensor, size) for name, tensor in padded.items()}
+    checksums = (
+        dataclasses.replace(one, is_read_once=one.is_read_once and one.tensor not in cut)
+        for one in checkpoint.checksums
+    )
+    return dataclasses.replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, **cut},
+        checksums=tuple(checksums),
+        notes=(*checkpoint.notes, note),
+    )
+
+
+def _is_vocabulary(name: str) -> bool:
+    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    return module in ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
+
+
+def _expect_all_numbers(checkpoint: Checkpoint, recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where layers or experts are missing between others."""
+    found: dict[str, set[int]] = {}
+    # Names that differ in digits only are of one rule.
+    rule_of: dict[str, Rule | None] = {}
+    for name in checkpoint.tensors:
+        kind = re.sub(r"\d", "0", name)
+        if kind not in rule_of:
+            rule_of[kind] = next((one for one in recipe.rules if one.matches(name)), None)
+        rule = rule_of[kind]
+        if rule is not None:
+            for number, value in (rule.numbers_in(name) or {}).items():
+                found.setdefault(number, set()).add(value)
+    for number, values in found.items():
+        try:
+            count = parse_expression(recipe.numbers[number].count).value(config, {})
+        except (KeyError, RecipeError):
+            continue
+        missing = sorted({*range(int(count))} - values)
+        if missing:
+            shown = ", ".join(map(str, missing[:_MOST_LISTED]))
+            shown += (
+                f"... {len(missing) - _MOST_LISTED} more" if len(missing) > _MOST_LISTED else ""
+            )
+            raise CheckpointError(
+                f"{checkpoint.folder} lacks {number} {shown}, of {count} that config.json says; "
+                "name the whole checkpoint, or the config.json that is true of it"
+            )
+
+
+def _change_types(
+    checkpoint: Checkpoint, config: Mapping[str, Any], dtype: str | None
+) -> ChangedElements:
+    if dtype is None:
+        return ChangedElements(checkpoint)
+    kinds = {one.dtype for one in checkpoint.tensors.values() if is_castable(one.dtype)}
+    # Of a model that is trained in one type, none is kept in float32 on purpose.
+    if len(kinds) == 1:
+        config = {
+            key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))
+        }
+    return change_elements(checkpoint, config, dtype_name=dtype)
+
+
+def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:
+    if files.folder == checkpoint.folder:
+        return []
+    beside = [name for name in files.companions if name != CONFIG]
+    others = f" and {count_text(len(beside), 'file')} beside it" if beside else ""
+    return [f"{CONFIG}{others} of {files.folder}"]

@@ -1,0 +1,130 @@
+"""What `--for` names: targets that say by themselves what is written, and how.
+
+Without it, a conversion is what the other options say. A target takes some of them; another one
+that is given is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import plan_conversion
+from reshard.checkpoint.engines.conversion import plan_for_vllm
+from reshard.checkpoint.formats.arrangement import REPLICAS
+from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
+from reshard.errors import UsageError
+from reshard.recipes.engine_layouts.engines import derive_layout
+from reshard.recipes.engine_layouts.layout_file import read_layout_file
+
+_SELECTION = ("include", "exclude", "strip_prefix", "rename")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A target: the options that it takes, why it takes no others, and what plans it."""
+
+    options: tuple[str, ...]
+    reason: str
+    plan: Callable[..., Conversion]
+
+
+def _plan_for_hf(
+    source: str,
+    target: str,
+    to: str | None = None,
+    most_file_bytes: int | None = None,
+    **others: Any,
+) -> Conversion:
+    if to not in (None, "full"):
+        raise UsageError(f"--for hf with --to {to}: its tensors are whole; leave --to out")
+    most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
+    return plan_for_pretrained(source, target, most_file_bytes=most, **others)
+
+
+def _plan_for_vllm(
+    source: str,
+    target: str,
+    to: str | None = None,
+    layout: str | None = None,
+    most_file_bytes: int | None = None,
+) -> Conversion:
+    if (to is None) == (layout is None):
+        raise UsageError(
+            "--for vllm takes the engine's parallelism (--to tp=8), or a file of `reshard "
+            "recipe derive` (--layout): give one of them"
+        )
+    if layout is not None:
+        derived = read_layout_file(layout)
+    else:
+        derived = derive_layout("vllm", source, to or "")
+    return plan_for_vllm(source, target, derived, most_file_bytes=most_file_bytes)
+
+
+_TARGETS = {
+    "hf": _Target(
+        ("to", "config", "recipe", "source_names", "dtype", "most_file_bytes", *_SELECTION),
+        "a model folder has whole weights, in the names and files that transformers reads",
+        _plan_for_hf,
+    ),
+    "vllm": _Target(
+        ("to", "layout", "most_file_bytes"),
+        "the engine's own loader says what its ranks hold",
+        _plan_for_vllm,
+    ),
+}
+
+for_option = click.option(
+    "--for",
+    "target_kind",
+    type=click.Choice(tuple(_TARGETS)),
+    help="Write what a program loads. hf: a model folder for `from_pretrained` of transformers, of "
+    "any training checkpoint: weights alone, in the architecture's names, with config.json. vllm: "
+    "what every rank of vLLM loads as sharded_state, for --to tp=8 or --layout.",
+)
+config_option = click.option(
+    "--config",
+    metavar="DIR|FILE",
+    help="For --for hf: the folder of the model that was trained, or its config.json, where SOURCE "
+    "has none beside it; tokenizer files come along.",
+)
+
+
+def plan_from_options(
+    source: str, target: str, target_kind: str | None, config: str | None, **arguments: Any
+) -> Conversion:
+    """The conversion that the options of a command say.
+
+    Raises:
+        UsageError: an option that the target does not take.
+    """
+    if target_kind is None:
+        if config is not None:
+            raise UsageError("--config is for --for hf; a recipe reads the config.json of SOURCE")
+        return plan_conversion(source, target, **arguments)
+    chosen = _TARGETS[target_kind]
+    given = {
+        name: value
+        for name, value in {**arguments, "config": config}.items()
+        if value not in (None, (), False) and (name, value) != ("replicas", REPLICAS[0])
+    }
+    for name in given:
+        if name not in chosen.options:
+            raise UsageError(
+                f"--for {target_kind} with {_name_option(name)}: {chosen.reason}; leave it out, or "
+                "convert twice"
+            )
+    return chosen.plan(source, target, **given)
+
+
+def _name_option(parameter: str) -> str:
+    """What a parameter is called on the command line."""
+    context = click.get_current_context(silent=True)
+    for one in context.command.params if context is not None else ():
+        if one.name == parameter:
+            return one.opts[0]
+    return f"--{parameter.replace('_', '-')}"

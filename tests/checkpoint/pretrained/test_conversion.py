@@ -1,0 +1,244 @@
+"""Model folders of small training checkpoints, by the command and from Python.
+
+That transformers loads them is tried in `tests/engines/transformers_loading/test_pretrained.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
+from cli.command_runs import run_here
+from reshard import checkpoint
+from reshard.errors import CheckpointError, FormatError, RecipeError, UsageError
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 4,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def weights(**more: Tensor) -> dict[str, Tensor]:
+    """The tensors of a very small Llama."""
+    shapes = {"model.embed_tokens.weight": (10, 4), "model.norm.weight": (4,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{one}_proj.weight": (4, 4) for one in "qkvo"}
+        shapes |= {f"{at}.mlp.{one}_proj.weight": (6, 4) for one in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": (4, 6), f"{at}.input_layernorm.weight": (4,)}
+        shapes[f"{at}.post_attention_layernorm.weight"] = (4,)
+    shapes["lm_head.weight"] = (10, 4)
+    made = {
+        name: Tensor(one.dtype, np.arange(one.bits.size, dtype=np.float32).view(np.uint32)
+                     .reshape(shape) if one.dtype.name == "float32" else one.bits)
+        for seed, (name, shape) in enumerate(shapes.items())
+        if (one := tensor("float32", shape, seed))
+    }  # fmt: skip
+    return {**made, **more}
+
+
+def write_state(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    """Tensors with a config beside them."""
+    folder.mkdir()
+    write_file(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def make(source: Path, target: Path, **options: Any) -> dict[str, Tensor]:
+    """The tensors of the model folder."""
+    checkpoint.run_conversion(checkpoint.plan_for_pretrained(source, target, **options))
+    return read_file(target / "model.safetensors")
+
+
+def test_a_training_state_of_torch(tmp_path: Path) -> None:
+    """Saved by torch's DCP, with an optimizer's state; tokenizer files come along."""
+    named = {
+        name: torch.from_numpy(one.bits.view(np.float32).copy()) for name, one in weights().items()
+    }
+    state = {
+        "model": named,
+        "optim": {
+            "state": {
+                name: {"exp_avg": torch.zeros_like(one), "step": torch.tensor(1.0)}
+                for name, one in named.items()
+            },
+            "param_groups": [{"lr": 0.1, "params": [*named]}],
+        },
+        "step": 12,
+        "rng_state": torch.zeros(8, dtype=torch.uint8),
+    }
+    source, target = tmp_path / "step-12", tmp_path / "model"
+    dcp.save(state, checkpoint_id=source, no_dist=True)
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "generation_config.json", "trainer_state.json"):
+        (config / name).write_text("{}")
+    missing = run_here("convert", source, target, "--for", "hf")
+    assert (missing.code, "no config.json in" in missing.errors) == (2, True)
+    run = run_here("convert", source, target, "--for", "hf", "--config", config)
+    assert run.code == 0, run.errors
+    for text in ("of optimizer state", "rng_state", "config.json and 2 files beside it of"):
+        assert text in run.output
+    assert read_file(target / "model.safetensors") == weights()
+    assert {path.name for path in target.iterdir()} == {
+        *("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
+        "reshard.manifest.json",
+    }
+    written = json.loads((target / "config.json").read_text())
+    assert written == {**CONFIG, "torch_dtype": "float32"}
+    assert not checkpoint.check_digests(checkpoint.open(target)).damaged
+    again = run_here("convert", source, target, "--for", "hf", "--config", config)
+    assert again.code == 2
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.", "module.", "_orig_mod.", "base_model.model.", "state_dict.model."]
+)
+def test_prefixes(prefix: str, tmp_path: Path) -> None:
+    state = {prefix + name: one for name, one in weights().items()}
+    assert make(write_state(tmp_path / "state", state), tmp_path / "hf") == weights()
+
+
+def test_names_that_the_user_gives(tmp_path: Path) -> None:
+    state = {f"a.b.{name}": one for name, one in weights().items()}
+    source = write_state(tmp_path / "state", state)
+    assert make(source, tmp_path / "hf", strip_prefix=["a.b."]) == weights()
+    assert make(source, tmp_path / "other", rename=["a.b.*=*"]) == weights()
+
+
+def test_names_of_megatron(tmp_path: Path) -> None:
+    plain = write_state(tmp_path / "model", weights())
+    checkpoint.convert(
+        plain, tmp_path / "megatron", to="tp=2", recipe="auto", target_names="megatron",
+        format="torch-dcp",
+    )  # fmt: skip
+    assert make(tmp_path / "megatron", tmp_path / "hf") == weights()
+    assert make(tmp_path / "megatron", tmp_path / "b", source_names="megatron") == weights()
+
+
+def test_rows_that_pad_the_vocabulary_are_cut_off(tmp_path: Path) -> None:
+    padded = {}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        bits = weights()[name].bits
+        padded[name] = Tensor(weights()[name].dtype, np.concatenate([bits, bits[:6]]))
+    source = write_state(tmp_path / "state", weights(**padded))
+    plan = checkpoint.plan_for_pretrained(source, tmp_path / "hf")
+    assert any("cut to the 10 rows of config.json's vocab_size" in note for note in plan.notes)
+    assert make(source, tmp_path / "hf") == weights()
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    same = weights(**{"lm_head.weight": weights()["model.embed_tokens.weight"]})
+    found = make(write_state(tmp_path / "a", same, tie_word_embeddings=True), tmp_path / "hf")
+    assert found.keys() == weights().keys() - {"lm_head.weight"}
+    # Of an untied model both are kept, though they are equal.
+    assert make(write_state(tmp_path / "b", same), tmp_path / "untied") == same
+
+
+def test_tied_weights_that_differ_are_said(tmp_path: Path) -> None:
+    other = weights(**{"lm_head.weight": tensor("float32", (10, 4), 99)})
+    source = write_state(tmp_path / "state", other, tie_word_embeddings=True)
+    plan = checkpoint.plan_for_pretrained(source, tmp_path / "hf")
+    assert any("config.json ties lm_head.weight to" in note for note in plan.notes)
+    assert make(source, tmp_path / "hf") == other
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_types(tmp_path: Path) -> None:
+    """All are cast: of a model trained in float32 none was kept so on purpose."""
+    source = write_state(tmp_path / "state", weights(), text_config={"dtype": "float32"})
+    found = make(source, tmp_path / "hf", dtype="bf16")
+    assert {one.dtype.name for one in found.values()} == {"bfloat16"}
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (written["torch_dtype"], written["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_files_of_a_size(tmp_path: Path) -> None:
+    source = write_state(tmp_path / "state", weights())
+    run = run_here("convert", source, tmp_path / "hf", "--for", "hf", "--max-file", "500B")
+    assert run.code == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights().keys()
+
+
+def test_plan_and_dry_run(tmp_path: Path) -> None:
+    state = {f"model.{name}": one for name, one in weights().items()}
+    source = write_state(tmp_path / "state", state)
+    planned = run_here("plan", source, "--for", "hf", "--json")
+    assert {one["name"] for one in planned.json["tensors"]} == weights().keys()
+    dry = run_here("convert", source, tmp_path / "hf", "--for", "hf", "--dry-run")
+    assert (dry.code, "model.layers.1.mlp.up_proj.weight" in dry.output) == (0, True)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--rule", "*=tp"), "--for hf with --rule: a model folder has whole weights"),
+        (("--to", "tp=2"), "--for hf with --to tp=2: its tensors are whole"),
+        (("--strategy", "simple"), "--for hf with --strategy"),
+        (("--config", "nothing"), "no config.json at nothing"),
+    ],
+)
+def test_options_that_it_does_not_take(tmp_path: Path, options: tuple, says: str) -> None:
+    source = write_state(tmp_path / "state", weights())
+    run = run_here("convert", source, tmp_path / "hf", "--for", "hf", *options)
+    assert (run.code, says in run.errors) == (2, True), run.errors
+    alone = run_here("convert", source, tmp_path / "hf", "--to", "full", "--config", "x")
+    assert "--config is for --for hf" in alone.errors
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    whole = weights()
+    part = {name: one for name, one in whole.items() if ".layers.0." not in name}
+    with pytest.raises(CheckpointError, match=r"lacks layer 0, of 2 that config.json says"):
+        checkpoint.plan_for_pretrained(write_state(tmp_path / "a", part), tmp_path / "hf")
+    headless = {name: one for name, one in whole.items() if name != "lm_head.weight"}
+    with pytest.raises(CheckpointError, match="has no output layer"):
+        checkpoint.plan_for_pretrained(write_state(tmp_path / "b", headless), tmp_path / "hf")
+    bad = write_state(tmp_path / "c", whole)
+    (bad / "config.json").write_text('{"hidden_size": 4}')
+    with pytest.raises(FormatError, match="is no config of a model: it has no `model_type`"):
+        checkpoint.plan_for_pretrained(bad, tmp_path / "hf")
+    with pytest.raises(UsageError, match="a config 3; give the path"):
+        checkpoint.plan_for_pretrained(bad, tmp_path / "hf", config=3)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="no names of 'nobody'"):
+        checkpoint.plan_for_pretrained(
+            write_state(tmp_path / "d", whole), tmp_path / "hf", source_names="nobody"
+        )
+
+
+def test_a_model_of_no_known_type(tmp_path: Path) -> None:
+    named = {f"body.{n}.w": torch.ones(3, 2) for n in range(2)}
+    state = {"model": named, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "state", no_dist=True)
+    (tmp_path / "state" / "config.json").write_text('{"model_type": "unheard-of"}')
+    plan = checkpoint.plan_for_pretrained(tmp_path / "state", tmp_path / "hf")
+    assert [*plan.arrangement.tensors] == ["body.0.w", "body.1.w"]
+    assert any("no recipe is for the model type 'unheard-of'" in note for note in plan.notes)
+
+
+def test_config_of_the_folder_of_verl(tmp_path: Path) -> None:
+    source = write_state(tmp_path / "actor", weights())
+    (source / "huggingface").mkdir()
+    (source / "config.json").rename(source / "huggingface" / "config.json")
+    (source / "huggingface" / "tokenizer.json").write_text("{}")
+    make(source, tmp_path / "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert (tmp_path / "hf" / "config.json").exists()
