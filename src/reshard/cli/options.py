@@ -13,6 +13,7 @@ from reshard.checkpoint.changes.planning import QUANTIZATIONS
 from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.registry import describe_broken_formats, written_names
+from reshard.checkpoint.training.styles import STYLES
 from reshard.elements.casting import CAST_TYPES
 from reshard.errors import UsageError
 from reshard.recipes.coupling.allowances import ALLOWANCES
@@ -217,6 +218,12 @@ _CONVERSION_OPTIONS = (
         "--format",
         type=FormatChoice(written_names()),
         help="Of the target. [default: safetensors for `full`, else sharded-safetensors]",
+    ),
+    click.option(
+        "--training",
+        type=click.Choice([*STYLES]),
+        help="Training state as another program keeps it: names, 32-bit weights, steps, groups. "
+        "fsdp2: for torch.distributed.checkpoint. [default: the format's, or the source's]",
     ),
     click.option(
         "--replicas",

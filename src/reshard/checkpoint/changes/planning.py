@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ def change_elements(
     dtype_name: str | None = None,
     dequantize: bool = False,
     quantize: str | None = None,
+    kept: Collection[str] = (),
 ) -> ChangedElements:
     """A checkpoint with the changes that were asked for.
 
@@ -80,6 +81,8 @@ def change_elements(
         dtype_name: of floating-point tensors: bf16, fp16 or fp32.
         dequantize: make values of quantised weights, of that type, or of config.json's.
         quantize: one of `QUANTIZATIONS`.
+        kept: names of optimizer state, which stays as it is. Weights beside it are cast, also where
+            config.json says that the model is of 16 bits: training keeps them in 32.
 
     Raises:
         UsageError: an unknown type or quantisation; nothing to dequantise, or what cannot be;
@@ -88,16 +91,20 @@ def change_elements(
     """
     if dtype_name is None and not dequantize and quantize is None:
         return ChangedElements(checkpoint, config=config)
-    return _Change(checkpoint, config, dtype_name).make(dequantize, quantize)
+    return _Change(checkpoint, config, dtype_name, kept).make(dequantize, quantize)
 
 
 class _Change:
     """A change under way."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: Mapping[str, Any] | None, dtype_name: str | None
+        self,
+        checkpoint: Checkpoint,
+        config: Mapping[str, Any] | None,
+        dtype_name: str | None,
+        kept: Collection[str],
     ) -> None:
-        self.checkpoint, self.config = checkpoint, config
+        self.checkpoint, self.config, self.kept = checkpoint, config, {*kept}
         self.dtype = None if dtype_name is None else cast_type(dtype_name)
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         self.weights = find_quantized(
@@ -158,6 +165,7 @@ class _Change:
     def _is_cast(self, tensor: StoredTensor) -> bool:
         return (
             self.dtype is not None
+            and tensor.name not in self.kept
             and is_castable(tensor.dtype)
             and (tensor.dtype is not self.dtype)
         )
@@ -178,7 +186,7 @@ class _Change:
         return None
 
     def _stays_wide(self, tensor: StoredTensor) -> bool:
-        own = self._own_dtype()
+        own = None if self.kept else self._own_dtype()
         is_half = own is not None and own.itemsize_bytes == 2
         return is_half and tensor.dtype.name == "float32"
 

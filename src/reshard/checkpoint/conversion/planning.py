@@ -3,10 +3,11 @@
 Each step is a function from what the step before gave:
 
 1. the source, what is taken of it (`source_selection`), and a target apart from it;
-2. names: the recipe's, in which rules match, and the target's (`source_names`);
-3. elements that are computed: casts, quantised weights (`reshard.checkpoint.changes`);
-4. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
-5. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
+2. training state, as the program of the target keeps it (`reshard.checkpoint.training`);
+3. names: the recipe's, in which rules match, and the target's (`source_names`);
+4. elements that are computed: casts, quantised weights (`reshard.checkpoint.changes`);
+5. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
+6. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint
+from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.checkpoint.training.state import find_training_state
+from reshard.checkpoint.training.translation import translate
 from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.recipe import parse_options
@@ -46,7 +50,7 @@ def plan_conversion(
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename` (see `ConversionRequest`).
+            `strip_prefix`, `rename`, `training` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -59,7 +63,8 @@ def plan_conversion(
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = _open_source(source, target)
-    named = name_source(request, select_from(checkpoint, request.selection))
+    translated = _translate(request, select_from(checkpoint, request.selection))
+    named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
     named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
@@ -85,7 +90,7 @@ def plan_conversion(
         request,
         resolved,
         placement.assignment,
-        changed.computed,
+        {**translated.computed, **changed.computed},
         changed.rewritten,
     )
 
@@ -122,6 +127,23 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> 
         )
 
 
+def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
+    """The source with its training state as the target's program keeps it."""
+    style = request.training_style
+    if style is None or (request.training is None and find_training_state(checkpoint) is None):
+        return ChangedElements(checkpoint)
+    holds = request.target_format.can_hold
+    translated = translate(checkpoint, style, keeps_items=Holding.ITEMS in holds)
+    renames = request.source_names is not None or request.target_names is not None
+    if translated.computed and renames:
+        raise UsageError(
+            f"{next(iter(translated.computed))!r} has to be made of what the source has, which "
+            "cannot go together with names of other programs; convert in two steps, the training "
+            "state first"
+        )
+    return translated
+
+
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
         return ChangedElements(checkpoint)
@@ -131,7 +153,14 @@ def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> Chan
         dtype_name=request.dtype,
         dequantize=request.dequantize,
         quantize=request.quantize,
+        kept=_list_optimizer_state(checkpoint),
     )
+
+
+def _list_optimizer_state(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The tensors of a checkpoint that are optimizer state: they are neither cast nor quantised."""
+    state = find_training_state(checkpoint)
+    return () if state is None else state.optimizer_names
 
 
 def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
@@ -140,7 +169,7 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
     # Only where they were given: journals of other conversions have no such keys.
     changes = {
         key: getattr(request, key)
-        for key in ("dtype", "dequantize", "quantize")
+        for key in ("dtype", "dequantize", "quantize", "training")
         if getattr(request, key)
     }
     if request.engine_layout is not None:

@@ -17,6 +17,7 @@ from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
 from reshard.checkpoint.naming.renaming import Names
 from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.training.styles import TrainingStyle, training_style
 from reshard.elements.casting import cast_type
 from reshard.errors import UsageError
 from reshard.integers import LARGEST_RANKS
@@ -55,6 +56,7 @@ class RequestArguments(TypedDict, total=False):
     exclude: Iterable[str]
     strip_prefix: Iterable[str]
     rename: Iterable[str]
+    training: str | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class ConversionRequest:
             out.
         strip_prefix: prefixes that names lose, before anything else looks at them.
         rename: texts `pattern=name`; `*` of the pattern stands for the same text in the name.
+        training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
+            `optax` (`reshard.checkpoint.training.styles`); the format's own, or the source's, when
+            None.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -115,6 +120,7 @@ class ConversionRequest:
     exclude: Iterable[str] = ()
     strip_prefix: Iterable[str] = ()
     rename: Iterable[str] = ()
+    training: str | None = None
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -132,6 +138,8 @@ class ConversionRequest:
             raise UsageError(f"replicas {self.replicas!r}; expected one of {', '.join(REPLICAS)}")
         if self.dtype is not None:
             cast_type(self.dtype)
+        _refuse(self.training is not None and self.layout is not None, "training", "a layout")
+        _ = self.training_style
         renames = self.source_names is not None or self.target_names is not None
         _refuse(self.dequantize and renames, "other names", "dequantize")
         _refuse(self.quantize is not None and renames, "other names", "quantize")
@@ -169,6 +177,12 @@ class ConversionRequest:
     def selection(self) -> TensorSelection:
         """What is taken of the source, and by which names."""
         return TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
+
+    @property
+    def training_style(self) -> TrainingStyle | None:
+        """How the target keeps training state, where that is not as the source does."""
+        name = self.training or self.target_format.training
+        return None if name is None else training_style(name)
 
     @property
     def engine_layout(self) -> EngineLayout | None:

@@ -58,6 +58,8 @@ class CheckpointFormat(ABC):
         own_metadata: keys of text metadata that belong to the format, not to the user.
         carries_weights: whether files of weights in other formats, such as Megatron's
             `common.pt`, are part of its checkpoints and carried along.
+        training: the style in which it takes training state (`reshard.checkpoint.training.styles`),
+            such as `reshard`; None where it takes any names.
     """
 
     name: ClassVar[str]
@@ -66,6 +68,7 @@ class CheckpointFormat(ABC):
     can_hold: ClassVar[frozenset[Holding]] = frozenset()
     own_metadata: ClassVar[frozenset[str]] = frozenset()
     carries_weights: ClassVar[bool] = False
+    training: ClassVar[str | None] = None
 
     @abstractmethod
     def detect(self, path: Path) -> bool:

@@ -108,6 +108,12 @@ class TrainingState:
                 found[name] = StateTensor(parameter, key)
         return found
 
+    @property
+    def optimizer_names(self) -> tuple[str, ...]:
+        """The names of all optimizer state."""
+        placed = [name for state in self.optimizer.values() for name in state.values()]
+        return (*placed, *(name for name, _ in self.unplaced))
+
     def around(self, name: str) -> tuple[str, str]:
         """What stands before and behind the parameter in the name of a tensor.
 
@@ -239,11 +245,11 @@ class _StateBuilder:
         self.by_prefix: dict[str, dict[str, str]] = {}
 
     def build(self, behind: Mapping[str, Mapping[str, str]]) -> TrainingState:
-        for container, entries in behind.items():
-            if self._has_numbers(entries):
-                self._add_numbered(container, entries)
+        for container, named in behind.items():
+            if self._has_numbers(named):
+                self._add_numbered(container, named)
             else:
-                self._add_named(container, entries)
+                self._add_named(named)
         if not self.prefixes:
             self._choose_prefix([])
         weights: dict[str, str] = {}
@@ -309,7 +315,7 @@ class _StateBuilder:
             self.prefixes.append(found)
         return self._names_under(found)
 
-    def _add_named(self, container: str, entries: Mapping[str, str]) -> None:
+    def _add_named(self, entries: Mapping[str, str]) -> None:
         split = {
             name: _split_path(self.paths.get(name, ()), rest) for name, rest in entries.items()
         }

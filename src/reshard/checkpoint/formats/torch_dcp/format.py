@@ -9,6 +9,7 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.torch_dcp.arrangement import arrange_chunks, metadata_bytes
+from reshard.checkpoint.formats.torch_dcp.new_values import add_values, with_value_items
 from reshard.checkpoint.formats.torch_dcp.rank_metadata import is_rank_metadata, rank_metadata_names
 from reshard.checkpoint.formats.torch_dcp.reader import (
     FORMAT_NAME,
@@ -26,7 +27,9 @@ class TorchDcpFormat(CheckpointFormat):
     name = FORMAT_NAME
     evidence = f"`{METADATA_NAME}` of PyTorch"
     suffixes = (SUFFIX,)
-    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.ATTRIBUTES})
+    can_hold = frozenset(
+        {Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.VALUES, Holding.ATTRIBUTES}
+    )
     # Megatron's `common.pt` beside the archives is part of its checkpoints.
     carries_weights = True
 
@@ -55,11 +58,11 @@ class TorchDcpFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Chunks in one file a rank, and what is no tensor in the first."""
-        return arrange_chunks(new)
+        return add_values(arrange_chunks(new), new.values, new.paths)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """`.metadata`, which says where everything is."""
-        yield METADATA_NAME, metadata_bytes(arrangement)
+        yield METADATA_NAME, metadata_bytes(with_value_items(arrangement))
 
 
 FORMAT = TorchDcpFormat()

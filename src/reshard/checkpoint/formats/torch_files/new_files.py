@@ -179,3 +179,19 @@ def new_torch_file(name: str, value: Any, rank: int = 0) -> NewTorchFile:
     last = directory_end(len(records) + len(storages), directory_bytes, end)
     size_bytes = end + directory_bytes + len(last)
     return NewTorchFile(StoredFile(name, size_bytes, rank), content, starts, entries)
+
+
+def saved_bytes(value: Any) -> bytes:
+    """The file that `torch.load` reads a value from, for one without tensors.
+
+    >>> saved_bytes({"step": 3})[:4]
+    b'PK\\x03\\x04'
+
+    Raises:
+        UsageError: a value that cannot be written, or with tensors in it.
+    """
+    file = new_torch_file("", value)
+    if file.starts:
+        raise UsageError("a value with tensors, whose elements follow; use `new_torch_file`")
+    ends = b"".join(content for _, content in file.closing_bytes(lambda start, size: 0))
+    return file.content + ends

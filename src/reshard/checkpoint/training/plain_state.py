@@ -1,0 +1,178 @@
+"""Plain values of a training state: out of pickled items, and groups of hyper-parameters.
+
+PyTorch's distributed checkpoints have each value in a small archive of its own. They are read as
+all archives are: nothing in them is run (`reshard.checkpoint.formats.torch_files`).
+
+Groups of parameters are kept in three ways, and become a list of dicts::
+
+    optim.param_groups.0.lr           by the group's number     [{"lr": 0.1, "params": [NAME]}]
+    optim.param_groups.NAME.lr        by parameter; those with the same values are one group
+    optimizer.param_groups            the list itself; numbers of parameters become names
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredItem
+from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
+from reshard.checkpoint.training.state import TrainingState, bare_name
+from reshard.errors import CheckpointError, FormatError
+
+LARGEST_ITEM_BYTES = 16 * 1024 * 1024
+PARAMETERS = "params"
+
+# What groups of PyTorch's optimizers have, where nothing else is said.
+_EVERY_GROUP = {"maximize": False, "foreach": None, "differentiable": False}
+ADAM_GROUP: dict[str, Any] = {
+    "lr": 0.001,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "capturable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    **_EVERY_GROUP,
+}
+SGD_GROUP: dict[str, Any] = {
+    "lr": 0.001,
+    "momentum": 0,
+    "dampening": 0,
+    "weight_decay": 0,
+    "nesterov": False,
+    "fused": None,
+    **_EVERY_GROUP,
+}
+
+
+def decode_items(
+    checkpoint: Checkpoint, names: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The plain values in the named items, and of those that have none the reason."""
+    values: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    by_file: dict[str, list[StoredItem]] = {}
+    for name in names:
+        item = checkpoint.items[name]
+        by_file.setdefault(item.place.path, []).append(item)
+    for file, items in by_file.items():
+        path = checkpoint.path(file)
+        try:
+            with path.open("rb", buffering=0) as opened:
+                for item in items:
+                    _decode(item, opened.fileno(), values, unread)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return values, unread
+
+
+def _decode(
+    item: StoredItem, descriptor: int, values: dict[str, Any], unread: dict[str, str]
+) -> None:
+    if item.transforms:
+        unread[item.name] = f"its bytes are {', '.join(item.transforms)}"
+        return
+    if item.size_bytes > LARGEST_ITEM_BYTES:
+        unread[item.name] = f"more than {LARGEST_ITEM_BYTES} bytes"
+        return
+    start, size = item.place.start_bytes, item.size_bytes
+    content = os.pread(descriptor, size, start)
+
+    def read(offset: int, length: int) -> bytes:
+        found = content[offset : offset + length]
+        if offset < 0 or len(found) < length:
+            raise FormatError(f"{item.name!r} ends early")
+        return found
+
+    try:
+        value = read_torch_value(read, len(content), repr(item.name))
+    except FormatError as error:
+        unread[item.name] = str(error)
+        return
+    plain = plain_attributes({"value": value})
+    if "value" in plain:
+        values[item.name] = plain["value"]
+    else:
+        unread[item.name] = "an object of a program's own class, or tensors"
+
+
+def names_of_groups(names: Iterable[str], state: TrainingState) -> list[str]:
+    """Those of the names under which groups of the optimizers are."""
+    prefixes = tuple(f"{one}.param_groups" if one else "param_groups" for one in state.containers)
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def find_groups(values: Mapping[str, Any], state: TrainingState) -> list[dict[str, Any]]:
+    """The groups of all optimizers; `params` are bare names of parameters."""
+    groups: list[dict[str, Any]] = []
+    for container in state.containers:
+        prefix = f"{container}.param_groups" if container else "param_groups"
+        whole = values.get(prefix)
+        inside = {
+            name[len(prefix) + 1 :]: value
+            for name, value in values.items()
+            if name.startswith(f"{prefix}.")
+        }
+        if isinstance(whole, list):
+            found = [dict(group) for group in whole if isinstance(group, dict)]
+        elif inside and all(re.match(r"\d+\.\w+$", name) for name in inside):
+            found = _collect_by_number(inside)
+        else:
+            found = _collect_by_parameter(inside)
+        known = state.numbers.get(container)
+        for group in found:
+            members = group.get(PARAMETERS)
+            if isinstance(members, list):
+                group[PARAMETERS] = [_name_member(one, known) for one in members]
+        groups += found
+    return groups
+
+
+def _name_member(member: Any, known: tuple[str, ...] | None) -> Any:
+    if isinstance(member, str):
+        return bare_name(member)
+    is_number = type(member) is int and known is not None and 0 <= member < len(known)
+    return known[member] if known is not None and is_number else member
+
+
+def _collect_by_number(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for name, value in inside.items():
+        number, _, key = name.partition(".")
+        groups.setdefault(int(number), {})[key] = value
+    return [groups[number] for number in sorted(groups)]
+
+
+def _collect_by_parameter(inside: Mapping[str, Any]) -> list[dict[str, Any]]:
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for name, value in inside.items():
+        parameter, _, key = name.rpartition(".")
+        by_parameter.setdefault(parameter, {})[key] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for parameter, hyper in by_parameter.items():
+        group = groups.setdefault(repr(sorted(hyper.items())), {**hyper, PARAMETERS: []})
+        group[PARAMETERS].append(parameter)
+    return [*groups.values()]
+
+
+def complete_group(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A group with all that PyTorch's optimizer of such state has, in its types.
+
+    >>> complete_group({"lr": 0.1, "betas": [0.9, 0.95]}, ["exp_avg", "exp_avg_sq"])["betas"]
+    (0.9, 0.95)
+    """
+    kept = {*keys}
+    defaults: dict[str, Any] = {}
+    if "exp_avg_sq" in kept:
+        defaults = {**ADAM_GROUP, "amsgrad": "max_exp_avg_sq" in kept}
+    elif "momentum_buffer" in kept:
+        defaults = SGD_GROUP
+    found = {**defaults, **group}
+    if isinstance(found.get("betas"), list):
+        found["betas"] = tuple(found["betas"])
+    return found

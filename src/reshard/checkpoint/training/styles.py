@@ -1,0 +1,106 @@
+"""Styles of training state: how programs call it, and what of it they keep.
+
+    style     weights        optimizer state                  32-bit weights     steps
+    fsdp2     model.NAME     optim.state.NAME.exp_avg         are the weights    float32
+    reshard   NAME           optimizer.state.NAME.exp_avg     beside, `master`   float32
+    optax     params.NAME    optimizer.state.NAME.exp_avg     are the weights    int32
+
+`fsdp2` is what `torch.distributed.checkpoint.state_dict.get_state_dict` gives, saved under `model`
+and `optim`. `reshard` is how formats of DeepSpeed and Megatron are read and written, whose files
+have names of their own; `optax` is how Orbax's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TrainingStyle:
+    """How a program keeps training state.
+
+    Attributes:
+        name: on the command line.
+        weights: what stands before the names of weights.
+        optimizer: what stands before optimizer state.
+        has_masters: whether 32-bit weights are kept beside those that the model computes with.
+        step_type: of the number of steps that each parameter has.
+        groups: the name of the list of groups; None where hyper-parameters are not saved.
+        are_groups_apart: whether each hyper-parameter is a value by itself.
+        are_names_nested: whether each word of a name is a level of the nested state.
+    """
+
+    name: str
+    weights: str
+    optimizer: str
+    has_masters: bool = True
+    step_type: str = "float32"
+    groups: str | None = None
+    are_groups_apart: bool = False
+    are_names_nested: bool = False
+
+    def weight_name(self, parameter: str) -> str:
+        """The name of a weight.
+
+        >>> training_style("fsdp2").weight_name("up.weight")
+        'model.up.weight'
+        """
+        return self.weights + parameter
+
+    def state_name(self, parameter: str, key: str) -> str:
+        """The name of what an optimizer keeps of a parameter.
+
+        >>> training_style("fsdp2").state_name("up.weight", "exp_avg")
+        'optim.state.up.weight.exp_avg'
+        """
+        return f"{self.optimizer}{parameter}.{key}"
+
+    def weight_path(self, parameter: str) -> tuple[str | int, ...]:
+        """Where a weight stands in the nested state."""
+        words = tuple(parameter.split(".")) if self.are_names_nested else (parameter,)
+        return (*_words(self.weights), *words)
+
+    def state_path(self, parameter: str, key: str) -> tuple[str | int, ...] | None:
+        """Where what an optimizer keeps of a parameter stands; None where the format says that."""
+        return None if self.are_names_nested else (*_words(self.optimizer), parameter, key)
+
+
+def _words(prefix: str) -> tuple[str, ...]:
+    return tuple(prefix.rstrip(".").split(".")) if prefix else ()
+
+
+STYLES = {
+    style.name: style
+    for style in (
+        TrainingStyle(
+            "fsdp2",
+            "model.",
+            "optim.state.",
+            has_masters=False,
+            groups="optim.param_groups",
+            are_groups_apart=True,
+        ),
+        TrainingStyle("reshard", "", "optimizer.state.", groups="optimizer.param_groups"),
+        TrainingStyle(
+            "optax",
+            "params.",
+            "optimizer.state.",
+            has_masters=False,
+            step_type="int32",
+            are_names_nested=True,
+        ),
+    )
+}
+
+
+def training_style(name: str) -> TrainingStyle:
+    """The style of a name.
+
+    Raises:
+        UsageError: an unknown name; the known ones are listed.
+    """
+    if name not in STYLES:
+        raise UsageError(f"training state as {name!r} keeps it; known are {', '.join(STYLES)}")
+    return STYLES[name]

@@ -1,0 +1,274 @@
+"""Training state as another program keeps it: other names, kinds of weights, steps and groups.
+
+1. `find_training_state` says what each tensor is; each gets the name of the target's style.
+2. Weights of 32 bits: where the target has them beside those that the model computes with, and the
+   source has one kind only, both are made of it. Where it has one kind, 32-bit ones are it.
+3. Steps: a number, of a parameter, a group or all, becomes a tensor for each parameter.
+4. Groups of hyper-parameters become those of the target, with what PyTorch's optimizers ask for.
+5. What is neither keeps its name. What has no counterpart is said.
+
+Elements are read where they lie; only casts and steps are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import Binding
+from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.changes.casts import CastTensor
+from reshard.checkpoint.changes.computed import ComputedTensor
+from reshard.checkpoint.changes.constants import ConstantTensor
+from reshard.checkpoint.changes.planning import ChangedElements
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.training.plain_state import (
+    PARAMETERS,
+    complete_group,
+    decode_items,
+    find_groups,
+    names_of_groups,
+)
+from reshard.checkpoint.training.state import MASTER, STEP, TrainingState, find_training_state
+from reshard.checkpoint.training.styles import TrainingStyle
+from reshard.dtypes import DType, dtype
+from reshard.elements.casting import is_castable
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.text.quantities import count_text
+
+_FLOAT32 = dtype("float32")
+
+
+def translate(
+    checkpoint: Checkpoint, style: TrainingStyle, *, keeps_items: bool
+) -> ChangedElements:
+    """A checkpoint with its training state as another program keeps it.
+
+    Args:
+        checkpoint: with optimizer state.
+        style: of the target.
+        keeps_items: whether the target has bytes that are no tensors, as the source has them;
+            elsewhere they become plain values.
+
+    Raises:
+        UsageError: a checkpoint without optimizer state.
+        CheckpointError: a file that cannot be read.
+    """
+    state = find_training_state(checkpoint)
+    if state is None:
+        raise UsageError(
+            f"{checkpoint.folder} has no optimizer state, as far as its names tell; leave "
+            "--training out"
+        )
+    return _Translation(checkpoint, state, style).make(keeps_items)
+
+
+class _Translation:
+    """A translation under way."""
+
+    def __init__(self, old: Checkpoint, state: TrainingState, style: TrainingStyle) -> None:
+        self.old, self.state, self.style = old, state, style
+        self.tensors: dict[str, StoredTensor] = {}
+        self.computed: dict[str, ComputedTensor] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.values: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.sources: Counter[str] = Counter()
+
+    def make(self, keeps_items: bool) -> ChangedElements:
+        items = self._read_values(keeps_items)
+        groups = find_groups(self.values, self.state)
+        for name in names_of_groups([*self.values], self.state):
+            del self.values[name]
+        self._add_weights()
+        self._add_state()
+        self._add_steps(groups)
+        for name in (*self.state.others, *(name for name, _ in self.state.unplaced)):
+            self._add(name, self.old.tensors[name], self.old.paths.get(name))
+        self._add_groups(groups)
+        for why in dict.fromkeys(why for _, why in self.state.unplaced):
+            names = [name for name, one in self.state.unplaced if one == why]
+            self.notes.append(
+                f"{count_text(len(names), 'tensor')} of optimizer state keep their names (first: "
+                f"{names[0]}): {why}"
+            )
+        checksums = (
+            dataclasses.replace(one, is_read_once=one.is_read_once and times == 1)
+            for one in self.old.checksums
+            if (times := self.sources[one.tensor])
+        )
+        changed = dataclasses.replace(
+            self.old,
+            tensors=self.tensors,
+            items={name: self.old.items[name] for name in items},
+            values=self.values,
+            paths=self.paths,
+            checksums=tuple(checksums),
+            notes=(*self.old.notes, *self.notes),
+        )
+        return ChangedElements(changed, self.computed, notes=tuple(self.notes))
+
+    def _read_values(self, keeps_items: bool) -> list[str]:
+        """Take up the plain values; returns the items that are copied as they are."""
+        self.values |= self.old.values
+        of_groups = set(names_of_groups(self.old.items, self.state))
+        decoded = [name for name in self.old.items if not keeps_items or name in of_groups]
+        values, unread = decode_items(self.old, decoded)
+        self.values |= values
+        self.paths |= {n: self.old.paths[n] for n in self.values if n in self.old.paths}
+        for name, why in unread.items():
+            self.notes.append(f"not in the target: {name} ({why})")
+        kept = [name for name in self.old.items if name not in {*decoded}]
+        self.paths |= {name: self.old.paths[name] for name in kept if name in self.old.paths}
+        return kept
+
+    def _add(
+        self, name: str, tensor: StoredTensor, path: tuple[str | int, ...] | None = None
+    ) -> None:
+        """Add a tensor of the source by another name."""
+        self.sources[tensor.name] += 1
+        self.tensors[name] = dataclasses.replace(tensor, name=name)
+        if path is not None:
+            self.paths[name] = path
+
+    def _add_cast(self, name: str, tensor: StoredTensor) -> None:
+        self._add(name, tensor)
+        self.tensors[name] = dataclasses.replace(self.tensors[name], dtype=_FLOAT32, digest=None)
+        self.computed[name] = CastTensor(tensor, _FLOAT32)
+        # What is computed from may be read several times, or in part.
+        self.sources[tensor.name] += 1
+
+    def _add_weights(self) -> None:
+        """Weights, and those of 32 bits beside them where the target has such."""
+        style, replaced, widened = self.style, list[str](), list[str]()
+        for bare, called in self.state.weights.items():
+            weight = self.old.tensors[called]
+            kept = self.state.optimizer.get(bare)
+            stored = None if kept is None else kept.get(MASTER)
+            master = None if stored is None else self.old.tensors[stored]
+            name, path = style.weight_name(bare), style.weight_path(bare)
+            if master is not None and not style.has_masters:
+                self._add(name, master, path)
+                replaced += [] if weight.dtype is master.dtype else [bare]
+                continue
+            self._add(name, weight, path)
+            if not style.has_masters or kept is None:
+                continue
+            own = style.state_name(bare, MASTER)
+            if master is not None:
+                self._add(own, master)
+            elif weight.dtype is _FLOAT32 or not is_castable(weight.dtype):
+                self._add(own, weight)
+            else:
+                self._add_cast(own, weight)
+                widened.append(bare)
+        if replaced:
+            self.notes.append(
+                f"the 32-bit weights of {count_text(len(replaced), 'parameter')} (first: "
+                f"{replaced[0]}) are the weights of the target, which has no others"
+            )
+        if widened:
+            self.notes.append(
+                f"{count_text(len(widened), 'parameter')} (first: {widened[0]}) have no 32-bit "
+                "weights in the source: those of the target are made of narrower ones, exactly"
+            )
+
+    def _add_state(self) -> None:
+        """What the optimizer keeps of each parameter, but for masters and steps."""
+        for bare, kept in self.state.optimizer.items():
+            for key, called in kept.items():
+                if key in (MASTER, STEP) and bare in self.state.weights:
+                    continue
+                if key == STEP or (key == MASTER and not self.style.has_masters):
+                    continue
+                path = self.style.state_path(bare, key)
+                self._add(self.style.state_name(bare, key), self.old.tensors[called], path)
+
+    def _add_steps(self, groups: Iterable[dict[str, Any]]) -> None:
+        """The number of steps of each parameter, or of all."""
+        stored = {p: kept[STEP] for p, kept in self.state.optimizer.items() if STEP in kept}
+        numbers = self._find_numbers(groups)
+        missing, kind = [], dtype(self.style.step_type)
+        for bare in self.state.optimizer:
+            name, path = self.style.state_name(bare, STEP), self.style.state_path(bare, STEP)
+            tensor = self.old.tensors[stored[bare]] if bare in stored else None
+            if tensor is not None and not tensor.shape and tensor.dtype is kind:
+                self._add(name, tensor, path)
+            elif tensor is not None or bare in numbers:
+                number = self._read_number(tensor) if tensor is not None else numbers[bare]
+                self._add_number(name, number, kind)
+                if path is not None:
+                    self.paths[name] = path
+            else:
+                missing.append(bare)
+        if missing and any(key.startswith("exp_avg") for key in self.state.keys):
+            self.notes.append(
+                f"the source has no number of steps for {count_text(len(missing), 'parameter')} "
+                f"(first: {missing[0]}); an optimizer that wants one cannot go on"
+            )
+
+    def _find_numbers(self, groups: Iterable[dict[str, Any]]) -> dict[str, float]:
+        """Steps that are plain values, of parameters or of groups."""
+        found: dict[str, float] = {}
+        for group in groups:
+            number = group.get(STEP)
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                found |= {p: float(number) for p in group.get(PARAMETERS, ()) if type(p) is str}
+        for container in self.state.containers:
+            prefix = f"{container}.state." if container else "state."
+            for name in [n for n in self.values if n.startswith(prefix) and n.endswith(".step")]:
+                if type(self.values[name]) in (int, float):
+                    found[name[len(prefix) : -len(".step")]] = self.values.pop(name)
+        return found
+
+    def _read_number(self, tensor: StoredTensor) -> float:
+        files = open_sources(self.old)
+        reader = BlockReader(tensor, files)
+        workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
+        try:
+            content = bytes(reader.read(0, workspace))
+        finally:
+            workspace.close()
+            files.close()
+        return float(np.frombuffer(content, dtype=tensor.dtype.numpy)[0])
+
+    def _add_number(self, name: str, number: float, kind: DType) -> None:
+        """Add a tensor of one number; planning sees it where another tensor is."""
+        first = next(iter(self.old.tensors.values()))
+        slot = first.stored_slots[0]
+        whole = Layout.whole((), [0], 1)
+        self.computed[name] = ConstantTensor(kind, number)
+        self.tensors[name] = StoredTensor(
+            name, kind, Binding(whole, {0: first.file_range(slot)}, {})
+        )
+
+    def _add_groups(self, groups: list[dict[str, Any]]) -> None:
+        """The hyper-parameters, as the target has them."""
+        style = self.style
+        if not groups:
+            if style.groups is not None:
+                self.notes.append(
+                    "the source has no groups of hyper-parameters (learning rate, betas, weight "
+                    "decay): the program that goes on has to set them"
+                )
+            return
+        if style.groups is None:
+            names = ", ".join(dict.fromkeys(key for group in groups for key in group))
+            self.notes.append(
+                f"not in the target, since {style.name} has no groups of hyper-parameters: {names}"
+            )
+            return
+        if not style.are_groups_apart:
+            self.values[style.groups] = groups
+            return
+        words = tuple(style.groups.split("."))
+        for number, group in enumerate(groups):
+            for key, value in complete_group(group, self.state.keys).items():
+                name = f"{style.groups}.{number}.{key}"
+                self.values[name] = value
+                self.paths[name] = (*words, number, key)

@@ -1,0 +1,194 @@
+"""Training state in the names and kinds of other programs: weights, masters, steps, groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.checkpoint_files import tensor as random_tensor
+from checkpoint.checkpoint_files import write_file
+from reshard import checkpoint
+from reshard.checkpoint.changes.planning import ChangedElements
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.training.styles import training_style
+from reshard.checkpoint.training.translation import translate
+from reshard.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+state_dicts = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+# Of a save by one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def opened(
+    folder: Path, types: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
+) -> Checkpoint:
+    """A checkpoint of random tensors, with what its format has no place for."""
+
+    folder.mkdir()
+    tensors = {name: random_tensor(kind, shape, 3) for name, (kind, shape) in types.items()}
+    write_file(folder / "model.safetensors", tensors)
+    return dataclasses.replace(checkpoint.open(folder), **more)
+
+
+def mixed(weight: str, *, masters: bool, steps: bool = True) -> dict[str, Any]:
+    """Canonical names of one parameter and a buffer."""
+    found: dict[str, Any] = {"up.weight": (weight, (4, 2)), "buffer": (weight, (3,))}
+    for key in ("exp_avg", "exp_avg_sq", *(["master"] if masters else [])):
+        found[f"optimizer.state.up.weight.{key}"] = ("float32", (4, 2))
+    if steps:
+        found["optimizer.state.up.weight.step"] = ("float32", ())
+    return found
+
+
+GROUPS = [{"params": ["up.weight"], "lr": 0.25, "betas": [0.9, 0.99], "step": 7}]
+
+
+def to(style: str, source: Checkpoint, *, keeps_items: bool = True) -> ChangedElements:
+    return translate(source, training_style(style), keeps_items=keeps_items)
+
+
+def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> None:
+    source = opened(tmp_path / "a", mixed("bfloat16", masters=True))
+    found = to("fsdp2", source)
+    tensors = found.checkpoint.tensors
+    assert {*tensors} == {
+        "model.up.weight",
+        "model.buffer",
+        *(f"optim.state.up.weight.{key}" for key in ("exp_avg", "exp_avg_sq", "step")),
+    }
+    assert tensors["model.up.weight"].dtype.name == "float32"
+    master = source["optimizer.state.up.weight.master"]
+    assert tensors["model.up.weight"].binding is master.binding
+    assert tensors["model.buffer"].dtype.name == "bfloat16"
+    assert any("32-bit weights of 1 parameter" in note for note in found.notes)
+
+
+def test_masters_are_made_of_the_weights_where_there_are_none(tmp_path: Path) -> None:
+    wide = to("reshard", opened(tmp_path / "wide", mixed("float32", masters=False)))
+    name = "optimizer.state.up.weight.master"
+    assert wide.checkpoint[name].binding is wide.checkpoint["up.weight"].binding
+    assert not wide.computed
+    narrow = to("reshard", opened(tmp_path / "narrow", mixed("bfloat16", masters=False)))
+    assert narrow.checkpoint["up.weight"].dtype.name == "bfloat16"
+    assert narrow.computed[name].dtype.name == "float32"
+    assert any("made of narrower ones" in note for note in narrow.notes)
+    # A buffer is not trained.
+    assert "optimizer.state.buffer.master" not in narrow.checkpoint.tensors
+
+
+def test_steps_of_groups_become_tensors(tmp_path: Path) -> None:
+    source = opened(
+        tmp_path / "a",
+        mixed("float32", masters=True, steps=False),
+        values={"optimizer.param_groups": GROUPS},
+    )
+    found = to("fsdp2", source)
+    assert found.computed["optim.state.up.weight.step"].number == 7  # type: ignore[attr-defined]
+    assert found.checkpoint["optim.state.up.weight.step"].dtype.name == "float32"
+    made = to("optax", source)
+    assert made.checkpoint["optimizer.state.up.weight.step"].dtype.name == "int32"
+    assert any("optax has no groups" in note and "lr" in note for note in made.notes)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    found = to("fsdp2", opened(tmp_path / "a", mixed("float32", masters=True, steps=False)))
+    assert any("no number of steps for 1 parameter" in note for note in found.notes)
+    assert any("no groups of hyper-parameters" in note for note in found.notes)
+    plain = opened(tmp_path / "b", {"up.weight": ("float32", (4, 2))})
+    with pytest.raises(UsageError, match="no optimizer state"):
+        to("fsdp2", plain)
+
+
+def test_groups_have_all_that_pytorch_asks_for(tmp_path: Path) -> None:
+    source = opened(
+        tmp_path / "a",
+        mixed("float32", masters=True),
+        values={"optimizer.param_groups": GROUPS, "iteration": 4},
+    )
+    found = to("fsdp2", source).checkpoint
+    values = found.values
+    model = torch.nn.Linear(1, 1)
+    (asked,) = torch.optim.AdamW(model.parameters()).param_groups
+    assert {f"optim.param_groups.0.{key}" for key in asked} <= {*values}
+    assert values["optim.param_groups.0.lr"] == 0.25
+    assert values["optim.param_groups.0.betas"] == (0.9, 0.99)
+    assert values["optim.param_groups.0.decoupled_weight_decay"] is True
+    assert found.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
+    assert values["iteration"] == 4
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_items_of_pytorch_become_groups(tmp_path: Path, is_flat: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [model[0].weight, model[1].weight], "weight_decay": 0.5},
+            {"params": [model[0].bias, model[1].bias], "lr": 0.125},
+        ]
+    )
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    options = state_dicts.StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    weights, state = state_dicts.get_state_dict(model, optimizer, options=options)
+    saved = {"model": weights, "optim": state, "epoch": 5, "name": "a run"}
+    dcp.save(saved, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = to("reshard", checkpoint.open(tmp_path / "a"), keeps_items=False).checkpoint
+    groups = found.values["optimizer.param_groups"]
+    assert sorted(sorted(group["params"]) for group in groups) == [
+        ["0.bias", "1.bias"],
+        ["0.weight", "1.weight"],
+    ]
+    assert {group["lr"] for group in groups} == {0.125, 0.001}
+    assert {group["weight_decay"] for group in groups} == {0.5, 0.01}
+    assert (found.values["epoch"], found.values["name"]) == (5, "a run")
+    assert not found.items
+
+
+def test_objects_in_items_are_not_read(tmp_path: Path) -> None:
+    model = {"model": {"up": torch.ones(2)}, "optim": {"state": {"up": {"exp_avg": torch.ones(2)}}}}
+    dcp.save({**model, "path": Path("x")}, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = to("reshard", checkpoint.open(tmp_path / "a"), keeps_items=False)
+    assert not found.checkpoint.values
+    assert any("not in the target: path" in note for note in found.notes)
+
+
+def test_casts_are_of_weights_alone(tmp_path: Path) -> None:
+    source = opened(tmp_path / "a", mixed("float32", masters=False))
+    (tmp_path / "a/config.json").write_text('{"torch_dtype": "bfloat16", "model_type": "x"}')
+    made = tmp_path / "made"
+    checkpoint.convert(source, made, to="full", dtype="bf16", training="reshard")
+    found = checkpoint.open(made)
+    types = {name: tensor.dtype.name for name, tensor in found.tensors.items()}
+    assert types.pop("up.weight") == types.pop("buffer") == "bfloat16"
+    assert {*types.values()} == {"float32"}
+    master = checkpoint.read_tensor(found, "optimizer.state.up.weight.master")
+    np.testing.assert_array_equal(master, checkpoint.read_tensor(source, "up.weight"))
+
+
+def test_made_state_is_not_renamed_at_once(tmp_path: Path) -> None:
+    source = opened(
+        tmp_path / "a",
+        mixed("bfloat16", masters=False),
+    )
+    with pytest.raises(UsageError, match="convert in two steps"):
+        checkpoint.convert(
+            source,
+            tmp_path / "made",
+            to="full",
+            training="reshard",
+            target_names={"theirs": "up.weight"},
+        )
+
+
+def test_an_unknown_style_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'fsdp9' keeps it; known are fsdp2"):
+        checkpoint.ConversionRequest(to="full", training="fsdp9")
