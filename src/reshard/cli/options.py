@@ -209,6 +209,14 @@ _CONVERSION_OPTIONS = (
         help="Make the matrices of layers float8, with a scale for each block of 128 by 128.",
     ),
     click.option(
+        "--adapter",
+        "adapters",
+        multiple=True,
+        metavar="PATH",
+        help="Merge the changes of an adapter of PEFT into the weights: a folder with "
+        "adapter_config.json. Repeatable, one after another.",
+    ),
+    click.option(
         "--strategy",
         metavar="NAME",
         help="Place tensors by a policy, instead of rules: simple (in turn), balanced (by bytes), "

@@ -4,6 +4,7 @@
     casts         elements in another floating-point type
     dequantized   weights from their quantised tensors
     quantized     weights in float8 with scales
+    merged        weights with low-rank changes, and `adapters`, which have these
     planning      which tensors change, and what config.json says then
 
 Start at `planning`.

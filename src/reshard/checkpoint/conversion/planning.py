@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 from typing import Any, Unpack
 
+from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -50,7 +51,7 @@ def plan_conversion(
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename`, `training` (see `ConversionRequest`).
+            `strip_prefix`, `rename`, `training`, `adapters` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -147,6 +148,9 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
         return ChangedElements(checkpoint)
+    if request.adapters:
+        merged, computed = merge_adapters(checkpoint, request.adapters)
+        return ChangedElements(merged, computed)
     return change_elements(
         checkpoint,
         read_config(checkpoint),
@@ -169,7 +173,7 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
     # Only where they were given: journals of other conversions have no such keys.
     changes = {
         key: getattr(request, key)
-        for key in ("dtype", "dequantize", "quantize", "training")
+        for key in ("dtype", "dequantize", "quantize", "training", "adapters")
         if getattr(request, key)
     }
     if request.engine_layout is not None:

@@ -57,6 +57,7 @@ class RequestArguments(TypedDict, total=False):
     strip_prefix: Iterable[str]
     rename: Iterable[str]
     training: str | None
+    adapters: Iterable[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class ConversionRequest:
         training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
             `optax` (`reshard.checkpoint.training.styles`); the format's own, or the source's, when
             None.
+        adapters: of PEFT, whose changes are merged into the source's weights, one after another.
 
     Raises:
         UsageError: arguments that cannot be, or that contradict each other.
@@ -121,6 +123,7 @@ class ConversionRequest:
     strip_prefix: Iterable[str] = ()
     rename: Iterable[str] = ()
     training: str | None = None
+    adapters: Iterable[str | os.PathLike[str]] = ()
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -140,11 +143,31 @@ class ConversionRequest:
             cast_type(self.dtype)
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")
         _ = self.training_style
+        self._check_adapters()
         renames = self.source_names is not None or self.target_names is not None
         _refuse(self.dequantize and renames, "other names", "dequantize")
         _refuse(self.quantize is not None and renames, "other names", "quantize")
         self._check_format()
         self._check_placement()
+
+    def _check_adapters(self) -> None:
+        given = self.adapters
+        if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
+            raise UsageError(f"adapters {given!r}; give a list of paths")
+        given = list(given)
+        if not all(isinstance(one, str | os.PathLike) for one in given):
+            raise UsageError(f"adapters {given!r}; give a list of paths")
+        paths = tuple(os.fspath(one) for one in given)
+        object.__setattr__(self, "adapters", paths)
+        others = {
+            "names of other programs": self.source_names or self.target_names,
+            "dtype": self.dtype,
+            "dequantize": self.dequantize,
+            "quantize": self.quantize,
+            "an engine's layout": self.layout,
+        }
+        for what, other in others.items():
+            _refuse(bool(paths) and other is not None and other is not False, what, "adapters")
 
     def _read_layout(self) -> None:
         if self.layout is None:
@@ -258,7 +281,8 @@ class ConversionRequest:
     @property
     def changes_elements(self) -> bool:
         """Whether tensors of the target have other elements than those of the source."""
-        return self.dtype is not None or self.dequantize or self.quantize is not None
+        changes = self.dtype is not None or self.dequantize or self.quantize is not None
+        return changes or bool(self.adapters)
 
     @property
     def to_text(self) -> str:

@@ -187,7 +187,7 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         FormatError: a file that is not a JSON object.
     """
     found = _read_json(checkpoint.folder / "config.json")
-    adapter = _read_json(checkpoint.folder / "adapter_config.json")
+    adapter = read_adapter_config(checkpoint)
     if adapter is None:
         return found
     # An adapter has the config of the model that it changes, if that is a folder here.
@@ -195,6 +195,15 @@ def read_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     if found is None and isinstance(base, str) and base:
         found = _read_json(Path(base) / "config.json")
     return None if found is None else {**found, "adapter_config": adapter}
+
+
+def read_adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The `adapter_config.json` beside the tensors, or None where there is none.
+
+    Raises:
+        FormatError: a file that is not a JSON object.
+    """
+    return _read_json(checkpoint.folder / "adapter_config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

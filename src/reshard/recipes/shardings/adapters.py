@@ -79,6 +79,9 @@ class LowRankAdapters:
         by_hand: Sequence[Rule] = (),
     ) -> None:
         self._is_swapped = _is_input_by_output(config)
+        #: The tensors of the adapter of each weight, by what they are: A, B, bias, vector, or
+        #: `embedding A` and `embedding B`.
+        self.members: dict[str, dict[str, str]] = {}
         pairs: dict[str, dict[str, str]] = {}
         self._parts: dict[str, _AdapterTensor] = {}
         self._renamed: dict[str, str] = {}
@@ -90,7 +93,8 @@ class LowRankAdapters:
             if match is not None:
                 pairs.setdefault(match["module"], {})[_role(match)] = name
             elif name.startswith(PREFIX) and name not in apart:
-                self._renamed[name] = name.removeprefix(PREFIX)
+                # Beside the change of an embedding, PEFT saves the embedding.
+                self._renamed[name] = name.removeprefix(PREFIX).replace(".base_layer.", ".")
         self.base_shapes: dict[str, Shape] = {}
         for module, tensors in pairs.items():
             self._add(module, tensors)
@@ -119,6 +123,7 @@ class LowRankAdapters:
                 "many rows of A as columns of B are expected"
             )
         weight = f"{module.removeprefix(PREFIX)}.weight"
+        self.members[weight] = dict(tensors)
         out, into = (1, 0) if self._is_swapped or kind else (0, 1)
         shape = [b[0], *a[1:]]
         self.base_shapes[weight] = (shape[1], shape[0]) if out else tuple(shape)

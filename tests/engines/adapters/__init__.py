@@ -1,0 +1,1 @@
+"""Adapters of PEFT: what is merged here, against PEFT's own merge."""
