@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -40,7 +40,8 @@ class Model(torch.nn.Module):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-def make(tp: int, seed: int) -> Model:
+def make(tp: int, seed: int, *, is_mixed: bool = False) -> Model:
+    """The model; `is_mixed` computes in bfloat16 with float32 weights."""
     torch.manual_seed(seed)
     model = Model()
     ranks = dist.get_world_size()
@@ -49,7 +50,8 @@ def make(tp: int, seed: int) -> Model:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
     for layer in (model.up, model.down, model):
-        fully_shard(layer, mesh=mesh["fsdp"])
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else None
+        fully_shard(layer, mesh=mesh["fsdp"], mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 
@@ -91,15 +93,20 @@ def train(tp: int, name: str, folder: str) -> None:
         torch.save({"now": now, "then": then}, f"{folder}.pt")
 
 
-def resume(tp: int, name: str, folder: str) -> None:
-    model = make(tp, seed=1)
+def resume(
+    tp: int, name: str, folder: str, *, has_values: bool = True, is_mixed: bool = False
+) -> None:
+    """Go on from a checkpoint, which `has_values` of this program beside its training state."""
+    model = make(tp, seed=1, is_mixed=is_mixed)
     optimizer = groups(model, name)
     weights, state = get_state_dict(model, optimizer)
-    # What was not trained has no state yet: a step of nothing makes it.
-    saved = {"model": weights, "optim": state, "step": None, "scheduler": {"last_epoch": None}}
+    saved: dict[str, Any] = {"model": weights, "optim": state}
+    if has_values:
+        saved |= {"step": None, "scheduler": {"last_epoch": None}}
     dcp.load(saved, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    assert (saved["step"], saved["scheduler"]) == (STEPS, {"last_epoch": STEPS})
+    if has_values:
+        assert (saved["step"], saved["scheduler"]) == (STEPS, {"last_epoch": STEPS})
     now = gather(model)
     step(model, optimizer, STEPS)
     then = gather(model)

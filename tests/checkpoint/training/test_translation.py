@@ -192,3 +192,13 @@ def test_made_state_is_not_renamed_at_once(tmp_path: Path) -> None:
 def test_an_unknown_style_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'fsdp9' keeps it; known are fsdp2"):
         checkpoint.ConversionRequest(to="full", training="fsdp9")
+
+
+def test_masters_alone_are_the_weights(tmp_path: Path) -> None:
+    types = mixed("bfloat16", masters=True)
+    del types["up.weight"]
+    source = opened(tmp_path / "a", types)
+    master = source["optimizer.state.up.weight.master"].binding
+    assert to("fsdp2", source).checkpoint["model.up.weight"].binding is master
+    found = to("reshard", source).checkpoint
+    assert found["up.weight"].binding is found["optimizer.state.up.weight.master"].binding is master

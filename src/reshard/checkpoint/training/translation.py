@@ -167,10 +167,18 @@ class _Translation:
             else:
                 self._add_cast(own, weight)
                 widened.append(bare)
+        for bare, kept in self.state.optimizer.items():
+            # ZeRO-3 has no others.
+            if MASTER in kept and bare not in self.state.weights:
+                name, path = style.weight_name(bare), style.weight_path(bare)
+                self._add(name, self.old.tensors[kept[MASTER]], path)
+                if style.has_masters:
+                    self._add(style.state_name(bare, MASTER), self.old.tensors[kept[MASTER]])
+                replaced.append(bare)
         if replaced:
             self.notes.append(
                 f"the 32-bit weights of {count_text(len(replaced), 'parameter')} (first: "
-                f"{replaced[0]}) are the weights of the target, which has no others"
+                f"{replaced[0]}) are the weights of the target"
             )
         if widened:
             self.notes.append(
@@ -182,9 +190,7 @@ class _Translation:
         """What the optimizer keeps of each parameter, but for masters and steps."""
         for bare, kept in self.state.optimizer.items():
             for key, called in kept.items():
-                if key in (MASTER, STEP) and bare in self.state.weights:
-                    continue
-                if key == STEP or (key == MASTER and not self.style.has_masters):
+                if key in (MASTER, STEP):
                     continue
                 path = self.style.state_path(bare, key)
                 self._add(self.style.state_name(bare, key), self.old.tensors[called], path)

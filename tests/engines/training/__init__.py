@@ -1,0 +1,1 @@
+"""Training goes on in another program than the one that saved."""

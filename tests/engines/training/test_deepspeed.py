@@ -1,0 +1,101 @@
+"""DeepSpeed and FSDP2: what one saved goes on in the other, and the next step is the same.
+
+Both take steps of `torch.optim` on float32 weights of equal gradients: bit for bit over 1 and 2
+ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+
+from checkpoint.training import resuming_process as fsdp2
+from engines.deepspeed import ranks as jobs
+from engines.deepspeed.training import held
+from reshard import checkpoint
+
+RULES = ["*=fsdp, ..."]
+
+
+def make_engine(stage: int, dtype: str, name: str, *, universal: bool = False) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(0)
+    model = fsdp2.Model()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
+    optimizer = fsdp2.groups(model, name)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def take_step(engine: Any, dtype: str, number: int) -> None:
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    loss = engine(batch.to(kind)).square().mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The float32 weights."""
+    return {name: kept["master"] for name, kept in held(engine, ()).items()}
+
+
+def train(rank: int, stage: int, dtype: str, name: str, folder: str) -> None:
+    engine = make_engine(stage, dtype, name)
+    for number in range(fsdp2.STEPS):
+        take_step(engine, dtype, number)
+    engine.save_checkpoint(folder, tag="three")
+    now = weights(engine)
+    take_step(engine, dtype, fsdp2.STEPS)
+    then = weights(engine)
+    if rank == 0:
+        torch.save({"now": now, "then": then}, f"{folder}.pt")
+
+
+def resume_fsdp2(rank: int, name: str, folder: str, dtype: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    fsdp2.resume(1, name, folder, has_values=False, is_mixed=dtype == "bf16")
+
+
+def expect_equal(saved: Path, resumed: str, tolerance: float) -> None:
+    before = torch.load(f"{saved}.pt", weights_only=True)
+    after = torch.load(resumed, weights_only=True)
+    for name, value in before["now"].items():
+        assert torch.equal(value, after["now"][name]), name
+    for name, value in before["then"].items():
+        assert not torch.equal(value, before["now"][name]), name
+        assert torch.allclose(value, after["then"][name], rtol=0, atol=tolerance), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adamw", "fp32"), ("momentum", "fp32"), ("adamw", "bf16")]
+)
+def test_what_deepspeed_saved_goes_on_in_fsdp2(
+    tmp_path: Path, stage: int, name: str, dtype: str
+) -> None:
+    saved, made = tmp_path / "saved", tmp_path / "made"
+    jobs.run_ranks(train, 2, tmp_path / "train", stage, dtype, name, str(saved))
+    for ranks, tolerance in ((1, 0.0), (3, 1e-6)):
+        made = tmp_path / f"made{ranks}"
+        checkpoint.convert(
+            saved, made, to=f"fsdp={ranks}", rules=RULES, format="torch-dcp", training="fsdp2"
+        )
+        jobs.run_ranks(resume_fsdp2, ranks, tmp_path / f"resume{ranks}", name, str(made), dtype)
+        expect_equal(saved, f"{made}.resumed.pt", tolerance)
