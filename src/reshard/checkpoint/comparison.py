@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
+from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.errors import FormatError
 
 
@@ -155,8 +157,13 @@ def compare(
     done = 0
     results = run_in_threads(_list_tasks(a, names), work, new_memory, threads)
     try:
-        differences += _compare_items(a, b, files_a, files_b)
-        differences += _compare_values(a, b)
+        holds_values = all(_can_hold(one.format, Holding.VALUES) for one in (a, b))
+        # One may have pickles of what the other has as values, or of parts of it.
+        if holds_values and {*a.items} != {*b.items}:
+            differences += _compare_values(in_plain_values(a), in_plain_values(b))
+        else:
+            differences += _compare_items(a, b, files_a, files_b)
+            differences += _compare_values(a, b) if holds_values else ()
         for name, block, digest, count, first in results:
             blocks[name][block] = digest
             if count:
@@ -370,18 +377,30 @@ def _compare_items(
 
 
 def _compare_values(a: Checkpoint, b: Checkpoint) -> list[Difference]:
-    """Differences in plain values beside the tensors, if both formats can hold such."""
-    if not all(_can_hold(checkpoint.format, Holding.VALUES) for checkpoint in (a, b)):
-        return []
+    """Differences in plain values beside the tensors."""
     differences = []
-    for name in [*a.values, *(name for name in b.values if name not in a.values)]:
-        if name not in a.values or name not in b.values:
-            folder = a.folder if name in a.values else b.folder
+    # Formats keep a list as one value, or each of what is in it.
+    left, right = dict(_list_leaves(a.values)), dict(_list_leaves(b.values))
+    for name in [*left, *(name for name in right if name not in left)]:
+        if name not in left or name not in right:
+            folder = a.folder if name in left else b.folder
             differences.append(Difference(name, f"is only in {folder}"))
         # By their texts: a NaN is equal to itself, and True is not 1.
-        elif repr(a.values[name]) != repr(b.values[name]):
-            differences.append(Difference(name, "is a value, and another one"))
+        elif repr(left[name]) != repr(right[name]):
+            differences.append(Difference(name, f"is {left[name]!r} and {right[name]!r}"))
     return differences
+
+
+def _list_leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What lists and dicts have in them, by its path; empty ones are values themselves."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, list | tuple) and value:
+            yield from _list_leaves(dict(enumerate(value)), f"{path}.")
+        elif isinstance(value, dict) and value:
+            yield from _list_leaves(value, f"{path}.")
+        else:
+            yield path, value
 
 
 def _can_hold(name: str, what: Holding) -> bool:

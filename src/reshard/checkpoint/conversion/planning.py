@@ -30,6 +30,7 @@ from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
 from reshard.errors import UsageError
@@ -64,6 +65,9 @@ def plan_conversion(
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = _open_source(source, target)
+    holds = request.target_format.can_hold
+    if checkpoint.items and Holding.VALUES in holds and Holding.ITEMS not in holds:
+        checkpoint = in_plain_values(checkpoint)
     translated = _translate(request, select_from(checkpoint, request.selection))
     named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)

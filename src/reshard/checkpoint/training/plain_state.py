@@ -12,6 +12,7 @@ Groups of parameters are kept in three ways, and become a list of dicts::
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,17 @@ def decode_items(
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     return values, unread
+
+
+def in_plain_values(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose pickled items are plain values; those that are none are its `unread`."""
+    values, unread = decode_items(checkpoint, checkpoint.items)
+    return dataclasses.replace(
+        checkpoint,
+        items={},
+        values={**checkpoint.values, **values},
+        unread=(*checkpoint.unread, *unread.items()),
+    )
 
 
 def _decode(
