@@ -5,6 +5,7 @@ of four row shards, into buffers that exist already:
 
     reshard   `reshard.checkpoint.load(..., out=...)` on each rank
     dcp       `torch.distributed.checkpoint.load` of DTensors
+    storage   the same with `reshard.torch.StorageReader`
 
 They take turns in one run; medians. Both ways begin and end at a barrier of the same gloo job.
 Counted are the bytes that read calls returned to all four ranks, against the bytes they need.
@@ -58,7 +59,18 @@ def by_dcp(source: Path) -> Turn:
     return turns.timed_together(lambda: dcp.load(state, checkpoint_id=source))
 
 
-WAYS = {"reshard": by_reshard, "dcp": by_dcp}
+def by_storage(source: Path) -> Turn:
+    """One rank's DTensors, read by reshard."""
+    import torch.distributed.checkpoint as dcp
+
+    from reshard.torch import StorageReader
+
+    turns.join_job()
+    state = sources.empty_columns(source, RANKS)
+    return turns.timed_together(lambda: dcp.load(state, storage_reader=StorageReader(source)))
+
+
+WAYS = {"reshard": by_reshard, "dcp": by_dcp, "storage": by_storage}
 
 
 def hidden(command: str, *arguments: str) -> None:
@@ -76,7 +88,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to measure (default: temporary)")
     parser.add_argument("--caches", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     options = parser.parse_args()
-    print("cache way       median    min-max      reshard/it  read/needed")
+    print("cache way       median    min-max      reshard/it  read/needed  resident MiB")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         source = sources.write(__file__, "dcp-rows4", Path(name), options.size_mib)
         for cache in options.caches:
@@ -93,7 +105,8 @@ def main() -> None:
                 print(
                     f"{cache:5} {way:8} {medians[way]:7.2f} s  "
                     f"{min(seconds_s):6.2f}-{max(seconds_s):5.2f}  "
-                    f"{medians['reshard'] / medians[way]:10.2f}  {read:11.3f}",
+                    f"{medians['reshard'] / medians[way]:10.2f}  {read:11.3f}  "
+                    f"{max(turn.peak_bytes for turn in of_way) / turns.MIB:12.0f}",
                     flush=True,
                 )
 

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.errors import FormatError, MissingExtraError
 
 COMPRESSIONS = ("zstd",)
-_LEVEL = 3
+_LEVEL = 1
 _MOST_WINDOW_BYTES = 8 << 20
 # Compressors are for one thread.
 _own = threading.local()

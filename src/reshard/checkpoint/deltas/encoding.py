@@ -16,6 +16,7 @@ changed, a payload says where they are and what they became. The shortest of fou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -27,6 +28,7 @@ from reshard.checkpoint.deltas.compression import compress, decompress
 from reshard.errors import FormatError
 
 _SKIP = 255
+_STRETCH = 1 << 18
 _COUNT = np.dtype("<u4")
 
 
@@ -80,23 +82,52 @@ def encode_block(
     words = int(np.count_nonzero(changed))
     if not words:
         return None
-    coding, head = _choose(changed, words, size)
+    # Gaps take at least a byte a word: with more of them, a mask is shorter.
+    is_sparse = words <= len(changed) // 8
+    places = np.flatnonzero(changed) if is_sparse else None
+    coding, head = _choose(changed, places, words, size)
     if coding is Coding.WHOLE:
         return _pack(coding, b"", new, old, compressed)
-    return _pack(coding, head, new[changed], old[changed] if compressed else None, compressed)
+
+    def take(block: NDArray[Any]) -> NDArray[Any]:
+        return block[places] if places is not None else _take(block, changed, words)
+
+    return _pack(coding, head, take(new), take(old) if compressed else None, compressed)
 
 
-def _choose(changed: NDArray[np.bool_], words: int, size: int) -> tuple[Coding, bytes]:
+def _list_places(chosen: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArray[np.intp]]]:
+    """The places of chosen words, of a stretch of the block at a time.
+
+    NumPy takes and puts by places several times as quickly as by a mask; places of a whole block
+    would take more memory than the block.
+    """
+    for start in range(0, len(chosen), _STRETCH):
+        part = slice(start, min(start + _STRETCH, len(chosen)))
+        yield part, np.flatnonzero(chosen[part])
+
+
+def _take(words: NDArray[Any], chosen: NDArray[np.bool_], count: int) -> NDArray[Any]:
+    """The chosen words."""
+    found = np.empty(count, dtype=words.dtype)
+    at = 0
+    for part, places in _list_places(chosen):
+        found[at : at + len(places)] = words[part][places]
+        at += len(places)
+    return found
+
+
+def _choose(
+    changed: NDArray[np.bool_], places: NDArray[np.intp] | None, words: int, size: int
+) -> tuple[Coding, bytes]:
     """The shortest way to say which words changed, and how it says so."""
     total = len(changed)
     # What each takes beside the values; `whole` takes the words that did not change.
     costs = {Coding.WHOLE: (total - words) * size, Coding.MASK: -(-total // 8)}
-    nothing = np.zeros(1, dtype=np.int8)
-    turns = np.diff(changed.view(np.int8), prepend=nothing, append=nothing)
-    costs[Coding.RUNS] = _COUNT.itemsize + int(np.count_nonzero(turns)) // 2 * 8
+    turns = np.count_nonzero(changed[1:] != changed[:-1]) + int(changed[0]) + int(changed[-1])
+    costs[Coding.RUNS] = _COUNT.itemsize + int(turns) // 2 * 8
     gaps: NDArray[Any] = np.empty(0, dtype=np.uint8)
-    if words <= total // 8:
-        gaps = _encode_gaps(np.flatnonzero(changed))
+    if places is not None:
+        gaps = _encode_gaps(places)
         costs[Coding.GAPS] = _COUNT.itemsize + len(gaps)
     coding = min(costs, key=lambda one: (costs[one], one))
     if coding is Coding.GAPS:
@@ -104,18 +135,23 @@ def _choose(changed: NDArray[np.bool_], words: int, size: int) -> tuple[Coding, 
     if coding is Coding.MASK:
         return coding, np.packbits(changed, bitorder="little").tobytes()
     if coding is Coding.RUNS:
+        nothing = np.zeros(1, dtype=np.int8)
+        edges = np.flatnonzero(np.diff(changed.view(np.int8), prepend=nothing, append=nothing))
         # From the end of a run to the beginning of the next, and its length, by turns.
-        steps = np.diff(np.flatnonzero(turns), prepend=0).astype("<u4")
+        steps = np.diff(edges, prepend=0).astype("<u4")
         return coding, np.array(len(steps) // 2, _COUNT).tobytes() + steps.tobytes()
     return coding, b""
 
 
 def _encode_gaps(places: NDArray[np.intp]) -> NDArray[np.uint8]:
-    gaps = np.diff(places, prepend=-1) - 1
-    skips = gaps // _SKIP
-    ends = np.cumsum(skips + 1)
+    gaps = places.astype(np.uint32)
+    gaps[1:] -= gaps[:-1] + np.uint32(1)
+    skips = gaps // np.uint32(_SKIP)
+    if not skips.any():
+        return gaps.astype(np.uint8)
+    ends = np.cumsum(skips + np.uint32(1))
     coded = np.full(int(ends[-1]), _SKIP, dtype=np.uint8)
-    coded[ends - 1] = gaps % _SKIP
+    coded[ends - 1] = gaps - skips * np.uint32(_SKIP)
     return coded
 
 
@@ -177,10 +213,21 @@ def decode_block(
         raise damaged(f"{found} words are named, expected {words}")
     if chosen is None:
         block[:] = numbers ^ block if flags & DIFFERENCES else numbers
-    elif flags & DIFFERENCES:
-        block[chosen] ^= numbers
     else:
-        block[chosen] = numbers
+        _put(block, chosen, numbers, differences=bool(flags & DIFFERENCES))
+
+
+def _put(
+    block: NDArray[Any], chosen: NDArray[Any], numbers: NDArray[Any], *, differences: bool
+) -> None:
+    """Change the chosen words, by places or a mask."""
+    parts = _list_places(chosen) if chosen.dtype == bool else [(slice(None), chosen)]
+    at = 0
+    for part, places in parts:
+        new = numbers[at : at + len(places)]
+        words = block[part]
+        words[places] = new ^ words[places] if differences else new
+        at += len(places)
 
 
 def _count(chosen: NDArray[Any]) -> int:
