@@ -1,0 +1,385 @@
+"""One rank of a training run of Megatron-core, which loads, steps and saves checkpoints.
+
+Usage: python training_process.py JOB.json, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+What the job can say stands in `DEFAULTS`. The batches are functions of the step alone, so that runs
+of any parallelism see the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {
+    # Parallelism: tp, pp, ep, etp, vp (stages of a rank); what is left is dp.
+    "sizes": {},
+    "experts": None,
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "groups": 2,
+    "ffn": 48,
+    "vocab": 64,
+    "tied": False,
+    "bias": False,
+    "qk_norm": False,
+    "fp32": False,
+    "distributed_optimizer": True,
+    "sharding_type": "fully_reshardable",
+    "bucket_size": None,
+    # Load this folder, step from `first` so many times, save there; as `torch_dist` or `legacy`.
+    "load": None,
+    "load_format": "torch_dist",
+    "first": 0,
+    "steps": 1,
+    "save": None,
+    "save_format": "torch_dist",
+    "batch": 4,
+    "homogeneous": True,
+}
+LENGTH = 8
+
+
+def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """The model's chunks on this rank, its optimizer, and its config."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    sizes = job["sizes"]
+    parallel = {
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("vp"),
+        "expert_model_parallel_size": sizes.get("ep", 1),
+        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
+    }
+    parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=True)
+    experts, bf16 = job["experts"], not job["fp32"]
+    config = TransformerConfig(
+        num_layers=job["layers"],
+        hidden_size=job["hidden"],
+        num_attention_heads=job["heads"],
+        num_query_groups=job["groups"],
+        ffn_hidden_size=job["ffn"],
+        moe_ffn_hidden_size=job["ffn"] // 2 if experts else None,
+        num_moe_experts=experts,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=job["bias"],
+        normalization="RMSNorm",
+        qk_layernorm=job["qk_norm"],
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        sequence_parallel=bool(experts) and sizes.get("tp", 1) > 1,
+        **parallel,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, normalization="RMSNorm", qk_layernorm=job["qk_norm"]
+    )
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=job["distributed_optimizer"],
+        overlap_grad_reduce=job["bucket_size"] is not None,
+        bucket_size=job["bucket_size"],
+    )
+    chunks = []
+    for number in range(sizes.get("vp") or 1):
+        stage = {"vp_stage": number} if sizes.get("vp") else {}
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=job["vocab"],
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=job["tied"],
+            **stage,
+        )
+        # Initial values are those of the whole model's names, whatever the parallelism.
+        wrapped = Float16Module(config, model) if bf16 else model
+        chunks.append(
+            DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
+        )
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.1,
+        bf16=bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=job["distributed_optimizer"],
+        clip_grad=1.0,
+    )
+    return chunks, get_megatron_optimizer(optimizer_config, chunks), config
+
+
+def state_of(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int, load: bool) -> Any:
+    """The nested state as Megatron-LM puts it together for `torch_dist`."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    metadata = {
+        "distrib_optim_sharding_type": job["sharding_type"],
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": not job["homogeneous"],
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    if not job["distributed_optimizer"]:
+        metadata.pop("distrib_optim_sharding_type")
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata["dp_cp_group"] = group
+    state: dict[str, Any] = {
+        "args": argparse.Namespace(**arguments(job)),
+        "checkpoint_version": 3.0,
+        "iteration": step,
+    }
+    for number, chunk in enumerate(chunks):
+        key = "model" if len(chunks) == 1 else f"model{number}"
+        state[key] = chunk.sharded_state_dict(metadata=metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(
+        {key: value for key, value in state.items() if key.startswith("model")},
+        is_loading=load,
+        metadata=metadata,
+    )
+    state["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": step * job["batch"]}
+    pp, tp = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    dp = torch.distributed.get_rank(group)
+    random = [{"random_rng_state": torch.arange(4, dtype=torch.uint8), "place": (pp, tp)}]
+    # A run of another parallelism does not load the state of the random number generators.
+    if not load:
+        state["rng_state"] = ShardedObject("rng_state", random, sizes, (pp, tp), replica_id=dp)
+    return state, metadata
+
+
+def arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments: those that say what the model is and how it is cut."""
+    import torch
+
+    sizes = job["sizes"]
+    return {
+        "num_layers": job["layers"],
+        "hidden_size": job["hidden"],
+        "ffn_hidden_size": job["ffn"],
+        "moe_ffn_hidden_size": job["ffn"] // 2 if job["experts"] else None,
+        "num_attention_heads": job["heads"],
+        "group_query_attention": True,
+        "num_query_groups": job["groups"],
+        "kv_channels": job["hidden"] // job["heads"],
+        "num_experts": job["experts"],
+        "swiglu": True,
+        "add_bias_linear": job["bias"],
+        "qk_layernorm": job["qk_norm"],
+        "normalization": "RMSNorm",
+        "untie_embeddings_and_output_weights": not job["tied"],
+        "padded_vocab_size": job["vocab"],
+        "position_embedding_type": "rope",
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("vp"),
+        "expert_model_parallel_size": sizes.get("ep", 1),
+        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
+        "data_parallel_size": int(os.environ["WORLD_SIZE"])
+        // (sizes.get("tp", 1) * sizes.get("pp", 1)),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "use_distributed_optimizer": job["distributed_optimizer"],
+        "transformer_impl": "local",
+        "bf16": not job["fp32"],
+        "fp16": False,
+        "params_dtype": torch.float32 if job["fp32"] else torch.bfloat16,
+        "ckpt_format": "torch",
+    }
+
+
+def save(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int) -> None:
+    """Save the state as the job says."""
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+
+    if job["save_format"] == "torch_dist":
+        folder = Path(job["save"])
+        folder.mkdir(parents=True, exist_ok=True)
+        state, metadata = state_of(job, chunks, optimizer, step, load=False)
+        content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+        dist_checkpointing.save(state, str(folder), content_metadata=content)
+        return
+    # Megatron-LM's own layout: a folder for each model-parallel rank, saved by its first copy.
+    own = legacy_folder(Path(job["save"]), step)
+    is_first = parallel_state.get_expert_data_parallel_rank() == 0
+    if is_first:
+        own.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    if job["distributed_optimizer"]:
+        optimizer.save_parameter_state(str(own / "distrib_optim.pt"))
+    if is_first:
+        state = {
+            "args": argparse.Namespace(**arguments(job)),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+        }
+        for number, chunk in enumerate(chunks):
+            key = "model" if len(chunks) == 1 else f"model{number}"
+            state[key] = chunk.state_dict_for_save_checkpoint()
+        state["optimizer"] = optimizer.state_dict()
+        state["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": step * job["batch"]}
+        state["rng_state"] = [{"random_rng_state": torch.arange(4, dtype=torch.uint8)}]
+        torch.save(state, own / "model_optim_rng.pt")
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (Path(job["save"]) / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def legacy_folder(root: Path, step: int) -> Path:
+    """The folder of this rank's model-parallel place."""
+    from megatron.core import parallel_state as places
+
+    name = f"mp_rank_{places.get_tensor_model_parallel_rank():02d}"
+    if places.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{places.get_pipeline_model_parallel_rank():03d}"
+    if places.get_expert_model_parallel_world_size() > 1:
+        name += f"_{places.get_expert_model_parallel_rank():03d}"
+    return root / f"iter_{step:07d}" / name
+
+
+def load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> int:
+    """Load what the job says, as Megatron-LM does; the step it was saved at."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    if job["load_format"] == "torch_dist":
+        state, _ = state_of(job, chunks, optimizer, 0, load=True)
+        found = dist_checkpointing.load(state, job["load"])
+    else:
+        step = int((Path(job["load"]) / "latest_checkpointed_iteration.txt").read_text())
+        own = legacy_folder(Path(job["load"]), step)
+        found = torch.load(own / "model_optim_rng.pt", weights_only=False)
+    for number, chunk in enumerate(chunks):
+        key = "model" if len(chunks) == 1 else f"model{number}"
+        chunk.load_state_dict(found[key], strict=True)
+    optimizer.load_state_dict(found["optimizer"])
+    if job["load_format"] == "legacy" and job["distributed_optimizer"]:
+        optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
+    return int(found["iteration"])
+
+
+def train(job: dict[str, Any], chunks: list[Any], optimizer: Any, config: Any, step: int) -> None:
+    """One step: the same batch for every parallelism."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    dp = parallel_state.get_data_parallel_world_size()
+    own = parallel_state.get_data_parallel_rank()
+    places = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(job["vocab"], (job["batch"], LENGTH + 1), generator=places)
+    mine = tokens[own * job["batch"] // dp : (own + 1) * job["batch"] // dp]
+
+    def forward(rows: Any, model: Any) -> Any:
+        row = next(rows)[None]
+        positions = torch.arange(LENGTH)[None]
+        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+        losses = model(row[:, :-1], positions, mask, labels=row[:, 1:])
+        return losses, lambda losses: (losses.float().mean(), {})
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    config.finalize_model_grads_func = finalize
+    rows = [iter(mine) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=rows if len(chunks) > 1 else rows[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(mine),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+    )
+    optimizer.step()
+
+
+def finalize(*args: Any, **kwargs: Any) -> None:
+    """What Megatron-LM does with gradients behind the last microbatch."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(*args, **kwargs)
+
+
+def initialize(chunks: list[Any], optimizer: Any) -> None:
+    """Values that follow from a parameter's name and place alone, for every parallelism."""
+    import torch
+
+    state = {}
+    for number, chunk in enumerate(chunks):
+        state |= {f"{number}.{k}": v for k, v in chunk.sharded_state_dict().items()}
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for part in nested_values(state):
+        tensors = [part] if isinstance(part, ShardedTensor) else []
+        if hasattr(part, "build"):
+            tensors = [one for one in nested_values(part.build()) if isinstance(one, ShardedTensor)]
+        for one in tensors:
+            seed = sum(ord(letter) * (at + 1) for at, letter in enumerate(one.key))
+            whole = torch.randn(one.global_shape, generator=torch.Generator().manual_seed(seed))
+            if "norm" in one.key:
+                whole = 1 + whole * 0.01
+            with torch.no_grad():
+                one.data.copy_((whole * (1.0 if "norm" in one.key else 0.1))[one.global_slice()])
+    optimizer.reload_model_params()
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run this rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    chunks, optimizer, config = build(job)
+    model_parallel_cuda_manual_seed(1)
+    step = job["first"]
+    if job["load"]:
+        step = load(job, chunks, optimizer)
+    else:
+        initialize(chunks, optimizer)
+    for number in range(job["steps"]):
+        train(job, chunks, optimizer, config, step + number)
+    if job["save"]:
+        save(job, chunks, optimizer, step + job["steps"])
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    import cpu_shim
+
+    warnings.simplefilter("ignore")
+    cpu_shim.install()
+    main({**DEFAULTS, **json.loads(Path(sys.argv[1]).read_text())})
