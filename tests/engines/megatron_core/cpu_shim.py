@@ -27,11 +27,10 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream that has nothing to wait for."""
+    """A stream or an event: whatever is asked of it is done already."""
 
-    def wait_stream(self, other: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
 
 
 def install() -> None:
@@ -61,7 +60,7 @@ def install() -> None:
     torch.cuda.set_rng_state = do_nothing
     for name in ("synchronize", "empty_cache", "set_device", "manual_seed"):
         setattr(torch.cuda, name, do_nothing)
-    torch.cuda.Stream = lambda *args, **kwargs: _Stream()
+    torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: _Stream()
     torch.cuda.current_stream = torch.cuda.default_stream = torch.cuda.Stream
     torch.cuda.stream = lambda *args, **kwargs: nullcontext()
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = do_nothing

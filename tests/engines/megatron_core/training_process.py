@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "save_format": "torch_dist",
     "batch": 4,
     "homogeneous": True,
+    "singleton": False,
 }
 LENGTH = 8
 
@@ -54,6 +55,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.module import Float16Module
 
     sizes = job["sizes"]
@@ -65,6 +67,8 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
     }
     parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=True)
+    # It is asked for where Transformer Engine is not there, too.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     experts, bf16 = job["experts"], not job["fp32"]
     config = TransformerConfig(
         num_layers=job["layers"],
@@ -88,7 +92,6 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        sequence_parallel=bool(experts) and sizes.get("tp", 1) > 1,
         **parallel,
     )
     spec = get_gpt_layer_local_spec(
@@ -140,7 +143,8 @@ def state_of(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int, 
     metadata = {
         "distrib_optim_sharding_type": job["sharding_type"],
         "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": not job["homogeneous"],
+        "singleton_local_shards": job["singleton"],
+        "non_homogeneous_layers": not job["homogeneous"],
         "distrib_optim_fully_reshardable_mem_efficient": False,
     }
     if not job["distributed_optimizer"]:
@@ -154,7 +158,7 @@ def state_of(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int, 
     }
     for number, chunk in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
-        state[key] = chunk.sharded_state_dict(metadata=metadata)
+        state[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
     state["optimizer"] = optimizer.sharded_state_dict(
         {key: value for key, value in state.items() if key.startswith("model")},
         is_loading=load,
@@ -175,6 +179,13 @@ def state_of(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int, 
     if not load:
         state["rng_state"] = ShardedObject("rng_state", random, sizes, (pp, tp), replica_id=dp)
     return state, metadata
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside of its wrappers, whose names are saved."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +255,7 @@ def save(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int) -> N
         }
         for number, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
-            state[key] = chunk.state_dict_for_save_checkpoint()
+            state[key] = unwrap(chunk).state_dict_for_save_checkpoint()
         state["optimizer"] = optimizer.state_dict()
         state["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": step * job["batch"]}
         state["rng_state"] = [{"random_rng_state": torch.arange(4, dtype=torch.uint8)}]
@@ -280,7 +291,7 @@ def load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> int:
         found = torch.load(own / "model_optim_rng.pt", weights_only=False)
     for number, chunk in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
-        chunk.load_state_dict(found[key], strict=True)
+        unwrap(chunk).load_state_dict(found[key], strict=True)
     optimizer.load_state_dict(found["optimizer"])
     if job["load_format"] == "legacy" and job["distributed_optimizer"]:
         optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
@@ -335,7 +346,7 @@ def initialize(chunks: list[Any], optimizer: Any) -> None:
 
     state = {}
     for number, chunk in enumerate(chunks):
-        state |= {f"{number}.{k}": v for k, v in chunk.sharded_state_dict().items()}
+        state |= {f"{number}.{k}": v for k, v in unwrap(chunk).sharded_state_dict().items()}
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -1,0 +1,219 @@
+"""What Megatron saves beside tensors: arguments, steps, the optimizer's groups.
+
+It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's file elsewhere::
+
+    args               a Namespace of arguments          args.num_layers, args.hidden_size, ...
+    iteration          a number                          iteration
+    optimizer          {"optimizer": {"param_groups"}}   optimizer.param_groups, with names of parameters
+    opt_param_scheduler                                  opt_param_scheduler.num_steps, ...
+
+1. What is plain becomes a value under the words of its path; the types among the arguments are
+   text (`torch.bfloat16`).
+2. The groups of all optimizers of a chain become one list. Megatron puts parameters into groups by
+   what they are (experts, vectors and biases, embeddings), and so are they told here.
+3. What is no plain value is listed. Nothing of it is made.
+
+`nest_values` is the way back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
+from reshard.checkpoint.formats.torch_files.saved_values import explain
+
+GROUPS = "optimizer.param_groups"
+STEP = "optimizer.step"
+_NAMESPACE = Global("argparse", "Namespace")
+_TYPE = re.compile(r"torch\.((?:b?float|u?int|complex)\d+|bool|float8_\w+)")
+_MOST_DEPTH = 32
+Path = tuple[str | int, ...]
+# What tells the groups of a Megatron optimizer apart.
+GROUP_MARKS = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+}
+
+
+@dataclass
+class CommonState:
+    """Plain values by name, where each stood, the groups of optimizers, and what is not read."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, path: Path, value: Any) -> None:
+        """Add a part of a nested state."""
+        if len(path) > _MOST_DEPTH:
+            self.unread.append((_join(path[:4]), "it is nested too deep"))
+            return
+        if isinstance(value, Call) and value.function == _NAMESPACE:
+            value = value.state if isinstance(value.state, dict) else {}
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                # A dict with other keys is one value, if it is plain.
+                if type(key) not in (str, int):
+                    break
+            else:
+                for key, inner in value.items():
+                    self.add((*path, key), inner)
+                return
+        name = _join(path)
+        if isinstance(value, Global) and value.module == "torch" and _TYPE.fullmatch(str(value)):
+            value = str(value)
+        if "value" in plain_attributes({"value": value}):
+            if name in self.values:
+                self.unread.append((name, "another value has this name"))
+                return
+            self.values[name] = value
+            self.paths[name] = path
+        else:
+            self.unread.append((name, explain(value)))
+
+    def add_optimizer(self, state: Any) -> None:
+        """Add the state of an optimizer, or of a chain of them, without its tensors."""
+        for one in chain_of(state):
+            inner = one.get("optimizer", one)
+            if not isinstance(inner, dict):
+                self.unread.append(("optimizer", explain(inner)))
+                continue
+            groups = inner.get("param_groups")
+            for group in groups if isinstance(groups, list) else []:
+                if isinstance(group, dict):
+                    plain = plain_attributes({k: v for k, v in group.items() if type(k) is str})
+                    self.groups.append(plain)
+            common = inner.get("state")
+            if isinstance(common, dict) and "common_step" in common:
+                for group in self.groups:
+                    group.setdefault("step", _number(common["common_step"]))
+            for key, value in one.items():
+                if key not in ("optimizer", "param_state", "param_state_sharding_type", "state"):
+                    if key not in ("param_groups", "fp32_from_fp16_params", "fp32_from_fp16"):
+                        self.add(("optimizer", key), value)
+
+    def set_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Say which parameters each group has, by their shapes; a note where that cannot be told."""
+        if not self.groups:
+            return None
+        found: list[list[str]] = [[] for _ in self.groups]
+        unknown = []
+        for name, shape in parameters.items():
+            numbers = find_groups(self.groups, name, shape)
+            if len(numbers) == 1:
+                found[numbers[0]].append(name)
+            else:
+                unknown.append(name)
+        for group, names in zip(self.groups, found, strict=True):
+            group["params"] = names
+        self.values[GROUPS] = self.groups
+        if not unknown:
+            return None
+        return (
+            f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
+            f"{GROUPS} has the groups without them"
+        )
+
+
+def chain_of(state: Any) -> Iterator[dict[str, Any]]:
+    """The states of the optimizers in a chain; of one alone, itself."""
+    if isinstance(state, list | tuple):
+        members: Sequence[Any] = state
+    elif isinstance(state, dict) and state and all(type(key) is int for key in state):
+        members = [state[key] for key in sorted(state)]
+    else:
+        members = [state]
+    for one in members:
+        if isinstance(one, dict):
+            yield one
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is an expert's, by its name."""
+    return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
+
+
+def find_groups(
+    groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
+) -> list[int]:
+    """The numbers of the groups that a parameter can be in."""
+    numbers = range(len(groups))
+    marks = {
+        "is_expert_parallel": is_expert(name),
+        "is_decoupled_lr": name.startswith(("embedding.", "output_layer.")),
+    }
+    for mark, is_so in marks.items():
+        if any(groups[n].get(mark) for n in numbers):
+            numbers = [n for n in numbers if bool(groups[n].get(mark)) == is_so]
+    is_decayed = len(shape) > 1 and not name.endswith(".bias")
+    if any(groups[n].get("wd_mult", groups[n].get("pre_wd_mult")) == 0 for n in numbers):
+        numbers = [
+            n
+            for n in numbers
+            if (groups[n].get("wd_mult", groups[n].get("pre_wd_mult")) != 0) == is_decayed
+        ]
+    return [*numbers]
+
+
+def split_groups(
+    groups: Iterable[Mapping[str, Any]], step: float | None, *, of_experts: bool
+) -> list[dict[str, Any]]:
+    """The groups that a Megatron optimizer looks up: with its marks, and without names.
+
+    Groups of other programs have no marks; each is then there with weight decay and without, as
+    Megatron tells vectors and biases from the rest.
+    """
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups = [dict(group) for group in groups]
+    # Who has one kind of parameters may need the same group for the other: own groups come first.
+    for flips in (False, True):
+        for group in groups:
+            own = {key: value for key, value in group.items() if key != "params"}
+            if step is not None:
+                own.setdefault("step", step)
+            decay = own.get("wd_mult", own.get("pre_wd_mult"))
+            for wd_mult in [1.0, 0.0] if decay is None else [decay]:
+                new = {**GROUP_MARKS, **own, "wd_mult": wd_mult}
+                new["is_expert_parallel"] = bool(new["is_expert_parallel"]) != flips
+                found.setdefault(tuple(new[mark] for mark in GROUP_MARKS), new)
+    return [group for group in found.values() if group["is_expert_parallel"] == of_experts]
+
+
+def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The nested state of plain values, with arguments in a Namespace."""
+    state: dict[str, Any] = {}
+    for name, value in values.items():
+        path = paths.get(name) or tuple(name.split("."))
+        inner: Any = state
+        for step in path[:-1]:
+            inner = inner.setdefault(step, {})
+            if not isinstance(inner, dict):
+                break
+        else:
+            inner[path[-1]] = value
+    arguments = state.get("args")
+    if isinstance(arguments, dict):
+        own = {key: _as_type(value) for key, value in arguments.items()}
+        state["args"] = Call(_NAMESPACE, (), own, is_new=True)
+    return state
+
+
+def _as_type(value: Any) -> Any:
+    match = _TYPE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else Global("torch", match[1])
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else None
+
+
+def _join(path: Iterable[str | int]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,61 @@
+"""Optimizer state by name: as `torch_dist` has it, and as all training formats are read.
+
+`dist_checkpointing` puts the key in front of the parameter's name, with a prefix for each of several
+optimizers in a chain (dense parameters, experts)::
+
+    optimizer.state.exp_avg.decoder.final_layernorm.weight
+    optimizer.state.fp32_param.decoder.final_layernorm.weight       `param` in other versions
+    chained_1.optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight
+
+and all formats that are read have `optimizer.state.decoder.final_layernorm.weight.exp_avg`, with
+`master` for weights of 32 bits.
+"""
+
+from __future__ import annotations
+
+import re
+
+_MEGATRON = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z_]\w*)\.(.+)$")
+_COMMON = re.compile(r"^optimizer\.state\.(.+)\.(\w+)$")
+# How the weights of 32 bits are called, by what the optimizer's state is called in code.
+MASTER_KEYS = ("param", "fp32_param", "master_param")
+
+
+def split_megatron_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key in a name of `torch_dist`; None for what is no optimizer state.
+
+    >>> split_megatron_name("chained_0.optimizer.state.fp32_param.output_layer.weight")
+    ('output_layer.weight', 'master')
+    """
+    match = _MEGATRON.match(name)
+    if match is None:
+        return None
+    return match[2], "master" if match[1] in MASTER_KEYS else match[1]
+
+
+def common_name(parameter: str, key: str) -> str:
+    """The name that every training format is read with.
+
+    >>> common_name("output_layer.weight", "exp_avg")
+    'optimizer.state.output_layer.weight.exp_avg'
+    """
+    return f"optimizer.state.{parameter}.{key}"
+
+
+def split_common_name(name: str) -> tuple[str, str] | None:
+    """The parameter and the key of `common_name`; None for another name.
+
+    >>> split_common_name("optimizer.state.output_layer.weight.exp_avg")
+    ('output_layer.weight', 'exp_avg')
+    """
+    match = _COMMON.match(name)
+    return None if match is None else (match[1], match[2])
+
+
+def megatron_name(parameter: str, key: str, master: str) -> str:
+    """The name in `torch_dist`, where weights of 32 bits are called `master`.
+
+    >>> megatron_name("output_layer.weight", "master", "param")
+    'optimizer.state.param.output_layer.weight'
+    """
+    return f"optimizer.state.{master if key == 'master' else key}.{parameter}"
