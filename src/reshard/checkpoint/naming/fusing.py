@@ -90,7 +90,7 @@ def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredT
         for member, share in zip(fusion.members, shares, strict=True):
             shape = (*whole[:at], share.length, *whole[at + 1 :])
             moved = (p for one in own for p in _take_share(one, itemsize_bytes, at, share))
-            yield _bind_boxes(member.replace("{}", str(number)), tensor, shape, moved)
+            yield bind_boxes(member.replace("{}", str(number)), tensor, shape, moved)
 
 
 def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> StoredTensor:
@@ -134,7 +134,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
                 swapped = _swap(one) if fusion.transposed else one
                 yield _stack(swapped, number) if fusion.stacked else swapped
 
-    return _bind_boxes(name, first, fusion.shape_with(whole), move_all())
+    return bind_boxes(name, first, fusion.shape_with(whole), move_all())
 
 
 def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
@@ -305,7 +305,7 @@ def _replace(box: Box, dimension: int, start: int, stop: int) -> Box:
     )
 
 
-def _bind_boxes(
+def bind_boxes(
     name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[StoredBox]
 ) -> StoredTensor:
     """A tensor of boxes, of the type and the ranks of another."""

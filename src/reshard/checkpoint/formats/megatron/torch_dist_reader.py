@@ -1,0 +1,165 @@
+"""Reading `torch_dist`: a distributed checkpoint of PyTorch with Megatron's names and states.
+
+    .metadata, __R_N.distcp   tensors and objects, by the keys of `dist_checkpointing`
+    metadata.json             {"sharded_backend": "torch_dist", ...}
+    common.pt                 the state that all ranks share: arguments, iteration, groups
+
+1. The distributed checkpoint is read as any (`torch_dcp`).
+2. Tensors with layers or experts in front become those of the modules (`stacked_names`).
+3. Optimizer state gets the names of all training formats (`optimizer_names`). How it was sharded
+   is told by what there is:
+
+       fully_reshardable, and a        tensors in the shape of their parameter
+         non-distributed optimizer
+       fully_sharded_model_space       the flat ranges of ranks, behind one dimension for each of the
+         (Megatron-core to 0.15)       parameter's, of its blocks (`flat_ranges`)
+       dp_reshardable,                 buckets of parameters without names (`buckets`)
+         dp_zero_gather_scatter,
+         fully_sharded_bucket_space
+
+4. `common.pt` and the groups in objects are plain values (`common_state`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
+from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.flat_ranges import bind_flat_ranges
+from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_megatron_name
+from reshard.checkpoint.formats.megatron.stacked_names import has_stacks, join_halves, unstack
+from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.errors import CheckpointError, FormatError
+
+FORMAT_NAME = "torch-dist"
+BACKEND = "torch_dist"
+CONFIG_NAME = "metadata.json"
+COMMON_NAME = "common.pt"
+_LARGEST_CONFIG_BYTES = 1 << 20
+
+
+def backend_of(folder: Path) -> str | None:
+    """The backend that `metadata.json` names; None where there is none of Megatron's."""
+    path = folder / CONFIG_NAME
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def read(folder: Path) -> Checkpoint:
+    """Describe the checkpoint in a folder of `torch_dist`.
+
+    Raises:
+        CheckpointError: a file that is missing; another backend.
+        FormatError, CoverageError: as of a distributed checkpoint of PyTorch; a state in
+            `common.pt` that is none.
+    """
+    backend = backend_of(folder)
+    if backend not in (None, BACKEND):
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME} says that tensors are kept by {backend!r}; only {BACKEND!r} is "
+            "read. Load it with the Megatron-core that wrote it, and save it as torch_dist"
+        )
+    found = reader.read(folder)
+    state = _read_common(folder)
+    tensors = {one.name: one for one in _name_tensors(found)}
+    parameters = {name: one.shape for name, one in tensors.items() if _has_state(name, tensors)}
+    note = state.set_groups(parameters)
+    return dataclasses.replace(
+        found,
+        format=FORMAT_NAME,
+        tensors=tensors,
+        values=state.values,
+        paths={**_kept_paths(found, tensors), **state.paths},
+        checksums=tuple(_name_checksums(found.checksums, tensors)),
+        attributes={k: v for k, v in found.attributes.items() if k != "mcore_data"},
+        unread=(*found.unread, *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread)),
+        notes=(*found.notes, *([note] if note else [])),
+    )
+
+
+def _read_common(folder: Path) -> CommonState:
+    path = folder / COMMON_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing; Megatron has the iteration, the arguments and the optimizer's "
+            "groups in it. Fetch it again, the checkpoint is incomplete"
+        )
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} holds {explain(content)}, expected the state that ranks share")
+    state = CommonState()
+    for key, value in content.items():
+        if key == "optimizer":
+            state.add_optimizer(value)
+        elif type(key) is str:
+            state.add((key,), value)
+        else:
+            state.unread.append((repr(key), "its name is no text"))
+    return state
+
+
+def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+    """The tensors by the names of modules, optimizer state behind its parameter."""
+    reshaped = found.attributes.get("mcore_data")
+    reshaped = reshaped if isinstance(reshaped, Mapping) else {}
+
+    def name_all() -> Iterator[StoredTensor]:
+        for key, tensor in found.tensors.items():
+            if key in reshaped:
+                tensor = bind_flat_ranges(tensor, reshaped[key])
+            state = split_megatron_name(key)
+            if state is None:
+                yield from unstack(tensor) if has_stacks(key) or ".experts." in key else [tensor]
+                continue
+            for one in unstack(dataclasses.replace(tensor, name=state[0])):
+                yield dataclasses.replace(one, name=f"{state[1]}\0{one.name}")
+
+    halves = join_halves(name_all())
+    seen: set[str] = set()
+    for tensor in halves:
+        key, mark, parameter = tensor.name.rpartition("\0")
+        name = common_name(parameter, key) if mark else tensor.name
+        if name in seen:
+            raise FormatError(
+                f"{found.folder} has two tensors that are {name!r}, once among all layers or "
+                "experts; they belong to different saves"
+            )
+        seen.add(name)
+        yield dataclasses.replace(tensor, name=name)
+
+
+def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:
+    return any(common_name(name, key) in tensors for key in ("master", "exp_avg"))
+
+
+def _kept_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: path for name, path in found.paths.items() if name in tensors or name in found.items
+    }
+
+
+def _name_checksums(
+    checksums: Iterable[StoredChecksum], tensors: Mapping[str, StoredTensor]
+) -> Iterator[StoredChecksum]:
+    """The checksums of archives, each under the first tensor that lies in it."""
+    names: dict[tuple[str, int], str] = {}
+    for name, tensor in tensors.items():
+        for address in tensor.binding.addresses.values():
+            for one in address if isinstance(address, tuple) else (address,):
+                names.setdefault((one.path, one.start_bytes), name)  # type: ignore[union-attr]
+    for checksum in checksums:
+        name = names.get((checksum.place.path, checksum.place.start_bytes))
+        if name is not None:
+            yield dataclasses.replace(checksum, tensor=name)
