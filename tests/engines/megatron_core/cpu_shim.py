@@ -68,3 +68,43 @@ def install() -> None:
     # Compiling takes longer than all that is run.
     torch.compile = lambda model=None, **kwargs: model if model is not None else lambda found: found
     _OnCpu().__enter__()
+
+
+def use_own_adam() -> None:
+    """Make Megatron-core train with an AdamW that has its step in groups, as fused ones do.
+
+    Its distributed optimizer loads `fully_reshardable` state into such optimizers only.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = distrib_optimizer.Adam = OwnAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+class OwnAdam(torch.optim.Optimizer):
+    """AdamW, with one step for all parameters of a group."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, **options: Any) -> None:
+        options.pop("adam_w_mode")
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                mean = state.setdefault("exp_avg", torch.zeros_like(one))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(one))
+                one.mul_(1 - group["lr"] * group["weight_decay"])
+                mean.mul_(first).add_(one.grad, alpha=1 - first)
+                square.mul_(second).addcmul_(one.grad, one.grad, value=1 - second)
+                scale = 1 - second ** group["step"]
+                root = (square / scale).sqrt_().add_(group["eps"])
+                one.addcdiv_(mean, root, value=-group["lr"] / (1 - first ** group["step"]))

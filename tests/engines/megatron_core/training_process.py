@@ -39,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "steps": 1,
     "save": None,
     "save_format": "torch_dist",
+    # The same state once more, each with a folder, and a format or type of sharding of its own.
+    "more": [],
     "batch": 4,
     "homogeneous": True,
     "singleton": False,
@@ -79,7 +81,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         moe_ffn_hidden_size=job["ffn"] // 2 if experts else None,
         num_moe_experts=experts,
         moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=job["bias"],
@@ -381,8 +383,8 @@ def main(job: dict[str, Any]) -> None:
         initialize(chunks, optimizer)
     for number in range(job["steps"]):
         train(job, chunks, optimizer, config, step + number)
-    if job["save"]:
-        save(job, chunks, optimizer, step + job["steps"])
+    for other in [{}, *job["more"]] if job["save"] else []:
+        save({**job, **other}, chunks, optimizer, step + job["steps"])
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -393,4 +395,5 @@ if __name__ == "__main__":
 
     warnings.simplefilter("ignore")
     cpu_shim.install()
+    cpu_shim.use_own_adam()
     main({**DEFAULTS, **json.loads(Path(sys.argv[1]).read_text())})

@@ -23,15 +23,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.checkpoint.formats.torch_files.nested_states import flatten_state, unflatten_state
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 
 GROUPS = "optimizer.param_groups"
-STEP = "optimizer.step"
 _NAMESPACE = Global("argparse", "Namespace")
 _TYPE = re.compile(r"torch\.((?:b?float|u?int|complex)\d+|bool|float8_\w+)")
-_MOST_DEPTH = 32
 Path = tuple[str | int, ...]
 # What tells the groups of a Megatron optimizer apart.
 GROUP_MARKS = {
@@ -51,33 +50,24 @@ class CommonState:
     groups: list[dict[str, Any]] = field(default_factory=list)
     unread: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, path: Path, value: Any) -> None:
-        """Add a part of a nested state."""
-        if len(path) > _MOST_DEPTH:
-            self.unread.append((_join(path[:4]), "it is nested too deep"))
-            return
-        if isinstance(value, Call) and value.function == _NAMESPACE:
-            value = value.state if isinstance(value.state, dict) else {}
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                # A dict with other keys is one value, if it is plain.
-                if type(key) not in (str, int):
-                    break
-            else:
-                for key, inner in value.items():
-                    self.add((*path, key), inner)
-                return
-        name = _join(path)
-        if isinstance(value, Global) and value.module == "torch" and _TYPE.fullmatch(str(value)):
-            value = str(value)
-        if "value" in plain_attributes({"value": value}):
+    def add(self, path: Path, value: Any, label: str = "the state") -> None:
+        """Add a part of a nested state; `label` names its file in errors.
+
+        Raises FormatError for one that is too deep.
+        """
+        nested = _without_namespaces(value)
+        for part in reversed(path):
+            nested = {part: nested}
+        flat = flatten_state(nested, label)
+        self.unread += flat.unread.items()
+        self.unread += [(name, "a tensor among plain values") for name in flat.tensors]
+        for name, plain in flat.values.items():
+            # Two parts of a state can have one name when the words of their paths are joined.
             if name in self.values:
                 self.unread.append((name, "another value has this name"))
-                return
-            self.values[name] = value
-            self.paths[name] = path
-        else:
-            self.unread.append((name, explain(value)))
+                continue
+            self.values[name] = plain
+            self.paths[name] = flat.paths[name]
 
     def add_optimizer(self, state: Any) -> None:
         """Add the state of an optimizer, or of a chain of them, without its tensors."""
@@ -106,7 +96,7 @@ class CommonState:
             return None
         found: list[list[str]] = [[] for _ in self.groups]
         unknown = []
-        for name, shape in parameters.items():
+        for name, shape in sorted(parameters.items()):
             numbers = find_groups(self.groups, name, shape)
             if len(numbers) == 1:
                 found[numbers[0]].append(name)
@@ -121,6 +111,15 @@ class CommonState:
             f"which group {len(unknown)} parameters are in cannot be told (first: {unknown[0]}); "
             f"{GROUPS} has the groups without them"
         )
+
+
+def _without_namespaces(value: Any, depth: int = 4) -> Any:
+    """A value with dicts in the place of Namespaces."""
+    if isinstance(value, Call) and value.function == _NAMESPACE and isinstance(value.state, dict):
+        value = value.state
+    if type(value) is dict and depth:
+        return {key: _without_namespaces(inner, depth - 1) for key, inner in value.items()}
+    return value
 
 
 def chain_of(state: Any) -> Iterator[dict[str, Any]]:
@@ -181,7 +180,10 @@ def split_groups(
                 own.setdefault("step", step)
             decay = own.get("wd_mult", own.get("pre_wd_mult"))
             for wd_mult in [1.0, 0.0] if decay is None else [decay]:
-                new = {**GROUP_MARKS, **own, "wd_mult": wd_mult}
+                # In the order that the group has; comparisons see it.
+                new = {**own, "wd_mult": wd_mult}
+                for mark, usual in GROUP_MARKS.items():
+                    new.setdefault(mark, usual)
                 new["is_expert_parallel"] = bool(new["is_expert_parallel"]) != flips
                 found.setdefault(tuple(new[mark] for mark in GROUP_MARKS), new)
     return [group for group in found.values() if group["is_expert_parallel"] == of_experts]
@@ -189,16 +191,8 @@ def split_groups(
 
 def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
     """The nested state of plain values, with arguments in a Namespace."""
-    state: dict[str, Any] = {}
-    for name, value in values.items():
-        path = paths.get(name) or tuple(name.split("."))
-        inner: Any = state
-        for step in path[:-1]:
-            inner = inner.setdefault(step, {})
-            if not isinstance(inner, dict):
-                break
-        else:
-            inner[path[-1]] = value
+    known = {name: paths.get(name) or tuple(name.split(".")) for name in values}
+    state: dict[str, Any] = unflatten_state(values, known)
     arguments = state.get("args")
     if isinstance(arguments, dict):
         own = {key: _as_type(value) for key, value in arguments.items()}
@@ -215,5 +209,3 @@ def _number(value: Any) -> Any:
     return value if isinstance(value, int | float) else None
 
 
-def _join(path: Iterable[str | int]) -> str:
-    return ".".join(map(str, path))

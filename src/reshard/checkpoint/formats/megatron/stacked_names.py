@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.torch_dcp.arrangement import StackedPlace
 from reshard.checkpoint.naming.fusing import fuse_members, split_into_members
 from reshard.layout import Layout
 from reshard.recipes.fusion import Fusion
@@ -31,17 +31,6 @@ _EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
 _LAYER = re.compile(r"^((?:.*?\.)?layers)\.(\d+)\.(.+)$")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _HALF = re.compile(r"^(.*linear_fc1\.(?:weight|bias))_([wv])$")
-
-
-class Place(NamedTuple):
-    """Where a tensor is in a stacked one: at `index` of the leading dimensions of `key`.
-
-    `counts` are the lengths of these dimensions; empty where the tensor stands alone.
-    """
-
-    key: str
-    index: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
 
 
 def has_stacks(key: str) -> bool:
@@ -94,7 +83,7 @@ def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
     return StoredTensor(name, tensor.dtype, tensor.binding, tensor.spec, tensor.digest)
 
 
-def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Place]:
+def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, StackedPlace]:
     """Where `torch_dist` has each tensor, by the names of the modules.
 
     Args:
@@ -108,12 +97,12 @@ def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Place
     alike = _find_alike_layers(shapes)
     places = {}
     for name in shapes:
-        place = with_experts.get(name, Place(name))
+        place = with_experts.get(name, StackedPlace(name))
         match = _LAYER.match(place.key)
         count = alike.get(match[1]) if match else None
         if match is not None and count is not None:
             key = f"{match[1]}.{match[3]}"
-            place = Place(key, (int(match[2]), *place.index), (count, *place.counts))
+            place = StackedPlace(key, (int(match[2]), *place.index), (count, *place.counts))
         places[name] = place
     return places
 
@@ -121,7 +110,7 @@ def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Place
 _Shapes = Mapping[str, tuple[object, tuple[int, ...]]]
 
 
-def _stack_experts(shapes: _Shapes) -> dict[str, Place]:
+def _stack_experts(shapes: _Shapes) -> dict[str, StackedPlace]:
     """The places of experts that are complete, from 0 on, and of one shape."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
@@ -135,7 +124,7 @@ def _stack_experts(shapes: _Shapes) -> dict[str, Place]:
         if [*sorted(members)] != [*range(count)] or len({shapes[n] for n in members.values()}) > 1:
             continue
         for number, name in members.items():
-            places[name] = Place(key, (number,), (count,))
+            places[name] = StackedPlace(key, (number,), (count,))
     return places
 
 

@@ -42,6 +42,14 @@ FORMAT_NAME = "torch-dist"
 BACKEND = "torch_dist"
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
+# How tensors are stored, in `content_metadata`: of this checkpoint only.
+CONTENT_KEYS = (
+    "distrib_optim_sharding_type",
+    "distrib_optim_fully_reshardable_mem_efficient",
+    "chained_optim_avoid_prefix",
+    "singleton_local_shards",
+    "non_homogeneous_layers",
+)
 _LARGEST_CONFIG_BYTES = 1 << 20
 
 
@@ -103,8 +111,10 @@ def _read_common(folder: Path) -> CommonState:
     for key, value in content.items():
         if key == "optimizer":
             state.add_optimizer(value)
+        elif key == "content_metadata" and isinstance(value, dict):
+            state.add((key,), {k: v for k, v in value.items() if k not in CONTENT_KEYS})
         elif type(key) is str:
-            state.add((key,), value)
+            state.add((key,), value, str(path))
         else:
             state.unread.append((repr(key), "its name is no text"))
     return state

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredFile, StoredItem, StoredTensor
@@ -63,14 +64,30 @@ class ArchiveFile(NewFile):
             yield start + size, archive.tail(checksum(start, size))
 
 
-def arrange_chunks(new: NewCheckpoint) -> Arrangement:
+class StackedPlace(NamedTuple):
+    """Where a tensor is stored in another: at `index` of the dimensions in front of its own.
+
+    `counts` are the lengths of those, and `key` is the name of the other.
+    """
+
+    key: str
+    index: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+def arrange_chunks(
+    new: NewCheckpoint, places: Mapping[str, StackedPlace] | None = None
+) -> Arrangement:
     """Chunks in one file a rank, and what is no tensor in the first.
+
+    `places` says which tensors are stored in others, by name, for formats that stack layers.
 
     Raises:
         RecipeError: a partial layout; a tensor in more than `MOST_CHUNKS` boxes.
         UsageError: a type that PyTorch does not have.
     """
     tensors, items = new.tensors, new.items
+    places = places or {}
     check_values(tensors)
     storing = find_storing_ranks(tensors, "once")
     cuts = {name: _cut_into_boxes(name, tensor, storing[name]) for name, tensor in tensors.items()}
@@ -90,7 +107,8 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
         for name, (_, boxes) in cuts.items():
             ranges = []
             for box in boxes.get(rank, ()):
-                archive = NewArchive.at(tensors[name].dtype, box.shape, end)
+                shape = (*_ones(places.get(name)), *box.shape)
+                archive = NewArchive.at(tensors[name].dtype, shape, end)
                 archives.append(archive)
                 ranges.append(FileRange(file, archive.storage_start_bytes))
                 end = archive.stop_bytes
@@ -114,25 +132,50 @@ def arrange_chunks(new: NewCheckpoint) -> Arrangement:
     )
 
 
-def metadata_bytes(arrangement: Arrangement) -> bytes:
-    """The `.metadata` of an arrangement."""
+def metadata_bytes(
+    arrangement: Arrangement,
+    places: Mapping[str, StackedPlace] | None = None,
+    objects: Mapping[str, StoredBytes] | None = None,
+) -> bytes:
+    """The `.metadata` of an arrangement, with `places` as in `arrange_chunks`.
+
+    `objects` are further bytes that are no tensors.
+    """
     archives = {
         (file.stored.name, archive.storage_start_bytes): archive
         for file in arrangement.files
         if isinstance(file, ArchiveFile)
         for archive in file.archives
     }
-    tensors = {
-        name: DcpTensor(tensor.dtype, tensor.shape, tuple(_list_chunks(tensor, archives)))
-        for name, tensor in arrangement.tensors.items()
-    }
+    tensors: dict[str, DcpTensor] = {}
+    for name, tensor in arrangement.tensors.items():
+        place = (places or {}).get(name) or StackedPlace(name)
+        chunks = tuple(
+            DcpChunk(_put_into(chunk.box, place), chunk.place)
+            for chunk in _list_chunks(tensor, archives)
+        )
+        shape = (*place.counts, *tensor.shape)
+        known = tensors.get(place.key, DcpTensor(tensor.dtype, shape, ()))
+        tensors[place.key] = DcpTensor(tensor.dtype, shape, (*known.chunks, *chunks))
     items = {
         name: StoredBytes(item.place.path, item.place.start_bytes, item.size_bytes, item.transforms)
         for name, item in arrangement.items.items()
     }
+    items |= objects or {}
     # A name without a known place stood at the top of the state dict, as PyTorch would say.
     paths = {name: arrangement.paths.get(name, (name,)) for name in (*tensors, *items)}
     return metadata_pickle(DcpMetadata(tensors, items, paths, attributes=arrangement.attributes))
+
+
+def _ones(place: StackedPlace | None) -> tuple[int, ...]:
+    """The lengths of an archive's dimensions in front of its tensor's own."""
+    return (1,) * len(place.index) if place is not None else ()
+
+
+def _put_into(box: Box, place: StackedPlace) -> Box:
+    """A box of a tensor as one of that in which it is stored."""
+    behind = tuple(at + 1 for at in place.index)
+    return Box((*place.index, *box.start), (*behind, *box.stop))
 
 
 def _list_chunks(

@@ -174,7 +174,16 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         FormatError: files that are not what the manifest says.
         CheckpointError: as `read`.
     """
-    found = read(folder)
+    return bind_to_manifest(read(folder), manifest)
+
+
+def bind_to_manifest(found: Checkpoint, manifest: Manifest) -> Checkpoint:
+    """A checkpoint as it was found in the files, in the layouts of the manifest.
+
+    Raises:
+        FormatError: files that are not what the manifest says.
+    """
+    folder = found.folder
     # A checkpoint of nothing has an empty file that nothing lies in.
     written = {(file.name, file.size_bytes) for file in manifest.files if file.size_bytes}
     others = sorted({(file.name, file.size_bytes) for file in found.files} ^ written)

@@ -1,0 +1,64 @@
+"""Names of Megatron's modules: those of its two implementations of a layer, and of experts.
+
+The local implementation has norms of their own, Transformer Engine has them inside of the layer behind;
+`dist_checkpointing` keys both as Transformer Engine does. Experts are named by who computes them::
+
+    local                               Transformer Engine, torch_dist
+    input_layernorm.weight              self_attention.linear_qkv.layer_norm_weight
+    pre_mlp_layernorm.weight            mlp.linear_fc1.layer_norm_weight       dense layers only
+    experts.local_experts.3.linear_fc1.weight     experts.linear_fc1.weight3   grouped
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_NORM = re.compile(r"^(.*layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)$")
+_INSIDE = re.compile(
+    r"^(.*layers\.\d+\.)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias)$"
+)
+_BEHIND = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+}
+_NORM_OF = {layer: norm for norm, layer in _BEHIND.items()}
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_SEPARATE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+
+
+def engine_name(name: str, names: Collection[str]) -> str:
+    """A parameter as Transformer Engine's layers and separate experts have it.
+
+    `names` are those of the model: a norm goes into the layer behind it where there is one.
+
+    >>> engine_name("decoder.layers.0.input_layernorm.weight",
+    ...             {"decoder.layers.0.self_attention.linear_qkv.weight"})
+    'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
+    """
+    match = _NORM.match(name)
+    if match is not None:
+        behind = f"{match[1]}{_BEHIND[match[2]]}"
+        if f"{behind}.weight" in names:
+            return f"{behind}.layer_norm_{match[3]}"
+        return name
+    return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
+
+
+def local_name(name: str) -> str:
+    """A parameter as the local implementation of a layer has it.
+
+    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    'decoder.layers.0.pre_mlp_layernorm.weight'
+    """
+    match = _INSIDE.match(name)
+    return name if match is None else f"{match[1]}{_NORM_OF[match[2]]}.{match[3]}"
+
+
+def grouped_name(name: str) -> str:
+    """An expert's parameter as grouped experts have it.
+
+    >>> grouped_name("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    'decoder.layers.0.mlp.experts.linear_fc1.weight3'
+    """
+    return _SEPARATE.sub(r".experts.\2.\3\1", name)

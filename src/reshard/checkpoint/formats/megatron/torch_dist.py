@@ -1,0 +1,63 @@
+"""The format `torch-dist`: what Megatron-core's `dist_checkpointing` saves, with its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.megatron import torch_dist_arrangement
+from reshard.checkpoint.formats.megatron.iterations import find_iteration
+from reshard.checkpoint.formats.megatron.torch_dist_reader import (
+    COMMON_NAME,
+    CONFIG_NAME,
+    FORMAT_NAME,
+    backend_of,
+    read,
+)
+from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME, SUFFIX, bind_to_manifest
+from reshard.checkpoint.manifest import Manifest
+
+
+class TorchDistFormat(CheckpointFormat):
+    """A folder with `metadata.json` of Megatron and a distributed checkpoint of PyTorch."""
+
+    name = FORMAT_NAME
+    evidence = f"`{CONFIG_NAME}` of Megatron beside `{METADATA_NAME}`"
+    suffixes = (SUFFIX,)
+    can_hold = frozenset(
+        {Holding.WHOLE, Holding.SHARDS, Holding.ITEMS, Holding.ATTRIBUTES, Holding.VALUES}
+    )
+
+    def detect(self, path: Path) -> bool:
+        """Whether Megatron wrote it: the folder of a step, or the one with all steps."""
+        folder = find_iteration(path)
+        if folder is None or not folder.is_dir():
+            return False
+        has_metadata = (folder / METADATA_NAME).exists()
+        return backend_of(folder) is not None or (has_metadata and (folder / COMMON_NAME).exists())
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the step that is asked for, or of the last one."""
+        return read(find_iteration(path) or path)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint in the layouts of the manifest."""
+        return bind_to_manifest(self.open(folder), manifest)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The states beside the tensors."""
+        return (COMMON_NAME, CONFIG_NAME)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Chunks in one file a rank."""
+        return torch_dist_arrangement.arrange(new)
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The states beside the tensors, and `.metadata`."""
+        return torch_dist_arrangement.final_files(arrangement)
+
+
+FORMAT = TorchDistFormat()

@@ -1,0 +1,205 @@
+"""The files of a new `torch_dist` checkpoint, which Megatron-core loads under any parallelism.
+
+1. Parameters go where Megatron looks for them: in one tensor for all layers where these are alike, and
+   for all experts (`stacked_names`). Optimizer state goes beside them as `fully_reshardable` has it, or
+   as an optimizer that is not distributed has it, by the argument `use_distributed_optimizer`.
+2. Chunks are those of any distributed checkpoint (`torch_dcp.arrangement`), each one layer high.
+3. Linear layers have an object of extra state, which Megatron wants to find. What the source does not have is
+   written as nothing, in a file of its own.
+4. `common.pt` has the plain values, with the optimizer's groups as Megatron looks them up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from reshard.checkpoint.contents import StoredFile
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+)
+from reshard.checkpoint.formats.megatron.common_state import (
+    GROUPS,
+    is_expert,
+    nest_values,
+    split_groups,
+)
+from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name, split_common_name
+from reshard.checkpoint.formats.megatron.stacked_names import find_places
+from reshard.checkpoint.formats.megatron.torch_dist_reader import (
+    BACKEND,
+    COMMON_NAME,
+    CONFIG_NAME,
+    FORMAT_NAME,
+)
+from reshard.checkpoint.formats.torch_dcp.arrangement import (
+    StackedPlace,
+    arrange_chunks,
+    metadata_bytes,
+)
+from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
+from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
+from reshard.checkpoint.formats.torch_files.saved_bytes import saved_bytes
+from reshard.mesh import DeviceMesh
+
+OBJECTS_NAME = "__0_1.distcp"
+_LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
+_PARALLELISM = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+def arrange(new: NewCheckpoint) -> Arrangement:
+    """Chunks in one file a rank, and extra states that the source lacks in one more.
+
+    Raises:
+        RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
+    """
+    places = _find_all_places(new.tensors, new.values)
+    found = arrange_chunks(new, places)
+    content, _ = _extra_states(places, found.items)
+    files = found.files
+    if content:
+        files += (NewFile(StoredFile(OBJECTS_NAME, len(content), 0), content),)
+    return dataclasses.replace(
+        found,
+        format=FORMAT_NAME,
+        files=files,
+        values=dict(new.values),
+        paths=dict(new.paths),
+    )
+
+
+def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+    """`common.pt`, `metadata.json`, and `.metadata` last."""
+    places = _find_all_places(arrangement.tensors, arrangement.values)
+    _, objects = _extra_states(places, arrangement.items)
+    is_stacked = any(place.counts for place in places.values())
+    yield COMMON_NAME, saved_bytes(_common_state(arrangement, is_stacked))
+    config = {
+        "sharded_backend": BACKEND,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    yield CONFIG_NAME, json.dumps(config).encode()
+    yield METADATA_NAME, metadata_bytes(arrangement, places, objects)
+
+
+def _is_distributed(values: Mapping[str, Any]) -> bool:
+    return bool(values.get("args.use_distributed_optimizer", True))
+
+
+def _find_all_places(
+    tensors: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, StackedPlace]:
+    """Where each tensor is stored: weights, and the state under each key of the optimizer."""
+    by_key: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        parameter, key = split_common_name(name) or (name, "")
+        by_key.setdefault(key, {})[parameter] = name
+    master = "param" if _is_distributed(values) else "fp32_param"
+    weights: Collection[str] = by_key.get("", {})
+    places = {}
+    for key, names in by_key.items():
+        known = weights or names
+        # The same places as the weights', so that all that Megatron asks for has one form.
+        own = {
+            engine_name(parameter, known): (tensors[name].dtype, tensors[name].layout)
+            for parameter, name in names.items()
+        }
+        found = find_places(own)
+        for parameter, name in names.items():
+            place = found[engine_name(parameter, known)]
+            places[name] = place._replace(key=megatron_name(place.key, key, master)) if key else place
+    return places
+
+
+def _extra_states(
+    places: Mapping[str, StackedPlace], items: Collection[str]
+) -> tuple[bytes, dict[str, StoredBytes]]:
+    """The extra states of linear layers that the items lack: their bytes, and where each lies."""
+    nothing = saved_bytes([None])
+    content, objects = b"", {}
+    for place in places.values():
+        match = None if place.key.startswith("optimizer.") else _LINEAR.match(place.key)
+        if match is None:
+            continue
+        index, counts = place.index or (0,), place.counts or (1,)
+        shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
+        name = f"{match[1]}._extra_state/{shard}"
+        if name not in items:
+            objects[name] = StoredBytes(OBJECTS_NAME, len(content), len(nothing))
+            content += nothing
+    return content, objects
+
+
+def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
+    """The nested state of `common.pt`."""
+    values = {
+        name: value
+        for name, value in arrangement.values.items()
+        if not name.startswith("optimizer.")
+    }
+    state = nest_values(_with_parallelism(values, arrangement.mesh), arrangement.paths)
+    state.setdefault("checkpoint_version", 3.0)
+    state.setdefault("iteration", 0)
+    is_distributed = _is_distributed(values)
+    if any(split_common_name(name) for name in arrangement.tensors):
+        state["optimizer"] = _optimizer_state(arrangement, is_distributed)
+    content: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": not is_stacked,
+        "chained_optim_avoid_prefix": True,
+    }
+    if is_distributed:
+        content["distrib_optim_sharding_type"] = "fully_reshardable"
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    known = state.get("content_metadata")
+    state["content_metadata"] = {**(known if isinstance(known, dict) else {}), **content}
+    return state
+
+
+def _with_parallelism(values: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """The values with the arguments of the target's parallelism, where there are arguments."""
+    if mesh is None or not any(name.startswith("args.") for name in values):
+        return values
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    known = {f"args.{_PARALLELISM[a]}": n for a, n in sizes.items() if a in _PARALLELISM}
+    return {**values, **known}
+
+
+def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any, Any]:
+    """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
+    groups = arrangement.values.get(GROUPS)
+    groups = groups if isinstance(groups, list) else []
+    step = next((g["step"] for g in groups if isinstance(g, dict) and "step" in g), None)
+
+    def make(of_experts: bool) -> dict[str, Any]:
+        own = split_groups(groups, step, of_experts=of_experts)
+        inner: dict[str, Any] = {"param_groups": own}
+        if not is_distributed:
+            inner["state"] = {} if step is None else {"common_step": step}
+        found: dict[str, Any] = {"optimizer": inner}
+        if is_distributed:
+            found["param_state_sharding_type"] = "fully_reshardable"
+        return found
+
+    mesh = arrangement.mesh
+    sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    has_experts = any(map(is_expert, arrangement.tensors))
+    if has_experts and sizes.get("ep", 1) > 1:
+        return {0: make(False), 1: make(True)}
+    return make(False)
+
+
