@@ -1,8 +1,8 @@
 """Megatron-core on the CPU: what it asks of a CUDA device is done by the CPU.
 
-`install()` before Megatron-core is imported: tensors asked for on `cuda` are made on the CPU, types of
-tensors are named as on CUDA (Megatron-core looks at these names), and what waits for a device does
-nothing.
+`install()` before Megatron-core is imported: tensors asked for on `cuda` are made on the CPU, types
+of tensors are named as on CUDA (Megatron-core looks at these names), and what waits for a device
+does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Stream:
 def install() -> None:
     """Make the CPU stand for CUDA in this process."""
     # Optimizers import it, and it looks at functions of `torch` by identity.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     own_type = torch.Tensor.type
 

@@ -57,8 +57,8 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe import moe_utils
 
     sizes = job["sizes"]
     parallel = {
@@ -121,9 +121,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         )
         # Initial values are those of the whole model's names, whatever the parallelism.
         wrapped = Float16Module(config, model) if bf16 else model
-        chunks.append(
-            DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
-        )
+        chunks.append(DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0))
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -225,6 +223,7 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
         "bf16": not job["fp32"],
         "fp16": False,
         "params_dtype": torch.float32 if job["fp32"] else torch.bfloat16,
+        "ddp_bucket_size": job["bucket_size"],
         "ckpt_format": "torch",
     }
 

@@ -19,6 +19,7 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 # `huggingface` is last: it takes any single file for one of safetensors.
 _MODULES = (
     "reshard.checkpoint.formats.megatron.torch_dist",
+    "reshard.checkpoint.formats.megatron.legacy",
     "reshard.checkpoint.formats.torch_dcp.format",
     "reshard.checkpoint.formats.orbax.format",
     "reshard.checkpoint.formats.deepspeed.zero1",

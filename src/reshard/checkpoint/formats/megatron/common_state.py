@@ -4,7 +4,7 @@ It is a nested state: `common.pt` of `torch_dist`, and a part of each rank's fil
 
     args               a Namespace of arguments          args.num_layers, args.hidden_size, ...
     iteration          a number                          iteration
-    optimizer          {"optimizer": {"param_groups"}}   optimizer.param_groups, with names of parameters
+    optimizer          {"optimizer": {"param_groups"}}   optimizer.param_groups, with names
     opt_param_scheduler                                  opt_param_scheduler.num_steps, ...
 
 1. What is plain becomes a value under the words of its path; the types among the arguments are
@@ -29,9 +29,27 @@ from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 
 GROUPS = "optimizer.param_groups"
+# The step of an optimizer that has it in the state of its parameters, and not in groups.
+COMMON_STEP = "optimizer.common_step"
 _NAMESPACE = Global("argparse", "Namespace")
 _TYPE = re.compile(r"torch\.((?:b?float|u?int|complex)\d+|bool|float8_\w+)")
+# Parts of an optimizer's state that are tensors or groups.
+_OPTIMIZER_PARTS = frozenset(
+    {
+        *("optimizer", "param_state", "param_state_sharding_type", "state", "param_groups"),
+        *("fp32_from_fp16_params", "fp32_from_fp16"),
+    }
+)
 Path = tuple[str | int, ...]
+_PARALLELISM = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
 # What tells the groups of a Megatron optimizer apart.
 GROUP_MARKS = {
     "wd_mult": 1.0,
@@ -83,15 +101,16 @@ class CommonState:
                     self.groups.append(plain)
             common = inner.get("state")
             if isinstance(common, dict) and "common_step" in common:
+                step = common["common_step"]
+                self.values[COMMON_STEP] = step if isinstance(step, int | float) else None
                 for group in self.groups:
-                    group.setdefault("step", _number(common["common_step"]))
+                    group.setdefault("step", self.values[COMMON_STEP])
             for key, value in one.items():
-                if key not in ("optimizer", "param_state", "param_state_sharding_type", "state"):
-                    if key not in ("param_groups", "fp32_from_fp16_params", "fp32_from_fp16"):
-                        self.add(("optimizer", key), value)
+                if key not in _OPTIMIZER_PARTS:
+                    self.add(("optimizer", key), value)
 
     def set_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Say which parameters each group has, by their shapes; a note where that cannot be told."""
+        """Say which parameters each group has, by their shapes; a note where it cannot be told."""
         if not self.groups:
             return None
         found: list[list[str]] = [[] for _ in self.groups]
@@ -144,7 +163,7 @@ def find_groups(
     groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
 ) -> list[int]:
     """The numbers of the groups that a parameter can be in."""
-    numbers = range(len(groups))
+    numbers = [*range(len(groups))]
     marks = {
         "is_expert_parallel": is_expert(name),
         "is_decoupled_lr": name.startswith(("embedding.", "output_layer.")),
@@ -159,7 +178,7 @@ def find_groups(
             for n in numbers
             if (groups[n].get("wd_mult", groups[n].get("pre_wd_mult")) != 0) == is_decayed
         ]
-    return [*numbers]
+    return numbers
 
 
 def split_groups(
@@ -186,7 +205,10 @@ def split_groups(
                     new.setdefault(mark, usual)
                 new["is_expert_parallel"] = bool(new["is_expert_parallel"]) != flips
                 found.setdefault(tuple(new[mark] for mark in GROUP_MARKS), new)
-    return [group for group in found.values() if group["is_expert_parallel"] == of_experts]
+        chosen = [one for one in found.values() if one["is_expert_parallel"] == of_experts]
+        if chosen:
+            return chosen
+    return []
 
 
 def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -200,6 +222,20 @@ def nest_values(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[st
     return state
 
 
+def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the sizes of the target's axes, where they have Megatron's arguments.
+
+    >>> with_parallelism({"args.tensor_model_parallel_size": 8}, {"tp": 2})
+    {'args.tensor_model_parallel_size': 2}
+    """
+    found = dict(values)
+    if any(name.startswith("args.") for name in values):
+        found |= {
+            f"args.{_PARALLELISM[axis]}": sizes[axis] for axis in sizes if axis in _PARALLELISM
+        }
+    return found
+
+
 def _as_type(value: Any) -> Any:
     match = _TYPE.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else Global("torch", match[1])
@@ -207,5 +243,3 @@ def _as_type(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     return value if isinstance(value, int | float) else None
-
-

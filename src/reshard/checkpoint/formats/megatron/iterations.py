@@ -1,8 +1,8 @@
 """The folder of one step of a training: Megatron has one for each that was saved.
 
-    latest_checkpointed_iteration.txt     3000, or `release`
-    iter_0002000/
-    iter_0003000/
+latest_checkpointed_iteration.txt     3000, or `release`
+iter_0002000/
+iter_0003000/
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Names of Megatron's modules: those of its two implementations of a layer, and of experts.
 
-The local implementation has norms of their own, Transformer Engine has them inside of the layer behind;
-`dist_checkpointing` keys both as Transformer Engine does. Experts are named by who computes them::
+The local implementation has norms of their own, Transformer Engine has them inside of the layer
+behind; `dist_checkpointing` keys both as Transformer Engine does. Experts are named by who computes
+them::
 
     local                               Transformer Engine, torch_dist
     input_layernorm.weight              self_attention.linear_qkv.layer_norm_weight
-    pre_mlp_layernorm.weight            mlp.linear_fc1.layer_norm_weight       dense layers only
+    pre_mlp_layernorm.weight            mlp.linear_fc1.layer_norm_weight       in dense layers
+                                        pre_mlp_layernorm.weight               in layers of experts
     experts.local_experts.3.linear_fc1.weight     experts.linear_fc1.weight3   grouped
 """
 
@@ -36,6 +38,10 @@ def engine_name(name: str, names: Collection[str]) -> str:
     ...             {"decoder.layers.0.self_attention.linear_qkv.weight"})
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
     """
+    inside = _INSIDE.match(name)
+    if inside is not None and f"{inside[1]}{inside[2]}.weight" not in names:
+        # Layers of experts have no layer behind the norm; the local implementation keys it alike.
+        return f"{inside[1]}{_NORM_OF[inside[2]]}.{inside[3]}"
     match = _NORM.match(name)
     if match is not None:
         behind = f"{match[1]}{_BEHIND[match[2]]}"
@@ -53,6 +59,16 @@ def local_name(name: str) -> str:
     """
     match = _INSIDE.match(name)
     return name if match is None else f"{match[1]}{_NORM_OF[match[2]]}.{match[3]}"
+
+
+def keyed_name(name: str, *, is_local: bool) -> str:
+    """The key of a parameter of `engine_name` in `torch_dist`, by the implementation of layers.
+
+    >>> keyed_name("decoder.layers.0.pre_mlp_layernorm.weight", is_local=True)
+    'decoder.layers.0.mlp.linear_fc1.layer_norm_weight'
+    """
+    match = _NORM.match(name) if is_local else None
+    return name if match is None else f"{match[1]}{_BEHIND[match[2]]}.layer_norm_{match[3]}"
 
 
 def grouped_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """Optimizer state by name: as `torch_dist` has it, and as all training formats are read.
 
-`dist_checkpointing` puts the key in front of the parameter's name, with a prefix for each of several
-optimizers in a chain (dense parameters, experts)::
+`dist_checkpointing` puts the key in front of the parameter's name, with a prefix for each of
+several optimizers in a chain (dense parameters, experts)::
 
     optimizer.state.exp_avg.decoder.final_layernorm.weight
     optimizer.state.fp32_param.decoder.final_layernorm.weight       `param` in other versions

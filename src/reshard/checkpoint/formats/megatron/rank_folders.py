@@ -1,8 +1,8 @@
 """The folders of Megatron's ranks: one for each place of model parallelism.
 
     iter_0002000/mp_rank_01_003_000/      tensor-parallel rank 1, stage 3, expert-parallel rank 0
-        model_optim_rng.pt                weights, and the state of an optimizer that is not distributed
-        distrib_optim.pt                  the state of a distributed one, of all data-parallel ranks
+        model_optim_rng.pt     weights, and the state of an optimizer that is not distributed
+        distrib_optim.pt       the state of a distributed one, of all data-parallel ranks
 
 A number is there for the stage where there are several, and one for experts where these are
 parallel: with two numbers, the arguments in the files say which the second is.

@@ -26,9 +26,7 @@ _LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _STACKED = re.compile(r"\.experts\.weight[12]$")
 # What stands among the parameters of a state and is none.
-_BUFFERS = re.compile(
-    r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$"
-)
+_BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 
 
 @dataclass
@@ -82,6 +80,19 @@ class RankChunk:
             return f"{found[1]}{int(found[2]) + self.first_expert}{rest}"
 
         return _GROUPED.sub(count_on, _LOCAL.sub(count_on, name))
+
+
+@dataclass
+class RankFiles:
+    """What the files of one rank hold: `name` is that of its model's, with its folder."""
+
+    place: RankPlace
+    slot: int
+    name: str
+    state: Mapping[str, Any]
+    optimizer_file: str | None
+    optimizer_state: Any
+    chunks: list[RankChunk] = field(default_factory=list)
 
 
 def chunks_of(state: Mapping[str, Any], place: RankPlace, path: str) -> list[RankChunk]:

@@ -1,8 +1,8 @@
-"""The parts of a tensor that ranks hold, put together: boxes of a rank's own block to boxes of the whole.
+"""The parts of a tensor that ranks hold, put together: boxes of a rank's block as those of it.
 
-A rank has a block of each parameter. Along the dimension that tensor parallelism cuts, the block is one
-stretch of the whole, or several: of a gated layer it has its share of the gate, then its share of the
-other half::
+A rank has a block of each parameter. Along the dimension that tensor parallelism cuts, the block is
+one stretch of the whole, or several: of a gated layer it has its share of the gate, then its share
+of the other half::
 
     whole  | gate 0 | gate 1 | up 0 | up 1 |        block of rank 1  | gate 1 | up 1 |
                                                     stretches        (0, 4, 4), (4, 8, 12)
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a rank's block is in the whole of `shape`, along one dimension; None: it is the whole."""
+    """Where a rank's block is in the whole of `shape`, along one dimension, or None of them."""
 
     shape: tuple[int, ...]
     dimension: int | None = None

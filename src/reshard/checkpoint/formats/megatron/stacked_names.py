@@ -3,13 +3,14 @@
 `dist_checkpointing` keeps what layers have alike in one tensor with a dimension of layers in front,
 and the experts of these with one more behind it::
 
-    decoder.layers.mlp.linear_fc2.weight (4, 32, 48)      decoder.layers.0.mlp.linear_fc2.weight (32, 48)
-                                                          decoder.layers.1.mlp.linear_fc2.weight ...
-    decoder.layers.mlp.experts.experts.linear_fc2.weight (4, 8, 32, 48)
-                                      decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight ...
+    decoder.layers.mlp.linear_fc2.weight (4, 32, 48)
+      = decoder.layers.0.mlp.linear_fc2.weight (32, 48), decoder.layers.1.mlp. ...
 
-The names on the right are those of Megatron's modules, numbered over the whole model; recipes know
-them. Where layers differ, a checkpoint has the number in the name already. With `singleton_local_shards`
+    decoder.layers.mlp.experts.experts.linear_fc2.weight (4, 8, 32, 48)
+      = decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight (32, 48), ...
+
+The names below are those of Megatron's modules, numbered over the whole model; recipes know them.
+Where layers differ, a checkpoint has the number in the name already. With `singleton_local_shards`
 it has each expert's too, and the two halves of a gated layer apart (`weight_w`, `weight_v`).
 """
 
@@ -102,7 +103,7 @@ def find_places(layouts: Mapping[str, tuple[object, Layout]]) -> dict[str, Stack
         count = alike.get(match[1]) if match else None
         if match is not None and count is not None:
             key = f"{match[1]}.{match[3]}"
-            place = StackedPlace(key, (int(match[2]), *place.index), (count, *place.counts))
+            place = StackedPlace(key, (int(match[2]), *place.at), (count, *place.counts))
         places[name] = place
     return places
 

@@ -1,11 +1,11 @@
 """The files of a new `torch_dist` checkpoint, which Megatron-core loads under any parallelism.
 
-1. Parameters go where Megatron looks for them: in one tensor for all layers where these are alike, and
-   for all experts (`stacked_names`). Optimizer state goes beside them as `fully_reshardable` has it, or
-   as an optimizer that is not distributed has it, by the argument `use_distributed_optimizer`.
+1. Parameters go where Megatron looks for them: in one tensor for all layers where these are alike,
+   and for all experts (`stacked_names`). Optimizer state goes beside them as `fully_reshardable`
+   has it, or as an optimizer that is not distributed, by the argument `use_distributed_optimizer`.
 2. Chunks are those of any distributed checkpoint (`torch_dcp.arrangement`), each one layer high.
-3. Linear layers have an object of extra state, which Megatron wants to find. What the source does not have is
-   written as nothing, in a file of its own.
+3. Linear layers have an object of extra state, which Megatron wants to find. What the source does
+   not have is written as nothing, in a file of its own.
 4. `common.pt` has the plain values, with the optimizer's groups as Megatron looks them up.
 """
 
@@ -24,12 +24,14 @@ from reshard.checkpoint.formats.arrangement import (
     NewFile,
 )
 from reshard.checkpoint.formats.megatron.common_state import (
+    COMMON_STEP,
     GROUPS,
     is_expert,
     nest_values,
     split_groups,
+    with_parallelism,
 )
-from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron.module_names import engine_name, keyed_name
 from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name, split_common_name
 from reshard.checkpoint.formats.megatron.stacked_names import find_places
 from reshard.checkpoint.formats.megatron.torch_dist_reader import (
@@ -45,18 +47,10 @@ from reshard.checkpoint.formats.torch_dcp.arrangement import (
 )
 from reshard.checkpoint.formats.torch_dcp.metadata import StoredBytes
 from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
-from reshard.checkpoint.formats.torch_files.saved_bytes import saved_bytes
-from reshard.mesh import DeviceMesh
+from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 
 OBJECTS_NAME = "__0_1.distcp"
 _LINEAR = re.compile(r"^(.*\.linear_\w+)\.weight$")
-_PARALLELISM = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "dp": "data_parallel_size",
-}
 
 
 def arrange(new: NewCheckpoint) -> Arrangement:
@@ -109,19 +103,27 @@ def _find_all_places(
         parameter, key = split_common_name(name) or (name, "")
         by_key.setdefault(key, {})[parameter] = name
     master = "param" if _is_distributed(values) else "fp32_param"
+    is_local = values.get("args.transformer_impl") == "local"
     weights: Collection[str] = by_key.get("", {})
     places = {}
     for key, names in by_key.items():
         known = weights or names
         # The same places as the weights', so that all that Megatron asks for has one form.
-        own = {
-            engine_name(parameter, known): (tensors[name].dtype, tensors[name].layout)
-            for parameter, name in names.items()
+        keyed = {
+            parameter: keyed_name(engine_name(parameter, known), is_local=is_local)
+            for parameter in names
         }
-        found = find_places(own)
+        found = find_places(
+            {
+                keyed[parameter]: (tensors[name].dtype, tensors[name].layout)
+                for parameter, name in names.items()
+            }
+        )
         for parameter, name in names.items():
-            place = found[engine_name(parameter, known)]
-            places[name] = place._replace(key=megatron_name(place.key, key, master)) if key else place
+            place = found[keyed[parameter]]
+            if key:
+                place = place._replace(key=megatron_name(place.key, key, master))
+            places[name] = place
     return places
 
 
@@ -135,7 +137,7 @@ def _extra_states(
         match = None if place.key.startswith("optimizer.") else _LINEAR.match(place.key)
         if match is None:
             continue
-        index, counts = place.index or (0,), place.counts or (1,)
+        index, counts = place.at or (0,), place.counts or (1,)
         shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
         name = f"{match[1]}._extra_state/{shard}"
         if name not in items:
@@ -151,7 +153,9 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
         for name, value in arrangement.values.items()
         if not name.startswith("optimizer.")
     }
-    state = nest_values(_with_parallelism(values, arrangement.mesh), arrangement.paths)
+    mesh = arrangement.mesh
+    sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    state = nest_values(with_parallelism(values, sizes), arrangement.paths)
     state.setdefault("checkpoint_version", 3.0)
     state.setdefault("iteration", 0)
     is_distributed = _is_distributed(values)
@@ -170,15 +174,6 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
     return state
 
 
-def _with_parallelism(values: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """The values with the arguments of the target's parallelism, where there are arguments."""
-    if mesh is None or not any(name.startswith("args.") for name in values):
-        return values
-    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    known = {f"args.{_PARALLELISM[a]}": n for a, n in sizes.items() if a in _PARALLELISM}
-    return {**values, **known}
-
-
 def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any, Any]:
     """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
     groups = arrangement.values.get(GROUPS)
@@ -188,8 +183,8 @@ def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any
     def make(of_experts: bool) -> dict[str, Any]:
         own = split_groups(groups, step, of_experts=of_experts)
         inner: dict[str, Any] = {"param_groups": own}
-        if not is_distributed:
-            inner["state"] = {} if step is None else {"common_step": step}
+        if not is_distributed and COMMON_STEP in arrangement.values:
+            inner["state"] = {"common_step": step}
         found: dict[str, Any] = {"optimizer": inner}
         if is_distributed:
             found["param_state_sharding_type"] = "fully_reshardable"
@@ -201,5 +196,3 @@ def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any
     if has_experts and sizes.get("ep", 1) > 1:
         return {0: make(False), 1: make(True)}
     return make(False)
-
-

@@ -11,8 +11,8 @@
 
        fully_reshardable, and a        tensors in the shape of their parameter
          non-distributed optimizer
-       fully_sharded_model_space       the flat ranges of ranks, behind one dimension for each of the
-         (Megatron-core to 0.15)       parameter's, of its blocks (`flat_ranges`)
+       fully_sharded_model_space       the flat ranges of ranks, behind dimensions that count blocks
+         (Megatron-core to 0.15)       (`flat_ranges`)
        dp_reshardable,                 buckets of parameters without names (`buckets`)
          dp_zero_gather_scatter,
          fully_sharded_bucket_space
@@ -31,6 +31,7 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.flat_ranges import bind_flat_ranges
+from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_megatron_name
 from reshard.checkpoint.formats.megatron.stacked_names import has_stacks, join_halves, unstack
 from reshard.checkpoint.formats.torch_dcp import reader
@@ -76,8 +77,8 @@ def read(folder: Path) -> Checkpoint:
     backend = backend_of(folder)
     if backend not in (None, BACKEND):
         raise CheckpointError(
-            f"{folder / CONFIG_NAME} says that tensors are kept by {backend!r}; only {BACKEND!r} is "
-            "read. Load it with the Megatron-core that wrote it, and save it as torch_dist"
+            f"{folder / CONFIG_NAME} says that tensors are kept by {backend!r}; only {BACKEND!r} "
+            "is read. Load it with the Megatron-core that wrote it, and save it as torch_dist"
         )
     found = reader.read(folder)
     state = _read_common(folder)
@@ -112,7 +113,8 @@ def _read_common(folder: Path) -> CommonState:
         if key == "optimizer":
             state.add_optimizer(value)
         elif key == "content_metadata" and isinstance(value, dict):
-            state.add((key,), {k: v for k, v in value.items() if k not in CONTENT_KEYS})
+            if own := {k: v for k, v in value.items() if k not in CONTENT_KEYS}:
+                state.add((key,), own, str(path))
         elif type(key) is str:
             state.add((key,), value, str(path))
         else:
@@ -136,11 +138,13 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
             for one in unstack(dataclasses.replace(tensor, name=state[0])):
                 yield dataclasses.replace(one, name=f"{state[1]}\0{one.name}")
 
-    halves = join_halves(name_all())
+    named = [*join_halves(name_all())]
+    known = {one.name for one in named}
     seen: set[str] = set()
-    for tensor in halves:
+    for tensor in named:
         key, mark, parameter = tensor.name.rpartition("\0")
-        name = common_name(parameter, key) if mark else tensor.name
+        parameter = engine_name(parameter, known)
+        name = common_name(parameter, key) if mark else parameter
         if name in seen:
             raise FormatError(
                 f"{found.folder} has two tensors that are {name!r}, once among all layers or "
@@ -170,6 +174,6 @@ def _name_checksums(
             for one in address if isinstance(address, tuple) else (address,):
                 names.setdefault((one.path, one.start_bytes), name)  # type: ignore[union-attr]
     for checksum in checksums:
-        name = names.get((checksum.place.path, checksum.place.start_bytes))
-        if name is not None:
-            yield dataclasses.replace(checksum, tensor=name)
+        owner = names.get((checksum.place.path, checksum.place.start_bytes))
+        if owner is not None:
+            yield dataclasses.replace(checksum, tensor=owner)

@@ -65,13 +65,13 @@ class ArchiveFile(NewFile):
 
 
 class StackedPlace(NamedTuple):
-    """Where a tensor is stored in another: at `index` of the dimensions in front of its own.
+    """Where a tensor is stored in another: at index `at` of the dimensions in front of its own.
 
     `counts` are the lengths of those, and `key` is the name of the other.
     """
 
     key: str
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
 
 
@@ -169,13 +169,13 @@ def metadata_bytes(
 
 def _ones(place: StackedPlace | None) -> tuple[int, ...]:
     """The lengths of an archive's dimensions in front of its tensor's own."""
-    return (1,) * len(place.index) if place is not None else ()
+    return (1,) * len(place.at) if place is not None else ()
 
 
 def _put_into(box: Box, place: StackedPlace) -> Box:
     """A box of a tensor as one of that in which it is stored."""
-    behind = tuple(at + 1 for at in place.index)
-    return Box((*place.index, *box.start), (*behind, *box.stop))
+    behind = tuple(index + 1 for index in place.at)
+    return Box((*place.at, *box.start), (*behind, *box.stop))
 
 
 def _list_chunks(

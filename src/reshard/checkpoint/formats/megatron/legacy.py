@@ -1,0 +1,86 @@
+"""The format `megatron-legacy`: a folder for each model-parallel rank of Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import (
+    CheckpointFormat,
+    Holding,
+    check_against_manifest,
+)
+from reshard.checkpoint.formats.megatron import legacy_arrangement
+from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, find_iteration
+from reshard.checkpoint.formats.megatron.legacy_reader import FORMAT_NAME, read
+from reshard.checkpoint.formats.megatron.rank_folders import (
+    MODEL_NAMES,
+    OPTIMIZER_NAME,
+    list_rank_folders,
+)
+from reshard.checkpoint.formats.megatron.stage_layouts import RankGrid
+from reshard.checkpoint.manifest import Manifest
+from reshard.errors import UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+
+
+class MegatronLegacyFormat(CheckpointFormat):
+    """A folder with `mp_rank_XX`, or with one such folder for each step."""
+
+    name = FORMAT_NAME
+    evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
+
+    def detect(self, path: Path) -> bool:
+        """Whether there are folders of ranks with Megatron's files."""
+        folder = find_iteration(path)
+        if folder is None or not folder.is_dir():
+            return False
+        return any(
+            (folder / name / file).exists()
+            for name in list_rank_folders(folder)
+            for file in MODEL_NAMES
+        )
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the step that is asked for, or of the last one."""
+        return read(find_iteration(path) or path)
+
+    can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES})
+
+    def place(
+        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
+    ) -> Mapping[str, Layout]:
+        """The parts that Megatron's ranks have: a mesh of tp, pp and ep."""
+        if mesh is None and ranks > 1:
+            raise UsageError(
+                f"{ranks} ranks for Megatron's folders; give a mesh, such as tp=2,pp=4"
+            )
+        return legacy_arrangement.place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """A folder for each model-parallel rank."""
+        return legacy_arrangement.arrange(new)
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The file that names the last step."""
+        return legacy_arrangement.final_files(arrangement)
+
+    def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The file that names the last step, where the folder of all steps was opened."""
+        return (TRACKER_NAME,)
+
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """The checkpoint as it was written, with the digests of the manifest."""
+        step = find_iteration(folder) or folder
+        inside = "" if step == folder else step.name
+        return check_against_manifest(read(folder, inside), manifest)
+
+    def has_file(self, name: str) -> bool:
+        """Whether a rank has a file of that name."""
+        return name in (*MODEL_NAMES, OPTIMIZER_NAME)
+
+
+FORMAT = MegatronLegacyFormat()

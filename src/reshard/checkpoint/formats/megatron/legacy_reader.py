@@ -1,0 +1,292 @@
+"""Reading the folders of Megatron's ranks as one checkpoint.
+
+1. The first rank's arguments say how the model was cut; every rank's folder must be there.
+2. Each rank's tensors are blocks of those of the whole model: numbered over it (`rank_models`), and
+   placed along the dimension that is cut (`parameter_cuts`). What several ranks hold alike is read
+   from the first: copies in data, context and expert parallelism, and parameters that are not cut.
+3. Optimizer state is told by the order of parameters, which Megatron keeps (`rank_optimizers`).
+4. The rest of the first rank's state is plain values (`common_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.binding import FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
+from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron.optimizer_names import common_name
+from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
+from reshard.checkpoint.formats.megatron.rank_folders import (
+    OPTIMIZER_NAME,
+    Parallelism,
+    RankPlace,
+    check_complete,
+    find_model_file,
+    list_rank_folders,
+)
+from reshard.checkpoint.formats.megatron.rank_models import (
+    RankChunk,
+    RankFiles,
+    chunks_of,
+    number_chunks,
+)
+from reshard.checkpoint.formats.megatron.rank_optimizers import RankOptimizer, StateBlock
+from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace, WholeTensors, dense_block
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.errors import CheckpointError, FormatError
+
+FORMAT_NAME = "megatron-legacy"
+# Parts of a rank's file that are not values of the whole training.
+_OWN_PARTS = ("model", "optimizer", "rng_state", "args")
+
+
+def read(root: Path, inside: str = "") -> Checkpoint:
+    """Describe the checkpoint in a folder with those of ranks: `inside` of `root`.
+
+    Raises:
+        CheckpointError: a rank's folder or file that is missing; what is not read.
+        FormatError: a file that is damaged; ranks that contradict each other.
+        CoverageError: parts that no rank has.
+    """
+    folder = root / inside
+    there = list_rank_folders(folder)
+    if not there:
+        raise CheckpointError(f"{folder} has no folder of a rank, such as mp_rank_00")
+    first = folder / min(there)
+    state = _read_state(find_model_file(first))
+    sizes = _read_sizes(first, state, there)
+    check_complete(folder, sizes)
+    ahead = f"{inside}/" if inside else ""
+    ranks = [
+        _read_rank(folder, sizes, place, slot, ahead) for slot, place in enumerate(sizes.places())
+    ]
+    chunks = [chunk for rank in ranks for chunk in rank.chunks]
+    number_chunks(chunks)
+    builder = _Builder(root, sizes, _arguments(state))
+    for rank in ranks:
+        builder.add(rank)
+    tensors = builder.whole.stored(len(ranks))
+    common = _read_common(ranks[0])
+    weights = {n: t.shape for n, t in tensors.items() if common_name(n, "exp_avg") in tensors}
+    note = common.set_groups(weights)
+    files = tuple(
+        StoredFile(name, (root / name).stat().st_size, rank.slot)
+        for rank in ranks
+        for name in (rank.name, rank.optimizer_file)
+        if name is not None
+    )
+    notes = [] if note is None else [note]
+    if len(ranks) > 1:
+        notes.append(f"put together of {len(ranks)} ranks' folders: {sizes}")
+    return Checkpoint(
+        root,
+        FORMAT_NAME,
+        dict(tensors),
+        files,
+        values=common.values,
+        paths=common.paths,
+        checksums=tuple(builder.checksums),
+        unread=(*common.unread, *builder.unread),
+        notes=tuple(notes),
+    )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    found = read_torch_file(path)
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} holds {explain(found)}, expected the state of a rank")
+    return {key: value for key, value in found.items() if isinstance(key, str)}
+
+
+def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
+    args = state.get("args")
+    if isinstance(args, Call) and isinstance(args.state, dict):
+        args = args.state
+    return args if isinstance(args, dict) else {}
+
+
+def _read_sizes(first: Path, state: Mapping[str, Any], there: Mapping[str, Any]) -> Parallelism:
+    arguments = _arguments(state)
+    if "tensor_model_parallel_size" in arguments:
+        return Parallelism.of_arguments(arguments, str(first))
+    # Without arguments, two numbers are of a tensor-parallel rank and a stage.
+    numbers = [*there.values()]
+    counts = [max(one[n] if n < len(one) else 0 for one in numbers) + 1 for n in range(3)]
+    chunks = sum(1 for key in state if key.startswith("model") and key[5:].isdigit())
+    return Parallelism(counts[0], counts[1], counts[2], counts[0], max(chunks, 1))
+
+
+def _read_rank(
+    folder: Path, sizes: Parallelism, place: RankPlace, slot: int, ahead: str
+) -> RankFiles:
+    own = folder / sizes.folder_name(place)
+    path = find_model_file(own)
+    state = _read_state(path)
+    arguments = _arguments(state)
+    is_said = "tensor_model_parallel_size" in arguments
+    said = Parallelism.of_arguments(arguments, str(path)) if is_said else sizes
+    if said != sizes:
+        raise FormatError(
+            f"{path} was saved by ranks of {said}, others by those of {sizes}; they are of "
+            "different saves"
+        )
+    name = f"{ahead}{own.name}/{path.name}"
+    optimizer = own / OPTIMIZER_NAME
+    has_optimizer = optimizer.is_file()
+    found = RankFiles(
+        place,
+        slot,
+        name,
+        state,
+        f"{ahead}{own.name}/{OPTIMIZER_NAME}" if has_optimizer else None,
+        read_torch_file(optimizer) if has_optimizer else None,
+    )
+    found.chunks = chunks_of(state, place, name)
+    if len(found.chunks) != sizes.vp:
+        raise FormatError(
+            f"{path} has {len(found.chunks)} chunks of the model, expected {sizes.vp}, the virtual "
+            "stages of each rank"
+        )
+    return found
+
+
+def _read_common(rank: RankFiles) -> CommonState:
+    """The plain values of the first rank."""
+    common = CommonState()
+    for key, value in rank.state.items():
+        if not key.startswith("model") and key not in _OWN_PARTS:
+            common.add((key,), value, rank.name)
+    common.add(("args",), rank.state.get("args", {}), rank.name)
+    common.add_optimizer(rank.state.get("optimizer"))
+    if "rng_state" in rank.state:
+        common.unread.append(
+            ("rng_state", "states of random number generators are those of one rank each")
+        )
+    return common
+
+
+class _Builder:
+    """Puts the blocks of ranks together."""
+
+    def __init__(self, folder: Path, sizes: Parallelism, arguments: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.sizes = sizes
+        self.arguments = arguments
+        self.whole = WholeTensors()
+        self.checksums: list[StoredChecksum] = []
+        self.unread: list[tuple[str, str]] = []
+        self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
+
+    def add(self, rank: RankFiles) -> None:
+        """Add all blocks of a rank."""
+        places: dict[tuple[int, str], tuple[str, BlockPlace]] = {}
+        for chunk in rank.chunks:
+            shapes = {name: tensor.shape for name, tensor in chunk.tensors.items()}
+            for name, tensor in chunk.tensors.items():
+                cut = self._find_cut(chunk, name, shapes)
+                whole = engine_name(chunk.whole_name(name), _whole_names(chunk))
+                place = self._place(rank.place, whole, tensor.shape, cut)
+                places[chunk.number, name] = whole, place
+                if self._is_first(rank.place, whole, cut):
+                    self._add_tensor(rank, rank.name, whole, tensor, place)
+        state = RankOptimizer(rank, self.sizes, self.arguments)
+        for block in state.blocks():
+            whole, place = places[block.chunk, block.parameter]
+            cut = ParameterCut(place.dimension)
+            if self._is_first(rank.place, whole, cut):
+                self._add_state(rank, block, whole, place)
+        self.unread += state.unread
+
+    def _find_cut(
+        self, chunk: RankChunk, name: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> ParameterCut:
+        cut = find_cut(name, shapes, self.arguments.get("q_lora_rank"))
+        if cut is not None:
+            return cut
+        if self._parts(name) == 1:
+            return ParameterCut(None)
+        raise CheckpointError(
+            f"{self.folder / chunk.path} has {name!r}, and how tensor parallelism cuts it is not "
+            "known; save it as torch_dist with Megatron-core, which says it"
+        )
+
+    def _parts(self, name: str) -> int:
+        is_expert = ".experts." in name
+        return self.sizes.etp if is_expert else self.sizes.tp
+
+    def _place(
+        self, rank: RankPlace, name: str, shape: tuple[int, ...], cut: ParameterCut
+    ) -> BlockPlace:
+        parts = self._parts(name)
+        if cut.dimension is not None and cut.dimension >= len(shape):
+            raise FormatError(f"{self.folder}: {name!r} has the shape {list(shape)}")
+        return BlockPlace.cut(shape, cut.dimension, rank.tp % parts, parts, cut.stride)
+
+    def _is_first(self, rank: RankPlace, name: str, cut: ParameterCut) -> bool:
+        """Whether no rank before has the same block."""
+        if self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1:
+            # The embedding once more, on the last stage.
+            return False
+        if ".experts." in name:
+            is_first_copy = self.sizes.etp == self.sizes.tp or rank.tp < self.sizes.etp
+            if self.sizes.etp != self.sizes.tp:
+                # Of the folders with the same experts, the first.
+                same = [p for p in self.sizes.places() if (p.pp, p.ep) == (rank.pp, rank.ep)]
+                part = rank.tp % self.sizes.etp
+                same = [p for p in same if p.tp % self.sizes.etp == part]
+                return rank == same[0] and (cut.dimension is not None or part == 0)
+            return is_first_copy and (cut.dimension is not None or rank.tp == 0)
+        others = [p for p in self.sizes.places() if (p.pp, p.tp) == (rank.pp, rank.tp)]
+        return rank == others[0] and (cut.dimension is not None or rank.tp == 0)
+
+    def _add_tensor(
+        self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
+    ) -> None:
+        itemsize_bytes = tensor.dtype.itemsize_bytes
+        start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
+        block = dense_block(rank.slot, path, start_bytes, tensor.shape, tensor.view)
+        self.whole.add(name, tensor.dtype, place, [block], path)
+        self._add_checksum(name, path, tensor)
+
+    def _add_state(self, rank: RankFiles, block: StateBlock, whole: str, place: BlockPlace) -> None:
+        shape = block.shape
+        if shape == ():
+            # A step is of the parameter, wherever it is cut.
+            name = common_name(whole, block.key)
+            if name not in self.whole.tensors:
+                self.whole.add(name, block.dtype, BlockPlace(()), block.stored, block.path)
+            return
+        if shape != place.block_shape:
+            raise FormatError(
+                f"{self.folder / block.path} has optimizer state of {list(shape)} for {whole!r}, "
+                f"whose block has {list(place.block_shape)}; they are of different saves"
+            )
+        name = common_name(whole, block.key)
+        self.whole.add(name, block.dtype, place, block.stored, block.path)
+        if block.tensor is not None:
+            self._add_checksum(name, block.path, block.tensor)
+
+    def _add_checksum(self, name: str, path: str, tensor: ArchivedTensor) -> None:
+        if tensor.crc32 is None or not tensor.storage_bytes:
+            return
+        self.checksums.append(
+            StoredChecksum(
+                name,
+                "its part",
+                FileRange(path, tensor.start_bytes),
+                tensor.storage_bytes,
+                tensor.crc32,
+                False,
+            )
+        )
+
+
+def _whole_names(chunk: RankChunk) -> set[str]:
+    return {chunk.whole_name(name) for name in chunk.tensors}

@@ -1,0 +1,98 @@
+"""New folders of Megatron's ranks: read back, and by `torch.load`, as Megatron reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
+from reshard import checkpoint
+from reshard.errors import RecipeError, UsageError
+
+CASES = [
+    ("tensor", "full"),
+    ("tensor", "tp=2,pp=2"),
+    ("tensor", "dp=2,pp=2"),
+    ("stages", "pp=2"),
+    ("stages", "full"),
+    ("experts", "ep=2"),
+    ("experts", "tp=2,ep=4"),
+    ("undistributed", "tp=2"),
+    ("undistributed", "pp=2,tp=2"),
+    ("virtual", "pp=4"),
+    ("buckets", "tp=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "to"), CASES)
+def test_any_parallelism_has_the_same_state(name: str, to: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    source = folder / ("legacy" if name == "buckets" else "fully_reshardable")
+    target = tmp_path / "target"
+    checkpoint.convert(source, target, to=to, format="megatron-legacy")
+    expect_same(state_of(target), state_of(source))
+    opened = checkpoint.open(target)
+    assert opened.values["iteration"] == 2
+    assert not checkpoint.check_digests(opened).damaged
+    # Without the manifest it is what Megatron's own files would be.
+    (target / "reshard.manifest.json").unlink()
+    expect_same(state_of(target), state_of(source))
+    back = tmp_path / "back"
+    checkpoint.convert(target, back, to="full", format="torch-dist")
+    expect_same(state_of(back), state_of(source))
+
+
+def nested(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items = [(str(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list):
+        items = [(str(number), inner) for number, inner in enumerate(value)]
+    else:
+        return {path: value}
+    return {
+        key: leaf for name, inner in items for key, leaf in nested(inner, f"{path}/{name}").items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("tensor", "tp=2"), ("stages", "pp=2"), ("experts", "ep=2"), ("undistributed", "tp=2")],
+)
+def test_files_are_those_of_megatron(name: str, to: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = unpack(name, tmp_path)
+    target = tmp_path / "target"
+    checkpoint.convert(folder / "fully_reshardable", target, to=to, format="megatron-legacy")
+    theirs = folder / "legacy"
+    names = sorted(p.relative_to(theirs).as_posix() for p in theirs.rglob("*") if p.is_file())
+    ours = [p for p in target.rglob("*") if p.is_file() and p.suffix != ".json"]
+    assert sorted(p.relative_to(target).as_posix() for p in ours) == names
+    for file in names:
+        if not file.endswith(".pt"):
+            assert (target / file).read_text() == (theirs / file).read_text()
+            continue
+        found, expected = (
+            nested(torch.load(one / file, weights_only=False)) for one in (target, theirs)
+        )
+        # States of random number generators are each rank's own, and not carried over.
+        expected = {key: leaf for key, leaf in expected.items() if "/rng_state" not in key}
+        assert [*found] != [] and sorted(found) == sorted(expected), file
+        for key, leaf in expected.items():
+            if isinstance(leaf, torch.Tensor):
+                assert torch.equal(found[key], leaf), (file, key)
+            else:
+                assert found[key] == leaf, (file, key)
+
+
+def test_what_cannot_be_cut(tmp_path: Path) -> None:
+    source = unpack("tensor", tmp_path) / "fully_reshardable"
+    for to, kind, says in [
+        ("pp=3", RecipeError, "2 layers on 3 stages"),
+        ("tp=3", RecipeError, "tensor-parallel ranks; dimension 0 does not divide by"),
+        ("fsdp=2", UsageError, "the axis 'fsdp'"),
+        ("4", UsageError, "4 ranks for Megatron's folders"),
+    ]:
+        with pytest.raises(kind, match=says):
+            checkpoint.plan_conversion(source, tmp_path / "x", to=to, format="megatron-legacy")

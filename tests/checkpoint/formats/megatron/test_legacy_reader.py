@@ -1,0 +1,67 @@
+"""The folders of Megatron's ranks, against the same state as `torch_dist`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
+from reshard import checkpoint
+from reshard.errors import CheckpointError, CoverageError, FormatError
+
+
+@pytest.mark.parametrize("name", ["tensor", "stages", "experts", "undistributed", "virtual"])
+def test_it_is_the_state_that_torch_dist_has(name: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    legacy = checkpoint.open(folder / "legacy")
+    whole = checkpoint.open(folder / "fully_reshardable")
+    expect_same(state_of(legacy), state_of(whole))
+    assert legacy.values["optimizer.param_groups"] == whole.values["optimizer.param_groups"]
+    assert [name for name, _ in legacy.unread] == ["rng_state"]
+
+
+def test_several_buckets(tmp_path: Path) -> None:
+    found = state_of(unpack("buckets", tmp_path) / "legacy")
+    masters = [key for key in found if key.endswith(".master")]
+    assert len(masters) == len(found) // 4 == 27
+    for key in masters:
+        weight = found[key.removeprefix("optimizer.state.").removesuffix(".master")]
+        assert np.array_equal(found[key].astype(weight.dtype), weight), key
+
+
+def test_a_rank_that_is_missing(tmp_path: Path) -> None:
+    folder = unpack("stages", tmp_path) / "legacy" / "iter_0000002"
+    shutil.move(folder / "mp_rank_00_001", tmp_path / "away")
+    with pytest.raises(
+        CheckpointError,
+        match=r"mp_rank_00_001 is missing, of tensor-parallel rank 0, stage 1, expert-parallel "
+        r"rank 0; the arguments say tp 1, pp 2, ep 1",
+    ):
+        checkpoint.open(folder)
+    shutil.move(tmp_path / "away", folder / "mp_rank_00_001")
+    (folder / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"001/model_optim_rng\.pt is missing"):
+        checkpoint.open(folder)
+
+
+def test_ranks_of_other_saves(tmp_path: Path) -> None:
+    folder = unpack("tensor", tmp_path) / "legacy" / "iter_0000002"
+    other = unpack("stages", tmp_path) / "legacy" / "iter_0000002" / "mp_rank_00_000"
+    shutil.copy(other / "model_optim_rng.pt", folder / "mp_rank_01" / "model_optim_rng.pt")
+    with pytest.raises(FormatError, match="they are of different saves"):
+        checkpoint.open(folder)
+
+
+def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
+    folder = unpack("tensor", tmp_path) / "legacy" / "iter_0000002"
+    other = unpack("buckets", tmp_path) / "legacy" / "iter_0000002" / "mp_rank_00"
+    shutil.copy(other / "distrib_optim.pt", folder / "mp_rank_00" / "distrib_optim.pt")
+    with pytest.raises(CoverageError):
+        checkpoint.open(folder)
+    shutil.copy(other / "distrib_optim.pt", folder / "mp_rank_01" / "distrib_optim.pt")
+    found = checkpoint.open(folder)
+    assert not [name for name in found if name.startswith("optimizer.")]
+    assert "which part is which cannot be told" in found.unread[-1][1]

@@ -1,0 +1,78 @@
+"""New `torch_dist` checkpoints: the keys, shapes and states that Megatron-core looks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
+from reshard import checkpoint
+from reshard.checkpoint.formats.torch_dcp.reader import read as read_dcp
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+
+SAME = ["tensor", "stages", "experts", "undistributed", "virtual"]
+
+
+def convert(source: Path, target: Path, **arguments: Any) -> Path:
+    checkpoint.convert(source, target, **{"to": "full", "format": "torch-dist", **arguments})
+    return target
+
+
+@pytest.mark.parametrize("how", ["fully_reshardable", "legacy"])
+@pytest.mark.parametrize("name", SAME)
+def test_keys_and_elements_are_those_of_megatron(name: str, how: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    target = convert(folder / how, tmp_path / "target")
+    expect_same(state_of(target), state_of(folder / "fully_reshardable"))
+    ours, theirs = read_dcp(target), read_dcp(folder / "fully_reshardable")
+    shapes = [{key: tensor.shape for key, tensor in one.tensors.items()} for one in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    assert {key for key in theirs.items if "_extra_state" in key} <= {*ours.items}
+    common = [read_torch_file(one / "common.pt") for one in (target, folder / "fully_reshardable")]
+    for one in common:
+        # An object of another read is another object; groups may say more than was asked.
+        one["args"] = one["args"].state
+        one["content_metadata"].pop("distrib_optim_fully_reshardable_mem_efficient", None)
+    if name == "experts":
+        common = [dict(one, optimizer=None) for one in common]
+    assert common[0] == common[1]
+    assert json.loads((target / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    # The manifest gives the digests back.
+    opened = checkpoint.open(target)
+    assert not checkpoint.check_digests(opened).damaged
+    values = [dict(one.values) for one in (opened, checkpoint.open(folder / "fully_reshardable"))]
+    if name == "experts":
+        # Experts that are not parallel are in the groups of everything else.
+        values = [{key: v for key, v in one.items() if "param_groups" not in key} for one in values]
+    assert values[0] == values[1]
+
+
+def test_experts_over_ranks_have_an_optimizer_of_their_own(tmp_path: Path) -> None:
+    source = unpack("experts", tmp_path) / "fully_reshardable"
+    rules = ["optimizer.*=...", "*=..."]
+    target = convert(source, tmp_path / "target", to="ep=4", rules=rules)
+    common = read_torch_file(target / "common.pt")
+    assert common["args"].state["expert_model_parallel_size"] == 4
+    assert sorted(common["optimizer"]) == [0, 1]
+    marks = [
+        {
+            group["is_expert_parallel"]
+            for group in common["optimizer"][n]["optimizer"]["param_groups"]
+        }
+        for n in (0, 1)
+    ]
+    assert marks == [{False}, {True}]
+
+
+def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
+    source = unpack("tensor", tmp_path) / "fully_reshardable"
+    exclude = ["*layers.1.mlp.linear_fc2.weight*"]
+    target = convert(source, tmp_path / "target", exclude=exclude)
+    found = read_dcp(target)
+    assert "decoder.layers.0.mlp.linear_fc2.weight" in found.tensors
+    assert "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc2.weight" in found.tensors
+    common = read_torch_file(target / "common.pt")
+    assert common["content_metadata"]["non_homogeneous_layers"] is True

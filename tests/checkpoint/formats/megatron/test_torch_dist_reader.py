@@ -1,0 +1,86 @@
+"""`torch_dist` as Megatron-core 0.16.1 saved it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
+from reshard import checkpoint
+from reshard.errors import CheckpointError, FormatError
+
+NAMES = ["tensor", "stages", "experts", "undistributed", "virtual", "singleton"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masters_round_to_the_weights(name: str, tmp_path: Path) -> None:
+    found = state_of(unpack(name, tmp_path) / "fully_reshardable")
+    masters = [key for key in found if key.endswith(".master")]
+    weights = [key for key in found if not key.startswith("optimizer.")]
+    assert len(masters) == len(weights) == len(found) // 4
+    for key in masters:
+        weight = found[key.removeprefix("optimizer.state.").removesuffix(".master")]
+        assert np.array_equal(found[key].astype(weight.dtype), weight), key
+        assert found[key.replace(".master", ".exp_avg_sq")].min() >= 0
+    # The embedding of a token that is in no batch has no gradient, others have.
+    assert any(found[key].any() for key in found if key.endswith(".exp_avg"))
+
+
+def test_layers_and_experts_have_names_of_their_own(tmp_path: Path) -> None:
+    found = checkpoint.open(unpack("experts", tmp_path) / "fully_reshardable")
+    assert found.format == "torch-dist"
+    name = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+    assert found[name].shape == (8, 8)
+    assert found[f"optimizer.state.{name}.exp_avg"].shape == (8, 8)
+    # Layers of experts have a norm in front, whatever the implementation keys it by.
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in found.tensors
+
+
+def test_single_experts_are_those_of_the_stacks(tmp_path: Path) -> None:
+    stacked = state_of(unpack("experts", tmp_path) / "fully_reshardable")
+    single = state_of(unpack("singleton", tmp_path) / "fully_reshardable")
+    expect_same(single, stacked)
+
+
+def test_plain_values_and_groups(tmp_path: Path) -> None:
+    found = checkpoint.open(unpack("tensor", tmp_path) / "fully_reshardable")
+    values = found.values
+    assert (values["iteration"], values["args.num_layers"]) == (2, 2)
+    assert values["args.params_dtype"] == "torch.bfloat16"
+    decayed, others = values["optimizer.param_groups"]
+    assert (decayed["step"], decayed["wd_mult"], others["wd_mult"]) == (2, 1.0, 0.0)
+    assert "decoder.final_layernorm.weight" in others["params"]
+    assert "output_layer.weight" in decayed["params"]
+    assert len(decayed["params"]) + len(others["params"]) == len(found) // 4
+    assert not found.unread
+
+
+def test_the_folder_of_all_steps(tmp_path: Path) -> None:
+    step = unpack("tensor", tmp_path) / "fully_reshardable"
+    steps = tmp_path / "steps"
+    shutil.copytree(step, steps / "iter_0000002")
+    (steps / "latest_checkpointed_iteration.txt").write_text("2\n")
+    assert checkpoint.open(steps).folder == steps / "iter_0000002"
+    (steps / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(CheckpointError, match="iter_0000003 is missing.*there is iter_0000002"):
+        checkpoint.open(steps)
+    (steps / "latest_checkpointed_iteration.txt").write_text("third")
+    with pytest.raises(CheckpointError, match="'third', expected the number of the last step"):
+        checkpoint.open(steps)
+
+
+def test_what_is_missing_or_no_state(tmp_path: Path) -> None:
+    folder = unpack("tensor", tmp_path) / "fully_reshardable"
+    (folder / "common.pt").rename(folder / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"common\.pt is missing; Megatron has the iteration"):
+        checkpoint.open(folder)
+    (folder / "common.pt").write_bytes(b"no archive")
+    with pytest.raises(FormatError, match=r"common\.pt"):
+        checkpoint.open(folder)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(CheckpointError, match="'zarr'; only 'torch_dist' is read"):
+        checkpoint.open(folder)

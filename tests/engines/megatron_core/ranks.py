@@ -1,0 +1,104 @@
+"""Runs of Megatron-core's ranks as processes, and what they saved as recordings for other tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+RECORDINGS = Path(__file__).parents[2] / "golden" / "megatron_checkpoints"
+SMALL = {"layers": 2, "hidden": 8, "heads": 2, "groups": 2, "ffn": 8, "vocab": 8}
+# Buckets whose length is no multiple of what Megatron-core pads to are more than it can save.
+WIDER = {"hidden": 16, "heads": 4, "groups": 2, "ffn": 16, "vocab": 24}
+EVERY = ("legacy", "dp_reshardable", "dp_zero_gather_scatter")
+# By name: ranks, what the job says, and how else the same state is saved.
+RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "tensor": (4, {"sizes": {"tp": 2}}, EVERY),
+    "stages": (4, {"sizes": {"pp": 2}, "tied": True, **WIDER}, EVERY),
+    "experts": (2, {"sizes": {"ep": 2}, "experts": 4}, EVERY),
+    "undistributed": (2, {"sizes": {"tp": 2}, "distributed_optimizer": False}, ("legacy",)),
+    "virtual": (2, {"sizes": {"pp": 2, "vp": 2}, "layers": 4}, ("legacy",)),
+    "buckets": (2, {"bucket_size": 1000, "bias": True, "qk_norm": True, **WIDER}, EVERY),
+    "singleton": (2, {"sizes": {"ep": 2}, "experts": 4, "singleton": True}, ()),
+}
+
+
+def run_ranks(world: int, job: dict[str, Any], folder: Path) -> None:
+    """Run a job on so many ranks; an error has what the failing one printed."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("training_process.py")
+    ranks = []
+    for rank in range(world):
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(program), str(path)],
+                env={**os.environ, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = []
+    try:
+        for one in ranks:
+            outputs.append(one.communicate(timeout=300)[0])
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    for rank, one in enumerate(ranks):
+        if one.returncode:
+            raise RuntimeError(f"rank {rank} failed:\n{outputs[rank][-4000:]}")
+
+
+def save_run(name: str, folder: Path) -> dict[str, Path]:
+    """Run and save one of `RUNS`; the folders by how they were saved."""
+    world, job, others = RUNS[name]
+    places = {how: folder / how for how in ("fully_reshardable", *others)}
+    more = [
+        {"save": str(places[how])}
+        | ({"save_format": "legacy"} if how == "legacy" else {"sharding_type": how})
+        for how in others
+    ]
+    own = {**SMALL, **job, "steps": 2, "save": str(places["fully_reshardable"]), "more": more}
+    run_ranks(world, own, folder)
+    return places
+
+
+def record(name: str, places: dict[str, Path]) -> None:
+    """Keep what a run saved, for tests without Megatron-core."""
+    RECORDINGS.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(RECORDINGS / f"{name}.tar.xz", "w:xz", preset=9) as archive:
+        for how, folder in places.items():
+            for path in sorted(folder.rglob("*")):
+                if path.is_file():
+                    info = archive.gettarinfo(path, f"{how}/{path.relative_to(folder).as_posix()}")
+                    info.uid = info.gid = info.mtime = 0
+                    info.uname = info.gname = ""
+                    with path.open("rb") as content:
+                        archive.addfile(info, content)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for run in sys.argv[1:] or RUNS:
+        with tempfile.TemporaryDirectory() as scratch:
+            record(run, save_run(run, Path(scratch)))
