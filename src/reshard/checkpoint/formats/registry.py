@@ -18,8 +18,8 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 # Modules with a `FORMAT`, in the order in which they are asked whether a path is theirs.
 # `huggingface` is last: it takes any single file for one of safetensors.
 _MODULES = (
-    "reshard.checkpoint.formats.megatron.torch_dist",
-    "reshard.checkpoint.formats.megatron.legacy",
+    "reshard.checkpoint.formats.megatron.torch_dist.format",
+    "reshard.checkpoint.formats.megatron.legacy.format",
     "reshard.checkpoint.formats.torch_dcp.format",
     "reshard.checkpoint.formats.orbax.format",
     "reshard.checkpoint.formats.deepspeed.zero1",

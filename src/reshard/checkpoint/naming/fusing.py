@@ -149,7 +149,7 @@ def take_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
             if one.box.start[0] < rows:
                 yield one.moved(_replace(one.box, 0, one.box.start[0], min(one.box.stop[0], rows)))
 
-    return _bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
+    return bind_boxes(tensor.name, tensor, (rows, *tensor.shape[1:]), clip())
 
 
 def _drop_dimension(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:

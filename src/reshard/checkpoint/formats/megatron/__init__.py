@@ -1,10 +1,13 @@
-"""Megatron's checkpoints: `torch_dist`, the folders of its ranks, and FSDP's DTensors.
+"""Megatron's checkpoints: `torch_dist`, and the folders of its ranks.
 
-    torch_dist          the format of `dist_checkpointing`: tensors over a distributed checkpoint,
-                        `torch_dist_reader` reads it
-    stacked_names       layers and experts in one tensor, and one by one
-    optimizer_names     `optimizer.state.KEY.NAME` and the names that all formats have
-    common_state        `common.pt`: arguments, groups, steps
+    torch_dist/         what `dist_checkpointing` saves
+    legacy/             a folder for each model-parallel rank
+    module_names, module_order, parameter_cuts
+                        the parameters of a model, their order, and how they are cut
+    optimizer_names     `optimizer.state.KEY.NAME`, and the names that all formats have
+    common_state        arguments, groups, steps
+    buckets, rank_parts flat buffers of optimizer state, and blocks of ranks put together
+    iterations          the folder of a step
 
-Start at `torch_dist`. Nothing of Megatron or PyTorch is imported.
+Nothing of Megatron or PyTorch is imported.
 """

@@ -37,21 +37,21 @@ from reshard.checkpoint.formats.megatron.common_state import (
     with_parallelism,
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, iteration_name
-from reshard.checkpoint.formats.megatron.legacy_reader import FORMAT_NAME
-from reshard.checkpoint.formats.megatron.module_names import grouped_name, local_name
-from reshard.checkpoint.formats.megatron.module_order import order_key
-from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
-from reshard.checkpoint.formats.megatron.rank_folders import (
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     MODEL_NAMES,
     OPTIMIZER_NAME,
     RankPlace,
 )
-from reshard.checkpoint.formats.megatron.rank_optimizers import (
+from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
     RankParameter,
     bucket_sizes,
     list_buffers,
 )
-from reshard.checkpoint.formats.megatron.stage_layouts import RankGrid, StageLayouts
+from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME
+from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid, StageLayouts
+from reshard.checkpoint.formats.megatron.module_names import grouped_name, local_name
+from reshard.checkpoint.formats.megatron.module_order import order_key
+from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor, new_torch_file
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global
 from reshard.dtypes import dtype as as_dtype
@@ -197,7 +197,7 @@ class _Arranger:
             state["optimizer"] = self._groups()
             flat, flat_targets = self._flat_state(rank)
         elif has_state:
-            state["optimizer"] = self._numbered_state(rank, targets)
+            state["optimizer"] = self._number_state(rank, targets)
         file = new_torch_file(f"{path}/{MODEL_NAMES[0]}", state, rank.slot)
         self._place(file, rank.slot, targets)
         yield file
@@ -302,7 +302,7 @@ class _Arranger:
             return None
         return bucket_sizes(self.arguments)[0]
 
-    def _numbered_state(self, rank: _RankParts, targets: list[tuple[str, _Target]]) -> Any:
+    def _number_state(self, rank: _RankParts, targets: list[tuple[str, _Target]]) -> Any:
         """The state of an optimizer that is not distributed, whose parameters have numbers."""
         chain = []
         for flag, names in enumerate(self._split(rank)):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_plan
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
-from reshard.checkpoint.formats.megatron.rank_folders import Parallelism
-from reshard.checkpoint.formats.megatron.rank_models import RankFiles
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism
+from reshard.checkpoint.formats.megatron.legacy.rank_models import RankFiles
 from reshard.checkpoint.formats.megatron.rank_parts import dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.naming.fusing import StoredBox
@@ -105,22 +105,22 @@ class RankOptimizer:
     def blocks(self) -> Iterator[StateBlock]:
         """Every block of state."""
         if self._rank.optimizer_file is not None:
-            yield from self._distributed(self._rank.optimizer_file)
+            yield from self._list_buffered(self._rank.optimizer_file)
         else:
-            yield from self._undistributed()
+            yield from self._list_numbered()
 
     def _skip(self, what: str, why: str) -> None:
         self.unread.append((f"{self._rank.name}: {what}", why))
 
-    def _distributed(self, path: str) -> Iterator[StateBlock]:
+    def _list_buffered(self, path: str) -> Iterator[StateBlock]:
         state = self._rank.optimizer_state
         members = list(state) if isinstance(state, list | tuple) else [state]
         for member, own in zip(members, split_chain(self._parameters, len(members)), strict=False):
             # Optimizers whose first data-parallel rank is elsewhere have nothing here.
             if isinstance(member, dict):
-                yield from self._from_buffers(path, member, own)
+                yield from self._read_buffers(path, member, own)
 
-    def _from_buffers(
+    def _read_buffers(
         self, path: str, state: Mapping[Any, Any], parameters: Sequence[RankParameter]
     ) -> Iterator[StateBlock]:
         buffers = list_buffers(parameters, is_embedding_shared=self._is_shared)
@@ -157,18 +157,18 @@ class RankOptimizer:
             for buffered, start in plan.coalesced():
                 one = chunk_of[buffered]
                 for key, tensor in flat.items():
-                    yield _flat_state(self._rank.slot, one, key, tensor, path, start)
+                    yield _make_flat(self._rank.slot, one, key, tensor, path, start)
 
-    def _undistributed(self) -> Iterator[StateBlock]:
+    def _list_numbered(self) -> Iterator[StateBlock]:
         members = [*chain_of(self._rank.state.get("optimizer"))]
         for member, own in zip(members, split_chain(self._parameters, len(members)), strict=False):
             inner = member.get("optimizer", member)
             groups = inner.get("param_groups") if isinstance(inner, dict) else None
             state = inner.get("state") if isinstance(inner, dict) else None
             if isinstance(groups, list) and isinstance(state, dict) and state:
-                yield from self._from_groups(member, groups, state, own)
+                yield from self._read_groups(member, groups, state, own)
 
-    def _from_groups(
+    def _read_groups(
         self,
         member: Mapping[str, Any],
         groups: Sequence[Any],
@@ -194,13 +194,13 @@ class RankOptimizer:
             wide = masters[number] if isinstance(masters, list) and number < len(masters) else []
             if isinstance(wide, list) and len(wide) == len(narrow):
                 for one, tensor in zip(narrow, wide, strict=True):
-                    yield from self._block(one, "master", tensor)
+                    yield from self._make_blocks(one, "master", tensor)
             for one, index in zip(own, numbers, strict=True):
                 kept = state.get(index)
                 for key, tensor in kept.items() if isinstance(kept, dict) else ():
-                    yield from self._block(one, str(key), tensor)
+                    yield from self._make_blocks(one, str(key), tensor)
 
-    def _block(self, one: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
+    def _make_blocks(self, one: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
         if not isinstance(tensor, ArchivedTensor):
             return
         path, slot = self._rank.name, self._rank.slot
@@ -209,7 +209,7 @@ class RankOptimizer:
         yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, (box,), tensor)
 
 
-def _flat_state(
+def _make_flat(
     slot: int, one: RankParameter, key: str, tensor: ArchivedTensor, path: str, start: int
 ) -> StateBlock:
     """The block of a parameter in a flat buffer of its state."""

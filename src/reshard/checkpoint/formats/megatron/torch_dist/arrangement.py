@@ -33,13 +33,13 @@ from reshard.checkpoint.formats.megatron.common_state import (
 )
 from reshard.checkpoint.formats.megatron.module_names import engine_name, keyed_name
 from reshard.checkpoint.formats.megatron.optimizer_names import megatron_name, split_common_name
-from reshard.checkpoint.formats.megatron.stacked_names import find_places
-from reshard.checkpoint.formats.megatron.torch_dist_reader import (
+from reshard.checkpoint.formats.megatron.torch_dist.reader import (
     BACKEND,
     COMMON_NAME,
     CONFIG_NAME,
     FORMAT_NAME,
 )
+from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import find_places
 from reshard.checkpoint.formats.torch_dcp.arrangement import (
     StackedPlace,
     arrange_chunks,

@@ -17,10 +17,7 @@ from typing import Any
 from reshard.binding import FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredFile
 from reshard.checkpoint.formats.megatron.common_state import CommonState
-from reshard.checkpoint.formats.megatron.module_names import engine_name
-from reshard.checkpoint.formats.megatron.optimizer_names import common_name
-from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
-from reshard.checkpoint.formats.megatron.rank_folders import (
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     OPTIMIZER_NAME,
     Parallelism,
     RankPlace,
@@ -28,13 +25,16 @@ from reshard.checkpoint.formats.megatron.rank_folders import (
     find_model_file,
     list_rank_folders,
 )
-from reshard.checkpoint.formats.megatron.rank_models import (
+from reshard.checkpoint.formats.megatron.legacy.rank_models import (
     RankChunk,
     RankFiles,
     chunks_of,
     number_chunks,
 )
-from reshard.checkpoint.formats.megatron.rank_optimizers import RankOptimizer, StateBlock
+from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import RankOptimizer, StateBlock
+from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron.optimizer_names import common_name
+from reshard.checkpoint.formats.megatron.parameter_cuts import ParameterCut, find_cut
 from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace, WholeTensors, dense_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.pickle_terms import Call

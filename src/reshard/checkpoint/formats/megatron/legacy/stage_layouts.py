@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from reshard.checkpoint.formats.megatron.common_state import is_expert
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.optimizer_names import split_common_name
 from reshard.checkpoint.formats.megatron.parameter_cuts import find_cut
-from reshard.checkpoint.formats.megatron.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.rank_parts import BlockPlace
 from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout

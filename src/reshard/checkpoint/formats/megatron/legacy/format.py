@@ -12,15 +12,15 @@ from reshard.checkpoint.formats.format import (
     Holding,
     check_against_manifest,
 )
-from reshard.checkpoint.formats.megatron import legacy_arrangement
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, find_iteration
-from reshard.checkpoint.formats.megatron.legacy_reader import FORMAT_NAME, read
-from reshard.checkpoint.formats.megatron.rank_folders import (
+from reshard.checkpoint.formats.megatron.legacy import arrangement as new_files
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import (
     MODEL_NAMES,
     OPTIMIZER_NAME,
     list_rank_folders,
 )
-from reshard.checkpoint.formats.megatron.stage_layouts import RankGrid
+from reshard.checkpoint.formats.megatron.legacy.reader import FORMAT_NAME, read
+from reshard.checkpoint.formats.megatron.legacy.stage_layouts import RankGrid
 from reshard.checkpoint.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.layout import Layout
@@ -58,15 +58,15 @@ class MegatronLegacyFormat(CheckpointFormat):
             raise UsageError(
                 f"{ranks} ranks for Megatron's folders; give a mesh, such as tp=2,pp=4"
             )
-        return legacy_arrangement.place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
+        return new_files.place(checkpoint.tensors, checkpoint.values, RankGrid(mesh))
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """A folder for each model-parallel rank."""
-        return legacy_arrangement.arrange(new)
+        return new_files.arrange(new)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The file that names the last step."""
-        return legacy_arrangement.final_files(arrangement)
+        return new_files.final_files(arrangement)
 
     def own_files(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """The file that names the last step, where the folder of all steps was opened."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.megatron import torch_dist_arrangement
 from reshard.checkpoint.formats.megatron.iterations import find_iteration
-from reshard.checkpoint.formats.megatron.torch_dist_reader import (
+from reshard.checkpoint.formats.megatron.torch_dist import arrangement as new_files
+from reshard.checkpoint.formats.megatron.torch_dist.reader import (
     COMMON_NAME,
     CONFIG_NAME,
     FORMAT_NAME,
@@ -53,11 +53,11 @@ class TorchDistFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Chunks in one file a rank."""
-        return torch_dist_arrangement.arrange(new)
+        return new_files.arrange(new)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The states beside the tensors, and `.metadata`."""
-        return torch_dist_arrangement.final_files(arrangement)
+        return new_files.final_files(arrangement)
 
 
 FORMAT = TorchDistFormat()

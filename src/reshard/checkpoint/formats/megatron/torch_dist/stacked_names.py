@@ -59,7 +59,7 @@ def unstack(tensor: StoredTensor) -> Iterator[StoredTensor]:
         for one in split_into_members(tensor, Fusion((member,), stacked=tensor.shape[0])):
             yield from unstack(one)
         return
-    yield tensor if key == tensor.name else _renamed(tensor, key)
+    yield tensor if key == tensor.name else _rename(tensor, key)
 
 
 def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
@@ -80,7 +80,7 @@ def join_halves(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
         yield from halves.values()
 
 
-def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
+def _rename(tensor: StoredTensor, name: str) -> StoredTensor:
     return StoredTensor(name, tensor.dtype, tensor.binding, tensor.spec, tensor.digest)
 
 

@@ -30,10 +30,14 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import CommonState
-from reshard.checkpoint.formats.megatron.flat_ranges import bind_flat_ranges
 from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_megatron_name
-from reshard.checkpoint.formats.megatron.stacked_names import has_stacks, join_halves, unstack
+from reshard.checkpoint.formats.megatron.torch_dist.flat_ranges import bind_flat_ranges
+from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
+    has_stacks,
+    join_halves,
+    unstack,
+)
 from reshard.checkpoint.formats.torch_dcp import reader
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
@@ -90,7 +94,7 @@ def read(folder: Path) -> Checkpoint:
         format=FORMAT_NAME,
         tensors=tensors,
         values=state.values,
-        paths={**_kept_paths(found, tensors), **state.paths},
+        paths={**_keep_paths(found, tensors), **state.paths},
         checksums=tuple(_name_checksums(found.checksums, tensors)),
         attributes={k: v for k, v in found.attributes.items() if k != "mcore_data"},
         unread=(*found.unread, *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread)),
@@ -158,7 +162,7 @@ def _has_state(name: str, tensors: Mapping[str, Any]) -> bool:
     return any(common_name(name, key) in tensors for key in ("master", "exp_avg"))
 
 
-def _kept_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_paths(found: Checkpoint, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: path for name, path in found.paths.items() if name in tensors or name in found.items
     }

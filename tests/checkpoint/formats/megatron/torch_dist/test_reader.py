@@ -66,7 +66,7 @@ def test_the_folder_of_all_steps(tmp_path: Path) -> None:
     (steps / "latest_checkpointed_iteration.txt").write_text("2\n")
     assert checkpoint.open(steps).folder == steps / "iter_0000002"
     (steps / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(CheckpointError, match="iter_0000003 is missing.*there is iter_0000002"):
+    with pytest.raises(CheckpointError, match=r"iter_0000003 is missing.*there is iter_0000002"):
         checkpoint.open(steps)
     (steps / "latest_checkpointed_iteration.txt").write_text("third")
     with pytest.raises(CheckpointError, match="'third', expected the number of the last step"):
