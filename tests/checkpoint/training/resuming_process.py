@@ -1,6 +1,7 @@
 """A rank of FSDP2 that trains and saves, or goes on from what was converted and takes a step.
 
-Arguments: `train` or `resume`, the tensor-parallel size, then folders `OPTIMIZER=FOLDER`.
+Arguments: `train`, `resume` or, where other values of the program are not there, `resume-state`;
+the tensor-parallel size; then folders `OPTIMIZER=FOLDER`.
 """
 
 import sys
@@ -121,7 +122,10 @@ def main(mode: str, tp: str, *cases: str) -> None:
     for case in cases:
         name, folder = case.split("=", 1)
         assert mode == "train" or Path(folder).is_dir()
-        (train if mode == "train" else resume)(int(tp), name, folder)
+        if mode == "train":
+            train(int(tp), name, folder)
+        else:
+            resume(int(tp), name, folder, has_values=mode == "resume")
     dist.destroy_process_group()
 
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpoint.training import resuming_process as process
 from live_processes import run_ranks
 from reshard import checkpoint
-
-torch = pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).with_name("resuming_process.py")
 KINDS = ("adamw", "foreach", "fused", "amsgrad", "momentum")
@@ -91,5 +91,36 @@ def test_state_goes_on_through_the_names_of_other_programs(
     there = convert(saved, names, tmp_path / "there", "fsdp=2,tp=1", training="reshard")
     made = convert(there, names, tmp_path / "back", "fsdp=4,tp=1", training="fsdp2")
     run("resume", 4, 1, made)
+    for name in names:
+        expect_equal(saved[name], made[name], 0)
+
+
+def test_a_file_of_torch_save_goes_on_over_ranks_and_back(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """A program of one process, whose optimizer has numbers for parameters."""
+    names = ["adamw", "amsgrad", "momentum"]
+    there = {}
+    for name in names:
+        folder = tmp_path / name
+        checkpoint.convert(saved[name], folder, to="full", format="torch-pickle", training="torch")
+        (path,) = (one for one in folder.iterdir() if one.suffix != ".json")
+        there[name] = path.rename(tmp_path / f"{name}.pt")
+    for name, path in there.items():
+        state = torch.load(path, weights_only=True)
+        model = process.Model()
+        optimizer = process.groups(model, name)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        assert (state["step"], state["scheduler"]) == (process.STEPS, {"last_epoch": 3})
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        now = {key: value.clone() for key, value in model.state_dict().items()}
+        process.step(model, optimizer, process.STEPS)
+        torch.save({"now": now, "then": model.state_dict()}, f"{path}.resumed.pt")
+        expect_equal(saved[name], path, 0)
+    made = convert(there, names, tmp_path / "back", "fsdp=2,tp=1", training="fsdp2")
+    for name in names:
+        (made[name] / "reshard.manifest.json").unlink()
+    run("resume-state", 2, 1, made)
     for name in names:
         expect_equal(saved[name], made[name], 0)

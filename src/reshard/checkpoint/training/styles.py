@@ -2,12 +2,15 @@
 
     style     weights        optimizer state                  32-bit weights     steps
     fsdp2     model.NAME     optim.state.NAME.exp_avg         are the weights    float32
+    torch     model.NAME     optimizer.state.7.exp_avg        are the weights    float32
     reshard   NAME           optimizer.state.NAME.exp_avg     beside, `master`   float32
     optax     params.NAME    optimizer.state.NAME.exp_avg     are the weights    int32
 
 `fsdp2` is what `torch.distributed.checkpoint.state_dict.get_state_dict` gives, saved under `model`
-and `optim`. `reshard` is how formats of DeepSpeed and Megatron are read and written, whose files
-have names of their own; `optax` is how Orbax's are.
+and `optim`. `torch` is what `state_dict()` of a module and of an optimizer give, saved under
+`model` and `optimizer`; parameters have numbers there, group by group. `reshard` is how formats of
+DeepSpeed and Megatron are read and written, whose files have names of their own; `optax` is how
+Orbax's are.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class TrainingStyle:
         step_type: of the number of steps that each parameter has.
         groups: the name of the list of groups; None where hyper-parameters are not saved.
         are_groups_apart: whether each hyper-parameter is a value by itself.
+        are_numbered: whether parameters have numbers in optimizer state.
         are_names_nested: whether each word of a name is a level of the nested state.
     """
 
@@ -40,6 +44,7 @@ class TrainingStyle:
     groups: str | None = None
     are_groups_apart: bool = False
     are_names_nested: bool = False
+    are_numbered: bool = False
 
     def weight_name(self, parameter: str) -> str:
         """The name of a weight.
@@ -48,6 +53,11 @@ class TrainingStyle:
         'model.up.weight'
         """
         return self.weights + parameter
+
+    @property
+    def is_pytorch(self) -> bool:
+        """Whether PyTorch's optimizers load it, which want all that they keep in groups."""
+        return self.are_groups_apart or self.are_numbered
 
     def state_name(self, parameter: str, key: str) -> str:
         """The name of what an optimizer keeps of a parameter.
@@ -81,6 +91,14 @@ STYLES = {
             has_masters=False,
             groups="optim.param_groups",
             are_groups_apart=True,
+        ),
+        TrainingStyle(
+            "torch",
+            "model.",
+            "optimizer.state.",
+            has_masters=False,
+            groups="optimizer.param_groups",
+            are_numbered=True,
         ),
         TrainingStyle("reshard", "", "optimizer.state.", groups="optimizer.param_groups"),
         TrainingStyle(

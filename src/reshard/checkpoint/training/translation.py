@@ -79,10 +79,12 @@ class _Translation:
         self.values: dict[str, Any] = {}
         self.notes: list[str] = []
         self.sources: Counter[str] = Counter()
+        self.numbers: dict[str, str] = {}
 
     def make(self, keeps_items: bool) -> ChangedElements:
         items = self._read_values(keeps_items)
-        groups = find_groups(self.values, self.state)
+        groups = self._complete_groups(find_groups(self.values, self.state))
+        self.numbers = self._number_parameters(groups)
         for name in names_of_groups([*self.values], self.state):
             del self.values[name]
         self._add_weights()
@@ -126,6 +128,41 @@ class _Translation:
         kept = [name for name in self.old.items if name not in {*decoded}]
         self.paths |= {name: self.old.paths[name] for name in kept if name in self.old.paths}
         return kept
+
+    def _complete_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups, with all that PyTorch's optimizers want where the target is theirs."""
+        if not self.style.is_pytorch:
+            return groups
+        found = [complete_group(group, self.state.keys) for group in groups]
+        if found:
+            return found
+        made = complete_group({}, self.state.keys)
+        hyper = ", ".join(f"{k} {made[k]}" for k in ("lr", "betas", "eps", "momentum") if k in made)
+        self.notes.append(
+            "the source has no groups of hyper-parameters: those of the target are PyTorch's "
+            f"defaults ({hyper}), which the program that goes on has to set"
+        )
+        return [{**made, PARAMETERS: [*self.state.optimizer]}]
+
+    def _number_parameters(self, groups: list[dict[str, Any]]) -> dict[str, str]:
+        """What parameters are called in optimizer state, where that is not their name."""
+        if not self.style.are_numbered:
+            return {}
+        for group in groups:
+            own = group.get(PARAMETERS)
+            group[PARAMETERS] = own = [one for one in own or () if type(one) is str]
+        order = dict.fromkeys(name for group in groups for name in group[PARAMETERS])
+        left = [name for name in self.state.optimizer if name not in order]
+        if left:
+            self.notes.append(
+                f"{count_text(len(left), 'parameter')} (first: {left[0]}) are in no group of the "
+                "source, and in the last one of the target"
+            )
+            groups[-1][PARAMETERS] += left
+        numbers = {name: number for number, name in enumerate((*order, *left))}
+        for group in groups:
+            group[PARAMETERS] = [numbers[name] for name in group[PARAMETERS]]
+        return {name: str(number) for name, number in numbers.items()}
 
     def _add(
         self, name: str, tensor: StoredTensor, path: tuple[str | int, ...] | None = None
@@ -192,8 +229,9 @@ class _Translation:
             for key, called in kept.items():
                 if key in (MASTER, STEP):
                     continue
-                path = self.style.state_path(bare, key)
-                self._add(self.style.state_name(bare, key), self.old.tensors[called], path)
+                known = self.numbers.get(bare, bare)
+                path = self.style.state_path(known, key)
+                self._add(self.style.state_name(known, key), self.old.tensors[called], path)
 
     def _add_steps(self, groups: Iterable[dict[str, Any]]) -> None:
         """The number of steps of each parameter, or of all."""
@@ -201,7 +239,8 @@ class _Translation:
         numbers = self._find_numbers(groups)
         missing, kind = [], dtype(self.style.step_type)
         for bare in self.state.optimizer:
-            name, path = self.style.state_name(bare, STEP), self.style.state_path(bare, STEP)
+            known = self.numbers.get(bare, bare)
+            name, path = self.style.state_name(known, STEP), self.style.state_path(known, STEP)
             tensor = self.old.tensors[stored[bare]] if bare in stored else None
             if tensor is not None and not tensor.shape and tensor.dtype is kind:
                 self._add(name, tensor, path)
@@ -269,12 +308,13 @@ class _Translation:
                 f"not in the target, since {style.name} has no groups of hyper-parameters: {names}"
             )
             return
+        words = tuple(style.groups.split("."))
         if not style.are_groups_apart:
             self.values[style.groups] = groups
+            self.paths[style.groups] = words
             return
-        words = tuple(style.groups.split("."))
         for number, group in enumerate(groups):
-            for key, value in complete_group(group, self.state.keys).items():
+            for key, value in group.items():
                 name = f"{style.groups}.{number}.{key}"
                 self.values[name] = value
                 self.paths[name] = (*words, number, key)
