@@ -122,6 +122,51 @@ class OwnRanks(Mapping[int, Address]):
         return same or super().__eq__(other)
 
 
+class FileRanges(Mapping[int, Address | tuple[Address, ...]]):
+    """The ranges of files in which a layout's shards are; an address is made when asked for.
+
+    Args:
+        layout: whose shards they are.
+        places: `(slot, cell)` of each, those of a slot together; the cell is None where those of
+            the slot lie one behind the other.
+        files: the file of each.
+        starts: where in it each begins, in bytes.
+
+    >>> ranges = FileRanges(Layout.whole((4,), [2], 3), ((2, None),), ("a",), (64,))
+    >>> dict(ranges)
+    {2: FileRange(path='a', start_bytes=64)}
+    """
+
+    __slots__ = ("_files", "_places", "_starts", "layout")
+
+    def __init__(
+        self,
+        layout: Layout,
+        places: tuple[tuple[int, int | None], ...],
+        files: tuple[str, ...],
+        starts: tuple[int, ...],
+    ) -> None:
+        self.layout = layout
+        self._places, self._files, self._starts = places, files, starts
+
+    def __getitem__(self, slot: int) -> Address | tuple[Address, ...]:
+        found = []
+        for (one, cell), file, start in zip(self._places, self._files, self._starts, strict=True):
+            if one == slot and cell is None:
+                return FileRange(file, start)
+            if one == slot:
+                found.append(FileRange(file, start))
+        if not found:
+            raise KeyError(slot)
+        return tuple(found)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(dict.fromkeys(slot for slot, _ in self._places))
+
+    def __len__(self) -> int:
+        return len({slot for slot, _ in self._places})
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Where the shards of a layout are: an address and a view for each rank that has one.
@@ -141,8 +186,10 @@ class Binding:
     def __post_init__(self) -> None:
         hint = "such as spec.layout((4096, 4096))"
         expect_kind(self.layout, Layout, "layout", hint, LayoutError)
-        # Of many thousand ranks, none needs to be looked at for this.
-        own = isinstance(self.addresses, OwnRanks) and self.addresses.layout is self.layout
+        # Of many thousand ranks or tensors, none needs to be looked at for these.
+        own = isinstance(self.addresses, OwnRanks | FileRanges) and (
+            self.addresses.layout is self.layout
+        )
         if own and not self.views:
             return
         hint = "give {rank: RankMemory(rank)}, or use Binding.to_ranks(layout)"

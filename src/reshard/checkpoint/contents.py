@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reshard.binding import Binding, FileRange, View
+from reshard.binding import Binding, FileRange, FileRanges, View
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, CoverageError, PlanError
@@ -51,6 +51,8 @@ class StoredTensor:
     digest: TensorDigest | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.binding.addresses, FileRanges):
+            return
         for slot, address in self.binding.addresses.items():
             for one in address if isinstance(address, tuple) else (address,):
                 if not isinstance(one, FileRange):

@@ -20,12 +20,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
+from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
 from reshard.checkpoint.files.json_text import parse_json
 from reshard.dtypes import DType
@@ -33,6 +37,7 @@ from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
 from reshard.layout import Box, Layout
 from reshard.mesh import DeviceMesh
+from reshard.runs import IntArray
 from reshard.sharding_text import spec
 
 MANIFEST_NAME = "reshard.manifest.json"
@@ -40,6 +45,9 @@ FORMAT_VERSION = 1
 _DIGEST_CHARACTERS = 2 * DIGEST_BYTES
 _NO_DIGIT = re.compile("[^0-9a-f]")
 _TOO_LARGE = 2**62
+# What the JSON text has where tensors come: no text in quotes has a line's end in it.
+_TENSORS_PLACE = '\n "tensors": null'
+_TENSORS_A_PIECE = 10_000
 # The errors that reading JSON of an unexpected form can raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -52,6 +60,70 @@ class ManifestTensor:
     layout: Layout
     spec: str | None
     digest: TensorDigest | None
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestKind:
+    """What equal tensors of a manifest have in common."""
+
+    dtype: DType
+    layout: Layout
+    spec: str | None
+
+
+class ManifestTensors(Mapping[str, ManifestTensor]):
+    """The tensors of a manifest as columns: of each its name, the number of its kind, its digests.
+
+    >>> from reshard.dtypes import dtype
+    >>> kind = ManifestKind(dtype("int8"), Layout.whole((4,), [0], 1), None)
+    >>> ManifestTensors(["w"], [kind], [0])["w"].layout.shape
+    (4,)
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        kinds: Sequence[ManifestKind],
+        kind: Sequence[int] | IntArray,
+        digests: DigestColumns | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self.kind: IntArray = np.asarray(kind, dtype=np.int64)
+        self.digests = digests
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, ManifestTensor]) -> ManifestTensors:
+        """The same tensors as columns."""
+        if isinstance(tensors, ManifestTensors):
+            return tensors
+        kinds: dict[ManifestKind, int] = {}
+        kind = [
+            kinds.setdefault(ManifestKind(one.dtype, one.layout, one.spec), len(kinds))
+            for one in tensors.values()
+        ]
+        digests = DigestColumns.of_each(one.digest for one in tensors.values())
+        return cls(tensors, tuple(kinds), kind, digests)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.names)}
+
+    def __getitem__(self, name: str) -> ManifestTensor:
+        row = self._rows[name]
+        kind = self.kinds[int(self.kind[row])]
+        digest = None if self.digests is None else self.digests.of(row)
+        return ManifestTensor(kind.dtype, kind.layout, kind.spec, digest)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def rows(self, names: Iterable[str]) -> IntArray:
+        """The rows of tensors. Raises KeyError."""
+        return np.fromiter(map(self._rows.__getitem__, names), np.int64)
 
 
 @dataclass(frozen=True)
@@ -71,6 +143,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the manifest file."""
+        return "".join(self.json_pieces())
+
+    def json_pieces(self) -> Iterator[str]:
+        """The same in pieces, of which one at a time is in memory."""
         mesh = self.mesh
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
@@ -86,25 +162,51 @@ class Manifest:
             "files": {
                 file.name: {"size_bytes": file.size_bytes, "rank": file.rank} for file in self.files
             },
-            "tensors": {name: _describe_tensor(tensor) for name, tensor in self.tensors.items()},
+            "tensors": None,
             "carried": self.carried,
         }
         if self.items:
             content["items"] = {name: digest.hex() for name, digest in self.items.items()}
-        return json.dumps(content, indent=1) + "\n"
+        before, after = json.dumps(content, indent=1).split(_TENSORS_PLACE)
+        yield before + _TENSORS_PLACE.removesuffix("null") + "{"
+        yield from _describe_tensors(ManifestTensors.of(self.tensors))
+        yield ("\n }" if len(self.tensors) else "}") + after + "\n"
 
 
-def _describe_tensor(tensor: ManifestTensor) -> dict[str, Any]:
-    layout = tensor.layout
-    content: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": layout.shape}
-    if tensor.spec is not None:
-        content["spec"] = tensor.spec
+def _describe_tensors(tensors: ManifestTensors) -> Iterator[str]:
+    """The text of the tensors; that of a kind is made once."""
+    kinds = [_describe_kind(kind) for kind in tensors.kinds]
+    digests = tensors.digests
+    for low in range(0, len(tensors), _TENSORS_A_PIECE):
+        high = min(low + _TENSORS_A_PIECE, len(tensors))
+        names = map(json.dumps, tensors.names[low:high])
+        bodies = [kinds[number] for number in tensors.kind[low:high].tolist()]
+        entries = [f"\n  {name}: {body}" for name, body in zip(names, bodies, strict=True)]
+        if digests is not None:
+            entries = [
+                f"{entry}{_describe_digest(digests, row)}"
+                for row, entry in enumerate(entries, start=low)
+            ]
+        text = ",".join(f"{entry}\n  }}" for entry in entries)
+        yield f",{text}" if low else text
+
+
+def _describe_kind(kind: ManifestKind) -> str:
+    layout = kind.layout
+    content: dict[str, Any] = {"dtype": kind.dtype.name, "shape": layout.shape}
+    if kind.spec is not None:
+        content["spec"] = kind.spec
     else:
         content["boxes"] = [(slot, box.start, box.stop) for slot, box in _list_boxes(layout)]
-    if tensor.digest is not None:
-        content["digest"] = tensor.digest.tensor.hex()
-        content["block_digests"] = b"".join(tensor.digest.blocks).hex()
-    return content
+    # Two levels in, and open for more.
+    return json.dumps(content, indent=1).replace("\n", "\n  ").removesuffix("\n  }")
+
+
+def _describe_digest(digests: DigestColumns, row: int) -> str:
+    if digests.known is not None and not digests.known[row]:
+        return ""
+    whole, blocks = digests.of_tensor(row).hex(), digests.of_blocks(row).hex()
+    return f',\n   "digest": "{whole}",\n   "block_digests": "{blocks}"'
 
 
 def _list_boxes(layout: Layout) -> list[tuple[int, Box]]:
@@ -138,15 +240,16 @@ def manifest_of(
     mesh: DeviceMesh | None,
     files: tuple[StoredFile, ...],
     tensors: Mapping[str, StoredTensor],
-    digests: Mapping[str, TensorDigest],
+    digests: Mapping[str, TensorDigest] | DigestColumns,
     carried: tuple[str, ...],
     items: Mapping[str, bytes],
 ) -> Manifest:
     """The manifest of tensors about to be committed, with their digests."""
-    described = {
-        name: ManifestTensor(tensor.dtype, tensor.layout, tensor.spec, digests.get(name))
-        for name, tensor in tensors.items()
-    }
+    columns = TensorColumns.of(tensors)
+    kinds = [ManifestKind(kind.dtype, kind.layout, kind.spec) for kind in columns.kinds]
+    if not isinstance(digests, DigestColumns):
+        digests = DigestColumns.of_each(map(digests.get, columns.names))
+    described = ManifestTensors(columns.names, kinds, columns.kind, digests)
     return Manifest(format_name, conversion_id, mesh, files, described, carried, items)
 
 
@@ -209,15 +312,55 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         _expect_text(content["conversion_id"], "the conversion's identity"),
         mesh,
         tuple(files),
-        {name: _parse_tensor(mesh, files, name, item) for name, item in content["tensors"].items()},
+        _parse_tensors(mesh, files, content["tensors"]),
         tuple(_expect_text(name, "a carried file") for name in content["carried"]),
-        {name: _parse_digests(item, 1, name)[0] for name, item in content.get("items", {}).items()},
+        {
+            name: _parse_digests(item, 1, "", name)
+            for name, item in content.get("items", {}).items()
+        },
     )
 
 
-def _parse_tensor(
+def _parse_tensors(
+    mesh: DeviceMesh | None, files: list[StoredFile], items: Mapping[str, Mapping[str, Any]]
+) -> ManifestTensors:
+    kinds: list[ManifestKind] = []
+    block_counts: list[int] = []
+    numbers: dict[str, int] = {}
+    kind, known, first = [], [], [0]
+    blocks, whole = bytearray(), bytearray()
+    for name, item in items.items():
+        # Equal texts are equal kinds.
+        key = repr([item.get(part) for part in ("shape", "dtype", "spec", "boxes")])
+        number = numbers.get(key)
+        if number is None:
+            number = numbers[key] = len(kinds)
+            kinds.append(_parse_kind(mesh, files, name, item))
+            of = kinds[-1]
+            # As many digests as the tensor has blocks, or the comparison later would be off.
+            block_counts.append(BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes).count)
+        kind.append(number)
+        known.append("digest" in item)
+        if known[-1]:
+            blocks += _parse_digests(
+                item["block_digests"], block_counts[number], "the blocks of ", name
+            )
+            whole += _parse_digests(item["digest"], 1, "", name)
+        else:
+            whole += bytes(DIGEST_BYTES)
+        first.append(len(blocks) // DIGEST_BYTES)
+    digests = DigestColumns(
+        np.array(first, dtype=np.int64),
+        bytes(blocks),
+        bytes(whole),
+        None if all(known) else np.array(known, dtype=bool),
+    )
+    return ManifestTensors(items, kinds, kind, digests if any(known) else None)
+
+
+def _parse_kind(
     mesh: DeviceMesh | None, files: list[StoredFile], name: str, item: Mapping[str, Any]
-) -> ManifestTensor:
+) -> ManifestKind:
     shape = tuple(_expect_numbers(item["shape"], f"the shape of {name!r}"))
     dtype = as_dtype(_expect_text(item["dtype"], f"the dtype of {name!r}"))
     size_bytes = math.prod(shape) * dtype.itemsize_bytes
@@ -250,14 +393,7 @@ def _parse_tensor(
         raise FormatError(
             f"tensor {name!r} is partial (`{text}`); a checkpoint holds values, no contributions"
         )
-    digest = None
-    if "digest" in item:
-        # As many digests as the tensor has blocks, or the comparison later would be off.
-        expected = BlockGrid.of(shape, dtype.itemsize_bytes).count
-        blocks = _parse_digests(item["block_digests"], expected, f"the blocks of {name!r}")
-        (whole,) = _parse_digests(item["digest"], 1, name)
-        digest = TensorDigest(whole, blocks)
-    return ManifestTensor(dtype, layout, text, digest)
+    return ManifestKind(dtype, layout, text)
 
 
 def _expect_text(value: Any, what: str) -> str:
@@ -278,15 +414,14 @@ def _expect_numbers(values: Any, what: str) -> list[int]:
     return [_expect_number(value, what) for value in values]
 
 
-def _parse_digests(value: Any, count: int, what: str) -> tuple[bytes, ...]:
-    joined = _expect_text(value, f"the digest of {what}")
+def _parse_digests(value: Any, count: int, what: str, name: str) -> bytes:
+    joined = _expect_text(value, f"the digest of {what}{name!r}")
     if len(joined) != count * _DIGEST_CHARACTERS or _NO_DIGIT.search(joined):
         raise FormatError(
-            f"the digest of {what} is {joined[:40]!r}, expected {count} times "
+            f"the digest of {what}{name!r} is {joined[:40]!r}, expected {count} times "
             f"{_DIGEST_CHARACTERS} hexadecimal digits"
         )
-    digests = bytes.fromhex(joined)
-    return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+    return bytes.fromhex(joined)
 
 
 def is_name_inside(name: str) -> bool:

@@ -281,11 +281,11 @@ def test_what_is_planned_is_read_and_written(
     back = checkpoint.plan_conversion(cut, full, to="full")
     assert sum(back.read_bytes_by_rank.values()) == size
     report = checkpoint.run_conversion(back)
-    # A shard's padding within rows is read with them.
+    # A shard's padding within rows is read with them, and small copies that lie in between.
     padding = sum(
         shard.size_bytes for found in read_ranks(cut).values() for shard in found.values()
     )
-    slack = max(0, padding - size) if "pad" in str(rules) else 0
+    slack = max(0, padding - size) if "pad" in str(rules) or replicas == "every" else 0
     assert size <= report.read_bytes <= size + slack
     assert report.written_bytes == (full / "model.safetensors").stat().st_size
     assert checkpoint.compare(source, full).is_same

@@ -1,12 +1,12 @@
-"""One block of a tensor, read from the shards that hold it or written to those that take it.
+"""One block of a tensor, read from the shards that hold it.
 
-A reader gathers a block in the tensor's own row-major order; a writer spreads it. Both work
-in a `Workspace`, the memory of one thread, and never allocate more than it has::
+A reader gathers a block in the tensor's own row-major order. It works in a `Workspace`, the memory
+of one thread, and never allocates more than that has::
 
-    reader   files --(one range at a time)--> span buffer --(Span.copy)--> block
-    writer   block --(Span.copy)--> span buffer --(one range at a time)--> files
+    files --(one range at a time)--> span buffer --(Span.copy)--> block
 
-A block that is one range of one file, in its own order, is read and written without the copy.
+A block that is one range of one file, in its own order, is read without the copy. Many tensors at
+once are read and written by `batches`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import math
 import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
 from reshard.checkpoint.blocks.strided_spans import extent, strided_spans
-from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
+from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
+from reshard.checkpoint.files.aligned_memory import AlignedBuffer, BufferRegion
 from reshard.checkpoint.files.descriptors import Closable
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.files.target_file import TargetFile
 from reshard.errors import DigestError
 from reshard.layout import Box
 
@@ -43,19 +44,47 @@ class Workspace:
     def __init__(
         self, block_bytes: int, span_bytes: int, input_bytes: tuple[int, ...] = ()
     ) -> None:
+        self.span_bytes = span_bytes
         self.block = AlignedBuffer(AlignedBuffer.capacity_for(block_bytes))
         self.span = AlignedBuffer(AlignedBuffer.capacity_for(span_bytes))
         self.inputs = tuple(AlignedBuffer(AlignedBuffer.capacity_for(n)) for n in input_bytes)
-
-    @staticmethod
-    def size_bytes(block_bytes: int, span_bytes: int, input_bytes: tuple[int, ...] = ()) -> int:
-        """The memory that a workspace takes."""
-        return sum(map(AlignedBuffer.capacity_for, (block_bytes, span_bytes, *input_bytes)))
 
     def close(self) -> None:
         """Give the memory back."""
         for buffer in (self.block, self.span, *self.inputs):
             buffer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceSize:
+    """The memory that one thread works in, as numbers: that of a `Workspace`, and what arithmetic
+    takes beside it. A batch of small tensors has at most `batch_bytes` in it.
+    """
+
+    block_bytes: int
+    span_bytes: int
+    input_bytes: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+    batch_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        parts = (self.block_bytes, self.span_bytes, *self.input_bytes)
+        return sum(map(AlignedBuffer.capacity_for, parts)) + self.scratch_bytes
+
+    def with_batches(self, batch_bytes: int) -> WorkspaceSize:
+        """The same with room for batches of so many bytes."""
+        return dataclasses.replace(
+            self,
+            block_bytes=max(self.block_bytes, batch_bytes),
+            span_bytes=max(self.span_bytes, batch_bytes),
+            batch_bytes=batch_bytes,
+        )
+
+    def new_workspace(self) -> Workspace:
+        """A workspace of that size."""
+        return Workspace(self.block_bytes, self.span_bytes, self.input_bytes)
 
 
 File = TypeVar("File", bound=Closable)
@@ -118,6 +147,24 @@ def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFil
 Watch = Callable[[str, int, memoryview], None]
 
 
+def largest_span_bytes(
+    tiles: Tiles, view_of: Callable[[int, int], View | None], grid: BlockGrid
+) -> int:
+    """The most bytes of a shard that are in memory at once; `view_of(slot, cell)` is its view."""
+    most = 0
+    for tile in tiles.tiles:
+        view = view_of(tile.slot, tile.number)
+        if view is not None:
+            size = extent(view, tile.local_shape) * grid.itemsize_bytes
+            most = max(most, min(size, max(grid.block_bytes, grid.itemsize_bytes)))
+            continue
+        # Padding makes a shard's rows longer than the tensor's own.
+        rows, *row = tile.local_shape[grid.dimension :] or (1,)
+        row_bytes = math.prod(row) * grid.itemsize_bytes
+        most = max(most, min(rows * row_bytes, max(grid.block_bytes, row_bytes)))
+    return most
+
+
 class _BlockAccess:
     """The tiles of one tensor, and the spans of each block in them."""
 
@@ -129,18 +176,7 @@ class _BlockAccess:
     @property
     def span_bytes(self) -> int:
         """The most bytes of a shard that are in memory at once."""
-        most = 0
-        for tile in self._tiles.tiles:
-            view = self.tensor.view(tile.slot, tile.number)
-            if view is not None:
-                size = extent(view, tile.local_shape) * self.grid.itemsize_bytes
-                most = max(most, min(size, max(self.grid.block_bytes, self.grid.itemsize_bytes)))
-                continue
-            # Padding makes a shard's rows longer than the tensor's own.
-            rows, *row = tile.local_shape[self.grid.dimension :] or (1,)
-            row_bytes = math.prod(row) * self.grid.itemsize_bytes
-            most = max(most, min(rows * row_bytes, max(self.grid.block_bytes, row_bytes)))
-        return most
+        return largest_span_bytes(self._tiles, self.tensor.view, self.grid)
 
     def spans(self, box: Box, grid: BlockGrid | None = None) -> Iterator[tuple[str, Span]]:
         """Every range of a file that lies in a block of the grid, with the file's name."""
@@ -265,45 +301,3 @@ class BlockReader(_BlockAccess):
             f"{name} bytes {span.start_bytes}:{span.start_bytes + span.size_bytes}"
             for name, span in self.spans(self.grid.box(index))
         )
-
-
-class BlockWriter(_BlockAccess):
-    """Writes the blocks of one tensor into the files that store it, and calls `watch` with each."""
-
-    def __init__(
-        self, tensor: StoredTensor, files: OpenFiles[TargetFile], watch: Watch | None = None
-    ) -> None:
-        super().__init__(tensor, target_tiles(tensor.stored_layout))
-        self._files = files
-        self._watch = watch
-
-    def write(self, index: int, memory: memoryview, workspace: Workspace) -> set[str]:
-        """Write the bytes of block `index`, and return the names of the files that were written.
-
-        Raises:
-            RunError: a file that cannot be written, such as on a full disk.
-        """
-        box = self.grid.box(index)
-        block = self.array(memory, box.shape)
-        address = block.__array_interface__["data"][0]
-        written: set[str] = set()
-        for name, span in self.spans(box):
-            written.add(name)
-            # Congruent to its place in the file modulo a page, memory can be written directly as it
-            # is.
-            if span.is_all_of(box) and (address - span.start_bytes) % PAGE_BYTES == 0:
-                self._write(name, span, memory)
-                continue
-            region = workspace.span.region(span.start_bytes, span.size_bytes)
-            shard = self.array(region.memory, span.shape)
-            # Padding is written as zeros, not as what an earlier span left in the buffer.
-            if span.has_gaps:
-                shard[...] = np.zeros((), dtype=shard.dtype)
-            span.copy(block, shard, into_block=False)
-            self._write(name, span, region.memory)
-        return written
-
-    def _write(self, name: str, span: Span, memory: memoryview) -> None:
-        self._files[name].write(memory, span.start_bytes)
-        if self._watch is not None:
-            self._watch(name, span.start_bytes, memory)

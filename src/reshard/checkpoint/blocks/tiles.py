@@ -81,6 +81,17 @@ class Span:
             else:
                 span[in_span] = block[in_block]
 
+    def copy_many(self, blocks: NDArray[Any], spans: NDArray[Any], *, into_block: bool) -> None:
+        """Copy between the blocks and the spans of many tensors, one behind the other.
+
+        Both arrays have one dimension more than a block and a span, the first.
+        """
+        for in_block, in_span in self._indices():
+            if into_block:
+                blocks[(slice(None), *in_block)] = spans[(slice(None), *in_span)]
+            else:
+                spans[(slice(None), *in_span)] = blocks[(slice(None), *in_block)]
+
     def _indices(self) -> Iterator[tuple[Any, Any]]:
         # Few pieces: views, one for each combination of the dimensions' pieces.
         if math.prod(len(length) for length in self.lengths) <= _MOST_SLICES:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.blocks import grid as blocks
-from reshard.checkpoint.blocks.block_io import BlockReader, BlockWriter, OpenFiles, Workspace
+from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, WorkspaceSize
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES, ComputedReader, ComputedTensor
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.moves import Moves
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.arrangement import Arrangement
@@ -172,33 +174,54 @@ class Conversion:
             total[file.stored.rank] = total.get(file.stored.rank, 0) + file.stored.size_bytes
         return total
 
+    @cached_property
+    def moves(self) -> Moves:
+        """The blocks of all tensors."""
+        return Moves(
+            TensorColumns.of(self.source.tensors),
+            TensorColumns.of(self.arrangement.tensors),
+            self.computed.keys(),
+        )
+
     @property
     def workspace_bytes(self) -> int:
         """Memory that one thread needs."""
-        scratch = SCRATCH_BYTES if self.computed else 0
-        return Workspace.size_bytes(*self._buffers) + scratch
+        return self._buffers(0).size_bytes
 
     @cached_property
-    def _buffers(self) -> tuple[int, int, tuple[int, ...]]:
+    def _least(self) -> WorkspaceSize:
         # One size for all tensors, the largest block and span of any: a thread allocates once.
         nothing: OpenFiles[Any] = OpenFiles(_no_file)
-        block = span = 0
+        block, span = self.moves.largest_bytes
         inputs: tuple[int, ...] = ()
-        for name, tensor in self.arrangement.tensors.items():
-            if name in self.computed:
-                made = ComputedReader(self.computed[name], nothing)
-                pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
-                inputs = tuple(max(pair) for pair in pairs)
-                block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
-            else:
-                reader = BlockReader(self.source.tensors[name], nothing)
-                block, span = max(block, reader.grid.largest_bytes), max(span, reader.span_bytes)
-            span = max(span, BlockWriter(tensor, nothing).span_bytes)
-        return block, span, inputs
+        for computed in self.computed.values():
+            made = ComputedReader(computed, nothing)
+            pairs = itertools.zip_longest(inputs, made.input_bytes, fillvalue=0)
+            inputs = tuple(max(pair) for pair in pairs)
+            block, span = max(block, made.grid.largest_bytes), max(span, made.span_bytes)
+        return WorkspaceSize(block, span, inputs, SCRATCH_BYTES if self.computed else 0)
 
-    def new_workspace(self) -> Workspace:
-        """The memory of one thread."""
-        return Workspace(*self._buffers)
+    def _buffers(self, extra_bytes: int) -> WorkspaceSize:
+        """What a thread gets: batches are smaller where larger ones would not fit."""
+        batch_bytes = self.moves.batched_bytes
+        while batch_bytes:
+            size = self._least.with_batches(batch_bytes)
+            if size.size_bytes <= extra_bytes:
+                return size
+            batch_bytes //= 2
+        return self._least
+
+    def workspace_bytes_of(self, extra_bytes: int) -> int:
+        """Memory that one thread takes of a run that may use `extra_bytes`."""
+        return self._buffers(extra_bytes).size_bytes
+
+    def batch_bytes(self, extra_bytes: int) -> int:
+        """The most that a batch of small tensors has, where a run may use `extra_bytes`."""
+        return self._buffers(extra_bytes).batch_bytes
+
+    def new_workspace(self, extra_bytes: int = DEFAULT_EXTRA_BYTES) -> Workspace:
+        """The memory of one thread of a run that may use `extra_bytes`."""
+        return self._buffers(extra_bytes).new_workspace()
 
     def threads(self, extra_bytes: int, most: int | None = None) -> int:
         """How many threads fit into `extra_bytes`.
@@ -209,7 +232,7 @@ class Conversion:
         for what, given, least in (("a memory limit", extra_bytes, 0), ("threads", most, 1)):
             if given is not None and (type(given) is not int or given < least):
                 raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
-        fit = extra_bytes // self.workspace_bytes
+        fit = extra_bytes // self.workspace_bytes_of(extra_bytes)
         if fit < 1:
             raise UsageError(
                 f"a memory limit of {extra_bytes} bytes; one thread needs {self.workspace_bytes} "
@@ -221,7 +244,8 @@ class Conversion:
         self, extra_bytes: int = DEFAULT_EXTRA_BYTES, most_threads: int | None = None
     ) -> int:
         """The peak memory that a run allocates for its work."""
-        return self.threads(extra_bytes, most_threads) * self.workspace_bytes
+        threads = self.threads(extra_bytes, most_threads)
+        return threads * self.workspace_bytes_of(extra_bytes)
 
     def description(self, sources: OpenFiles[SourceFile]) -> dict[str, Any]:
         """What this conversion is, for a journal: two equal descriptions mean equal results."""

@@ -34,6 +34,7 @@ from reshard.checkpoint.blocks.grid import DIGEST_BYTES
 from reshard.checkpoint.files.descriptors import Closing
 from reshard.checkpoint.files.folders import refusals_explained, sync_folder, write_all
 from reshard.errors import RunError, UsageError
+from reshard.runs import IntArray
 
 _MAGIC = b"reshardJ"
 _FORMAT_VERSION = 1
@@ -49,6 +50,7 @@ _BLOCK_STRUCT = struct.Struct(f"<II{DIGEST_BYTES}s")
 _TENSOR_LIMIT, _BLOCK_LIMIT = 2**31, 2**32
 _START_OVER = "expected a journal of this conversion: --restart starts over"
 _SHOWN_DIFFERENCES = 12
+_RECORDS_A_FRAME = 1 << 20
 
 
 class FinishedBlocks(Mapping[tuple[int, int], bytes]):
@@ -86,6 +88,10 @@ class FinishedBlocks(Mapping[tuple[int, int], bytes]):
                 digest: bytes = self._digests[position].tobytes()
                 return digest
         raise KeyError(block)
+
+    def columns(self) -> tuple[IntArray, IntArray, bytes]:
+        """The numbers of tensors and of their blocks, and the digests one behind the other."""
+        return self._keys >> 32, self._keys & 0xFFFFFFFF, self._digests.tobytes()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for key in self._keys:
@@ -187,6 +193,20 @@ class Journal(Closing):
         payload = b"".join(_pack_block(*block) for block in blocks)
         if payload:
             self._append(_BLOCKS_KIND, payload)
+
+    def append_columns(self, tensors: IntArray, blocks: IntArray, digests: bytes) -> None:
+        """The same for very many blocks: their numbers as columns, digests one behind the other."""
+        if len(digests) != DIGEST_BYTES * len(tensors):
+            raise UsageError(f"{len(digests)} bytes of digests for {len(tensors)} blocks")
+        for column, limit in ((tensors, _TENSOR_LIMIT), (blocks, _BLOCK_LIMIT)):
+            if len(column) and not 0 <= column.min() <= column.max() < limit:
+                raise UsageError(f"a block number outside 0 to {limit - 1} cannot be recorded")
+        records = np.empty(len(tensors), dtype=_BLOCK)
+        records["tensor"], records["block"] = tensors, blocks
+        records["digest"] = np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")
+        # In pieces, whose frames each are checked by themselves when they are read.
+        for at in range(0, len(records), _RECORDS_A_FRAME):
+            self._append(_BLOCKS_KIND, records[at : at + _RECORDS_A_FRAME].tobytes())
 
     def append_commit(self, commit: Commit) -> None:
         """Record that all is written and may be put in place, durably. Raises `RunError`."""

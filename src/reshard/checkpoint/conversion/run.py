@@ -2,8 +2,8 @@
 
 1. Open the staging folder: a fresh one, or that of an earlier run of the same conversion.
 2. Make every target file, at its full size, with its header.
-3. In threads: read a block, digest it, write it. The blocks an earlier run finished are left
-   out.
+3. In threads: read a batch of blocks, digest each, write them. The blocks an earlier run finished
+   are left out.
 4. Whenever enough has been written, sync the files and record the blocks in the journal: what
    the journal lists is on disk.
 5. Sync everything, see that the source is still what it was, write the other files and last
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
-import os
 import shutil
 import socket
 import threading
@@ -29,31 +29,34 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.checkpoint.blocks.block_io import (
-    BlockReader,
-    BlockWriter,
-    OpenFiles,
-    Workspace,
-    open_sources,
-)
-from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
+from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, BlockMemory
+from reshard.checkpoint.blocks.block_io import OpenFiles, Workspace, open_sources
+from reshard.checkpoint.blocks.grid import DIGEST_BYTES, block_digest
+from reshard.checkpoint.blocks.tensor_columns import DigestColumns
 from reshard.checkpoint.changes.computed import ComputedReader
-from reshard.checkpoint.contents import TensorDigest
 from reshard.checkpoint.conversion.conversion import (
     DEFAULT_EXTRA_BYTES,
     DEFAULT_THREADS,
     Conversion,
 )
 from reshard.checkpoint.conversion.file_checksums import FileChecksums
+from reshard.checkpoint.conversion.journal import FinishedBlocks
+from reshard.checkpoint.conversion.moves import Batch
 from reshard.checkpoint.conversion.processes import OneProcess, Processes
 from reshard.checkpoint.conversion.staging import SharedStaging, open_shared
-from reshard.checkpoint.files.folders import refusals_explained, sync_folders_under
+from reshard.checkpoint.files.folders import (
+    refusals_explained,
+    sync_file,
+    sync_folders_under,
+    write_synced,
+)
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.elements.casting import CastCounts
 from reshard.errors import InterruptedRunError, RunError
+from reshard.runs import IntArray
 from reshard.text.quantities import count_text
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
@@ -96,15 +99,11 @@ class ConversionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    tensor: int
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Done:
-    task: _Task
-    digest: bytes
+    """A batch that is written: the digests of its blocks, and the files that they are in."""
+
+    batch: Batch
+    digests: bytes
     files: set[str]
 
 
@@ -119,66 +118,65 @@ class _ConversionRun:
         conversion_id: str,
         processes: Processes,
         threads: int,
+        extra_bytes: int,
     ) -> None:
         self.conversion = conversion
         self.staging = staging
         self.processes = processes
         self.sources = sources
         self.conversion_id = conversion_id
+        self.extra_bytes = extra_bytes
         arrangement = conversion.arrangement
-        self.tensors = list(arrangement.tensors.values())
-        self.grids = [BlockGrid.of(t.shape, t.dtype.itemsize_bytes) for t in self.tensors]
+        self.moves = moves = conversion.moves
         sizes = {file.stored.name: file.stored.size_bytes for file in arrangement.files}
         self.targets = OpenFiles(lambda name: TargetFile(staging.content / name, sizes[name]))
         self.checksums = FileChecksums(conversion.source, arrangement, staging.content)
+        self.reader = BatchReader(moves.source, sources, self.checksums.watch_source)
+        self.writer = BatchWriter(moves.target, self.targets, self.checksums.watch_target)
         # 17 bytes a block: a checkpoint of 1 TB has 250,000 of them.
-        self.finished = [np.zeros(grid.count, dtype=bool) for grid in self.grids]
-        self.block_digests = [bytearray(DIGEST_BYTES * grid.count) for grid in self.grids]
-        self.size_bytes = sum(tensor.size_bytes for tensor in self.tensors)
-        self.finished_bytes = 0
-        for (tensor, block), digest in staging.finished.items():
-            self._note(tensor, block, digest)
+        self.finished = np.zeros(moves.count, dtype=bool)
+        self.block_digests = np.zeros((moves.count, DIGEST_BYTES), dtype=np.uint8)
+        self.size_bytes = int(moves.target.tensor_bytes.sum())
+        self._note_journal(staging.finished)
         self.resumed_bytes = self.finished_bytes
         self.threads = threads
         self.by_process: tuple[tuple[int, int], ...] = ((0, 0),)
         self.buffers_by_process: tuple[int, ...] = (0,)
-        # One reader and writer a tensor, kept for as long as its blocks come up.
         self.counts = CastCounts()
         self._lock = threading.Lock()
-        self._access = lru_cache(maxsize=64)(self._open_tensor)
+        # One reader a computed tensor, kept for as long as its blocks come up.
+        self._computed = lru_cache(maxsize=64)(self._open_computed)
 
-    def _open_tensor(self, number: int) -> tuple[BlockReader | ComputedReader, BlockWriter]:
-        tensor = self.tensors[number]
-        watch, made = self.checksums.watch_source, self.conversion.computed.get(tensor.name)
-        reader: BlockReader | ComputedReader
-        if made is not None:
-            reader = ComputedReader(made, self.sources, watch, self._count)
-        else:
-            stored = self.conversion.source.tensors[tensor.name]
-            reader = BlockReader(stored, self.sources, watch)
-        return reader, BlockWriter(tensor, self.targets, self.checksums.watch_target)
+    def _open_computed(self, row: int) -> ComputedReader:
+        made = self.conversion.computed[self.moves.target.names[row]]
+        return ComputedReader(made, self.sources, self.checksums.watch_source, self._count)
 
     def _count(self, counts: CastCounts) -> None:
         with self._lock:
             self.counts += counts
 
-    def _note(self, tensor: int, block: int, digest: bytes) -> None:
-        self.finished[tensor][block] = True
-        self.finished_bytes += self.grids[tensor].size_bytes(block)
-        at = block * DIGEST_BYTES
-        self.block_digests[tensor][at : at + DIGEST_BYTES] = digest
+    def _note(self, numbers: IntArray, digests: bytes) -> None:
+        self.finished[numbers] = True
+        self.block_digests[numbers] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def _note_journal(self, finished: FinishedBlocks) -> None:
+        tensors, blocks, digests = finished.columns()
+        self._note(self.moves.first_block[tensors] + blocks, digests)
+
+    @property
+    def finished_bytes(self) -> int:
+        """Bytes of the blocks that are on the disk."""
+        return self.moves.size_bytes(np.flatnonzero(self.finished))
 
     def begin(self) -> None:
         """Make the files, and share with the other processes which blocks are done already."""
         if self.staging.owner is not None:
             self._make_files()
             # One bit a block keeps the message to the other processes small.
-            packed = [np.packbits(finished) for finished in self.finished]
-            self.processes.share((packed, self.resumed_bytes))
+            self.processes.share((np.packbits(self.finished), self.resumed_bytes))
             return
         packed, self.resumed_bytes = self.processes.share(None)
-        for finished, bits in zip(self.finished, packed, strict=True):
-            finished[:] = np.unpackbits(bits, count=len(finished)).astype(bool)
+        self.finished[:] = np.unpackbits(packed, count=len(self.finished)).astype(bool)
 
     def _make_files(self) -> None:
         """Create every target file at its full size, with its header."""
@@ -204,49 +202,58 @@ class _ConversionRun:
             with refusals_explained("sync the staging folder", self.staging.content):
                 sync_folders_under(self.staging.content)
 
-    def tasks(self) -> Iterator[_Task]:
+    def batches(self) -> Iterator[Batch]:
         """This process's share of the blocks that are left, in the order of the source's tensors.
 
         Every process counts the same blocks, and takes an equally long stretch of them.
         """
-        left = [np.flatnonzero(~finished) for finished in self.finished]
-        total = sum(map(len, left))
+        left = np.flatnonzero(~self.finished)
         rank, size = self.processes.rank, self.processes.size
-        first, stop = total * rank // size, total * (rank + 1) // size
-        # `first:stop` counts from the first unfinished block of the current tensor on.
-        for tensor, blocks in enumerate(left):
-            for block in blocks[max(0, first) : max(0, stop)].tolist():
-                yield _Task(tensor, block)
-            first, stop = first - len(blocks), stop - len(blocks)
+        mine = left[len(left) * rank // size : len(left) * (rank + 1) // size]
+        return self.moves.batches(mine, self.conversion.batch_bytes(self.extra_bytes))
 
-    def work(self, task: _Task, workspace: Workspace) -> _Done:
-        """Read, digest and write one block."""
-        reader, writer = self._access(task.tensor)
-        memory, digest = reader.read_checked(task.block, workspace)
-        return _Done(task, digest, writer.write(task.block, memory, workspace))
+    def work(self, batch: Batch, workspace: Workspace) -> _Done:
+        """Read, digest and write the blocks of one batch."""
+        if batch.read:
+            blocks = self.reader.read(batch.read, workspace)
+            digests = [list(map(block_digest, of)) for of in blocks]
+            for section, found in zip(batch.read, digests, strict=True):
+                self.reader.expect_digests(section, found)
+        else:
+            (section,) = batch.written
+            memory, digest = self._computed(int(section.rows[0])).read_checked(
+                section.block, workspace
+            )
+            # It lies at the beginning of the workspace's memory.
+            blocks = [BlockMemory(workspace.block.memory, np.zeros(1, np.int64), memory.nbytes)]
+            digests = [[digest]]
+        files = self.writer.write(batch.written, blocks, workspace)
+        return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
 
     def move_blocks(self, progress: ProgressFunction | None, sync_bytes: int) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
         done_bytes = self.resumed_bytes
         waiting: list[_Done] = []
         waiting_bytes = 0
-        new_workspace = self.conversion.new_workspace
-        results = run_in_threads(self.tasks(), self.work, new_workspace, self.threads)
+
+        def new_workspace() -> Workspace:
+            return self.conversion.new_workspace(self.extra_bytes)
+
+        results = run_in_threads(self.batches(), self.work, new_workspace, self.threads)
         try:
             for done in results:
                 self.processes.check()
                 waiting.append(done)
-                size = self.grids[done.task.tensor].size_bytes(done.task.block)
-                done_bytes += size
-                waiting_bytes += size
+                done_bytes += done.batch.size_bytes
+                waiting_bytes += done.batch.size_bytes
                 if progress is not None:
-                    name = self.tensors[done.task.tensor].name
+                    name = self.moves.target.names[int(done.batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
                 if waiting_bytes >= sync_bytes:
                     # Forgotten first: after a sync that failed the next one succeeds, though
                     # the data are lost, so these blocks must not be tried a second time.
-                    batch, waiting, waiting_bytes = waiting, [], 0
-                    self._record(batch)
+                    these, waiting, waiting_bytes = waiting, [], 0
+                    self._record(these)
         except BaseException:
             results.close()
             # What is done already need not be done again, if the disk still takes it.
@@ -256,14 +263,16 @@ class _ConversionRun:
         self._record(waiting)
 
     def _record(self, done: list[_Done]) -> None:
+        if not done:
+            return
         # The data before the journal: a block that it lists must be on the disk.
         for name in sorted(set().union(*(item.files for item in done))):
             self.targets[name].sync()
-        blocks = [(item.task.tensor, item.task.block, item.digest) for item in done]
-        if blocks:
-            self.staging.own_journal.append_blocks(blocks)
-        for tensor, block, digest in blocks:
-            self._note(tensor, block, digest)
+        numbers = np.concatenate([item.batch.numbers for item in done])
+        digests = b"".join(item.digests for item in done)
+        tensors, blocks = self.moves.places(numbers)
+        self.staging.own_journal.append_columns(tensors, blocks, digests)
+        self._note(numbers, digests)
 
     def meet(self) -> None:
         """Wait for all processes, and collect on process 0 what each has done."""
@@ -272,7 +281,7 @@ class _ConversionRun:
             source.check_unchanged()
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
-        buffers = self.threads * self.conversion.workspace_bytes
+        buffers = self.threads * self.conversion.workspace_bytes_of(self.extra_bytes)
         others = self.processes.collect(
             (read, written, buffers, self.counts, self.checksums.state())
         )
@@ -285,9 +294,8 @@ class _ConversionRun:
             if rank != self.processes.rank:
                 self.checksums.merge(state)
         for record in self.staging.other_records():
-            for (tensor, block), digest in record.finished.items():
-                self._note(tensor, block, digest)
-        missing = sum(int((~finished).sum()) for finished in self.finished)
+            self._note_journal(record.finished)
+        missing = int(np.count_nonzero(~self.finished))
         if missing:
             raise RunError(
                 f"{missing} blocks are recorded in no journal of {self.staging.content.parent}; "
@@ -295,15 +303,13 @@ class _ConversionRun:
                 "command again, it continues"
             )
 
-    def digests(self) -> dict[str, TensorDigest]:
+    def digests(self) -> DigestColumns:
         """The digest of every tensor, from those of its blocks."""
-        return {
-            tensor.name: tensor_digest(
-                bytes(digests[at : at + DIGEST_BYTES])
-                for at in range(0, len(digests), DIGEST_BYTES)
-            )
-            for tensor, digests in zip(self.tensors, self.block_digests, strict=True)
-        }
+        first, blocks = self.moves.first_block, self.block_digests.tobytes()
+        ends = (first * DIGEST_BYTES).tolist()
+        memory = memoryview(blocks)
+        whole = b"".join(block_digest(memory[begin:end]) for begin, end in itertools.pairwise(ends))
+        return DigestColumns(first, blocks, whole)
 
     def finish(self) -> None:
         """Write everything but the tensors, the manifest last, and commit; only on process 0."""
@@ -330,25 +336,27 @@ class _ConversionRun:
             for name, companion in self.conversion.companions.items():
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(companion, bytes):
-                    _write_synced(content / name, companion)
+                    write_synced(content / name, companion)
                 else:
                     shutil.copyfile(companion, content / name)
-                    _sync_file(content / name)
+                    sync_file(content / name)
             for name, final in self.conversion.format.final_files(arrangement):
                 (content / name).parent.mkdir(parents=True, exist_ok=True)
-                _write_synced(content / name, final)
+                write_synced(content / name, final)
             # 3. The manifest last: it has the digests of all that is written by this line.
             manifest = manifest_of(
                 arrangement.format,
                 self.conversion_id,
                 arrangement.mesh,
                 tuple(file.stored for file in arrangement.files),
-                arrangement.tensors,
+                self.moves.target,
                 self.digests(),
                 tuple(self.conversion.companions),
                 items,
             )
-            _write_synced(content / MANIFEST_NAME, manifest.to_json().encode())
+            with (content / MANIFEST_NAME).open("wb") as file:
+                file.writelines(piece.encode() for piece in manifest.json_pieces())
+            sync_file(content / MANIFEST_NAME)
 
 
 def expect_runnable(
@@ -424,7 +432,9 @@ def run_conversion(
         ) as staging:
             if staging.already_complete:
                 return _report(conversion, began_s, complete=True)
-            run = _ConversionRun(conversion, staging, sources, conversion_id, processes, workers)
+            run = _ConversionRun(
+                conversion, staging, sources, conversion_id, processes, workers, extra_bytes
+            )
             try:
                 run.begin()
                 run.move_blocks(progress, sync_bytes)
@@ -455,7 +465,7 @@ def _report(
     *,
     complete: bool = False,
 ) -> ConversionReport:
-    size_bytes = sum(tensor.size_bytes for tensor in conversion.arrangement.tensors.values())
+    size_bytes = int(conversion.moves.target.tensor_bytes.sum())
     return ConversionReport(
         conversion.target,
         len(conversion.arrangement.tensors),
@@ -481,16 +491,3 @@ def _describe_counts(counts: CastCounts) -> Iterator[str]:
         )
     if counts.not_finite:
         yield f"{count_text(counts.not_finite, 'element')} read were infinite or no number (NaN)"
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

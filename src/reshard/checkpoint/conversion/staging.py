@@ -32,7 +32,7 @@ run may go on with another number of processes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -385,7 +385,7 @@ class SharedStaging:
     content: Path
     journal: Journal | None
     owner: Staging | None
-    finished: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
+    finished: FinishedBlocks = field(default_factory=lambda: FinishedBlocks(b""))
 
     @property
     def already_complete(self) -> bool:
@@ -465,9 +465,7 @@ def _take_over(staging: Staging, conversion_id: str) -> FinishedBlocks:
         for path in sorted(root.glob("journal.*")):
             record = None if path.name.endswith(".new") else read_journal(path)
             if record is not None and record.conversion_id == conversion_id:
-                journal.append_blocks(
-                    (tensor, block, digest) for (tensor, block), digest in record.finished.items()
-                )
+                journal.append_columns(*record.finished.columns())
             # All that counts of it is durable in process 0's journal by this line.
             path.unlink()
     record = read_journal(journal.path)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.checkpoint.blocks import grid
-from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, open_sources
+from reshard.checkpoint.blocks.block_io import BlockReader, Workspace, WorkspaceSize, open_sources
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.changes.computed import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
@@ -196,7 +196,7 @@ class _Making:
             if given is not None and (type(given) is not int or given < least):
                 raise UsageError(f"{what} of {given!r}; expected a whole number from {least}")
         # Each thread: two blocks with their spans, arithmetic, and a payload that waits its turn.
-        each = 2 * Workspace.size_bytes(*self._sizes) + SCRATCH_BYTES + 2 * self._sizes[0]
+        each = 2 * WorkspaceSize(*self._sizes).size_bytes + SCRATCH_BYTES + 2 * self._sizes[0]
         fit = extra_bytes // each
         if fit < 1:
             raise UsageError(

@@ -75,6 +75,11 @@ class BufferRegion:
                 f"{self.memory.nbytes} bytes; take regions from AlignedBuffer.region"
             )
 
+    @property
+    def start(self) -> int:
+        """Where in the buffer the place begins."""
+        return self.end_bytes - self.pages.nbytes + self.lead_bytes
+
 
 class AlignedBuffer(Closing):
     """Anonymous private memory that begins on a page boundary, for one thread to work in.
@@ -144,6 +149,12 @@ class AlignedBuffer(Closing):
             lead_bytes=lead_bytes,
             end_bytes=end,
         )
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it; what a region is of it begins at `region.start`."""
+        # A view of its own: who still looks at it does not keep this buffer from being closed.
+        return self._memory[:]
 
     def close(self) -> None:
         """Release the memory: at once, or with the last view of it that is still in use."""

@@ -65,6 +65,21 @@ def write_all(descriptor: int, data: bytes, offset: int) -> None:
         offset += written
 
 
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk. Raises `OSError`."""
+    path.write_bytes(content)
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` survive a crash. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

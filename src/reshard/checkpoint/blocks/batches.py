@@ -1,0 +1,445 @@
+"""Batches of blocks, read together and written together: many small tensors share reads and writes.
+
+A *section* is one block of each of several tensors of one kind: their shards are cut alike, so that
+one span of the kind is a span of each tensor, and they are rearranged by one copy of arrays that
+have one dimension more. A batch is a list of sections, that of a large tensor is of one block::
+
+    reader   files --(ranges)--> span buffer --(a copy for each span)--> blocks
+    writer   blocks --(a copy for each span)--> span buffer --(ranges)--> files
+
+1. `pieces` are the bytes of files that the spans of all tensors of a batch take.
+2. Pieces that lie together are one range, which is read or written by one call.
+3. Between a range and the blocks, tensors at equal distances are one array.
+
+Where blocks are ranges of files in their own order, they are read in place, and written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint.blocks.block_io import OpenFiles, Watch, Workspace, largest_span_bytes
+from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.checkpoint.blocks.strided_spans import strided_spans
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
+from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.files.target_file import TargetFile
+from reshard.errors import DigestError
+from reshard.runs import IntArray
+
+# What lies between two pieces is read with them, if it is no more than this.
+_LARGEST_GAP = PAGE_BYTES
+_ALIGNMENT = 64
+
+
+def aligned_bytes(sizes: IntArray) -> IntArray:
+    """What blocks of these sizes take in a batch, at most."""
+    rounded: IntArray = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+    return rounded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """Block number `block` of the tensors in `rows`, all of which are of the kind `kind`."""
+
+    kind: int
+    rows: IntArray
+    block: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMemory:
+    """The blocks of one section in memory: `at` is where each begins, of `size_bytes` bytes."""
+
+    memory: memoryview
+    at: IntArray
+    size_bytes: int
+
+    def __iter__(self) -> Iterator[memoryview]:
+        memory, size = self.memory, self.size_bytes
+        for begin in self.at.tolist():
+            yield memory[begin : begin + size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KindSpan:
+    """A span of a block in the shard at a place; it begins there at `span.start_bytes`."""
+
+    place: int
+    span: Span
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """Pieces `low` to `high`: the same span of all tensors of a section."""
+
+    section: int
+    part: _KindSpan
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _JoinedRange:
+    """Bytes of a file that hold the pieces `pieces`, in the order in which they lie there."""
+
+    file: int
+    start_bytes: int
+    size_bytes: int
+    pieces: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FilePieces:
+    """Bytes of files: the file's number, begin and size of each; and which spans they are."""
+
+    file: IntArray
+    start: IntArray
+    size: IntArray
+    stretches: list[_Stretch]
+
+    def ranges(self, gap_bytes: int, most_bytes: int) -> Iterator[_JoinedRange]:
+        """The pieces that lie together, up to `most_bytes` of them or one piece."""
+        order = np.lexsort((self.start, self.file)) if len(self.start) > 1 else np.zeros(1, int)
+        ends = np.append(np.flatnonzero(np.diff(self.file[order])) + 1, len(order)).tolist()
+        low = 0
+        for high in ends:
+            of_file = order[low:high]
+            start = self.start[of_file]
+            # Tied tensors may overlap: what counts is how far all before reach.
+            reach = np.maximum.accumulate(start + self.size[of_file])
+            breaks = np.flatnonzero(start[1:] - reach[:-1] > gap_bytes) + 1
+            first = 0
+            for last in (*breaks.tolist(), high - low):
+                while first < last:
+                    limit = start[first] + most_bytes
+                    stop = first + int(np.searchsorted(reach[first:last], limit, "right"))
+                    stop = max(stop, first + 1)
+                    begin = int(start[first])
+                    yield _JoinedRange(
+                        int(self.file[of_file[0]]),
+                        begin,
+                        int(reach[stop - 1]) - begin,
+                        of_file[first:stop],
+                    )
+                    first = stop
+            low = high
+
+
+class _BatchAccess:
+    """The spans of the tensors of one side, in their files."""
+
+    def __init__(
+        self, columns: TensorColumns, tiles: Callable[[int], Tiles], watch: Watch | None
+    ) -> None:
+        self.columns = columns
+        self._watch = watch
+        self._file_names = list(dict.fromkeys(f for kind in columns.kinds for f in kind.files))
+        self._file_numbers = {name: number for number, name in enumerate(self._file_names)}
+        self._tiles = lru_cache(maxsize=4096)(tiles)
+        self._spans = lru_cache(maxsize=1024)(self._find_spans)
+        self.grid = lru_cache(maxsize=4096)(self._make_grid)
+
+    def _make_grid(self, kind: int) -> BlockGrid:
+        """The blocks of the tensors of a kind."""
+        of = self.columns.kinds[kind]
+        return BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes)
+
+    def span_bytes(self, kind: int) -> int:
+        """The most bytes of a shard of this kind that must be in memory at once."""
+        return largest_span_bytes(self._tiles(kind), self.columns.kinds[kind].view, self.grid(kind))
+
+    def _find_spans(self, number: int, block: int) -> tuple[_KindSpan, ...]:
+        kind, grid = self.columns.kinds[number], self.grid(number)
+        box, found = grid.box(block), []
+        for tile in self._tiles(number).meeting(box):
+            place, is_slot = kind.find_place(tile.slot, tile.number)
+            start_bytes = tile.offset * grid.itemsize_bytes if is_slot else 0
+            view = kind.view(tile.slot, tile.number)
+            at = (grid, box, start_bytes, grid.block_bytes)
+            spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
+            found += [_KindSpan(place, span, span.is_all_of(box)) for span in spans]
+        return tuple(found)
+
+    def _find_pieces(self, sections: Sequence[Section]) -> _FilePieces:
+        files: list[IntArray] = []
+        starts: list[IntArray] = []
+        sizes: list[IntArray] = []
+        stretches: list[_Stretch] = []
+        low = 0
+        for number, section in enumerate(sections):
+            kind, count = self.columns.kinds[section.kind], len(section.rows)
+            first = self.columns.first[section.rows]
+            for part in self._spans(section.kind, section.block):
+                starts.append(self.columns.starts[first + part.place] + part.span.start_bytes)
+                files.append(np.full(count, self._file_numbers[kind.files[part.place]]))
+                sizes.append(np.full(count, part.span.size_bytes))
+                stretches.append(_Stretch(number, part, low, low + count))
+                low += count
+        return _FilePieces(_join(files), _join(starts), _join(sizes), stretches)
+
+    def _copy(
+        self,
+        sections: Sequence[Section],
+        pieces: _FilePieces,
+        chosen: IntArray,
+        memory: memoryview,
+        at: IntArray,
+        blocks: Sequence[BlockMemory],
+        *,
+        into_blocks: bool,
+    ) -> None:
+        """Copy the chosen pieces, of which piece `i` lies at `at[i]` of `memory`."""
+        stretches = pieces.stretches
+        chosen = np.sort(chosen)
+        bounds = [stretch.low for stretch in stretches]
+        cuts = np.searchsorted(chosen, [*bounds, len(pieces.start)]).tolist()
+        for stretch, low, high in zip(stretches, cuts, cuts[1:], strict=False):
+            if low == high:
+                continue
+            kind = self.columns.kinds[sections[stretch.section].kind]
+            storage, of = kind.dtype.storage, blocks[stretch.section]
+            span, mine = stretch.part.span, chosen[low:high]
+            box_shape = (
+                self.grid(sections[stretch.section].kind).box(sections[stretch.section].block).shape
+            )
+            places, targets = at[mine], of.at[mine - stretch.low]
+            for a, b in equal_steps(places, targets):
+                outer = _array(memory, storage, span.shape, places[a:b], span.strides)
+                inner = _array(of.memory, storage, box_shape, targets[a:b])
+                # Padding is written as zeros, not as what was in the buffer.
+                if span.has_gaps and not into_blocks:
+                    outer[...] = np.zeros((), dtype=storage)
+                span.copy_many(inner, outer, into_block=into_blocks)
+
+    def _show(
+        self, pieces: _FilePieces, chosen: IntArray, memory: memoryview, at: IntArray
+    ) -> None:
+        if self._watch is not None:
+            for piece in chosen.tolist():
+                begin = int(at[piece])
+                part = memory[begin : begin + int(pieces.size[piece])]
+                self._watch(self._file_names[pieces.file[piece]], int(pieces.start[piece]), part)
+
+
+class BatchReader(_BatchAccess):
+    """Reads batches of stored tensors; `watch` is called with every piece that is read.
+
+    Raises:
+        CoverageError: shards that leave part of a tensor out.
+    """
+
+    def __init__(
+        self, columns: TensorColumns, files: OpenFiles[SourceFile], watch: Watch | None = None
+    ) -> None:
+        super().__init__(columns, lambda kind: source_tiles(columns.sample(kind).assembly), watch)
+        self._files = files
+
+    def read(self, sections: Sequence[Section], workspace: Workspace) -> list[BlockMemory]:
+        """The blocks of each section, in row-major order, valid until the next call.
+
+        Raises:
+            RunError: a file that cannot be read.
+            SourceChangedError: a file that became shorter.
+        """
+        pieces = self._find_pieces(sections)
+        in_place = self._read_in_place(sections, pieces, workspace.block)
+        if in_place is not None:
+            return in_place
+        memory, blocks, end = workspace.block.memory, [], 0
+        for section in sections:
+            size = self.grid(section.kind).size_bytes(section.block)
+            end += -end % _ALIGNMENT
+            at = end + np.arange(len(section.rows), dtype=np.int64) * size
+            end += len(section.rows) * size
+            blocks.append(BlockMemory(memory, at, size))
+        at = np.zeros(len(pieces.start), dtype=np.int64)
+        span_memory = workspace.span.memory
+        ranges = pieces.ranges(_LARGEST_GAP, workspace.span_bytes)
+        for together in in_rounds(ranges, workspace.span):
+            for one, region in together:
+                self._files[self._file_names[one.file]].read_into(region, one.start_bytes)
+                at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
+            chosen = np.concatenate([one.pieces for one, _ in together])
+            self._show(pieces, chosen, span_memory, at)
+            self._copy(sections, pieces, chosen, span_memory, at, blocks, into_blocks=True)
+        return blocks
+
+    def _read_in_place(
+        self, sections: Sequence[Section], pieces: _FilePieces, buffer: AlignedBuffer
+    ) -> list[BlockMemory] | None:
+        stretches = pieces.stretches
+        if len(stretches) != len(sections) or not all(one.part.is_whole for one in stretches):
+            return None
+        regions, end = [], 0
+        for one in pieces.ranges(_LARGEST_GAP, buffer.capacity_bytes):
+            if end + AlignedBuffer.capacity_for(one.size_bytes) > buffer.capacity_bytes:
+                return None
+            region = buffer.region(one.start_bytes, one.size_bytes, at=end)
+            regions.append((one, region))
+            end = region.end_bytes
+        at = np.zeros(len(pieces.start), dtype=np.int64)
+        for one, region in regions:
+            self._files[self._file_names[one.file]].read_into(region, one.start_bytes)
+            at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
+        self._show(pieces, np.arange(len(at)), buffer.memory, at)
+        return [
+            BlockMemory(buffer.memory, at[one.low : one.high], one.part.span.size_bytes)
+            for one in stretches
+        ]
+
+    def expect_digests(self, section: Section, found: Sequence[bytes]) -> None:
+        """Compare the digests of a section's blocks with those that are recorded, if any.
+
+        Raises:
+            DigestError: bytes that are not those that were written.
+        """
+        recorded = self.columns.digests
+        if recorded is None:
+            return
+        for row, digest in zip(section.rows.tolist(), found, strict=True):
+            expected = recorded.of_block(row, section.block)
+            if expected is not None and expected != digest:
+                raise DigestError(self._describe_damage(section, row, digest, expected))
+
+    def _describe_damage(self, section: Section, row: int, found: bytes, expected: bytes) -> str:
+        tensor, grid = self.columns.tensor(row), self.grid(section.kind)
+        kind = self.columns.kinds[section.kind]
+        part = self._spans(section.kind, section.block)[0]
+        start = int(self.columns.starts[self.columns.first[row] + part.place])
+        start += part.span.start_bytes
+        file = kind.files[part.place]
+        return (
+            f"{self._files[file].path.parent / file} bytes {start}:{start + part.span.size_bytes}, "
+            f"{grid.box(section.block)} of tensor {tensor.name!r}, is not what was written: "
+            f"its digest is {found.hex()}, the manifest says "
+            f"{expected.hex()}. `reshard inspect --digest` lists all that differ"
+        )
+
+
+class BatchWriter(_BatchAccess):
+    """Writes batches into the files that store tensors, and calls `watch` with each piece."""
+
+    def __init__(
+        self, columns: TensorColumns, files: OpenFiles[TargetFile], watch: Watch | None = None
+    ) -> None:
+        super().__init__(
+            columns, lambda kind: target_tiles(columns.sample(kind).stored_layout), watch
+        )
+        self._files = files
+
+    def write(
+        self, sections: Sequence[Section], blocks: Sequence[BlockMemory], workspace: Workspace
+    ) -> set[str]:
+        """Write the blocks of each section, and return the names of the files that were written.
+
+        Raises:
+            RunError: a file that cannot be written, such as on a full disk.
+        """
+        pieces = self._find_pieces(sections)
+        whole = np.zeros(len(pieces.start), dtype=bool)
+        in_block = np.zeros(len(pieces.start), dtype=np.int64)
+        for stretch in pieces.stretches:
+            if stretch.part.is_whole:
+                whole[stretch.low : stretch.high] = True
+                in_block[stretch.low : stretch.high] = blocks[stretch.section].at
+        written: set[str] = set()
+        memory = blocks[0].memory if blocks else memoryview(b"")
+        span_memory = workspace.span.memory
+
+        def copied() -> Iterator[_JoinedRange]:
+            for one in pieces.ranges(0, workspace.span_bytes):
+                begin = int(in_block[one.pieces[0]])
+                # In memory as in the file, and congruent to its place there modulo a page.
+                shifts = in_block[one.pieces] - pieces.start[one.pieces]
+                is_there = whole[one.pieces].all() and (shifts == shifts[0]).all()
+                if is_there and (begin - one.start_bytes) % PAGE_BYTES == 0:
+                    self._write(one, memory[begin : begin + one.size_bytes], written)
+                    self._show(pieces, one.pieces, memory, in_block)
+                else:
+                    yield one
+
+        at = np.zeros(len(pieces.start), dtype=np.int64)
+        for together in in_rounds(copied(), workspace.span):
+            for one, region in together:
+                at[one.pieces] = pieces.start[one.pieces] + (region.start - one.start_bytes)
+            chosen = np.concatenate([one.pieces for one, _ in together])
+            self._copy(sections, pieces, chosen, span_memory, at, blocks, into_blocks=False)
+            for one, region in together:
+                self._write(one, region.memory, written)
+            self._show(pieces, chosen, span_memory, at)
+        return written
+
+    def _write(self, one: _JoinedRange, memory: memoryview, written: set[str]) -> None:
+        name = self._file_names[one.file]
+        written.add(name)
+        self._files[name].write(memory, one.start_bytes)
+
+
+def in_rounds(
+    ranges: Iterator[_JoinedRange], buffer: AlignedBuffer
+) -> Iterator[list[tuple[_JoinedRange, BufferRegion]]]:
+    """The ranges with their places in a buffer, as many at a time as it has room for."""
+    together: list[tuple[_JoinedRange, BufferRegion]] = []
+    end = 0
+    for one in ranges:
+        if together and end + AlignedBuffer.capacity_for(one.size_bytes) > buffer.capacity_bytes:
+            yield together
+            together, end = [], 0
+        region = buffer.region(one.start_bytes, one.size_bytes, at=end)
+        together.append((one, region))
+        end = region.end_bytes
+    if together:
+        yield together
+
+
+def equal_steps(*columns: IntArray) -> Iterator[tuple[int, int]]:
+    """The longest stretches, `(begin, end)`, in which every column has equal steps.
+
+    >>> list(equal_steps(np.array([0, 4, 8, 9, 20]), np.array([0, 1, 2, 3, 4])))
+    [(0, 3), (3, 5)]
+    """
+    count, begin = len(columns[0]), 0
+    if count > 2:
+        changes = np.zeros(count - 2, dtype=bool)
+        for column in columns:
+            steps = np.diff(column)
+            changes |= steps[1:] != steps[:-1]
+        for change in np.flatnonzero(changes).tolist():
+            # The step before the change ends a stretch, unless it belongs to the one before.
+            if change >= begin:
+                yield begin, change + 2
+                begin = change + 2
+    if begin < count:
+        yield begin, count
+
+
+def _join(columns: list[IntArray]) -> IntArray:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
+
+
+def _array(
+    memory: memoryview,
+    storage: np.dtype[Any],
+    shape: tuple[int, ...],
+    at: IntArray,
+    strides: tuple[int, ...] | None = None,
+) -> np.ndarray[Any, Any]:
+    """Arrays of one shape at equal distances in memory, as one of a dimension more."""
+    inner: list[int] = []
+    step = storage.itemsize
+    for size in reversed(shape):
+        inner.insert(0, step)
+        step *= size
+    if strides is not None:
+        inner = [stride * storage.itemsize for stride in strides]
+    between = int(at[1] - at[0]) if len(at) > 1 else step
+    return np.ndarray((len(at), *shape), storage, memory, int(at[0]), (between, *inner))

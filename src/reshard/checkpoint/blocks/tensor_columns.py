@@ -1,0 +1,271 @@
+"""Tensors of a checkpoint as columns: a few numbers for each, where there are very many.
+
+What equal tensors have in common, such as the experts of a model, is a `TensorKind`: type, layout
+and sharding, and in which files their shards lie. Of each tensor there is its name, the number of
+its kind, and where in these files its shards begin::
+
+    row   name         kind   starts                kinds
+    0     expert.0.up   0     4096   4096           0: float32 [64, 64], "tp, -", a.st and b.st
+    1     expert.1.up   0     12288  12288          1: float32 [64], whole, a.st
+    2     norm          1     20480
+
+`TensorColumns` is a mapping like any other, whose `StoredTensor`s are made when they are asked for;
+who works on all of them at once uses the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.binding import Binding, FileRanges, View
+from reshard.checkpoint.contents import StoredTensor, TensorDigest
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError
+from reshard.layout import Layout
+from reshard.runs import IntArray
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """What equal tensors have in common: all but their names, digests and places in files.
+
+    `places` are the shards that are stored, each `(slot, cell)`; the cell is None where those of
+    the slot lie one behind the other. `files` has the file of each, `views` those of `Binding`.
+    """
+
+    dtype: DType
+    layout: Layout
+    places: tuple[tuple[int, int | None], ...]
+    files: tuple[str, ...]
+    spec: str | None = None
+    views: Mapping[int, View | tuple[View, ...]] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """Bytes of a whole tensor, held once."""
+        return int(np.prod(self.layout.shape, dtype=np.int64)) * self.dtype.itemsize_bytes
+
+    def tensor(
+        self, name: str, starts: Sequence[int], digest: TensorDigest | None = None
+    ) -> StoredTensor:
+        """The tensor of that name whose shards begin at `starts`, one for each place."""
+        ranges = FileRanges(self.layout, self.places, self.files, tuple(starts))
+        return StoredTensor(
+            name, self.dtype, Binding(self.layout, ranges, self.views), self.spec, digest
+        )
+
+    def find_place(self, slot: int, cell: int) -> tuple[int, bool]:
+        """The number of the place of a cell, and whether the place is that of its whole slot.
+
+        Raises:
+            CheckpointError: a slot that stores none.
+        """
+        for is_whole, key in ((True, (slot, None)), (False, (slot, cell))):
+            if key in self.places:
+                return self.places.index(key), is_whole
+        raise CheckpointError(f"rank {slot} stores no shard of a tensor of {self.layout!r}")
+
+    def view(self, slot: int, cell: int) -> View | None:
+        """How a cell lies behind its place; None where it is dense and row major."""
+        view = self.views.get(slot)
+        return view[cell] if isinstance(view, tuple) else view
+
+
+@dataclass(frozen=True, eq=False)
+class DigestColumns:
+    """The digests of tensors and of their blocks, 16 bytes each.
+
+    `tensors` has one for each tensor and `blocks` those of all blocks one behind the other, of
+    which the tensor in row `i` has `first[i]` to `first[i + 1]`. `known` says which tensors have
+    digests at all; all of them when None.
+    """
+
+    first: IntArray
+    blocks: bytes
+    tensors: bytes
+    known: NDArray[np.bool_] | None = None
+
+    def of(self, row: int) -> TensorDigest | None:
+        """The digest of one tensor."""
+        if self.known is not None and not self.known[row]:
+            return None
+        blocks = self.of_blocks(row)
+        return TensorDigest(
+            self.of_tensor(row),
+            tuple(blocks[at : at + _DIGEST_BYTES] for at in range(0, len(blocks), _DIGEST_BYTES)),
+        )
+
+    @classmethod
+    def of_each(cls, digests: Iterable[TensorDigest | None]) -> DigestColumns:
+        """Digests, one for each tensor, as columns."""
+        first, blocks, whole, known = [0], bytearray(), bytearray(), []
+        for digest in digests:
+            known.append(digest is not None)
+            whole += bytes(_DIGEST_BYTES) if digest is None else digest.tensor
+            blocks += b"" if digest is None else b"".join(digest.blocks)
+            first.append(len(blocks) // _DIGEST_BYTES)
+        is_known = None if all(known) else np.array(known, dtype=bool)
+        return cls(np.array(first, dtype=np.int64), bytes(blocks), bytes(whole), is_known)
+
+    def of_blocks(self, row: int) -> bytes:
+        """The digests of all blocks of a tensor, one behind the other."""
+        begin, end = self.first[row : row + 2].tolist()
+        return self.blocks[begin * _DIGEST_BYTES : end * _DIGEST_BYTES]
+
+    def of_tensor(self, row: int) -> bytes:
+        """The digest of a whole tensor."""
+        return self.tensors[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES]
+
+    def of_block(self, row: int, block: int) -> bytes | None:
+        """The digest of one block; None where there is none."""
+        if self.known is not None and not self.known[row]:
+            return None
+        at = (int(self.first[row]) + block) * _DIGEST_BYTES
+        return self.blocks[at : at + _DIGEST_BYTES]
+
+
+class TensorColumns(Mapping[str, StoredTensor]):
+    """Stored tensors by name, in order, as columns.
+
+    Args:
+        names: of the tensors.
+        kinds: the kinds that there are.
+        kind: the number of the kind of each tensor, shape `(tensors,)`.
+        starts: where in its file each place of each tensor begins, in bytes, one tensor behind
+            the other.
+        digests: where they are known.
+
+    Raises:
+        CheckpointError: a name that is there twice.
+
+    >>> from reshard.dtypes import dtype
+    >>> kind = TensorKind(dtype("int8"), Layout.whole((4,), [0], 1), ((0, None),), ("a.bin",))
+    >>> tensors = TensorColumns(["v", "w"], [kind], [0, 0], [64, 68])
+    >>> tensors["w"].shape, tensors["w"].file_range(0), list(tensors)
+    ((4,), FileRange(path='a.bin', start_bytes=68), ['v', 'w'])
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        kinds: Sequence[TensorKind],
+        kind: Sequence[int] | IntArray,
+        starts: Sequence[int] | IntArray,
+        digests: DigestColumns | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self.kind: IntArray = np.asarray(kind, dtype=np.int64)
+        self.starts: IntArray = np.asarray(starts, dtype=np.int64)
+        self.digests = digests
+        self._rows = {name: row for row, name in enumerate(self.names)}
+        if len(self._rows) != len(self.names):
+            raise CheckpointError("a tensor name is there twice")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor]) -> TensorColumns:
+        """The same tensors as columns."""
+        if isinstance(tensors, TensorColumns):
+            return tensors
+        kinds: dict[Any, int] = {}
+        found: list[TensorKind] = []
+        kind: list[int] = []
+        starts: list[int] = []
+        for tensor in tensors.values():
+            binding = tensor.binding
+            places: list[tuple[int, int | None]] = []
+            files: list[str] = []
+            for slot, address in binding.addresses.items():
+                is_apart = isinstance(address, tuple)
+                for cell in range(len(address) if isinstance(address, tuple) else 1):
+                    one = tensor.file_range(slot, cell)
+                    places.append((slot, cell if is_apart else None))
+                    files.append(one.path)
+                    starts.append(one.start_bytes)
+            views = tuple(binding.views.items())
+            key = (tensor.dtype, binding.layout, tuple(places), tuple(files), tensor.spec, views)
+            number = kinds.setdefault(key, len(found))
+            if number == len(found):
+                found.append(TensorKind(*key[:5], binding.views))
+            kind.append(number)
+        made = cls(tensors, found, kind, starts)
+        if any(tensor.digest is not None for tensor in tensors.values()):
+            made = made.with_digests(
+                DigestColumns.of_each(tensor.digest for tensor in tensors.values())
+            )
+        return made
+
+    def with_digests(self, digests: DigestColumns | None) -> TensorColumns:
+        """The same tensors with these digests."""
+        return TensorColumns(self.names, self.kinds, self.kind, self.starts, digests)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self.tensor(self._rows[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def row(self, name: str) -> int:
+        """The row of a tensor. Raises KeyError."""
+        return self._rows[name]
+
+    def rows(self, names: Iterable[str]) -> IntArray:
+        """The rows of tensors. Raises KeyError."""
+        if names is self.names:
+            return np.arange(len(self.names), dtype=np.int64)
+        return np.fromiter(map(self._rows.__getitem__, names), np.int64)
+
+    def tensor(self, row: int) -> StoredTensor:
+        """The tensor of a row."""
+        kind, first = self.kinds[int(self.kind[row])], int(self.first[row])
+        starts = self.starts[first : first + len(kind.places)].tolist()
+        digest = None if self.digests is None else self.digests.of(row)
+        return kind.tensor(self.names[row], starts, digest)
+
+    def kind_of(self, name: str) -> TensorKind:
+        """The kind of a tensor."""
+        return self.kinds[int(self.kind[self._rows[name]])]
+
+    def sample(self, kind: int) -> StoredTensor:
+        """The first tensor of a kind."""
+        return self.tensor(int(np.argmax(self.kind == kind)))
+
+    @cached_property
+    def first(self) -> IntArray:
+        """Where in `starts` each tensor's begin, shape `(tensors,)`."""
+        places = np.array([len(kind.places) for kind in self.kinds] or [0], dtype=np.int64)
+        each = places[self.kind] if len(self.kind) else np.zeros(0, dtype=np.int64)
+        first: IntArray = np.cumsum(each) - each
+        return first
+
+    @cached_property
+    def tensor_bytes(self) -> IntArray:
+        """Bytes of each tensor, held once: shape `(tensors,)`."""
+        return self.by_kind([kind.tensor_bytes for kind in self.kinds])
+
+    def by_kind(self, values: Sequence[int]) -> IntArray:
+        """A number of each kind, for each tensor: shape `(tensors,)`."""
+        if not len(self.kind):
+            return np.zeros(0, dtype=np.int64)
+        spread: IntArray = np.array(values, dtype=np.int64)[self.kind]
+        return spread
+
+    @cached_property
+    def kind_counts(self) -> list[int]:
+        """How many tensors each kind has."""
+        counts: list[int] = np.bincount(self.kind, minlength=len(self.kinds)).tolist()
+        return counts

@@ -1,0 +1,173 @@
+"""Moves of a conversion: the blocks of its tensors, and in which batches they are done.
+
+Blocks are numbered through all tensors of the target, in their order: tensor `row` has those from
+`first_block[row]` on. Blocks of small tensors that follow each other are one batch (see
+`reshard.checkpoint.blocks.batches`); a block of a large tensor is a batch of one, and so is a block
+that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.checkpoint.blocks import grid as blocks
+from reshard.checkpoint.blocks.batches import BatchReader, BatchWriter, Section, aligned_bytes
+from reshard.checkpoint.blocks.block_io import OpenFiles
+from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
+from reshard.errors import UsageError
+from reshard.runs import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Blocks that are moved together: their numbers, and what is read and written for them.
+
+    The numbers are in the order of the sections. Where the block is computed nothing is read here.
+    """
+
+    numbers: IntArray
+    read: tuple[Section, ...]
+    written: tuple[Section, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The blocks that a conversion moves, from tensors of the source to those of the target.
+
+    `computed` names tensors that are not moved as they are; the source may have none of that name.
+    """
+
+    source: TensorColumns
+    target: TensorColumns
+    computed: Collection[str] = ()
+
+    @cached_property
+    def grids(self) -> tuple[BlockGrid, ...]:
+        """The blocks of each kind of the target."""
+        return tuple(
+            BlockGrid.of(kind.layout.shape, kind.dtype.itemsize_bytes) for kind in self.target.kinds
+        )
+
+    @cached_property
+    def block_counts(self) -> IntArray:
+        """How many blocks each tensor has, shape `(tensors,)`."""
+        return self.target.by_kind([grid.count for grid in self.grids])
+
+    @cached_property
+    def first_block(self) -> IntArray:
+        """The number of the first block of each tensor, and that of all: shape `(tensors + 1,)`."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.block_counts)])
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return int(self.first_block[-1])
+
+    @cached_property
+    def source_rows(self) -> IntArray:
+        """The row in the source of each tensor of the target; -1 where it is computed."""
+        if self.source.names == self.target.names:
+            rows = np.arange(len(self.target.names), dtype=np.int64)
+        else:
+            found = (
+                -1 if name in self.computed else self.source.row(name) for name in self.target.names
+            )
+            rows = np.fromiter(found, np.int64, len(self.target.names))
+        for name in self.computed:
+            rows[self.target.row(name)] = -1
+        return rows
+
+    @cached_property
+    def is_small(self) -> NDArray[np.bool_]:
+        """Whether a tensor has one block, which is moved as it is: shape `(tensors,)`."""
+        small: NDArray[np.bool_] = (self.block_counts == 1) & (self.source_rows >= 0)
+        return small
+
+    @cached_property
+    def largest_bytes(self) -> tuple[int, int]:
+        """The largest block, and the largest span of a shard, of tensors that are not computed."""
+        nothing: OpenFiles[Any] = OpenFiles(_no_file)
+        reader, writer = BatchReader(self.source, nothing), BatchWriter(self.target, nothing)
+        # Kinds of the source that are only read to compute others do not count here.
+        moved = self.source.kind[self.source_rows[self.source_rows >= 0]]
+        spans = [reader.span_bytes(kind) for kind in np.unique(moved).tolist()]
+        spans += [writer.span_bytes(kind) for kind in range(len(self.target.kinds))]
+        block = max((grid.largest_bytes for grid in self.grids), default=0)
+        return block, max(spans, default=0)
+
+    @cached_property
+    def batched_bytes(self) -> int:
+        """What all small tensors take in batches, up to the most that a batch may have."""
+        if np.count_nonzero(self.is_small) < 2:
+            return 0
+        sizes = aligned_bytes(self.target.tensor_bytes[self.is_small])
+        return min(int(sizes.sum()) * 17 // 16, blocks.BLOCK_BYTES)
+
+    def places(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """The rows of the tensors of blocks, and the blocks' numbers in these."""
+        rows = np.searchsorted(self.first_block, numbers, "right") - 1
+        return rows, numbers - self.first_block[rows]
+
+    def size_bytes(self, numbers: IntArray) -> int:
+        """Bytes of blocks."""
+        rows, numbers = self.places(numbers)
+        alone = self.block_counts[rows] == 1
+        total = int(self.target.tensor_bytes[rows[alone]].sum())
+        for row, block in zip(rows[~alone].tolist(), numbers[~alone].tolist(), strict=True):
+            total += self.grids[self.target.kind[row]].size_bytes(block)
+        return total
+
+    def batches(self, numbers: IntArray, batch_bytes: int) -> Iterator[Batch]:
+        """The blocks of these numbers, ascending, in batches of at most `batch_bytes`."""
+        if not len(numbers):
+            return
+        rows = np.searchsorted(self.first_block, numbers, "right") - 1
+        small = self.is_small[rows]
+        # What ranges take beyond their bytes for whole pages has room in the rest.
+        most = batch_bytes - batch_bytes // 16
+        reach = np.cumsum(aligned_bytes(self.target.tensor_bytes[rows]))
+        # Where stretches of small tensors, and blocks that stand alone, begin.
+        begins = np.flatnonzero(~small | np.insert(~small[:-1], 0, True)[: len(small)]).tolist()
+        for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True):
+            at = begin
+            while at < end:
+                stop = at + 1
+                if end - begin > 1:
+                    before = int(reach[at - 1]) if at else 0
+                    stop += int(np.searchsorted(reach[at + 1 : end], before + most, "right"))
+                yield self._batch(numbers[at:stop], rows[at:stop])
+                at = stop
+
+    def _batch(self, numbers: IntArray, rows: IntArray) -> Batch:
+        target_kind, source_rows = self.target.kind[rows], self.source_rows[rows]
+        if len(rows) == 1:
+            row, grid = int(rows[0]), self.grids[int(target_kind[0])]
+            block = int(numbers[0] - self.first_block[row])
+            read: tuple[Section, ...] = ()
+            if source_rows[0] >= 0:
+                read = (Section(int(self.source.kind[source_rows[0]]), source_rows, block),)
+            written = (Section(int(target_kind[0]), rows, block),)
+            return Batch(numbers, read, written, grid.size_bytes(block))
+        source_kind = self.source.kind[source_rows]
+        # Sorted by kinds, in the order of the target within one.
+        order = np.lexsort((source_kind, target_kind))
+        pairs = np.stack([target_kind[order], source_kind[order]])
+        cuts = np.flatnonzero((pairs[:, 1:] != pairs[:, :-1]).any(axis=0)) + 1
+        reads, writes = [], []
+        for chosen in np.split(order, cuts):
+            reads.append(Section(int(source_kind[chosen[0]]), source_rows[chosen], 0))
+            writes.append(Section(int(target_kind[chosen[0]]), rows[chosen], 0))
+        size_bytes = int(self.target.tensor_bytes[rows].sum())
+        return Batch(numbers[order], tuple(reads), tuple(writes), size_bytes)
+
+
+def _no_file(name: str) -> Any:
+    raise UsageError(f"{name} is not read while planning")

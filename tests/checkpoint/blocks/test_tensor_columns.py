@@ -1,0 +1,62 @@
+"""Tensors as columns are the same tensors."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.checkpoint_files import Tensor, cuts, small_folder, tensors, write_ranks
+from reshard import checkpoint
+from reshard.binding import Binding, FileRange, FileRanges, View
+from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns, TensorKind
+from reshard.checkpoint.contents import StoredTensor, TensorDigest
+from reshard.dtypes import dtype
+from reshard.errors import CheckpointError
+from reshard.layout import Box, Layout
+
+
+@given(st.data(), tensors(most=4))
+def test_columns_of_any_cut(data: st.DataObject, whole: dict[str, Tensor]) -> None:
+    mesh, specs = data.draw(cuts(whole))
+    with small_folder(64) as folder:
+        write_ranks(folder / "cut", whole, mesh, specs)
+        found = dict(checkpoint.open(folder / "cut").tensors)
+        columns = TensorColumns.of(found)
+        assert dict(columns) == found
+        assert list(columns) == list(found)
+        assert columns.tensor_bytes.tolist() == [one.size_bytes for one in found.values()]
+
+
+def test_cells_that_lie_apart_and_views() -> None:
+    boxes = [(0, Box((0,), (2,))), (0, Box((2,), (4,))), (1, Box((4,), (6,)))]
+    layout = Layout.from_boxes((6,), boxes, 2)
+    addresses = {0: (FileRange("a", 8), FileRange("b", 0)), 1: FileRange("a", 64)}
+    views = {0: (View(0, (1,)), View(1, (2,)))}
+    apart = StoredTensor("w", dtype("int8"), Binding(layout, addresses, views))
+    found = TensorColumns.of({"w": apart})["w"]
+    assert found == apart
+    for slot, cell in ((0, 0), (0, 1), (1, 0)):
+        assert found.file_range(slot, cell) == apart.file_range(slot, cell)
+        assert found.view(slot, cell) == apart.view(slot, cell)
+    ranges = found.binding.addresses
+    assert isinstance(ranges, FileRanges)
+    assert (len(ranges), 1 in ranges, 2 in ranges) == (2, True, False)
+    kind = TensorColumns.of({"w": apart}).kinds[0]
+    assert [kind.find_place(0, 1), kind.find_place(1, 0)] == [(1, False), (2, True)]
+    with pytest.raises(CheckpointError, match="rank 2 stores no shard"):
+        kind.find_place(2, 0)
+
+
+def test_digests_of_some_tensors() -> None:
+    digests = [TensorDigest(b"a" * 16, (b"b" * 16, b"c" * 16)), None, TensorDigest(b"d" * 16, ())]
+    columns = DigestColumns.of_each(digests)
+    assert [columns.of(row) for row in range(3)] == digests
+    assert columns.of_block(0, 1) == b"c" * 16
+    assert columns.of_block(1, 0) is None
+
+
+def test_a_name_twice() -> None:
+    kind = TensorKind(dtype("int8"), Layout.whole((4,), [0], 1), ((0, None),), ("a",))
+    with pytest.raises(CheckpointError, match="twice"):
+        TensorColumns(["w", "w"], [kind], [0, 0], [0, 4])
