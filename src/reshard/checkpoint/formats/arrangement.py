@@ -12,6 +12,7 @@ Where ranks hold copies of one shard, a format stores one of them, or each (`fin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -136,34 +137,40 @@ def find_storing_ranks(
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
     for name, tensor in tensors.items():
-        layout = tensor.layout
-        # For each dimension, the first part with the same runs: equal shards get equal keys.
-        same = [_find_first_equal_parts(table) for table in layout.tables]
-        groups: dict[bytes, list[int]] = {}
-        for slot in layout.holders:
-            cells = layout.cells_of(slot)
-            # An empty shard is the same as no shard, but a tensor must be somewhere.
-            empty = not layout.cell_elements[cells.start : cells.stop].any()
-            parts = layout.cell_part[cells.start : cells.stop]
-            columns = [first[parts[:, d]].tobytes() for d, first in enumerate(same)]
-            # The dot tells the key of a scalar, which has no dimensions, from that of an empty
-            # shard.
-            key = b"" if empty else b"".join(columns) + b"."
-            groups.setdefault(key, []).append(slot)
-        if len(groups) > 1:
-            groups.pop(b"", None)
-        chosen: set[int] = set()
-        for slots in groups.values():
+        chosen: list[int] = []
+        for slots, elements in _group_equal_shards(tensor.layout):
             # Of copies the least loaded rank writes, so that the work of writing is spread.
             storing_slots = slots
-            if replicas == "once":
-                storing_slots = [min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot))]
-            chosen.update(storing_slots)
+            if replicas == "once" and len(slots) > 1:
+                storing_slots = (min(slots, key=lambda slot: (stored_bytes.get(slot, 0), slot)),)
+            chosen += storing_slots
             for slot in storing_slots:
-                size = int(np.prod(layout.local_shape(slot) or (), dtype=np.int64))
-                stored_bytes[slot] = stored_bytes.get(slot, 0) + size * tensor.dtype.itemsize_bytes
+                size_bytes = elements * tensor.dtype.itemsize_bytes
+                stored_bytes[slot] = stored_bytes.get(slot, 0) + size_bytes
         storing[name] = frozenset(chosen)
     return storing
+
+
+# Many tensors of a model are cut alike.
+@lru_cache(maxsize=4096)
+def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """The slots that hold each shard, and how many elements their memory has."""
+    # For each dimension, the first part with the same runs: equal shards get equal keys.
+    same = [_find_first_equal_parts(table) for table in layout.tables]
+    groups: dict[bytes, list[int]] = {}
+    for slot in layout.holders:
+        cells = layout.cells_of(slot)
+        # An empty shard is the same as no shard, but a tensor must be somewhere.
+        empty = not layout.cell_elements[cells.start : cells.stop].any()
+        parts = layout.cell_part[cells.start : cells.stop]
+        columns = [first[parts[:, d]].tobytes() for d, first in enumerate(same)]
+        # The dot tells the key of a scalar, which has no dimensions, from that of an empty shard.
+        key = b"" if empty else b"".join(columns) + b"."
+        groups.setdefault(key, []).append(slot)
+    if len(groups) > 1:
+        groups.pop(b"", None)
+    shapes = layout.local_shapes
+    return tuple((tuple(slots), math.prod(shapes[slots[0]])) for slots in groups.values())
 
 
 @lru_cache(maxsize=1024)
@@ -183,20 +190,24 @@ def are_boxes(layout: Layout, slots: frozenset[int]) -> bool:
     PyTorch's reader knows shards by where they begin, so no two may begin at one place.
     """
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    begins = first_indices(layout)
     for slot in slots:
         boxes = layout.boxes(slot)
-        shape = layout.local_shape(slot)
+        shape = layout.local_shapes.get(slot)
         if shape is None or (boxes and (len(boxes) > 1 or boxes[0].shape != shape)):
             return False
         if not boxes and np.prod(shape, dtype=np.int64) != 0:
             return False
-        if shapes.setdefault(first_index(layout, slot), shape) != shape:
+        if shapes.setdefault(begins[slot], shape) != shape:
             return False
     return True
 
 
 @lru_cache(maxsize=4096)
-def first_index(layout: Layout, slot: int) -> tuple[int, ...]:
-    """Where in the tensor the shard of a slot begins; at its start where the shard is empty."""
-    boxes = layout.boxes(slot)
-    return boxes[0].start if boxes else (0,) * layout.ndim
+def first_indices(layout: Layout) -> dict[int, tuple[int, ...]]:
+    """Where in the tensor the shard of each slot begins; at its start where the shard is empty."""
+    begins = {}
+    for slot in layout.holders:
+        boxes = layout.boxes(slot)
+        begins[slot] = boxes[0].start if boxes else (0,) * layout.ndim
+    return begins

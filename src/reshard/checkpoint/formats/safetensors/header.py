@@ -166,11 +166,7 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
 
     Raises FormatError, naming `label`, if the header or the file size is wrong.
     """
-    if len(header_json) > LARGEST_HEADER_BYTES:
-        raise FormatError(
-            f"{label}: the header has {len(header_json)} bytes, expected at most "
-            f"{LARGEST_HEADER_BYTES} (100 MB)"
-        )
+    _check_header_size(header_json, label)
     entries = _parse_json(header_json, label)
     metadata = entries.pop("__metadata__", {})
     data_start_bytes = LENGTH_BYTES + len(header_json)
@@ -178,6 +174,14 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
     # Empty tensors may share an offset with another: they come before it.
     tensors.sort(key=lambda tensor: (tensor.start_bytes, tensor.stop_bytes))
     return FileHeader(label, metadata, tuple(tensors), data_start_bytes, file_size_bytes)
+
+
+def _check_header_size(header_json: bytes, label: str) -> None:
+    if len(header_json) > LARGEST_HEADER_BYTES:
+        raise FormatError(
+            f"{label}: the header has {len(header_json)} bytes, expected at most "
+            f"{LARGEST_HEADER_BYTES} (100 MB)"
+        )
 
 
 def _parse_json(header_json: bytes, label: str) -> dict[str, Any]:
@@ -291,6 +295,7 @@ def build_header(
     _check_alignment(alignment_bytes)
     tensors = tuple(tensors)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    placed: list[tuple[str, DType, tuple[int, ...], int, int]] = []
     offset = 0
     try:
         check_metadata(label, metadata or {})
@@ -305,8 +310,11 @@ def build_header(
                     f"{label}: tensor {shown(name)}: safetensors has no tag for {element}. "
                     f"Convert the tensor to another type, or store its bytes as uint8"
                 )
+            if type(shape) is not tuple:
+                shape = tuple(shape)
             check_shape(name, element, shape)
             stop = offset + tensor_size_bytes(element, shape)
+            placed.append((name, element, shape, offset, stop))
             entries[name] = {
                 "dtype": element.safetensors_tag,
                 "shape": list(shape),
@@ -316,8 +324,18 @@ def build_header(
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         # Spaces behind the JSON put the data on a multiple of the alignment.
         text += b" " * (-(LENGTH_BYTES + len(text)) % alignment_bytes)
-        # The reader checks what was written.
-        header = parse_header(text, LENGTH_BYTES + len(text) + offset, label)
+        _check_header_size(text, label)
+        begin = LENGTH_BYTES + len(text)
+        header = FileHeader(
+            label,
+            metadata or {},
+            tuple(
+                TensorHeader(name, element, shape, begin + start, begin + stop)
+                for name, element, shape, start, stop in placed
+            ),
+            begin,
+            begin + offset,
+        )
     except FormatError as error:
         raise UsageError(str(error)) from error
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, header

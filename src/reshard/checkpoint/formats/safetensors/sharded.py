@@ -29,7 +29,7 @@ from reshard.checkpoint.formats.arrangement import (
     are_boxes,
     check_values,
     find_storing_ranks,
-    first_index,
+    first_indices,
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.safetensors.header import (
@@ -120,19 +120,18 @@ class ShardedFormat(CheckpointFormat):
         ]
         files = []
         addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
+        by_rank: dict[int, list[NamedTensor]] = {rank: [] for rank in ranks}
+        begins: dict[int, dict[str, tuple[int, ...]]] = {rank: {} for rank in ranks}
+        for name, tensor in tensors.items():
+            shapes, indices = tensor.layout.local_shapes, first_indices(tensor.layout)
+            for rank in storing[name]:
+                by_rank[rank].append((name, tensor.dtype, shapes[rank]))
+                begins[rank][name] = indices[rank]
         # A file a rank: the header is built first, which places the tensors in it.
-        for rank in ranks:
-            named: list[NamedTensor] = []
-            offsets: dict[str, tuple[int, ...]] = {}
-            for name, tensor in tensors.items():
-                if rank in storing[name]:
-                    named.append((name, tensor.dtype, tensor.layout.local_shape(rank) or ()))
-                    if not interleaved:
-                        offsets[name] = first_index(tensor.layout, rank)
+        for rank, named in by_rank.items():
             file = shard_file_name(rank)
-            content, header = arrange_file(
-                named, metadata, None if interleaved else offsets, len(ranks), file
-            )
+            offsets = None if interleaved else begins[rank]
+            content, header = arrange_file(named, metadata, offsets, len(ranks), file)
             files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content))
             for entry in header.tensors:
                 addresses[entry.name][rank] = FileRange(file, entry.start_bytes)

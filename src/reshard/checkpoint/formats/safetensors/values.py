@@ -148,12 +148,14 @@ def check_shape(name: str, element: DType, shape: tuple[int, ...]) -> None:
         raise FormatError(
             f"tensor {shown(name)}: {len(shape)} dimensions, expected at most {_MOST_DIMENSIONS}"
         )
-    if not all(type(length) is int and length >= 0 for length in shape):
-        raise FormatError(
-            f"tensor {shown(name)}: shape {shown(list(shape))}, expected integers from 0 up"
-        )
+    for length in shape:
+        if type(length) is not int or length < 0:
+            raise FormatError(
+                f"tensor {shown(name)}: shape {shown(list(shape))}, expected integers from 0 up"
+            )
     # NumPy's own limit: it counts a dimension of 0 as 1 here, since it strides over the others.
-    if math.prod(length or 1 for length in shape) * element.itemsize_bytes > LARGEST_OFFSET:
+    elements = math.prod(shape) or math.prod(length or 1 for length in shape)
+    if elements * element.itemsize_bytes > LARGEST_OFFSET:
         raise FormatError(
             f"tensor {shown(name)}: shape {shown(list(shape))} of {element} is too large, "
             f"expected fewer than 2**63 bytes"
