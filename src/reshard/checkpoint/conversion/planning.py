@@ -5,7 +5,8 @@ Each step is a function from what the step before gave:
 1. the source, what is taken of it (`source_selection`), and a target apart from it;
 2. training state, as the program of the target keeps it (`reshard.checkpoint.training`);
 3. names: the recipe's, in which rules match, and the target's (`source_names`);
-4. elements that are computed: casts, quantised weights (`reshard.checkpoint.changes`);
+4. elements that are computed: casts, quantised weights, copies that the target's format has
+   (`reshard.checkpoint.changes`);
 5. layouts: by a format, an engine, rules and a recipe, or a strategy (`placement`);
 6. files: the target's format finds a place for every shard (`reshard.checkpoint.formats`).
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from reshard.checkpoint.changes.adapters import merge_adapters
+from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -73,6 +75,10 @@ def plan_conversion(
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
     named = named.replaced_by(changed.checkpoint) if request.changes_elements else named
+    computed = {**translated.computed, **changed.computed}
+    changed = dataclasses.replace(changed, computed=computed)
+    changed = add_copies(changed, request.target_format.copies(changed.checkpoint))
+    named = dataclasses.replace(named, checkpoint=changed.checkpoint)
     placement = place_tensors(request, named)
     checkpoint = named.checkpoint
     arrangement = request.target_format.arrange(
@@ -95,7 +101,7 @@ def plan_conversion(
         request,
         resolved,
         placement.assignment,
-        {**translated.computed, **changed.computed},
+        changed.computed,
         changed.rewritten,
     )
 

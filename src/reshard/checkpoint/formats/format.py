@@ -28,6 +28,7 @@ from typing import ClassVar
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -106,6 +107,15 @@ class CheckpointFormat(ABC):
         A new checkpoint has new ones (see `final_files`).
         """
         return ()
+
+    def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
+        """Tensors that a new checkpoint has beside those of a source: each by its name, with the
+        name of the tensor that it is a copy of, and its element type.
+
+        Args:
+            checkpoint: in the names and element types of the target.
+        """
+        return {}
 
     def place(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int

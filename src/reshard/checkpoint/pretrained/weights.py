@@ -18,7 +18,12 @@ from collections.abc import Sequence
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.naming.selection import by_new_names
-from reshard.checkpoint.training.state import bare_name, find_training_state, is_beside_model
+from reshard.checkpoint.training.state import (
+    MASTER,
+    bare_name,
+    find_training_state,
+    is_beside_model,
+)
 from reshard.errors import CheckpointError
 from reshard.text.quantities import count_text
 
@@ -39,11 +44,20 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
     state = find_training_state(checkpoint)
     weights = [name for name in checkpoint.tensors if not is_beside_model(name)]
     optimizer: list[str] = []
+    alone: dict[str, str] = {}
     if state is not None:
         placed = {*state.weights.values()}
         optimizer = [name for name, found in state.tensors.items() if found.key]
         optimizer += [name for name, _ in state.unplaced]
         weights = [name for name in checkpoint.tensors if name in placed]
+        # Stage 3 of ZeRO has no other weights than those of 32 bits.
+        alone = {
+            kept[MASTER]: parameter
+            for parameter, kept in state.optimizer.items()
+            if MASTER in kept and parameter not in state.weights
+        }
+        weights += alone
+        optimizer = [name for name in optimizer if name not in alone]
     adapters = [name for name in weights if _ADAPTER.search(name)]
     if adapters:
         raise CheckpointError(
@@ -59,7 +73,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
         is_kept = not name.rpartition(".")[2].startswith(_EXTRA_STATE)
         if _ORIGINAL_MODULE in name and name.replace(_ORIGINAL_MODULE, ".") in saved:
             is_kept = False
-        new[name] = model_name(name) if is_kept else None
+        new[name] = model_name(alone.get(name, name)) if is_kept else None
     if not any(new[name] is not None for name in weights):
         what = "optimizer state and no weights" if optimizer else "no weights"
         raise CheckpointError(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.arrangement import Arrangement
+from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import place_parts
+from reshard.checkpoint.formats.deepspeed.arrangements.new_states import NewValues
+from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
+    find_copies,
+    find_low,
+    plan_partitions,
+)
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -18,14 +28,23 @@ from reshard.checkpoint.formats.deepspeed.files import (
     find_tag_folder,
     is_save,
 )
-from reshard.checkpoint.formats.format import CheckpointFormat
-from reshard.errors import ReshardError
+from reshard.checkpoint.formats.format import (
+    CheckpointFormat,
+    Holding,
+    check_against_manifest,
+)
+from reshard.checkpoint.manifest import Manifest
+from reshard.dtypes import DType
+from reshard.errors import ReshardError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
 
 
 class DeepSpeedFormat(CheckpointFormat):
     """A folder that DeepSpeed saved: that of a tag, or one with `latest` beside tags."""
 
     suffixes = SUFFIXES
+    training = "reshard"
     #: Whether it is asked to open folders whose save is not found.
     is_default: ClassVar[bool] = False
 
@@ -40,10 +59,69 @@ class DeepSpeedFormat(CheckpointFormat):
             return self.is_default
         return self.is_own(saved)
 
+    #: Whether weights that the model computes with are in it, beside float32 ones.
+    has_weights: ClassVar[bool] = True
+    #: The file that names a save.
+    pointer: ClassVar[str] = LATEST
+
     @abstractmethod
     def is_own(self, saved: SavedFiles) -> bool:
         """Whether the files of a save are of this format."""
 
+    def open_with_manifest(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        """Describe a checkpoint that reshard wrote, with the digests of its manifest.
+
+        Flat buffers have state of all parameters, whether the source had it or not.
+        """
+        found = self.open(folder)
+        known = {name: one for name, one in found.tensors.items() if name in manifest.tensors}
+        checked = check_against_manifest(dataclasses.replace(found, tensors=known), manifest)
+        return dataclasses.replace(checked, tensors={**found.tensors, **checked.tensors})
+
+    def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
+        """The file that names the save."""
+        tag = arrangement.files[0].stored.name.partition("/")[0]
+        yield self.pointer, tag.encode()
+
     def own_files(self, checkpoint: Checkpoint) -> Collection[str]:
         """Pointers to saves, and the scripts that DeepSpeed copies beside them."""
         return (LATEST, LATEST_UNIVERSAL, *SCRIPTS)
+
+    def copies(self, checkpoint: Checkpoint) -> Mapping[str, tuple[str, DType]]:
+        """Weights of float32, or of the model's type, where the source has the others alone."""
+        tensors = {
+            name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
+        }
+        return find_copies(tensors, checkpoint.values, has_weights=self.has_weights)
+
+
+class CutByRanks(DeepSpeedFormat):
+    """ZeRO of a stage, which cuts over data-parallel ranks by itself."""
+
+    stage: ClassVar[int]
+    can_hold = frozenset({Holding.SHARDS, Holding.WHOLE, Holding.VALUES})
+
+    def place(
+        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
+    ) -> Mapping[str, Layout] | None:
+        """Flat pieces of parameters and their state; what else there is, where its files are.
+
+        Raises:
+            UsageError: a mesh of several axes, or a state that ZeRO does not keep.
+        """
+        if mesh is not None and len([size for size in mesh.shape if size > 1]) > 1:
+            raise UsageError(
+                f"{self.name} is cut over data-parallel ranks alone, not over {mesh.text}; give "
+                f"--to dp={ranks}"
+            )
+        shapes = _list_shapes(checkpoint)
+        parts = find_parts(shapes, checkpoint.values)
+        dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+        low = find_low(parts, dtypes, checkpoint.values)
+        values = NewValues(checkpoint.values, checkpoint.paths, low)
+        plan = plan_partitions(parts, self.stage, ranks, values, low)
+        return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
+
+
+def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in checkpoint.tensors.items()}

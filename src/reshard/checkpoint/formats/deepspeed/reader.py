@@ -402,8 +402,10 @@ class SaveReader:
         ]
         if part.stage in (1, 2):
             names = [self._in_own_order(one) for one in names]
+        # An elastic checkpoint has no hyper-parameters.
+        hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
         at = 0
-        for number, hyper in enumerate(part.hyper):
+        for number, hyper in enumerate(hypers):
             buffers = len(hyper.get("params", ()))
             own = [name for one in names[at : at + buffers] for name in one]
             at += buffers

@@ -142,7 +142,7 @@ class TensorCollector:
             address = FileRange(self._prefix + piece.file, start_bytes)
             addresses.setdefault(piece.slot, []).append(address)
         ranges = tuple((piece.slot, piece.start, piece.stop) for piece in pieces)
-        layout, counts = _lay_out(shape, ranges, self._slots)
+        layout, counts = lay_out(shape, ranges, self._slots)
         bound: dict[int, FileRange | tuple[FileRange, ...]] = {}
         at = dict.fromkeys(addresses, 0)
         found: dict[int, list[FileRange]] = {}
@@ -177,7 +177,7 @@ class TensorCollector:
 
 # Parameters of one shape are cut alike, and a parameter's moments as itself.
 @lru_cache(maxsize=4096)
-def _lay_out(
+def lay_out(
     shape: Shape, ranges: tuple[_Range, ...], slots: int
 ) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
     """The layout of ranges of a flattened tensor, and the elements of each range's boxes."""

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import STEP
+from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
+    MASTER_FILE,
+    PARAMETER,
+    UniversalArranger,
+)
 from reshard.checkpoint.formats.deepspeed.files import (
+    LATEST_UNIVERSAL,
     UNIVERSAL_FOLDER,
     UNIVERSAL_STATE,
     SavedFiles,
@@ -41,15 +50,15 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
+from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.checkpoint.formats.torch_files.saved_values import explain
 from reshard.errors import CheckpointError, FormatError
+from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 
-MASTER_FILE = "fp32"
-PARAMETER = "param"
 _SUFFIX = ".pt"
 
 
@@ -59,6 +68,9 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
     name = "deepspeed-universal"
     evidence = "zero/optimizer_state.pt, as DeepSpeed's ds_to_universal makes"
 
+    can_hold = frozenset({Holding.WHOLE, Holding.VALUES})
+    pointer = LATEST_UNIVERSAL
+
     def is_own(self, saved: SavedFiles) -> bool:
         """Whether there is a folder of parameters."""
         return saved.is_universal
@@ -66,6 +78,22 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
     def open(self, path: Path) -> Checkpoint:
         """Describe the checkpoint that `latest_universal` names, or that of the folder."""
         return _UniversalReader(path, find_files(find_tag_folder(path)), self.name).read()
+
+    def place(
+        self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
+    ) -> Mapping[str, Layout] | None:
+        """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        parts = find_parts(shapes, checkpoint.values)
+        twice = {state_name(parts.groups[0].names[0], STEP), *parts.others}
+        return {
+            name: Layout.replicated(shape, 2) if name in twice else Layout.whole(shape, [0], 2)
+            for name, shape in shapes.items()
+        }
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Files of every parameter's state."""
+        return UniversalArranger(new).arrange(self.name)
 
 
 FORMAT = DeepSpeedUniversalFormat()

@@ -1,0 +1,203 @@
+"""What of a checkpoint goes where in a new one of DeepSpeed: parameters by groups, and the rest.
+
+Names are canonical: NAME, `optimizer.state.NAME.KEY` with float32 weights under `master`, and the
+value `optimizer.param_groups`. The order of parameters in their groups is that of the flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.errors import UsageError
+from reshard.text.quantities import count_text
+
+Shape = tuple[int, ...]
+STATE_PREFIX = "optimizer.state."
+GROUPS, CONFIG = "optimizer.param_groups", "ds_config"
+_PARAMS = "params"
+# What AdamW of PyTorch has, for a source that does not say.
+_DEFAULT_GROUP: dict[str, Any] = {
+    "lr": 0.001,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+# Words that the names of parameters end in, where nothing says which tensors are such.
+_PARAMETER_WORDS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are optimized alike; `hyper` has the hyper-parameters."""
+
+    names: tuple[str, ...]
+    hyper: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """The parts of a training state.
+
+    Attributes:
+        groups: of parameters.
+        shapes: of all parameters, in the order of the groups.
+        states: the keys that are kept of each parameter, `master` among them.
+        weights: parameters whose weights are there beside.
+        buffers: tensors of the module that are no parameters.
+        frozen: the shapes of parameters that no optimizer has.
+        is_sure: whether the source says which these and the buffers are.
+        shared: second names of parameters, with the first ones.
+        others: tensors of a user's state.
+        notes: what a user should know.
+    """
+
+    groups: tuple[ParameterGroup, ...]
+    shapes: Mapping[str, Shape]
+    states: Mapping[str, tuple[str, ...]]
+    weights: tuple[str, ...]
+    buffers: tuple[str, ...]
+    frozen: Mapping[str, Shape]
+    shared: Mapping[str, str]
+    others: tuple[str, ...]
+    is_sure: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Everything that is kept of some parameter, but for the weights."""
+        found = dict.fromkeys(key for keys in self.states.values() for key in keys)
+        return tuple(key for key in found if key != MASTER)
+
+
+def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> TrainingParts:
+    """The parts of a checkpoint with tensors of `shapes` and these `values`.
+
+    Raises:
+        UsageError: no optimizer state, or none with float32 weights; experts, which are not
+            written; groups that name other parameters.
+    """
+    states = _find_states(shapes)
+    parameters = {name: shapes[state_name(name, MASTER)] for name in states}
+    notes: list[str] = []
+    groups = _find_groups(values, parameters, notes)
+    ordered = {name: parameters[name] for group in groups for name in group.names}
+    shared = values.get("shared_params")
+    shared = {a: b for a, b in shared.items() if b in ordered} if isinstance(shared, dict) else {}
+    # A reader of DeepSpeed's own says which tensors are buffers; of others, names tell.
+    rest = [n for n in shapes if not n.startswith(STATE_PREFIX) and n not in {*ordered, *shared}]
+    buffers, frozen, others = _sort_rest(rest, values, shapes, notes)
+    return TrainingParts(
+        groups,
+        ordered,
+        states,
+        tuple(name for name in ordered if name in shapes),
+        buffers,
+        {name: shapes[name] for name in frozen},
+        shared,
+        others,
+        isinstance(values.get("buffer_names"), list),
+        tuple(notes),
+    )
+
+
+def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
+    states: dict[str, tuple[str, ...]] = {}
+    for name in shapes:
+        if name.startswith(STATE_PREFIX):
+            parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+            states[parameter] = (*states.get(parameter, ()), key)
+    if not states:
+        hint = ""
+        if any(".state." in name for name in shapes):
+            hint = "; give --training reshard, which names optimizer state of other programs so"
+        raise UsageError(
+            "there is no optimizer state (optimizer.state.NAME.exp_avg) in the source, which "
+            f"DeepSpeed's checkpoints of ZeRO are made of{hint}. Weights alone are loaded from "
+            "safetensors"
+        )
+    without = [name for name, keys in states.items() if MASTER not in keys]
+    if without:
+        raise UsageError(
+            f"{count_text(len(without), 'parameter')} (first: {without[0]}) have optimizer state, "
+            f"and neither weights nor float32 ones ({state_name(without[0], MASTER)}), which "
+            "DeepSpeed goes on from"
+        )
+    experts = [name for name in states if ".deepspeed_moe.experts." in name]
+    if experts:
+        raise UsageError(
+            f"{experts[0]!r} is an expert's; DeepSpeed's files of experts are read, not written. "
+            "Choose the format torch-dcp, which holds the same state"
+        )
+    return states
+
+
+def _find_groups(
+    values: Mapping[str, Any], parameters: Mapping[str, Shape], notes: list[str]
+) -> tuple[ParameterGroup, ...]:
+    given = values.get(GROUPS)
+    groups: list[ParameterGroup] = []
+    if isinstance(given, list):
+        for group in given:
+            names = group.get(_PARAMS) if isinstance(group, dict) else None
+            if not isinstance(names, list):
+                raise UsageError(
+                    f"{GROUPS} of the source has {group!r}, expected a dict with the names "
+                    "of parameters"
+                )
+            hyper = {key: value for key, value in group.items() if key != _PARAMS}
+            if not hyper:
+                hyper = dict(_DEFAULT_GROUP)
+                notes.append(
+                    f"group {len(groups)} of the source has no hyper-parameters: it has those of "
+                    "AdamW of PyTorch, lr 0.001"
+                )
+            groups.append(ParameterGroup(tuple(n for n in names if n in parameters), hyper))
+    named = {name for group in groups for name in group.names}
+    if len(named) != sum(len(group.names) for group in groups):
+        raise UsageError(f"{GROUPS} of the source has a parameter in two groups")
+    rest = tuple(name for name in parameters if name not in named)
+    if rest:
+        hyper = {**_DEFAULT_GROUP, **(groups[0].hyper if groups else {})}
+        groups.append(ParameterGroup(rest, hyper))
+        notes.append(
+            f"{count_text(len(rest), 'parameter')} (first: {rest[0]}) are in no group of the "
+            f"source; they become one group, with the hyper-parameters of "
+            f"{'the first' if len(groups) > 1 else 'AdamW of PyTorch, lr 0.001'}"
+        )
+    # DeepSpeed takes groups without parameters away.
+    return tuple(group for group in groups if group.names)
+
+
+def _sort_rest(
+    rest: list[str], values: Mapping[str, Any], shapes: Mapping[str, Shape], notes: list[str]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Buffers, frozen parameters and tensors of a user's state."""
+    known = values.get("buffer_names")
+    if isinstance(known, list):
+        frozen = values.get("frozen_params")
+        of_frozen = {*frozen} if isinstance(frozen, list) else set()
+        buffers = tuple(name for name in rest if name in {*known})
+        found = tuple(name for name in rest if name in of_frozen)
+        return buffers, found, tuple(n for n in rest if n not in {*buffers, *found})
+    found = tuple(
+        name
+        for name in rest
+        if name.rpartition(".")[2] in _PARAMETER_WORDS and 0 not in shapes[name]
+    )
+    buffers = tuple(name for name in rest if name not in found)
+    if found:
+        notes.append(
+            f"{count_text(len(found), 'tensor')} without optimizer state (first: {found[0]}) are "
+            "taken for frozen parameters, by their names"
+        )
+    return buffers, found, ()

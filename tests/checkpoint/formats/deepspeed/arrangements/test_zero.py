@@ -1,0 +1,194 @@
+"""Checkpoints of DeepSpeed that are written: what is read of them again, and where it came from.
+
+That DeepSpeed itself goes on from them is tested with DeepSpeed (`tests/engines/deepspeed`).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict, namedtuple
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from deepspeed_records import recorded, unpack
+from reshard.checkpoint.pretrained.weights import take_weights
+from reshard.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+STAGES = {"deepspeed-zero1": 1, "deepspeed-zero3": 3}
+SOURCES = [name for name in recorded() if not name.endswith("universal")]
+
+
+@pytest.fixture
+def deepspeed_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the few classes of DeepSpeed that its files name, for `torch.load`."""
+
+    def add(name: str, **members: Any) -> None:
+        module = types.ModuleType(name)
+        for key, value in members.items():
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    scaler = type("LossScaler", (), {})
+    dynamic = type("DynamicLossScaler", (), {})
+    for name in ("", ".runtime", ".runtime.fp16", ".runtime.zero", ".utils"):
+        add(f"deepspeed{name}")
+    add("deepspeed.runtime.fp16.loss_scaler", LossScaler=scaler, DynamicLossScaler=dynamic)
+    stage = IntEnum("ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3})
+    add("deepspeed.runtime.zero.config", ZeroStageEnum=stage)
+    fragment = namedtuple("fragment_address", ["numel", "start"])
+    add("deepspeed.utils.tensor_fragment", fragment_address=fragment)
+
+
+def values_of(checkpoint: reshard.checkpoint.Checkpoint) -> dict[str, bytes]:
+    read = reshard.checkpoint.read_tensor
+    return {name: read(checkpoint, name).tobytes() for name in checkpoint}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("format", "to"),
+    [
+        ("deepspeed-zero1", 1),
+        ("deepspeed-zero1", 3),
+        ("deepspeed-zero3", 2),
+        ("deepspeed-zero3", 4),
+    ],
+)
+def test_what_is_written_is_read_again(name: str, format: str, to: int, tmp_path: Path) -> None:
+    """Masters, moments, steps, values and groups; every source, over other ranks."""
+    source = reshard.checkpoint.open(unpack(name, tmp_path))
+    reshard.checkpoint.convert(source, tmp_path / "new", to=f"dp={to}", format=format)
+    new = reshard.checkpoint.open(tmp_path / "new")
+    assert new.format == format
+    assert new.ranks == to
+    before, after = values_of(source), values_of(new)
+    missing = {*before} - {*after}
+    # Stage 3 has no weights beside those of float32.
+    groups = new.values["optimizer.param_groups"]
+    trained = {one for group in groups for one in group["params"]}
+    shared = {*source.values.get("shared_params", {})}
+    assert missing <= ((trained | shared) if format == "deepspeed-zero3" else set())
+    assert all(after[one] == value for one, value in before.items() if one in after)
+    for one in {*after} - {*before}:
+        # Made of the other kind of weights.
+        assert one in trained | shared or one.endswith(".master")
+    kept = {k: v for k, v in source.values.items() if not k.startswith(("optimizer.", "ds_config"))}
+    assert {k: new.values.get(k) for k in kept} == kept
+    old_groups = source.values["optimizer.param_groups"]
+    assert [group["params"] for group in groups] == [group["params"] for group in old_groups]
+    if "elastic" not in name:
+        assert [g["weight_decay"] for g in groups] == [g["weight_decay"] for g in old_groups]
+    assert not reshard.checkpoint.check_digests(new).damaged
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_universal_is_read_again(name: str, tmp_path: Path) -> None:
+    """A file for each thing of each parameter, under `latest_universal`."""
+    source = reshard.checkpoint.open(unpack(name, tmp_path))
+    target = tmp_path / "new"
+    reshard.checkpoint.convert(source, target, to="full", format="deepspeed-universal")
+    assert (target / "latest_universal").read_text() == "global_step2_universal"
+    new = reshard.checkpoint.open(target)
+    assert new.format == "deepspeed-universal"
+    before, after = values_of(source), values_of(new)
+    assert all(after[one] == value for one, value in before.items())
+    assert not reshard.checkpoint.check_digests(new).damaged
+
+
+@pytest.mark.usefixtures("deepspeed_classes")
+@pytest.mark.parametrize("format", [*STAGES])
+def test_pytorch_loads_the_files(format: str, tmp_path: Path) -> None:
+    """With the types that DeepSpeed asks for: sizes, ordered dicts, flat tensors, its classes."""
+    source = unpack("zero2-bf16-4-frozen", tmp_path)
+    reshard.checkpoint.convert(source, tmp_path / "new", to="dp=3", format=format)
+    assert (tmp_path / "new" / "latest").read_text() == "global_step2"
+    folder = tmp_path / "new" / "global_step2"
+    prefix = "zero_pp_rank_0_" if format == "deepspeed-zero3" else ""
+    state = torch.load(folder / f"{prefix}mp_rank_00_model_states.pt", weights_only=False)
+    assert isinstance(state["module"], OrderedDict)
+    shapes = state["param_shapes"]
+    assert all(isinstance(one, torch.Size) for group in shapes for one in group.values())
+    assert state["dp_world_size"] == 3
+    assert state["history"] == [0.5, {"loss": 0.25, "grid": (2, 3)}]
+    assert state["rng"].tolist() == list(range(16))
+    assert state["buffer_names"] == ["seen", "running"]
+    assert state["ds_config"]["zero_optimization"]["stage"] == STAGES[format]
+    assert {*state["frozen_param_fragments"]} == {
+        "layers.0.weight",
+        "layers.0.bias",
+        "scale.weight",
+    }
+    total = 0
+    for rank in range(3):
+        file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        own = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        assert own["zero_stage"] == STAGES[format]
+        assert own["loss_scaler"].cur_scale == 1.0
+        key = (
+            "fp32_flat_groups" if format == "deepspeed-zero3" else "single_partition_of_fp32_groups"
+        )
+        total += sum(one.numel() for one in own[key])
+    # Padding aside, each element is on one rank.
+    elements = sum(shape.numel() for group in shapes for shape in group.values())
+    assert elements <= total <= elements + 3 * sum(len(group) for group in shapes)
+
+
+def test_weights_alone_are_refused(tmp_path: Path) -> None:
+    """What ZeRO is made of is named, and what to do."""
+    source = unpack("zero1-bf16-2-plain", tmp_path)
+    reshard.checkpoint.convert(source, tmp_path / "hf", to="full", exclude=["optimizer.*"])
+    with pytest.raises(UsageError, match=r"no optimizer state .*loaded from safetensors"):
+        reshard.checkpoint.convert(
+            tmp_path / "hf", tmp_path / "new", to="dp=2", format="deepspeed-zero1"
+        )
+
+
+def test_other_axes_are_refused(tmp_path: Path) -> None:
+    """ZeRO cuts over one axis."""
+    source = unpack("zero1-bf16-2-plain", tmp_path)
+    with pytest.raises(UsageError, match="data-parallel ranks alone"):
+        reshard.checkpoint.convert(source, tmp_path / "n", to="dp=2,tp=2", format="deepspeed-zero3")
+
+
+def test_weights_of_stage_3_are_those_of_other_programs(tmp_path: Path) -> None:
+    """Its float32 weights, which it has no others beside, are a model's weights elsewhere."""
+    folder = unpack("zero3-bf16-2-plain", tmp_path)
+    source = reshard.checkpoint.open(folder)
+    masters = {
+        name.removeprefix("optimizer.state.").removesuffix(".master"): value
+        for name, value in values_of(source).items()
+        if name.endswith(".master")
+    }
+    fsdp = tmp_path / "fsdp"
+    reshard.checkpoint.convert(source, fsdp, to="full", format="torch-dcp", training="fsdp2")
+    found = values_of(reshard.checkpoint.open(fsdp))
+    assert {name: found[f"model.{name}"] for name in masters} == masters
+    model = take_weights(source)
+    alone = {name: value for name, value in values_of(model).items() if name in masters}
+    assert alone == masters
+    assert {*model} == {*masters, "seen", "running"}
+    assert "optim.state.embed.weight.exp_avg" in found
+    assert not any(name.endswith("master") for name in found)
+
+
+def test_what_fsdp_saved_becomes_zero(tmp_path: Path) -> None:
+    """State of another program, with weights of one kind and hyper-parameters by name."""
+    folder = unpack("zero1-bf16-2-groups-data", tmp_path)
+    fsdp, back = tmp_path / "fsdp", tmp_path / "back"
+    reshard.checkpoint.convert(folder, fsdp, to="full", format="torch-dcp", training="fsdp2")
+    reshard.checkpoint.convert(fsdp, back, to="dp=3", format="deepspeed-zero3")
+    first, last = reshard.checkpoint.open(folder), reshard.checkpoint.open(back)
+    before, after = values_of(first), values_of(last)
+    state = [name for name in before if name.startswith("optimizer.state.")]
+    assert state
+    assert all(after[name] == before[name] for name in state)
+    groups = last.values["optimizer.param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
+    assert groups[2]["params"] == ["head.weight"]
