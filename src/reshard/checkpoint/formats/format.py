@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
@@ -96,6 +97,17 @@ class CheckpointFormat(ABC):
             FormatError: files that are not what the manifest says.
         """
         return check_against_manifest(self.open(folder), manifest)
+
+    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+        """Describe a checkpoint whose files do not say how its tensors are cut; `cut` does.
+
+        Raises:
+            UsageError: files that say it themselves, as those of most formats.
+        """
+        raise UsageError(
+            f"checkpoints of format {self.name} say themselves how their tensors are cut; leave "
+            "the source's mesh, rules and recipe out"
+        )
 
     def has_file(self, name: str) -> bool:
         """Whether a file of that name would be one of such a checkpoint."""

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from reshard.checkpoint.formats.registry import (
     describe_broken_formats,
     find_format,
 )
+from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.formats.unknown import (
     describe_folder,
     describe_missing,
@@ -37,6 +38,10 @@ from reshard.checkpoint.formats.unknown import (
 )
 from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.errors import CheckpointError, FormatError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.recipes.library import choose_recipe, load_recipe
+from reshard.recipes.recipe import Recipe
+from reshard.recipes.rules import Rule
 
 LARGEST_CARRIED_BYTES = 64 * 1024 * 1024
 _MOST_INNER_FOLDERS = 64
@@ -44,10 +49,23 @@ _MOST_INNER_FOLDERS = 64
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    mesh: DeviceMesh | str | None = None,
+    rules: Iterable[Rule | str] = (),
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+) -> Checkpoint:
     """Describe the checkpoint at `path`: a folder, a safetensors file, or an index file.
 
     Only headers are read. Everything that can be wrong without reading the tensors is found.
+
+    Args:
+        path: where it is.
+        mesh: of the ranks that wrote it, where their files have plain tensors and nothing says how
+            these are cut: `"tp=2"`.
+        rules: how that mesh cuts them: `["*.weight=tp, -", "*=..."]`.
+        recipe: the same by a recipe's rules: a name, a file, or `auto` by config.json.
 
     Raises:
         UsageError: what is no path.
@@ -58,7 +76,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
     try:
-        return _open(os.fspath(path))
+        return _open(os.fspath(path), _source_cut(Path(path), mesh, rules, recipe))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename or path}: {error.strerror}; give this user access, or "
@@ -66,14 +84,39 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ) from error
 
 
-def _open(given: str) -> Checkpoint:
+def _source_cut(
+    path: Path,
+    mesh: DeviceMesh | str | None,
+    rules: Iterable[Rule | str],
+    recipe: str | os.PathLike[str] | Recipe | None,
+) -> SourceCut | None:
+    if mesh is None:
+        if rules or recipe is not None:
+            raise UsageError("rules or a recipe for a source without its mesh; give it: tp=2")
+        return None
+    config = _read_json(path / "config.json")
+    if recipe == "auto":
+        recipe = None if config is None else choose_recipe(config)
+        if recipe is None:
+            raise UsageError(
+                f"the recipe 'auto' of a source needs a config.json in {path} that a shipped "
+                "recipe fits; name a recipe, or give rules"
+            )
+    elif recipe is not None and not isinstance(recipe, Recipe):
+        recipe = load_recipe(os.fspath(recipe))
+    return SourceCut.of(mesh, rules, recipe, config)
+
+
+def _open(given: str, cut: SourceCut | None = None) -> Checkpoint:
     path = Path(given)
     if not path.exists():
         raise CheckpointError(describe_missing(given))
     manifest = read_manifest(path) if path.is_dir() else None
     try:
         format = _detect(path) if manifest is None else _find_format_of(path, manifest)
-        if manifest is None:
+        if cut is not None:
+            checkpoint = format.open_cut(path, cut)
+        elif manifest is None:
             checkpoint = format.open(path)
         else:
             checkpoint = _open_with_manifest(format, path, manifest)

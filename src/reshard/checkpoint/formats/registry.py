@@ -27,6 +27,7 @@ _MODULES = (
     "reshard.checkpoint.formats.deepspeed.universal",
     "reshard.checkpoint.formats.vllm_sharded_state",
     "reshard.checkpoint.formats.safetensors.sharded",
+    "reshard.checkpoint.formats.rank_files.format",
     "reshard.checkpoint.formats.torch_pickles",
     "reshard.checkpoint.formats.safetensors.huggingface",
 )

@@ -378,8 +378,9 @@ class _Reader:
         if type(function) is not Global:
             if self._builder is None or type(function) is not Call:
                 raise self.damaged("what is called is no name with a tuple of arguments")
-            # An object that was made is called in turn.
-            function, arguments = Global("operator", "call"), (function, *arguments)
+            # An object that was made is called in turn, or is the class of a new one.
+            name = ("copyreg", "__newobj__") if is_new else ("operator", "call")
+            function, arguments, is_new = Global(*name), (function, *arguments), False
         if self._builder is not None:
             made = self._builder.make(function, arguments)
             if made is not None:

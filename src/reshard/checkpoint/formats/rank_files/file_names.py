@@ -1,0 +1,108 @@
+"""Names of ranks' files: which program wrote them, which rank, and what is in them.
+
+    model_world_size_8_rank_3.pt, optim_world_size_8_rank_3.pt,        verl, SkyRL
+        extra_state_world_size_8_rank_3.pt
+    pytorch_model_fsdp_rank3.bin, optimizer_fsdp_rank3.bin             Accelerate
+    consolidated.03.pth                                                Llama, as Meta published it
+    mp_rank_03.pt, rank3.pt, rank_3.safetensors, model_rank03.pt       others
+
+Files of one kind must be there for every rank from 0 on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import CheckpointError
+
+_SUFFIX = r"\.(?:pt|pth|bin|ckpt|safetensors)"
+_PATTERNS = (
+    re.compile(
+        rf"(?P<stem>.*?)[._-]?world_size_(?P<ranks>\d{{1,7}})_rank_(?P<rank>\d{{1,7}}){_SUFFIX}"
+    ),
+    re.compile(rf"(?P<stem>|.*[._-])(?:mp_|tp_)?rank[._-]?(?P<rank>\d{{1,7}}){_SUFFIX}"),
+    re.compile(r"(?P<stem>consolidated)\.(?P<rank>\d{1,7})\.pth"),
+)
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra state"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The file of a rank: its name, what kind of state it has, and of how many ranks it says."""
+
+    name: str
+    kind: str
+    stem: str
+    rank: int
+    ranks: int | None = None
+
+
+def read_file_name(name: str) -> RankFile | None:
+    """What the name of a file says; None for one that is no rank's.
+
+    >>> read_file_name("optim_world_size_8_rank_3.pt")
+    RankFile(name='optim_world_size_8_rank_3.pt', kind='optimizer', stem='optim', rank=3, ranks=8)
+    >>> read_file_name("mp_rank_01.pt").rank, read_file_name("model.pt")
+    (1, None)
+    """
+    for pattern in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        stem = match["stem"].rstrip("._-")
+        if stem.startswith(("rng", "random")):
+            return None
+        kind = OPTIMIZER if "optim" in stem else EXTRA if stem.startswith("extra") else MODEL
+        said = match.groupdict().get("ranks")
+        return RankFile(name, kind, stem, int(match["rank"]), int(said) if said else None)
+    return None
+
+
+def find_rank_files(folder: Path) -> tuple[RankFile, ...]:
+    """The files of ranks in a folder, by kind and rank."""
+    found = [file for name in os.listdir(folder) if (file := read_file_name(name)) is not None]
+    kinds = (MODEL, OPTIMIZER, EXTRA)
+    return tuple(sorted(found, key=lambda file: (kinds.index(file.kind), file.stem, file.rank)))
+
+
+def group_by_kind(folder: Path, files: tuple[RankFile, ...]) -> Mapping[str, tuple[RankFile, ...]]:
+    """The files of each kind, one for each rank.
+
+    Raises:
+        CheckpointError: files of several saves, or a rank whose file is missing.
+    """
+    groups: dict[str, list[RankFile]] = {}
+    for file in files:
+        groups.setdefault(file.kind, []).append(file)
+    ranks = 1 + max(file.rank for file in files)
+    said = sorted({file.ranks for file in files if file.ranks is not None})
+    if len(said) > 1:
+        raise CheckpointError(
+            f"{folder} has files of {said[0]} and of {said[1]} ranks; files are left over from "
+            "another save. Move those of one save to a folder of their own"
+        )
+    if said and said[0] < ranks:
+        raise CheckpointError(
+            f"{folder} has a file of rank {ranks - 1}, and files that say there are {said[0]} ranks"
+        )
+    for kind, group in groups.items():
+        stems = sorted({file.stem for file in group})
+        if len(stems) > 1:
+            raise CheckpointError(
+                f"{folder} has {kind} files of ranks under several names, {stems[0]!r} and "
+                f"{stems[1]!r}; move those of one save to a folder of their own"
+            )
+        there = {file.rank for file in group}
+        if len(there) != len(group):
+            raise CheckpointError(f"{folder} has two {kind} files of one rank under {stems[0]!r}")
+        missing = sorted(set(range(said[0] if said else ranks)) - there)
+        if missing:
+            raise CheckpointError(
+                f"{folder} has {len(there)} {kind} files ({group[0].name}, ...), and none of rank "
+                f"{missing[0]}; the checkpoint is incomplete, fetch the file"
+            )
+    return {kind: tuple(group) for kind, group in groups.items()}

@@ -1,0 +1,35 @@
+"""The format `rank-files`: bare files of ranks, each with the parts of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.rank_files.file_names import MODEL, OPTIMIZER, find_rank_files
+from reshard.checkpoint.formats.rank_files.reader import FORMAT_NAME, read_rank_files
+from reshard.checkpoint.formats.source_cut import SourceCut
+
+
+class RankFilesFormat(CheckpointFormat):
+    """One file of `torch.save` or safetensors for each rank, with nothing that joins them."""
+
+    name = FORMAT_NAME
+    evidence = "files of ranks, such as `model_world_size_8_rank_3.pt` or `rank3.safetensors`"
+
+    def detect(self, path: Path) -> bool:
+        """Whether a folder has files of ranks with a model or an optimizer."""
+        if not path.is_dir():
+            return False
+        return any(file.kind in (MODEL, OPTIMIZER) for file in find_rank_files(path))
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of files that say themselves how tensors are cut."""
+        return read_rank_files(path)
+
+    def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
+        """The checkpoint of files with plain tensors, cut as the user says."""
+        return read_rank_files(path, cut)
+
+
+FORMAT = RankFilesFormat()

@@ -1,0 +1,121 @@
+"""The states in ranks' files: parts of tensors and plain values, by canonical names.
+
+model_..._rank_R     NAME                           as it stands in the state
+optim_..._rank_R     optimizer.state.NAME.KEY       and the value optimizer.param_groups
+extra_state_...      PATH, or rank_R.PATH           where ranks differ: random states
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.binding import View
+from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
+from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
+from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
+from reshard.checkpoint.formats.safetensors.values import check_shape
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
+from reshard.errors import CheckpointError, FormatError
+
+OPTIMIZER_PREFIX = "optimizer."
+# Where programs keep the state of the model in a file with more in it.
+_MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
+
+
+@dataclass
+class RankStates:
+    """What the files of all ranks have.
+
+    Attributes:
+        parts: for each name the part of each rank, and its file.
+        values: plain values that are equal on all ranks; of one rank under `rank_R.`.
+        unread: what is neither, with the reason.
+    """
+
+    parts: dict[str, dict[int, tuple[str, LocalPart]]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+
+
+def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> RankStates:
+    """The states in the files of each kind.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+        FormatError: one that is damaged, or no state.
+    """
+    states = RankStates()
+    for kind, files in groups.items():
+        values: dict[str, dict[int, Any]] = {}
+        for file in files:
+            for name, part in _read_file(folder / file.name, file, values, states).items():
+                own = f"rank_{file.rank}.{name}" if kind == EXTRA else name
+                if kind == OPTIMIZER:
+                    own = OPTIMIZER_PREFIX + name
+                states.parts.setdefault(own, {})[file.rank] = file.name, part
+        for name, by_rank in values.items():
+            name = OPTIMIZER_PREFIX + name if kind == OPTIMIZER else name
+            found = [*by_rank.values()]
+            if len(found) == len(files) and all(one == found[0] for one in found):
+                states.values[name] = found[0]
+            else:
+                states.values |= {f"rank_{rank}.{name}": one for rank, one in by_rank.items()}
+    return states
+
+
+def _read_file(
+    path: Path, file: RankFile, values: dict[str, dict[int, Any]], states: RankStates
+) -> dict[str, LocalPart]:
+    """The parts in one file; its values are added to `values`, the rest to what is unread."""
+    if path.name.endswith(SUFFIX):
+        return _read_safetensors(path)
+    state = read_torch_file(path)
+    # A state dict in a dict with more in it has the names of the model.
+    if isinstance(state, dict) and file.kind != OPTIMIZER:
+        inner = [key for key in _MODEL_KEYS if isinstance(state.get(key), dict)]
+        if len(inner) == 1 and not any(is_part(value) for value in state.values()):
+            rest = {key: value for key, value in state.items() if key != inner[0]}
+            state = {**rest, **state[inner[0]]}
+    flat = flatten_state(state, str(path), is_part)
+    if "" in flat.unread:
+        raise FormatError(f"{path} holds {flat.unread['']}, no state; save its state_dict()")
+    reader = PartReader(str(path), file.rank, lambda tensor: _read_elements(path, tensor))
+    parts = {}
+    for name, value in flat.tensors.items():
+        parts[name] = part = reader.part(name, value)
+        try:
+            check_shape(name, part.dtype, part.shape)
+            name.encode("utf-8")
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say") from error
+    for name, value in flat.values.items():
+        values.setdefault(name, {})[file.rank] = value
+    states.unread |= flat.unread
+    return parts
+
+
+def _read_safetensors(path: Path) -> dict[str, LocalPart]:
+    parts = {}
+    for entry in read_header(path).tensors:
+        size_bytes = entry.stop_bytes - entry.start_bytes
+        view = View.row_major(entry.shape)
+        tensor = ArchivedTensor(entry.dtype, entry.shape, view, entry.start_bytes, size_bytes, None)
+        parts[entry.name] = LocalPart(entry.dtype, entry.shape, (tensor,))
+    return parts
+
+
+def _read_elements(path: Path, tensor: ArchivedTensor) -> bytes:
+    """The storage of a small tensor."""
+    try:
+        with path.open("rb") as file:
+            return os.pread(file.fileno(), tensor.storage_bytes, tensor.start_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
