@@ -257,6 +257,32 @@ def selection_options(command: Command) -> Command:
     return command
 
 
+_SOURCE_CUT_OPTIONS = (
+    click.option(
+        "--source-mesh",
+        metavar="MESH",
+        help="The ranks that wrote a source of plain tensors, one file each: tp=2.",
+    ),
+    click.option(
+        "--source-rule",
+        "source_rules",
+        multiple=True,
+        metavar="GLOB=SPEC",
+        help="How that mesh cuts its tensors: '*.weight=tp, -'. Repeatable; the first that fits.",
+    ),
+    click.option(
+        "--source-recipe", metavar="NAME|FILE|auto", help="The same by the rules of a recipe."
+    ),
+)
+
+
+def source_cut_options(command: Command) -> Command:
+    """The options of how a source is cut whose files do not say so (`sources.open_source`)."""
+    for option in reversed(_SOURCE_CUT_OPTIONS):
+        command = option(command)
+    return command
+
+
 def conversion_options(command: Command) -> Command:
     """The options of what to convert to, named as the parameters of `plan_conversion`."""
     # Decorators apply from the last to the first: reversed, the help lists them in order.

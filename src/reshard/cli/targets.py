@@ -17,6 +17,7 @@ from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.pretrained.conversion import MOST_FILE_BYTES, plan_for_pretrained
+from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.recipes.engine_layouts.engines import derive_layout
 from reshard.recipes.engine_layouts.layout_file import read_layout_file
@@ -102,10 +103,14 @@ def plan_from_options(
     Raises:
         UsageError: an option that the target does not take.
     """
+    source_cut = {
+        name: arguments.pop(name) for name in ("source_mesh", "source_rules", "source_recipe")
+    }
+    opened = open_source(source, **source_cut)
     if target_kind is None:
         if config is not None:
             raise UsageError("--config is for --for hf; a recipe reads the config.json of SOURCE")
-        return plan_conversion(source, target, **arguments)
+        return plan_conversion(opened, target, **arguments)
     chosen = _TARGETS[target_kind]
     given = {
         name: value
@@ -118,7 +123,7 @@ def plan_from_options(
                 f"--for {target_kind} with {_name_option(name)}: {chosen.reason}; leave it out, or "
                 "convert twice"
             )
-    return chosen.plan(source, target, **given)
+    return chosen.plan(opened, target, **given)
 
 
 def _name_option(parameter: str) -> str:

@@ -23,6 +23,7 @@ from reshard.cli.options import (
     json_option,
     memory_option,
     quiet_option,
+    source_cut_options,
     threads_option,
 )
 from reshard.cli.output import (
@@ -44,6 +45,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 @click.command()
 @click.argument("source", callback=as_path)
 @click.argument("target", callback=as_path)
+@source_cut_options
 @conversion_options
 @memory_option
 @threads_option

@@ -15,7 +15,14 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.cli.failures import DIFFERS, DONE
-from reshard.cli.options import as_path, check_picture, json_option, quiet_option, threads_option
+from reshard.cli.options import (
+    as_path,
+    check_picture,
+    json_option,
+    quiet_option,
+    source_cut_options,
+    threads_option,
+)
 from reshard.cli.output import (
     can_draw_boxes,
     cut_text,
@@ -27,6 +34,7 @@ from reshard.cli.output import (
     write_json,
 )
 from reshard.cli.progress import shown_progress
+from reshard.cli.sources import open_source
 from reshard.errors import UsageError
 from reshard.show.pictures.text_picture import LEAST_WIDTH, picture
 from reshard.text.quantities import bytes_text, count_text, table
@@ -39,6 +47,7 @@ from reshard.text.rank_sets import rank_text
 @click.option(
     "--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors of such names."
 )
+@source_cut_options
 @click.option("--picture", "drawn", metavar="NAME", help="Draw which rank holds what of a tensor.")
 @threads_option
 @json_option
@@ -51,6 +60,7 @@ def inspect(
     threads: int | None,
     as_json: bool,
     quiet: bool,
+    **source_cut: Any,
 ) -> int:
     """Tensors, dtypes, shapes, cuts, ranks and bytes of CHECKPOINT.
 
@@ -78,7 +88,8 @@ def inspect(
         damaged [{tensor, box, expected, found, places, problem}]}
     """
     check_picture(drawn, as_json)
-    opened = open_checkpoint(checkpoint)
+    source = open_source(checkpoint, **source_cut)
+    opened = open_checkpoint(source) if isinstance(source, str) else source
     # Only the tensors that are shown are checked.
     shown = _choose_tensors(opened, patterns)
     found = None

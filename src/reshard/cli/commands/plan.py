@@ -18,6 +18,7 @@ from reshard.cli.options import (
     conversion_options,
     json_option,
     memory_option,
+    source_cut_options,
     threads_option,
 )
 from reshard.cli.output import (
@@ -41,6 +42,7 @@ from reshard.text.quantities import bytes_text, count_text, table
 
 @click.command()
 @click.argument("source", callback=as_path)
+@source_cut_options
 @conversion_options
 @for_option
 @config_option

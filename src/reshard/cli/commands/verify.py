@@ -21,10 +21,12 @@ from reshard.cli.options import (
     json_option,
     quiet_option,
     selection_options,
+    source_cut_options,
     threads_option,
 )
 from reshard.cli.output import printable, write, write_json
 from reshard.cli.progress import shown_progress
+from reshard.cli.sources import open_source
 from reshard.recipes.library import choose_recipe
 from reshard.text.quantities import bytes_text, count_text, duration_text
 
@@ -44,6 +46,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text
     help="Of the names. [default: auto, by config.json]",
 )
 @selection_options
+@source_cut_options
 @threads_option
 @json_option
 @quiet_option
@@ -56,6 +59,9 @@ def verify(
     threads: int | None,
     as_json: bool,
     quiet: bool,
+    source_mesh: str | None,
+    source_rules: tuple[str, ...],
+    source_recipe: str | None,
     **selection_arguments: Any,
 ) -> int:
     """Whether LEFT and RIGHT hold the same tensors.
@@ -66,6 +72,8 @@ def verify(
     With --left-names, --right-names or --recipe, both are compared by the recipe's names, and what
     is fused as what it is fused of. Where one has each expert by itself and the other has them
     stacked, --recipe auto tells by their names.
+
+    --source-mesh, --source-rule and --source-recipe say how LEFT is cut, where its files do not.
 
     --strip-prefix and --rename are for the names of LEFT, as in the conversion that made RIGHT of
     it, and --include and --exclude choose of LEFT then. Without the former they choose of both.
@@ -85,7 +93,8 @@ def verify(
     """
     began_s = time.monotonic()
     selection = TensorSelection(**selection_arguments)
-    a, b = _name_both(_select_both(left, right, selection), left_names, right_names, recipe)
+    first = open_source(left, source_mesh, source_rules, source_recipe)
+    a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
     are_named = any(one is not None for one in (left_names, right_names, recipe))
     with shown_progress("comparing", quiet) as progress:
         found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
@@ -99,11 +108,13 @@ def verify(
     return DONE if found.is_same else DIFFERS
 
 
-def _select_both(left: str, right: str, selection: TensorSelection) -> list[str | Checkpoint]:
+def _select_both(
+    left: str | Checkpoint, right: str, selection: TensorSelection
+) -> list[str | Checkpoint]:
     """What is chosen of both checkpoints."""
     if not selection:
         return [left, right]
-    opened = [open_checkpoint(path) for path in (left, right)]
+    opened = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (left, right)]
     first = select_from(opened[0], selection)
     if selection.changes_names:
         return [first, opened[1]]

@@ -156,7 +156,8 @@ class PartReader:
         # An axis that was flattened has several sizes.
         sizes = [size for axis in axes for size in axis["shape"]]
         strides = [stride for axis in axes for stride in axis["stride"]]
-        if math.prod(sizes) > _MOST_RANKS or not sizes:
+        # One rank has an axis without sizes.
+        if math.prod(sizes) > _MOST_RANKS:
             raise ValueError(f"a mesh of {sizes}")
         steps = itertools.product(*(range(size) for size in sizes))
         places = [sum(n * s for n, s in zip(step, strides, strict=True)) for step in steps]

@@ -13,12 +13,13 @@ from reshard.checkpoint.formats.rank_files.file_names import (
     group_by_kind,
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
-from reshard.checkpoint.formats.rank_files.plain_cuts import SourceCut, cut_plain_parts
+from reshard.checkpoint.formats.rank_files.plain_cuts import cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
     OPTIMIZER_PREFIX,
     RankStates,
     read_states,
 )
+from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
 from reshard.checkpoint.training.state import find_training_state
@@ -65,6 +66,12 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         tensors = {
             name: join_parts(folder, name, parts, ranks) for name, parts in states.parts.items()
         }
+    meshes = {
+        part.sharding.mesh
+        for parts in states.parts.values()
+        for _, part in parts.values()
+        if part.sharding is not None
+    }
     files = tuple(
         StoredFile(file.name, (folder / file.name).stat().st_size, file.rank)
         for group in groups.values()
@@ -81,6 +88,7 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         FORMAT_NAME,
         tensors,
         files,
+        cut.mesh if cut is not None else meshes.pop() if len(meshes) == 1 else None,
         checksums=list_checksums(archived),
         values=states.values,
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
@@ -96,7 +104,17 @@ def _name_optimizer_state(checkpoint: Checkpoint, states: RankStates) -> Checkpo
     inside = [name for name in checkpoint.tensors if name.startswith(OPTIMIZER_PREFIX)]
     if not inside:
         return checkpoint
-    found = find_training_state(checkpoint)
+    # Under FSDP2 parameters are DTensors, and buffers are plain: only the former have numbers.
+    buffers = {
+        name
+        for name, parts in states.parts.items()
+        if not name.startswith(OPTIMIZER_PREFIX)
+        and all(part.is_plain for _, part in parts.values())
+    }
+    if len(buffers) + len(inside) == len(checkpoint.tensors):
+        buffers = set()
+    parameters = {n: one for n, one in checkpoint.tensors.items() if n not in buffers}
+    found = find_training_state(dataclasses.replace(checkpoint, tensors=parameters))
     if found is None:
         return checkpoint
     names = {name: name for name in checkpoint.tensors}

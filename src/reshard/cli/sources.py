@@ -1,0 +1,26 @@
+"""Sources of commands, where options say how they are cut."""
+
+from __future__ import annotations
+
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.errors import UsageError
+
+
+def open_source(
+    path: str,
+    source_mesh: str | None,
+    source_rules: tuple[str, ...],
+    source_recipe: str | None,
+) -> str | Checkpoint:
+    """The checkpoint at a path, opened as the options say; the path where they say nothing.
+
+    Raises:
+        UsageError: rules or a recipe without a mesh.
+    """
+    if source_mesh is None:
+        if source_rules or source_recipe is not None:
+            given = "--source-rule" if source_rules else "--source-recipe"
+            raise UsageError(f"{given} without --source-mesh; give the mesh of the ranks: tp=2")
+        return path
+    return open_checkpoint(path, mesh=source_mesh, rules=source_rules, recipe=source_recipe)
