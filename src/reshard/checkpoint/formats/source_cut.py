@@ -54,8 +54,8 @@ class SourceCut:
     ) -> SourceCut:
         """The same from texts.
 
-        >>> SourceCut.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"].text
-        'tp, -'
+        >>> print(SourceCut.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
+        tp, -
         """
         if isinstance(rules, str):
             raise UsageError(f"rules {rules!r}; give a list of them")

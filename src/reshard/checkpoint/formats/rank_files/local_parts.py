@@ -56,10 +56,10 @@ class LocalPart:
 
 def is_part(value: object) -> bool:
     """Whether a value of a file is a tensor, or a part of one."""
-    return type(value) is ArchivedTensor or (isinstance(value, Call) and _wrapped(value) != "")
+    return type(value) is ArchivedTensor or (isinstance(value, Call) and _find_wrapper(value) != "")
 
 
-def _wrapped(call: Call) -> str:
+def _find_wrapper(call: Call) -> str:
     """The class of a tensor that wraps others, or nothing."""
     if call.function.name != "_rebuild_from_type_v2" or len(call.arguments) < 4:
         return ""
@@ -89,9 +89,9 @@ class PartReader:
             return LocalPart(value.dtype, value.shape, (value,))
         where = f"{self._label}: tensor {name!r}"
         try:
-            if _wrapped(value) == "DTensor":
-                return self._dtensor(where, value)
-            return self._sharded_tensor(where, value)
+            if _find_wrapper(value) == "DTensor":
+                return self._read_dtensor(where, value)
+            return self._read_sharded_tensor(where, value)
         except ReshardError as error:
             if isinstance(error, FormatError):
                 raise
@@ -101,7 +101,7 @@ class PartReader:
                 f"{where} is described in another way than by PyTorch 2.2 to 2.13 ({error})"
             ) from error
 
-    def _dtensor(self, where: str, call: Call) -> LocalPart:
+    def _read_dtensor(self, where: str, call: Call) -> LocalPart:
         dtype, shape = _dtype_and_shape(where, call)
         state = _attributes(call.arguments[3])
         local, spec = state["_local_tensor"], _attributes(state["_spec"])
@@ -178,7 +178,7 @@ class PartReader:
         numbers: list[int] = flat[tensor.view.positions(tensor.shape)].reshape(-1).tolist()
         return numbers
 
-    def _sharded_tensor(self, where: str, call: Call) -> LocalPart:
+    def _read_sharded_tensor(self, where: str, call: Call) -> LocalPart:
         dtype, shape = _dtype_and_shape(where, call)
         shards = call.arguments[3][0]
         tensors, boxes = [], []

@@ -20,10 +20,10 @@ import numpy as np
 
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.rank_files.joining import Parts, bind_sharding
+from reshard.checkpoint.formats.rank_files.optimizer_names import split_state_name
+from reshard.checkpoint.formats.rank_files.rank_states import list_parameters
 from reshard.checkpoint.formats.source_cut import SourceCut
-from reshard.checkpoint.training.following import find_dims
-from reshard.checkpoint.training.state import find_training_state
-from reshard.errors import CoverageError, FormatError, ReshardError, UsageError
+from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.sharding import DimSpec, ShardingSpec
 
 Shape = tuple[int, ...]
@@ -55,24 +55,22 @@ def cut_plain_parts(
                     f"tensor {name!r} is {first.dtype} {list(first.shape)} in {folder / file}, but "
                     f"{part.dtype} {list(part.shape)} in {folder / other}"
                 )
-    state = find_training_state(local)
     # What an optimizer keeps of a parameter is cut as it is; rules are for the others.
-    followed = (
-        {
-            name: (state.weights[one.parameter], one.key)
-            for name, one in (state.tensors.items() if state is not None else ())
-            if one.key and one.parameter in state.weights
-        }
-        if state is not None
-        else {}
-    )
+    numbers = list_parameters(parts)
+    followed = {}
+    for name in parts:
+        parameter, _ = split_state_name(name) or ("", "")
+        if parameter.isdecimal() and int(parameter) < len(numbers):
+            parameter = numbers[int(parameter)]
+        if parameter in parts:
+            followed[name] = parameter
     led = {name: found for name, found in parts.items() if name not in followed}
     shardings = _find_shardings(led, cut)
     tensors = {}
     for name, found in parts.items():
         if name in followed:
-            leader, key = followed[name]
-            sharding = _follow(shardings[leader], local[leader], local[name], key, cut)
+            leader = followed[name]
+            sharding = _follow(shardings[leader], local[leader], local[name], cut)
         else:
             sharding = shardings[name]
         shape = _whole_shape(found, sharding)
@@ -118,13 +116,6 @@ def _whole_shape(parts: Parts, sharding: ShardingSpec) -> Shape:
     return tuple(shape)
 
 
-def _follow(
-    sharding: ShardingSpec, parameter: Shape, state: Shape, key: str, cut: SourceCut
-) -> ShardingSpec:
-    """The sharding of what an optimizer keeps of a parameter."""
-    dims = find_dims(parameter, state, key) or (None,) * len(state)
-    specs = [DimSpec() if d is None else sharding.dim_specs[d] for d in dims]
-    try:
-        return ShardingSpec(cut.mesh, specs)
-    except ReshardError as error:
-        raise FormatError(f"optimizer state of shape {list(state)}: {error}") from error
+def _follow(sharding: ShardingSpec, parameter: Shape, state: Shape, cut: SourceCut) -> ShardingSpec:
+    """The sharding of what an optimizer keeps of a parameter: the same, or none for scalars."""
+    return sharding if state == parameter else ShardingSpec(cut.mesh, [DimSpec() for _ in state])

@@ -16,6 +16,7 @@ from typing import Any
 from reshard.binding import View
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
+from reshard.checkpoint.formats.rank_files.optimizer_names import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
 from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
@@ -23,7 +24,6 @@ from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
 
-OPTIMIZER_PREFIX = "optimizer."
 # Where programs keep the state of the model in a file with more in it.
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
@@ -67,6 +67,31 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
             else:
                 states.values |= {f"rank_{rank}.{name}": one for rank, one in by_rank.items()}
     return states
+
+
+def list_parameters(parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]]) -> list[str]:
+    """The names of the model's parameters in their order.
+
+    Plain tensors beside parts of others are buffers; of tied tensors the first counts.
+    """
+    model = {name: own for name, own in parts.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    says_cuts = any(not part.is_plain for own in model.values() for _, part in own.values())
+    seen = set()
+    names = []
+    for name, own in model.items():
+        first = next(iter(own.values()))[1]
+        if (says_cuts and first.is_plain) or name.startswith("rank_"):
+            continue
+        place = tuple(
+            (rank, file, tensor.start_bytes, tensor.view, tensor.shape)
+            for rank, (file, part) in own.items()
+            for tensor in part.tensors
+            if tensor.storage_bytes
+        )
+        if not place or place not in seen:
+            names.append(name)
+        seen.add(place)
+    return names
 
 
 def _read_file(

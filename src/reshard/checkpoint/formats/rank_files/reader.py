@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
@@ -13,16 +12,21 @@ from reshard.checkpoint.formats.rank_files.file_names import (
     group_by_kind,
 )
 from reshard.checkpoint.formats.rank_files.joining import join_parts
+from reshard.checkpoint.formats.rank_files.optimizer_names import (
+    GROUPS,
+    OPTIMIZER_PREFIX,
+    find_state_names,
+    name_groups,
+)
 from reshard.checkpoint.formats.rank_files.plain_cuts import cut_plain_parts
 from reshard.checkpoint.formats.rank_files.rank_states import (
-    OPTIMIZER_PREFIX,
     RankStates,
+    list_parameters,
     read_states,
 )
 from reshard.checkpoint.formats.source_cut import SourceCut
 from reshard.checkpoint.formats.torch_files.bound_tensors import list_checksums
 from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
-from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import FormatError, UsageError
 
 FORMAT_NAME = "rank-files"
@@ -97,59 +101,29 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
 
 
 def _name_optimizer_state(checkpoint: Checkpoint, states: RankStates) -> Checkpoint:
-    """The checkpoint with optimizer state under the names of parameters.
-
-    Programs save `optimizer.state_dict()`, in which parameters have numbers.
-    """
-    inside = [name for name in checkpoint.tensors if name.startswith(OPTIMIZER_PREFIX)]
-    if not inside:
-        return checkpoint
-    # Under FSDP2 parameters are DTensors, and buffers are plain: only the former have numbers.
-    buffers = {
-        name
-        for name, parts in states.parts.items()
-        if not name.startswith(OPTIMIZER_PREFIX)
-        and all(part.is_plain for _, part in parts.values())
+    """The checkpoint with optimizer state under the names of parameters, where these are known."""
+    parameters = [(name, checkpoint[name].shape) for name in list_parameters(states.parts)]
+    inside = {
+        name: tensor.shape
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(OPTIMIZER_PREFIX)
     }
-    if len(buffers) + len(inside) == len(checkpoint.tensors):
-        buffers = set()
-    parameters = {n: one for n, one in checkpoint.tensors.items() if n not in buffers}
-    found = find_training_state(dataclasses.replace(checkpoint, tensors=parameters))
-    if found is None:
+    groups = checkpoint.values.get(GROUPS)
+    names, problem = find_state_names(parameters, inside, groups)
+    if problem is not None:
+        note = f"optimizer state keeps the numbers of parameters: {problem}"
+        return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, note))
+    if not names:
         return checkpoint
-    names = {name: name for name in checkpoint.tensors}
-    for name, (parameter, key) in found.tensors.items():
-        if name.startswith(OPTIMIZER_PREFIX) and key:
-            names[name] = f"{OPTIMIZER_PREFIX}state.{parameter}.{key}"
-    if len(set(names.values())) != len(names):
-        return checkpoint
-    tensors = {
-        new: dataclasses.replace(checkpoint.tensors[name], name=new) for name, new in names.items()
-    }
-    checksums = tuple(
-        dataclasses.replace(one, tensor=names[one.tensor]) for one in checkpoint.checksums
-    )
-    values = dict(checkpoint.values)
-    groups = values.get(OPTIMIZER_PREFIX + "param_groups")
-    numbered = next((found.numbers[one] for one in found.numbers), ())
-    if isinstance(groups, list) and numbered:
-        values[OPTIMIZER_PREFIX + "param_groups"] = [
-            {**group, "params": [_name_of(numbered, one) for one in group.get("params", ())]}
-            for group in groups
-        ]
-    notes = _note_unplaced(found.unplaced)
+    names = {name: names.get(name, name) for name in checkpoint.tensors}
     return dataclasses.replace(
-        checkpoint, tensors=tensors, checksums=checksums, values=values, notes=notes
+        checkpoint,
+        tensors={
+            new: dataclasses.replace(checkpoint.tensors[name], name=new)
+            for name, new in names.items()
+        },
+        checksums=tuple(
+            dataclasses.replace(one, tensor=names[one.tensor]) for one in checkpoint.checksums
+        ),
+        values={**checkpoint.values, GROUPS: name_groups(groups, parameters)},
     )
-
-
-def _name_of(names: tuple[str, ...], number: object) -> object:
-    is_known = isinstance(number, int) and 0 <= number < len(names)
-    return names[number] if is_known and isinstance(number, int) else number
-
-
-def _note_unplaced(unplaced: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    left = list(unplaced)
-    if not left:
-        return ()
-    return (f"{len(left)} tensors of optimizer state keep their numbers: {left[0][1]}",)

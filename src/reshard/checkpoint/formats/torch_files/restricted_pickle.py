@@ -373,14 +373,13 @@ class _Reader:
 
     def call(self, *, is_new: bool) -> None:
         arguments, function = self._pop(), self._pop()
-        if type(arguments) is not tuple:
+        is_made = self._builder is not None and type(function) is Call
+        if type(arguments) is not tuple or not (is_made or type(function) is Global):
             raise self.damaged("what is called is no name with a tuple of arguments")
-        if type(function) is not Global:
-            if self._builder is None or type(function) is not Call:
-                raise self.damaged("what is called is no name with a tuple of arguments")
+        if is_made:
             # An object that was made is called in turn, or is the class of a new one.
-            name = ("copyreg", "__newobj__") if is_new else ("operator", "call")
-            function, arguments, is_new = Global(*name), (function, *arguments), False
+            name = Global("copyreg", "__newobj__") if is_new else Global("operator", "call")
+            function, arguments, is_new = name, (function, *arguments), False
         if self._builder is not None:
             made = self._builder.make(function, arguments)
             if made is not None:
