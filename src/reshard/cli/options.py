@@ -209,6 +209,12 @@ _CONVERSION_OPTIONS = (
         help="Make the matrices of layers float8, with a scale for each block of 128 by 128.",
     ),
     click.option(
+        "--source-layout",
+        metavar="FILE",
+        help="Make the model's own tensors of what an engine's ranks hold (sharded_state): a file "
+        "that `reshard recipe derive` wrote. [default: the one beside the source]",
+    ),
+    click.option(
         "--adapter",
         "adapters",
         multiple=True,

@@ -39,6 +39,9 @@ def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
     tokens = [list(one.outputs[0].token_ids) for one in engine.generate(prompts, params)]
     found: dict[str, object] = {"tokens": tokens}
+    saved = os.environ.get("RESHARD_SAVED_STATE")
+    if saved:
+        engine.collective_rpc("save_sharded_state", kwargs={"path": saved})
     if load_format == "reshard":
         from reshard.torch.vllm import plugin
 
@@ -48,8 +51,10 @@ def run_rank(folder: str, load_format: str, tp: int, result: str) -> None:
     Path(f"{result}.{os.environ['RANK']}").write_text(json.dumps(found))
 
 
-def generate(folder: Path, load_format: str, tp: int, scratch: Path) -> list[dict[str, object]]:
-    """What each rank generates."""
+def generate(
+    folder: Path, load_format: str, tp: int, scratch: Path, saved: Path | None = None
+) -> list[dict[str, object]]:
+    """What each rank generates; it then saves its parameters into the folder `saved`, if given."""
     import socket
 
     with socket.socket() as free:
@@ -76,6 +81,7 @@ def generate(folder: Path, load_format: str, tp: int, scratch: Path) -> list[dic
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "RESHARD_SAVED_STATE": str(saved or ""),
         }
         command = [sys.executable, __file__, str(folder), load_format, str(tp), str(result)]
         processes.append(subprocess.Popen(command, env=environment))

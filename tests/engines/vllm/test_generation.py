@@ -11,6 +11,7 @@ if os.environ.get("RESHARD_ENGINE") != "vllm":
     pytest.skip("needs vLLM", allow_module_level=True)
 
 from engines.vllm.generation import generate
+from reshard.checkpoint import compare, convert
 from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.torch.vllm import layouts
@@ -66,5 +67,12 @@ def test_tokens_are_those_of_its_own_loader(model: Path, tp: int, tmp_path: Path
     assert [one["tokens"] for one in by_format] == right
     layout = layouts(model, tp=tp, cache=tmp_path / "cache")
     run_conversion(plan_for_vllm(model, tmp_path / "state", layout))
-    by_state = generate(tmp_path / "state", "sharded_state", tp, tmp_path)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    by_state = generate(tmp_path / "state", "sharded_state", tp, tmp_path, saved)
     assert [one["tokens"] for one in by_state] == right
+    # Back to the model: from what reshard wrote, and from what vLLM itself saves.
+    convert(tmp_path / "state", tmp_path / "back", to="full")
+    assert compare(model, tmp_path / "back").is_same
+    convert(saved, tmp_path / "from vLLM", to="full", source_layout=layout)
+    assert compare(model, tmp_path / "from vLLM").is_same

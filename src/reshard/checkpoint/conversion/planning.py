@@ -24,6 +24,7 @@ from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.engine_states import as_model, find_layout
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
@@ -37,6 +38,7 @@ from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
 from reshard.errors import UsageError
 from reshard.plans.documents.serialization import to_json
+from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.recipe import parse_options
 
 
@@ -54,7 +56,8 @@ def plan_conversion(
         request: what to cut for, and how; or its keywords: `to`, `rules`, `recipe`, `options`,
             `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`,
             `dtype`, `dequantize`, `quantize`, `layout`, `allow`, `include`, `exclude`,
-            `strip_prefix`, `rename`, `training`, `adapters` (see `ConversionRequest`).
+            `strip_prefix`, `rename`, `training`, `adapters`,
+            `source_layout` (see `ConversionRequest`).
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -70,6 +73,7 @@ def plan_conversion(
     holds = request.target_format.can_hold
     if checkpoint.items and Holding.VALUES in holds and Holding.ITEMS not in holds:
         checkpoint = in_plain_values(checkpoint)
+    checkpoint = _take_from_ranks(request, checkpoint)
     translated = _translate(request, select_from(checkpoint, request.selection))
     named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)
@@ -121,6 +125,14 @@ def _open_source(
             whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
         )
     return checkpoint, target
+
+
+def _take_from_ranks(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
+    """The model's own tensors, where the source is what an engine's ranks hold."""
+    layout = request.source_layout
+    if layout is None and request.target_format.name != checkpoint.format:
+        layout = find_layout(checkpoint)
+    return as_model(checkpoint, layout) if isinstance(layout, EngineLayout) else checkpoint
 
 
 def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
@@ -189,6 +201,9 @@ def _resolve(request: ConversionRequest, named: NamedSource) -> dict[str, Any]:
     if request.engine_layout is not None:
         text = to_json(request.engine_layout).encode()
         changes["layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    if isinstance(request.source_layout, EngineLayout):
+        text = to_json(request.source_layout).encode()
+        changes["source_layout"] = hashlib.blake2b(text, digest_size=16).hexdigest()
     # What is allowed is left out: it changes whether a conversion is done, and not what it writes.
     return {
         "to": request.to_text,

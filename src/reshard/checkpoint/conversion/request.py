@@ -58,6 +58,7 @@ class RequestArguments(TypedDict, total=False):
     rename: Iterable[str]
     training: str | None
     adapters: Iterable[str | os.PathLike[str]]
+    source_layout: LayoutFile | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ class ConversionRequest:
         training: whose names and kinds of training state the target has: `fsdp2`, `reshard` or
             `optax` (`reshard.checkpoint.training.styles`); the format's own, or the source's, when
             None.
+        source_layout: of the engine whose ranks hold the source (`vllm-sharded-state`), or the
+            file that has it: the target has the model's own tensors. By default the one that is
+            beside the source, where there is one and the target is of another format.
         adapters: of PEFT, whose changes are merged into the source's weights, one after another.
 
     Raises:
@@ -124,6 +128,7 @@ class ConversionRequest:
     rename: Iterable[str] = ()
     training: str | None = None
     adapters: Iterable[str | os.PathLike[str]] = ()
+    source_layout: LayoutFile | None = None
 
     def __post_init__(self) -> None:
         self._read_layout()
@@ -144,6 +149,8 @@ class ConversionRequest:
         _refuse(self.training is not None and self.layout is not None, "training", "a layout")
         _ = self.training_style
         self._check_adapters()
+        if self.source_layout is not None and not isinstance(self.source_layout, EngineLayout):
+            object.__setattr__(self, "source_layout", read_layout_file(self.source_layout))
         renames = self.source_names is not None or self.target_names is not None
         _refuse(self.dequantize and renames, "other names", "dequantize")
         _refuse(self.quantize is not None and renames, "other names", "quantize")

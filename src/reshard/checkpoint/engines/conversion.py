@@ -8,12 +8,14 @@ made of (`rank_parameters`). So the run, its journal and its memory are those of
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME
 from reshard.checkpoint.conversion.planning import check_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
@@ -80,6 +82,11 @@ def plan_for_vllm(
             most_file_bytes=most_file_bytes,
         )
     )
-    digest = hashlib.blake2b(to_json(layout).encode(), digest_size=16).hexdigest()
+    text = to_json(layout)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    # Beside the files, so that the model's own tensors can be made of them again.
+    beside = tuple(name for name in checkpoint.carried if name != LAYOUT_NAME)
+    checkpoint = dataclasses.replace(checkpoint, carried=(*beside, LAYOUT_NAME))
     resolved = {"for": f"vllm {layout.version}", "to": layout.mesh.text, "layout": digest}
-    return Conversion(checkpoint, target, arrangement, request, resolved)
+    rewritten = {LAYOUT_NAME: text.encode()}
+    return Conversion(checkpoint, target, arrangement, request, resolved, rewritten=rewritten)
