@@ -73,10 +73,7 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
         NotationError: what DTensor cannot express, see `placements_of`.
         MissingExtraError: torch is not installed.
     """
-    found = placements_of(spec)
-    placements = found.placements
-    if not found.is_left_to_right:
-        placements = _find_strided(found, spec, shape)
+    placements = find_placements(spec, shape)
     try:
         from torch.distributed.tensor import placement_types
     except ImportError as error:
@@ -97,6 +94,27 @@ def to_placements(spec: ShardingSpec, shape: Sequence[int] | None = None) -> tup
         else:
             objects.append(placement_types.Replicate())
     return tuple(objects)
+
+
+def find_placements(
+    spec: ShardingSpec, shape: Sequence[int] | None = None
+) -> tuple[Placement, ...]:
+    """Placements to be applied from left to right, as torch does, one for each mesh axis.
+
+    Args:
+        spec: the sharding.
+        shape: of the tensor; needed where axes cut in another order than the mesh's.
+
+    Raises:
+        NotationError: what DTensor cannot express, see `placements_of`.
+
+    >>> from reshard.sharding_text import spec
+    >>> mesh = DeviceMesh.of(dp=2, tp=2)
+    >>> print(*find_placements(spec(mesh, "tp / dp, -"), (8, 4)))
+    _StridedShard(0, split_factor=2) Shard(0)
+    """
+    found = placements_of(spec)
+    return found.placements if found.is_left_to_right else _find_strided(found, spec, shape)
 
 
 def _find_strided(

@@ -133,6 +133,28 @@ def test_objects_of_classes_and_types_are_written() -> None:
     assert (dict(found["groups"]), found["dtype"]) == ({"b": 2}, torch.bfloat16)
 
 
+def test_content_that_is_known_is_written() -> None:
+    storage = NewStorage(
+        dtype("int32"), 3, torch.tensor([5, 6, 7], dtype=torch.int32).numpy().tobytes()
+    )
+    tensor = NewTensor.of(dtype("int32"), (3,), storage)
+    file = new_torch_file("x", {"ranks": tensor, "w": NewTensor.of(F32, (2,))})
+    assert len(file.checked_ranges) == 1
+    content = bytearray(file.stored.size_bytes)
+    for start, piece in [*file.known_bytes(), *file.closing_bytes(lambda *_: zlib.crc32(bytes(8)))]:
+        content[start : start + len(piece)] = piece
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    assert torch.load(io.BytesIO(content), weights_only=True)["ranks"].tolist() == [5, 6, 7]
+
+
+def test_an_object_that_is_met_again_is_the_same() -> None:
+    options = Call(Global("argparse", "Namespace"), (), {"a": 1}, is_new=True)
+    found = torch.load(
+        io.BytesIO(filled(new_torch_file("x", [options, options]))), weights_only=False
+    )
+    assert found[0] is found[1]
+
+
 def test_many_storages_have_an_end_of_64_bits() -> None:
     tensors = [NewTensor.of(dtype("uint8"), (1,)) for _ in range(70_000)]
     file = new_torch_file("x", tensors)

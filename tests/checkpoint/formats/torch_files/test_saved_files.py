@@ -217,6 +217,12 @@ def test_a_part_of_a_tensor_that_is_part_of_something_else_is_kept() -> None:
     assert read(stream.getvalue())["n"] == (2, 3, 4, 5)
 
 
+def test_an_empty_tensor_may_have_any_strides() -> None:
+    found = read(saved(torch.ones(1).expand(4, 1)[:, :0]))
+    assert isinstance(found, ArchivedTensor)
+    assert found.shape == (4, 0)
+
+
 def test_files_are_read_in_place(tmp_path: Path) -> None:
     value = {f"w{number}": torch.full((number,), 1.0 * number) for number in range(300)}
     for is_zip in FORMS:

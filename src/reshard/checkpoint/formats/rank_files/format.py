@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.format import CheckpointFormat, Holding
+from reshard.checkpoint.formats.rank_files.arrangement import arrange_rank_files
 from reshard.checkpoint.formats.rank_files.file_names import MODEL, OPTIMIZER, find_rank_files
 from reshard.checkpoint.formats.rank_files.reader import FORMAT_NAME, read_rank_files
 from reshard.checkpoint.formats.source_cut import SourceCut
@@ -16,6 +18,8 @@ class RankFilesFormat(CheckpointFormat):
 
     name = FORMAT_NAME
     evidence = "files of ranks, such as `model_world_size_8_rank_3.pt` or `rank3.safetensors`"
+
+    can_hold = frozenset({Holding.SHARDS, Holding.VALUES})
 
     def detect(self, path: Path) -> bool:
         """Whether a folder has files of ranks with a model or an optimizer."""
@@ -30,6 +34,10 @@ class RankFilesFormat(CheckpointFormat):
     def open_cut(self, path: Path, cut: SourceCut) -> Checkpoint:
         """The checkpoint of files with plain tensors, cut as the user says."""
         return read_rank_files(path, cut)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """A file of DTensors for each rank."""
+        return arrange_rank_files(self.name, new)
 
 
 FORMAT = RankFilesFormat()

@@ -38,10 +38,14 @@ from reshard.errors import UsageError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A storage of `elements` elements, which several tensors may view."""
+    """A storage of `elements` elements, which several tensors may view.
+
+    `content` has its bytes where they are known beforehand, as those of a mesh's ranks are.
+    """
 
     dtype: DType
     elements: int
+    content: bytes | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -99,13 +103,20 @@ class NewTorchFile(NewFile):
         offset_bytes = tensor.view.offset * tensor.storage.dtype.itemsize_bytes
         return self.starts[tensor.storage][1] + offset_bytes
 
+    def known_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """The records in front, and storages whose content is known."""
+        yield 0, self.content
+        for storage, (_, start) in self.starts.items():
+            if storage.content:
+                yield start, storage.content
+
     @property
     def checked_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The storages."""
+        """The storages whose elements follow."""
         return tuple(
             (start, storage.size_bytes)
             for storage, (_, start) in self.starts.items()
-            if storage.elements
+            if storage.elements and storage.content is None
         )
 
     def closing_bytes(self, checksum: Callable[[int, int], int]) -> Iterator[tuple[int, bytes]]:
@@ -114,7 +125,10 @@ class NewTorchFile(NewFile):
         for number, (storage, (header_bytes, start)) in enumerate(self.starts.items()):
             name = _record_name(number)
             size = storage.size_bytes
-            crc32 = checksum(start, size) if size else 0
+            if storage.content is not None:
+                crc32 = zlib.crc32(storage.content)
+            else:
+                crc32 = checksum(start, size) if size else 0
             extra = padded_extra(header_bytes, name, size)
             yield header_bytes, local_header(name, UTF8, crc32, size, extra)
             entries.append(directory_entry(name, UTF8, crc32, size, header_bytes))

@@ -46,7 +46,7 @@ class _PickleWriter:
     def __init__(self, describe: Describe | None) -> None:
         self._describe = describe
         self.content = bytearray()
-        self._memo: dict[str | Global, int] = {}
+        self._memo: dict[str | Global | Call, int] = {}
 
     def put(self, value: Any) -> None:
         """Write the opcodes that put a value on the stack."""
@@ -100,13 +100,19 @@ class _PickleWriter:
     def _put_recalled(self, value: str | Global) -> None:
         number = self._memo.get(value)
         if number is not None:
-            self.content += b"h" + bytes([number]) if number < 256 else _wide(b"j", number)
+            self._recall(number)
             return
         if isinstance(value, str):
             text = value.encode("utf-8", "surrogatepass")
             self.content += b"X" + struct.pack("<I", len(text)) + text
         else:
             self.content += f"c{value.module}\n{value.name}\n".encode()
+        self._remember(value)
+
+    def _recall(self, number: int) -> None:
+        self.content += b"h" + bytes([number]) if number < 256 else _wide(b"j", number)
+
+    def _remember(self, value: str | Global | Call) -> None:
         # BINPUT, or LONG_BINPUT from number 256 on.
         number = self._memo[value] = len(self._memo)
         self.content += b"q" + bytes([number]) if number < 256 else _wide(b"r", number)
@@ -128,10 +134,17 @@ class _PickleWriter:
             self.content += b"u"
 
     def _put_call(self, value: Call) -> None:
+        number = self._memo.get(value)
+        if number is not None:
+            self._recall(number)
+            return
         self.put(value.function)
         self.put(value.arguments)
         # NEWOBJ, or REDUCE; below, BUILD gives the state.
         self.content += b"\x81" if value.is_new else b"R"
+        # An object that is met again is the same one; tensors are many, and none is.
+        if value.state is not None:
+            self._remember(value)
         if value.members:
             self.content += b"("
             for member in value.members:

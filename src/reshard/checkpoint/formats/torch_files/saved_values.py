@@ -140,7 +140,8 @@ class ValueBuilder:
             view = self._views[offset, strides] = View(offset, strides)
         shape = self._shapes.setdefault(shape, shape)
         # Elements under several indices are made when they are read: it stays a call.
-        if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
+        is_repeated = any(s == 0 and n > 1 for n, s in zip(shape, strides, strict=True))
+        if is_repeated and 0 not in shape:
             return None
         place = storage.start_bytes, storage.size_bytes, storage.crc32
         return placed_tensor(self._records, storage.dtype, place, shape, view), True

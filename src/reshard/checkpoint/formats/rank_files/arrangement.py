@@ -1,0 +1,333 @@
+"""New files of ranks: a state of DTensors for each, which `torch.load` reads there.
+
+    model_world_size_N_rank_R.pt          tensors: DTensors, those that no axis cuts plain
+    optim_world_size_N_rank_R.pt          {"state": {parameter: {key: ...}}, "param_groups": [...]}
+    extra_state_world_size_N_rank_R.pt    values, and what `rank_R.` stands before
+
+Every rank has a copy of what is replicated. Parameters of the optimizer have the numbers that
+`optimizer.load_state_dict` wants where the order of the model's parameters gives them; names
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.contents import StoredTensor
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    PlannedTensor,
+    check_values,
+)
+from reshard.checkpoint.formats.rank_files.file_names import EXTRA, MODEL, OPTIMIZER
+from reshard.checkpoint.formats.rank_files.optimizer_names import (
+    GROUPS,
+    OPTIMIZER_PREFIX,
+    split_state_name,
+)
+from reshard.checkpoint.formats.torch_files.nested_states import unflatten_state
+from reshard.checkpoint.formats.torch_files.new_files import (
+    NewStorage,
+    NewTensor,
+    NewTorchFile,
+    new_torch_file,
+)
+from reshard.checkpoint.formats.torch_files.pickle_terms import Call, Global
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import NotationError, RecipeError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.notation.dtensor.objects import find_placements
+from reshard.notation.dtensor.placements import Placement, Shard, StridedShard
+from reshard.notation.dtensor.text import sharding_of_placements
+from reshard.sharding import ShardingSpec
+from reshard.sharding_text import spec as parse_sharding
+
+_BEGINNINGS = {MODEL: "model", OPTIMIZER: "optim", EXTRA: "extra_state"}
+_OF_RANK = re.compile(r"rank_(\d{1,7})\.(.+)", re.DOTALL)
+_DTENSOR = Global("torch.distributed.tensor", "DTensor")
+_TYPES = "torch.distributed.tensor.placement_types"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_LAYOUT = "torch.distributed._mesh_layout"
+
+
+def arrange_rank_files(format_name: str, new: NewCheckpoint) -> Arrangement:
+    """The files of all ranks, and where in them each part goes.
+
+    Raises:
+        UsageError: no mesh, or nothing that is cut over it; a type that PyTorch does not have.
+        RecipeError: a cut that DTensors cannot say.
+    """
+    mesh = new.mesh
+    if mesh is None or sorted(mesh.devices) != list(range(len(mesh.devices))):
+        raise UsageError(
+            f"format {format_name} writes DTensors, which are cut over a mesh by rules; give --to "
+            "a mesh, such as fsdp=8, and rules or a recipe"
+        )
+    check_values(new.tensors)
+    cuts = {name: _find_cut(name, tensor, mesh) for name, tensor in new.tensors.items()}
+    if len(mesh.devices) > 1 and all(one is None for one in cuts.values()):
+        raise UsageError(
+            f"no tensor is cut over the mesh {mesh.text}: ranks' files of copies do not say what "
+            "they are. Give rules, or --to full with another --format"
+        )
+    numbers = _find_numbers(new, cuts)
+    addresses: dict[str, dict[int, FileRange]] = {name: {} for name in new.tensors}
+    files: list[NewTorchFile] = []
+    for rank in sorted(mesh.devices):
+        for file, placed in _RankFiles(new, mesh, cuts, numbers, rank).files():
+            files.append(file)
+            for name, tensor in placed.items():
+                address = FileRange(file.stored.name, file.start_bytes(tensor))
+                addresses[name][rank] = address
+    stored = {
+        name: StoredTensor(
+            name, tensor.dtype, Binding(tensor.layout, addresses[name], {}), tensor.spec
+        )
+        for name, tensor in new.tensors.items()
+    }
+    return Arrangement(format_name, mesh, stored, tuple(files), values=new.values)
+
+
+def _find_cut(
+    name: str, tensor: PlannedTensor, mesh: DeviceMesh
+) -> tuple[ShardingSpec, tuple[Placement, ...]] | None:
+    """The sharding and the placements of a tensor; None where no axis cuts it."""
+    shape = tensor.layout.shape
+    if tensor.spec is None:
+        if any(tensor.layout.local_shape(rank) != shape for rank in tensor.layout.holders):
+            raise RecipeError(
+                f"tensor {name!r} is laid out by a strategy, which no DTensor says; give rules or "
+                "a recipe over a mesh"
+            )
+        return None
+    sharding = parse_sharding(mesh, tensor.spec, ndim=len(shape))
+    if not any(dim.levels for dim in sharding.dim_specs):
+        return None
+    try:
+        placements = find_placements(sharding, shape)
+    except NotationError as error:
+        raise RecipeError(f"tensor {name!r}: {error}") from error
+    # torch cuts by ceil, axis by axis: of uneven shapes it may cut elsewhere.
+    if sharding_of_placements(mesh, placements, len(shape)).layout(shape) is not tensor.layout:
+        said = sharding_of_placements(mesh, placements, len(shape)).layout(shape)
+        if any(said.boxes(rank) != tensor.layout.boxes(rank) for rank in mesh.devices):
+            raise RecipeError(
+                f"tensor {name!r} of {list(shape)}, cut by `{tensor.spec}`: DTensor's "
+                f"{', '.join(map(str, placements))} cuts it elsewhere; choose the format torch-dcp "
+                "or sharded-safetensors"
+            )
+    return sharding, placements
+
+
+def _find_numbers(new: NewCheckpoint, cuts: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of parameters, where reading finds their names by these again."""
+    groups = new.values.get(GROUPS)
+    parameters = [
+        name for name, cut in cuts.items() if cut is not None and split_state_name(name) is None
+    ]
+    if not isinstance(groups, list) or len(groups) != 1 or not isinstance(groups[0], dict):
+        return {}
+    if list(groups[0].get("params") or ()) != parameters:
+        return {}
+    return {name: number for number, name in enumerate(parameters)}
+
+
+class _RankFiles:
+    """The files of one rank."""
+
+    def __init__(
+        self,
+        new: NewCheckpoint,
+        mesh: DeviceMesh,
+        cuts: Mapping[str, tuple[ShardingSpec, tuple[Placement, ...]] | None],
+        numbers: Mapping[str, int],
+        rank: int,
+    ) -> None:
+        self._new = new
+        self._mesh = mesh
+        self._cuts = cuts
+        self._numbers = numbers
+        self._rank = rank
+
+    def files(self) -> list[tuple[NewTorchFile, dict[str, NewTensor]]]:
+        """Each file with the tensors in it that are to be filled, by name."""
+        states: dict[str, dict[str, Any]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
+        paths: dict[str, tuple[str | int, ...]] = {}
+        placed: dict[str, dict[str, NewTensor]] = {MODEL: {}, OPTIMIZER: {}, EXTRA: {}}
+        mesh = self._describe_mesh()
+        for name, tensor in self._new.tensors.items():
+            kind, path = self._find_place(name, is_tensor=True)
+            if path is None:
+                continue
+            cut = self._cuts[name]
+            local = tensor.layout.local_shape(self._rank)
+            if local is None and cut is None:
+                continue
+            shape = self._empty_shape(tensor.layout.shape, cut) if local is None else local
+            filled = NewTensor.of(tensor.dtype, shape)
+            if local is not None:
+                placed[kind][name] = filled
+            states[kind][name] = filled if cut is None else _describe(tensor, filled, cut, mesh)
+            paths[name] = path
+        for name, value in self._new.values.items():
+            kind, path = self._find_place(name, is_tensor=False)
+            if path is not None:
+                states[kind][name] = self._number_groups(value) if name == GROUPS else value
+                paths[name] = path
+        files = []
+        for kind, state in states.items():
+            # All ranks have files of the same kinds.
+            if not any(self._find_kind(name) == kind for name in self._names()):
+                continue
+            ranks = len(self._mesh.devices)
+            name = f"{_BEGINNINGS[kind]}_world_size_{ranks}_rank_{self._rank}.pt"
+            nested = unflatten_state(state, paths)
+            if kind == OPTIMIZER and self._numbers:
+                nested = {
+                    **nested,
+                    "state": {self._numbers[key]: one for key, one in nested["state"].items()},
+                }
+            files.append((new_torch_file(name, nested, self._rank), placed[kind]))
+        return files
+
+    def _names(self) -> itertools.chain[str]:
+        return itertools.chain(self._new.tensors, self._new.values)
+
+    def _find_kind(self, name: str) -> str:
+        """Which file a tensor or a value is in."""
+        if name.startswith(OPTIMIZER_PREFIX):
+            return OPTIMIZER
+        is_of_rank = _OF_RANK.fullmatch(name) is not None
+        return EXTRA if is_of_rank or name in self._new.values else MODEL
+
+    def _find_place(
+        self, name: str, *, is_tensor: bool
+    ) -> tuple[str, tuple[str | int, ...] | None]:
+        """The kind of file, and the place in its state; None where another rank has it."""
+        kind = self._find_kind(name)
+        if kind == OPTIMIZER:
+            split = split_state_name(name)
+            if split is not None:
+                return kind, ("state", *split)
+            return kind, (name.removeprefix(OPTIMIZER_PREFIX),)
+        of_rank = _OF_RANK.fullmatch(name)
+        if kind == MODEL or of_rank is None:
+            return kind, (name,)
+        rank = int(of_rank[1])
+        if rank >= len(self._mesh.devices):
+            return kind, (name,) if self._rank == 0 else None
+        return kind, (of_rank[2],) if self._rank == rank else None
+
+    def _number_groups(self, groups: Any) -> Any:
+        if not self._numbers:
+            return groups
+        return [{**group, "params": [*self._numbers.values()]} for group in groups]
+
+    def _empty_shape(
+        self, shape: tuple[int, ...], cut: tuple[ShardingSpec, tuple[Placement, ...]] | None
+    ) -> tuple[int, ...]:
+        """The shape of a part without elements: none in the dimensions that are cut."""
+        dims = cut[0].dim_specs if cut is not None else ()
+        return tuple(0 if dim.levels else size for size, dim in zip(shape, dims, strict=True))
+
+    def _describe_mesh(self) -> Call:
+        """A `DeviceMesh` on this rank, as PyTorch 2.13 pickles it."""
+        mesh = self._mesh
+        strides = View.row_major(mesh.shape).strides
+        axes = tuple(
+            _new_object(_LAYOUT, "_FlatLayout", {"shape": (size,), "stride": (stride,)})
+            if size > 1
+            else _new_object(_LAYOUT, "_FlatLayout", {"shape": (), "stride": ()})
+            for size, stride in zip(mesh.shape, strides, strict=True)
+        )
+        nameless = tuple(f"dim{number}" for number in range(len(mesh.shape)))
+        content = np.array(mesh.devices, dtype=np.int32).tobytes()
+        int32 = as_dtype("int32")
+        count = len(mesh.devices)
+        ranks = NewTensor.of(int32, (count,), NewStorage(int32, count, content))
+        place = np.unravel_index(list(mesh.devices).index(self._rank), mesh.shape)
+        state = {
+            "_device_type": "cpu",
+            "_layout": _new_object(_LAYOUT, "_MeshLayout", {"axes": axes}),
+            "_rank_map": ranks,
+            # The names that reading gives the axes of a mesh without names.
+            "_mesh_dim_names": None if mesh.axis_names == nameless else tuple(mesh.axis_names),
+            "_root_mesh": None,
+            "_flatten_rank_map": tuple(mesh.devices),
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_rank": self._rank,
+            "_coordinate_on_dim": tuple(int(one) for one in place),
+            "_hash": None,
+        }
+        if len(mesh.shape) == 1 and list(mesh.devices) == sorted(mesh.devices):
+            # The name of the group of all ranks; those of others depend on the program.
+            state["_dim_group_names"] = ["0"]
+        return _new_object("torch.distributed.device_mesh", "DeviceMesh", state)
+
+
+def _new_object(module: str, name: str, state: Any) -> Call:
+    return Call(Global(module, name), (), state, is_new=True)
+
+
+def _describe(
+    tensor: PlannedTensor,
+    local: NewTensor,
+    cut: tuple[ShardingSpec, tuple[Placement, ...]],
+    mesh: Call,
+) -> Call:
+    """A DTensor, as PyTorch 2.13 pickles it."""
+    placements = cut[1]
+    shape = tensor.layout.shape
+    strides = View.row_major(shape).strides
+    meta = Call(Global(_SPEC, "TensorMeta"), (_size(shape), strides, tensor.dtype), is_new=True)
+    state = {
+        "mesh": mesh,
+        "placements": tuple(_describe_placement(one) for one in placements),
+        "tensor_meta": meta,
+        "shard_order": _describe_order(placements),
+        "use_strided_shard_as_shard_order": any(isinstance(p, StridedShard) for p in placements),
+        "_hash": None,
+    }
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    device = Call(Global("torch", "device"), ("cpu",))
+    made = (_DTENSOR, tensor.dtype, shape, strides, 0, layout, device, False)
+    own = {"_local_tensor": local, "_spec": _new_object(_SPEC, "DTensorSpec", state)}
+    wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(
+        Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, _DTENSOR, made, (None, own))
+    )
+
+
+def _size(shape: tuple[int, ...]) -> Call:
+    return Call(Global("torch", "Size"), (shape,))
+
+
+def _describe_placement(placement: Placement) -> Call:
+    if isinstance(placement, StridedShard):
+        state = {"dim": placement.dim, "split_factor": placement.split_factor}
+        return _new_object(_TYPES, "_StridedShard", state)
+    if isinstance(placement, Shard):
+        return _new_object(_TYPES, "Shard", {"dim": placement.dim})
+    return Call(Global(_TYPES, "Replicate"), (), is_new=True)
+
+
+def _describe_order(placements: tuple[Placement, ...]) -> tuple[Call, ...] | None:
+    """The axes that cut each dimension, in the order of the mesh."""
+    by_dim: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            by_dim.setdefault(placement.dim, []).append(axis)
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        return None
+    return tuple(
+        Call(Global(_SPEC, "ShardOrderEntry"), (dim, tuple(axes)), is_new=True)
+        for dim, axes in sorted(by_dim.items())
+    )
