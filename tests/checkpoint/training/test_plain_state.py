@@ -42,6 +42,16 @@ def test_pickled_items_become_values_and_come_back(saved: Path, tmp_path: Path) 
             assert compare(a, b).is_same, compare(a, b).differences
 
 
+def test_a_value_may_be_pickled_in_several_ways(saved: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": STATE["model"], "step": 7}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "pickle", to="full", format="torch-pickle")
+    convert(tmp_path / "pickle", tmp_path / "b", to="full", format="torch-dcp")
+    bytes_of = [open(tmp_path / one).items["step"].size_bytes for one in "ab"]
+    assert bytes_of[0] != bytes_of[1]
+    assert compare(tmp_path / "a", tmp_path / "b").is_same
+
+
 def test_another_value_is_a_difference(saved: Path, tmp_path: Path) -> None:
     other = {**STATE, "step": 8}
     torch.save(other, tmp_path / "other.pt")
