@@ -11,6 +11,8 @@ import pytest
 
 from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
+from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
 
 NAMES = ["tensor", "stages", "experts", "undistributed", "virtual", "singleton"]
@@ -44,6 +46,32 @@ def test_single_experts_are_those_of_the_stacks(tmp_path: Path) -> None:
     stacked = state_of(unpack("experts", tmp_path) / "fully_reshardable")
     single = state_of(unpack("singleton", tmp_path) / "fully_reshardable")
     expect_same(single, stacked)
+
+
+@pytest.mark.parametrize("how", ["dp_reshardable", "dp_zero_gather_scatter"])
+@pytest.mark.parametrize("name", ["tensor", "stages", "experts", "buckets"])
+def test_buckets_without_names_are_the_same_state(name: str, how: str, tmp_path: Path) -> None:
+    folder = unpack(name, tmp_path)
+    found, legacy = checkpoint.open(folder / how), checkpoint.open(folder / "legacy")
+    expect_same(state_of(found), state_of(legacy))
+    assert found.values == legacy.values
+    assert not found.unread
+    target = tmp_path / "target"
+    checkpoint.convert(folder / how, target, to="full", format="torch-dist")
+    expect_same(state_of(target), state_of(legacy))
+
+
+def test_buckets_that_do_not_fit_are_unread(tmp_path: Path) -> None:
+    folder = unpack("tensor", tmp_path) / "dp_zero_gather_scatter"
+    common = read_torch_file(folder / "common.pt")
+    for axis in ("tensor", "expert_tensor"):
+        key = f"{axis}_model_parallel_size" if axis == "tensor" else f"{axis}_parallel_size"
+        common["args"].state[key] = 1
+    (folder / "common.pt").write_bytes(saved_bytes(common))
+    found = checkpoint.open(folder)
+    assert not [name for name in found if name.startswith("optimizer.")]
+    assert found.unread[-1][0] == "the optimizer's buckets"
+    assert "which part is which cannot be told" in found.unread[-1][1]
 
 
 def test_plain_values_and_groups(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ class Parallelism:
     etp: int = 1
     vp: int = 1
 
+    def __str__(self) -> str:
+        return f"tp {self.tp}, pp {self.pp}, ep {self.ep}, etp {self.etp}, vp {self.vp}"
+
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any], label: str) -> Parallelism:
         """The sizes that Megatron's arguments say; `label` names their file.

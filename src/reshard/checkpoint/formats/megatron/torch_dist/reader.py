@@ -13,7 +13,7 @@
          non-distributed optimizer
        fully_sharded_model_space       the flat ranges of ranks, behind dimensions that count blocks
          (Megatron-core to 0.15)       (`flat_ranges`)
-       dp_reshardable,                 buckets of parameters without names (`buckets`)
+       dp_reshardable,                 buckets of parameters without names (`bucket_space`)
          dp_zero_gather_scatter,
          fully_sharded_bucket_space
 
@@ -32,6 +32,10 @@ from reshard.checkpoint.contents import Checkpoint, StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.megatron.common_state import CommonState
 from reshard.checkpoint.formats.megatron.module_names import engine_name
 from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_megatron_name
+from reshard.checkpoint.formats.megatron.torch_dist.bucket_space import (
+    BucketSpace,
+    is_of_buckets,
+)
 from reshard.checkpoint.formats.megatron.torch_dist.flat_ranges import bind_flat_ranges
 from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import (
     has_stacks,
@@ -86,7 +90,10 @@ def read(folder: Path) -> Checkpoint:
         )
     found = reader.read(folder)
     state = _read_common(folder)
+    buckets = BucketSpace(folder, found, state)
     tensors = {one.name: one for one in _name_tensors(found)}
+    if buckets.is_there:
+        tensors |= buckets.tensors(tensors)
     parameters = {name: one.shape for name, one in tensors.items() if _has_state(name, tensors)}
     note = state.set_groups(parameters)
     return dataclasses.replace(
@@ -96,8 +103,13 @@ def read(folder: Path) -> Checkpoint:
         values=state.values,
         paths={**_keep_paths(found, tensors), **state.paths},
         checksums=tuple(_name_checksums(found.checksums, tensors)),
+        items={name: item for name, item in found.items.items() if not is_of_buckets(name)},
         attributes={k: v for k, v in found.attributes.items() if k != "mcore_data"},
-        unread=(*found.unread, *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread)),
+        unread=(
+            *found.unread,
+            *((f"{COMMON_NAME}: {name}", why) for name, why in state.unread),
+            *buckets.unread,
+        ),
         notes=(*found.notes, *([note] if note else [])),
     )
 
@@ -133,6 +145,8 @@ def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
 
     def name_all() -> Iterator[StoredTensor]:
         for key, tensor in found.tensors.items():
+            if is_of_buckets(key):
+                continue
             if key in reshaped:
                 tensor = bind_flat_ranges(tensor, reshaped[key])
             state = split_megatron_name(key)

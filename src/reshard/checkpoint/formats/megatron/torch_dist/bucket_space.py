@@ -1,0 +1,299 @@
+"""Optimizer state in buckets: `dp_reshardable` and `dp_zero_gather_scatter`, without names.
+
+Of each model-parallel rank, the buckets of its distributed optimizer are tensors of one dimension;
+or all of its buffers are one object, which holds them as a rank's `distrib_optim.pt` does::
+
+    optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)
+      .bucket_idx_0.exp_avg                           rank 3 of tensor and pipeline parallelism
+    optimizer.distributed.dp_group_idx_3.param_state/shard_0_1
+
+1. The arguments say how the model was cut; which parameters a rank has, and how much of each,
+   follows (`legacy.stage_layouts`), and so does their order (`module_order`).
+2. The order gives each parameter its place in a bucket (`buckets`); the buckets' lengths must be
+   those that the checkpoint has.
+3. Groups are in objects as well; those of the first rank count.
+
+What does not fit is listed as unread, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
+from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, BufferPlan, find_plan
+from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
+from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
+    RankParameter,
+    bucket_sizes,
+    list_buffers,
+    split_chain,
+)
+from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
+    EMBEDDING,
+    RankGrid,
+    StageLayouts,
+)
+from reshard.checkpoint.formats.megatron.module_order import order_key
+from reshard.checkpoint.formats.megatron.optimizer_names import common_name
+from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
+from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
+from reshard.checkpoint.naming.fusing import StoredBox, list_stored_boxes
+from reshard.dtypes import DType
+from reshard.errors import FormatError, RecipeError
+from reshard.mesh import DeviceMesh
+
+_PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
+_BUCKET = re.compile(_PREFIX + r"gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
+_OBJECT = re.compile(_PREFIX + r"(\w+)/shard_0_1$")
+_KEYS = {"param": "master", "fp32_param": "master"}
+
+
+def is_of_buckets(name: str) -> bool:
+    """Whether a tensor or an object of `torch_dist` is a part of optimizer state in buckets.
+
+    >>> is_of_buckets("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
+    True
+    """
+    return _BUCKET.match(name) is not None or _OBJECT.match(name) is not None
+
+
+@dataclass
+class _Buffer:
+    """A buffer of one rank: for each key, its buckets; or all of it flat."""
+
+    buckets: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
+    flat: dict[str, tuple[ArchivedTensor, StoredItem]] = field(default_factory=dict)
+
+
+# By optimizer of the chain, rank and buffer.
+_Buffers = dict[tuple[int, int, int], _Buffer]
+
+
+class BucketSpace:
+    """The state of a checkpoint that is in buckets; `unread` says what is not read."""
+
+    def __init__(self, folder: Path, found: Checkpoint, state: CommonState) -> None:
+        self._folder = folder
+        self._found = found
+        self._state = state
+        self.unread: list[tuple[str, str]] = []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any."""
+        return any(map(is_of_buckets, (*self._found.tensors, *self._found.items)))
+
+    def tensors(self, weights: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+        """The optimizer state of weights, by the names of all training formats."""
+        buffers = self._collect()
+        self._read_groups()
+        try:
+            return self._assemble(buffers, weights)
+        except RecipeError as error:
+            self.unread.append(("the optimizer's buckets", str(error)))
+            return {}
+
+    def _read(self, item: StoredItem) -> Any:
+        """The value of an object; its tensors lie behind its first byte."""
+        path = self._folder / item.place.path
+        label = f"{path} bytes {item.place.start_bytes}: object {item.name!r}"
+        if item.transforms:
+            raise FormatError(f"{label} was transformed ({', '.join(item.transforms)})")
+
+        with path.open("rb") as file:
+
+            def read(offset: int, size: int) -> bytes:
+                file.seek(item.place.start_bytes + offset)
+                content = file.read(max(0, min(size, item.size_bytes - offset)))
+                if len(content) != size:
+                    raise FormatError(f"{label} ends before byte {offset + size}")
+                return content
+
+            return read_torch_value(read, item.size_bytes, label)
+
+    def _collect(self) -> _Buffers:
+        found: _Buffers = {}
+        for name, tensor in self._found.tensors.items():
+            match = _BUCKET.match(name)
+            if match is not None:
+                chain, rank, buffer, bucket = (int(number or 0) for number in match.groups()[:4])
+                own = found.setdefault((chain, rank, buffer), _Buffer())
+                own.buckets.setdefault(match[5], {})[bucket] = tensor
+        for name, item in self._found.items.items():
+            match = _OBJECT.match(name)
+            if match is None or match[3] != "param_state":
+                continue
+            # An object is a list of what the rank saved under the name.
+            parts = self._read(item)
+            state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
+            for number, types in state.items() if isinstance(state, dict) else ():
+                tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
+                if type(number) is int and isinstance(tensors, dict):
+                    own = found.setdefault((int(match[1] or 0), int(match[2]), number), _Buffer())
+                    own.flat = {
+                        key: (tensor, item)
+                        for key, tensor in tensors.items()
+                        if isinstance(tensor, ArchivedTensor) and len(tensor.shape) == 1
+                    }
+        return found
+
+    def _read_groups(self) -> None:
+        chains = set()
+        for name, item in sorted(self._found.items.items()):
+            match = _OBJECT.match(name)
+            if match is None or match[3] != "optimizer" or match[1] in chains:
+                continue
+            chains.add(match[1])
+            parts = self._read(item)
+            if isinstance(parts, list) and parts:
+                self._state.add_optimizer({"optimizer": parts[0]})
+
+    def _assemble(
+        self, buffers: _Buffers, weights: Mapping[str, StoredTensor]
+    ) -> Mapping[str, StoredTensor]:
+        values = self._state.values
+        arguments = {n.removeprefix("args."): v for n, v in values.items() if n.startswith("args.")}
+        if "tensor_model_parallel_size" not in arguments:
+            raise RecipeError(
+                "there are no arguments that say how the model was cut, so which part of a bucket "
+                "is of which parameter cannot be told"
+            )
+        sizes = Parallelism.of_arguments(arguments, str(self._folder))
+        if sizes.vp > 1 or sizes.etp != sizes.tp:
+            raise RecipeError(
+                f"buckets of {sizes} are not read; load it with Megatron-core and save it with "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+        mesh = DeviceMesh.of(pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        stages = StageLayouts(RankGrid(mesh), shapes, arguments)
+        ordered = _sort(stages, arguments)
+        has_chain = any(chain for chain, _, _ in buffers)
+        whole = WholeTensors()
+        for chain in sorted({chain for chain, _, _ in buffers}):
+            ranks = sorted({rank for of, rank, _ in buffers if of == chain})
+            for rank in ranks:
+                place = _find_place(sizes, rank, is_expert=chain == 1)
+                own = {n: b for (of, at, n), b in buffers.items() if (of, at) == (chain, rank)}
+                parameters = _list_parameters(stages, ordered, place, weights)
+                split = split_chain(parameters, 2 if has_chain else 1)
+                self._add(whole, stages, place, split[min(chain, len(split) - 1)], own, arguments)
+        slots = max((tensor.layout.slots for tensor in weights.values()), default=1)
+        return whole.stored(slots)
+
+    def _add(
+        self,
+        whole: WholeTensors,
+        stages: StageLayouts,
+        place: RankPlace,
+        parameters: Sequence[RankParameter],
+        own: Mapping[int, _Buffer],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Add what one rank has in its buffers."""
+        is_shared = stages.grid.sizes.pp > 1 and stages.is_tied
+        for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
+            stored = own.get(number, _Buffer())
+            buffered = [one for _, one in buffer]
+            plan = _find_lengths(stored, buffered, arguments)
+            label = f"buffer {number} of tensor-parallel rank {place.tp}, stage {place.pp}"
+            if plan is None:
+                raise RecipeError(
+                    f"{label} has other lengths than its {len(buffered)} parameters, from "
+                    f"{buffered[0].name!r} to {buffered[-1].name!r}, would have; which part is "
+                    "which cannot be told"
+                )
+            for key, dtype, parameter, boxes in _list_blocks(stored, plan):
+                # The embedding once more, on the last stage, says the same.
+                if place.pp > 0 and parameter.name == EMBEDDING:
+                    continue
+                block = stages.block(parameter.name, stages.weights[parameter.name], place)
+                if block.dimension is not None or place.tp == 0:
+                    name = common_name(parameter.name, _KEYS.get(key, key))
+                    whole.add(name, dtype, block, boxes, label)
+
+
+def _sort(stages: StageLayouts, arguments: Mapping[str, Any]) -> list[str]:
+    """The parameters of the model in the order of its modules."""
+    is_local = arguments.get("transformer_impl") == "local"
+    is_grouped = bool(arguments.get("moe_grouped_gemm"))
+    keys = {
+        name: order_key(name, is_local=is_local, is_grouped=is_grouped) for name in stages.weights
+    }
+    unknown = [name for name, key in keys.items() if key is None]
+    if unknown:
+        raise RecipeError(
+            f"the place of {unknown[0]!r} among Megatron's modules is not known; which part of a "
+            "bucket is of which parameter cannot be told"
+        )
+    # Buffers of a module's state, such as a router's bias, are no parameters.
+    known = [name for name in keys if not name.endswith("expert_bias")]
+    return sorted(known, key=lambda name: keys[name] or ())
+
+
+def _find_place(sizes: Parallelism, rank: int, *, is_expert: bool) -> RankPlace:
+    """The place of a model-parallel rank: tensor parallelism counts first."""
+    tp, rest = rank % sizes.tp, rank // sizes.tp
+    return RankPlace(tp, rest // sizes.ep, rest % sizes.ep) if is_expert else RankPlace(tp, rest)
+
+
+def _list_parameters(
+    stages: StageLayouts,
+    ordered: Sequence[str],
+    place: RankPlace,
+    weights: Mapping[str, StoredTensor],
+) -> list[RankParameter]:
+    held = [name for name in ordered if stages.is_held(name, place)]
+    # An embedding's second place is behind everything else.
+    held.sort(key=lambda name: stages.rank_name(name, place).startswith("output_layer."))
+    dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
+    return [
+        RankParameter(
+            0, name, dtypes[name], stages.block(name, stages.weights[name], place).block_shape
+        )
+        for name in held
+    ]
+
+
+def _find_lengths(
+    stored: _Buffer, parameters: Sequence[BufferedParameter], arguments: Mapping[str, Any]
+) -> BufferPlan | None:
+    """The plan of a buffer whose lengths are those that are stored."""
+    sizes = bucket_sizes(arguments)
+    if stored.flat:
+        lengths = {tensor.shape[0] for tensor, _ in stored.flat.values()}
+        return find_plan(parameters, lengths.pop(), sizes) if len(lengths) == 1 else None
+    found = {
+        tuple(buckets[n].shape[0] for n in sorted(buckets)) for buckets in stored.buckets.values()
+    }
+    return find_plan(parameters, found.pop(), sizes) if len(found) == 1 else None
+
+
+_Block = tuple[str, DType, BufferedParameter, list[StoredBox]]
+
+
+def _list_blocks(stored: _Buffer, plan: BufferPlan) -> Iterator[_Block]:
+    """Of each key the block of each parameter, in the boxes that it is stored in."""
+    for key, (tensor, item) in stored.flat.items():
+        itemsize_bytes = tensor.dtype.itemsize_bytes
+        ahead = item.place.start_bytes + tensor.view.offset * itemsize_bytes
+        path, start = item.place.path, tensor.start_bytes + ahead
+        flat = dense_block(item.rank, path, start, tensor.shape, tensor.view)
+        for parameter, at in plan.coalesced():
+            boxes = [*flat_block([flat], at, parameter.shape, itemsize_bytes)]
+            yield key, tensor.dtype, parameter, boxes
+    for key, buckets in stored.buckets.items():
+        listed = {number: [*list_stored_boxes(bucket)] for number, bucket in buckets.items()}
+        for parameter, place in plan.places:
+            bucket = buckets[sorted(buckets)[place.bucket]]
+            itemsize_bytes = bucket.dtype.itemsize_bytes
+            own = listed[sorted(buckets)[place.bucket]]
+            boxes = [*flat_block(own, place.start, parameter.shape, itemsize_bytes)]
+            yield key, bucket.dtype, parameter, boxes
