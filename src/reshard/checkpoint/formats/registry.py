@@ -20,6 +20,7 @@ from reshard.plugins import FORMATS, Plugin, describe_broken, load_plugins
 _MODULES = (
     "reshard.checkpoint.formats.megatron.torch_dist.format",
     "reshard.checkpoint.formats.megatron.legacy.format",
+    "reshard.checkpoint.formats.megatron.fsdp_dtensor",
     "reshard.checkpoint.formats.torch_dcp.format",
     "reshard.checkpoint.formats.orbax.format",
     "reshard.checkpoint.formats.deepspeed.zero1",

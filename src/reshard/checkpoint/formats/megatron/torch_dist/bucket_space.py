@@ -40,13 +40,13 @@ from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
     StageLayouts,
 )
 from reshard.checkpoint.formats.megatron.module_order import order_key
+from reshard.checkpoint.formats.megatron.object_items import read_object
 from reshard.checkpoint.formats.megatron.optimizer_names import common_name
 from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
 from reshard.checkpoint.naming.fusing import StoredBox, list_stored_boxes
 from reshard.dtypes import DType
-from reshard.errors import FormatError, RecipeError
+from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh
 
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -100,24 +100,6 @@ class BucketSpace:
             self.unread.append(("the optimizer's buckets", str(error)))
             return {}
 
-    def _read(self, item: StoredItem) -> Any:
-        """The value of an object; its tensors lie behind its first byte."""
-        path = self._folder / item.place.path
-        label = f"{path} bytes {item.place.start_bytes}: object {item.name!r}"
-        if item.transforms:
-            raise FormatError(f"{label} was transformed ({', '.join(item.transforms)})")
-
-        with path.open("rb") as file:
-
-            def read(offset: int, size: int) -> bytes:
-                file.seek(item.place.start_bytes + offset)
-                content = file.read(max(0, min(size, item.size_bytes - offset)))
-                if len(content) != size:
-                    raise FormatError(f"{label} ends before byte {offset + size}")
-                return content
-
-            return read_torch_value(read, item.size_bytes, label)
-
     def _collect(self) -> _Buffers:
         found: _Buffers = {}
         for name, tensor in self._found.tensors.items():
@@ -131,7 +113,7 @@ class BucketSpace:
             if match is None or match[3] != "param_state":
                 continue
             # An object is a list of what the rank saved under the name.
-            parts = self._read(item)
+            parts = read_object(self._folder, item)
             state = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
             for number, types in state.items() if isinstance(state, dict) else ():
                 tensors = next(iter(types.values()), None) if isinstance(types, dict) else None
@@ -151,7 +133,7 @@ class BucketSpace:
             if match is None or match[3] != "optimizer" or match[1] in chains:
                 continue
             chains.add(match[1])
-            parts = self._read(item)
+            parts = read_object(self._folder, item)
             if isinstance(parts, list) and parts:
                 self._state.add_optimizer({"optimizer": parts[0]})
 

@@ -31,7 +31,7 @@ _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 _EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
 _LAYER = re.compile(r"^((?:.*?\.)?layers)\.(\d+)\.(.+)$")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_HALF = re.compile(r"^(.*linear_fc1\.(?:weight|bias))_([wv])$")
+_HALF = re.compile(r"^(.*linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 
 
 def has_stacks(key: str) -> bool:

@@ -1,0 +1,138 @@
+"""The format `megatron-fsdp`: Megatron FSDP's DTensors in a distributed checkpoint.
+
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w       the halves of a gated layer apart
+    optimizer.state.module.decoder.layers.0. ... .exp_avg
+    optimizer.param_to_group_meta.module.decoder. ... .lr       the group of each parameter
+
+1. It is read as any distributed checkpoint of PyTorch; ranks' uneven parts are chunks.
+2. Names lose `model.` and `module.`, halves become one again, optimizer state gets the names of
+   all training formats. The weights are those that the optimizer steps, of 32 bits if it has them.
+3. Parameters with equal settings are one group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.formats.format import CheckpointFormat
+from reshard.checkpoint.formats.megatron.common_state import GROUPS, CommonState
+from reshard.checkpoint.formats.megatron.iterations import find_iteration
+from reshard.checkpoint.formats.megatron.module_names import engine_name
+from reshard.checkpoint.formats.megatron.object_items import read_object
+from reshard.checkpoint.formats.megatron.optimizer_names import common_name, split_common_name
+from reshard.checkpoint.formats.megatron.torch_dist.stacked_names import join_halves
+from reshard.checkpoint.formats.torch_dcp import reader
+from reshard.checkpoint.formats.torch_dcp.reader import METADATA_NAME
+
+FORMAT_NAME = "megatron-fsdp"
+_STEP_FOLDER = re.compile(r"iter_\d{7}|release")
+_META = "optimizer.param_to_group_meta."
+_HALF = re.compile(r"_[wv]$")
+# Objects of more bytes are none of the settings of a group.
+_LARGEST_VALUE_BYTES = 1 << 20
+
+
+def read(folder: Path) -> Checkpoint:
+    """Describe the checkpoint of one step; one of other names is as PyTorch has it.
+
+    Raises:
+        CheckpointError, FormatError, CoverageError: as a distributed checkpoint of PyTorch.
+    """
+    found = reader.read(folder)
+    if not any(name.startswith("model.module.") for name in found.tensors):
+        return found
+    state, metas, kept = CommonState(), dict[str, dict[str, Any]](), {}
+    for name, item in found.items.items():
+        if name.startswith(_META):
+            parameter, _, key = name.removeprefix(_META).rpartition(".")
+            metas.setdefault(_bare(parameter), {})[key] = read_object(folder, item)
+        elif (
+            name.startswith(("rng_state", "rerun_state")) or item.size_bytes > _LARGEST_VALUE_BYTES
+        ):
+            kept[name] = item
+        else:
+            state.add(found.paths.get(name, (name,)), read_object(folder, item), name)
+    tensors = {one.name: one for one in _name_tensors(found)}
+    known = [name for name in tensors if split_common_name(name) is None]
+    groups: list[dict[str, Any]] = []
+    for parameter, meta in metas.items():
+        name = engine_name(_HALF.sub("", parameter), known)
+        own = next((g for g in groups if _settings(g) == meta), None)
+        if own is None:
+            groups.append(own := {**meta, "params": []})
+        if name not in own["params"]:
+            own["params"].append(name)
+    if groups:
+        state.values[GROUPS] = groups
+    return dataclasses.replace(
+        found,
+        format=FORMAT_NAME,
+        tensors=tensors,
+        items=kept,
+        values=state.values,
+        paths=state.paths,
+        checksums=tuple(one for one in found.checksums if one.tensor in tensors),
+        unread=(*found.unread, *state.unread),
+    )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without the wrappers around the model.
+
+    >>> _bare("module.module.output_layer.weight")
+    'output_layer.weight'
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _name_tensors(found: Checkpoint) -> Iterator[StoredTensor]:
+    def name_all() -> Iterator[StoredTensor]:
+        for name, tensor in found.tensors.items():
+            state = split_common_name(name)
+            if state is not None:
+                # The key stands in front, so that halves end in what they are halves of.
+                parameter, key = state
+                yield dataclasses.replace(tensor, name=f"{key}\0{_bare(parameter)}")
+            elif name.startswith("model."):
+                yield dataclasses.replace(tensor, name=_bare(name.removeprefix("model.")))
+            else:
+                yield tensor
+
+    joined = [*join_halves(name_all())]
+    known = {one.name for one in joined}
+    for tensor in joined:
+        key, mark, parameter = tensor.name.rpartition("\0")
+        name = engine_name(parameter, known)
+        yield dataclasses.replace(tensor, name=common_name(name, key) if mark else name)
+
+
+class MegatronFsdpFormat(CheckpointFormat):
+    """The folder of a step with `.metadata` of PyTorch, and nothing else of Megatron."""
+
+    name = FORMAT_NAME
+    evidence = f"`iter_XXXXXXX/{METADATA_NAME}` of Megatron FSDP"
+
+    def detect(self, path: Path) -> bool:
+        """Whether it is the folder of a step, or of all, with a distributed checkpoint in it."""
+        folder = find_iteration(path)
+        if folder is None or not _STEP_FOLDER.fullmatch(folder.resolve().name):
+            return False
+        return (folder / METADATA_NAME).is_file() and not (folder / "common.pt").exists()
+
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of the step that is asked for, or of the last one."""
+        return read(find_iteration(path) or path)
+
+
+FORMAT = MegatronFsdpFormat()

@@ -1,0 +1,74 @@
+"""Checkpoints in the names of Megatron FSDP, saved by PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.formats.megatron.recordings import state_of
+from reshard import checkpoint
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+
+LAYER = "decoder.layers.0.mlp.linear_fc1.weight"
+NORM = "decoder.final_layernorm.weight"
+
+
+def save(folder: Path) -> dict[str, Any]:
+    """Save a model as Megatron FSDP names it; the tensors by the names they should get."""
+    up, norm = torch.arange(32.0).reshape(8, 4), torch.ones(4)
+    halves = {"w": up[:4].clone(), "v": up[4:].clone()}
+    model = {f"module.{LAYER}_{half}": one for half, one in halves.items()}
+    kept = {
+        f"module.module.{LAYER}_{half}": {"exp_avg": one * 2, "exp_avg_sq": one * 3}
+        for half, one in halves.items()
+    } | {f"module.module.{NORM}": {"exp_avg": norm * 2, "exp_avg_sq": norm * 3}}
+    meta = {name: {"lr": 0.1, "wd_mult": 0.0 if "norm" in name else 1.0} for name in kept}
+    state = {
+        "model": {**model, f"module.{NORM}": norm},
+        "optimizer": {"state": kept, "param_to_group_meta": meta},
+        "iteration": 7,
+        "args": {"num_layers": 1},
+    }
+    folder.mkdir(parents=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    found = {LAYER: up, NORM: norm}
+    for name, tensor in list(found.items()):
+        found[f"optimizer.state.{name}.exp_avg"] = tensor * 2
+        found[f"optimizer.state.{name}.exp_avg_sq"] = tensor * 3
+    return found
+
+
+def test_names_halves_and_groups(tmp_path: Path) -> None:
+    expected = save(tmp_path / "iter_0000007")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    opened = checkpoint.open(tmp_path)
+    assert opened.format == "megatron-fsdp"
+    found = state_of(opened)
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert np.array_equal(found[name], tensor.numpy()), name
+    assert opened.values["iteration"] == 7
+    assert opened.values["args.num_layers"] == 1
+    assert opened.values["optimizer.param_groups"] == [
+        {"lr": 0.1, "wd_mult": 1.0, "params": [LAYER]},
+        {"lr": 0.1, "wd_mult": 0.0, "params": [NORM]},
+    ]
+    target = tmp_path / "target"
+    checkpoint.convert(tmp_path, target, to="full", format="torch-dist")
+    assert {*state_of(target)} == {*expected}
+
+
+def test_other_checkpoints_in_such_folders_stay_what_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    state = {"weights": torch.ones(3)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    assert checkpoint.open(folder).format == "torch-dcp"
+    assert [*checkpoint.open(folder).tensors] == ["weights"]
