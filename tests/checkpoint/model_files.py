@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,36 @@ def write_model(folder: Path, rows: int = 1, layers: int = 16) -> Path:
     (folder / "config.json").write_text('{"model_type": "small"}')
     (folder / "inner").mkdir()
     (folder / "inner" / "tokenizer.txt").write_text("words")
+    return folder
+
+
+def write_llama(folder: Path) -> Path:
+    """A very small Llama: eight heads of queries, two of keys and values."""
+    random = np.random.default_rng(7)
+    shapes = {"model.embed_tokens.weight": (50, 16), "model.norm.weight": (16,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{one}_proj.weight": (16, 16) for one in "qo"}
+        shapes |= {f"{at}.self_attn.{one}_proj.weight": (4, 16) for one in "kv"}
+        shapes |= {f"{at}.mlp.{one}_proj.weight": (24, 16) for one in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (16, 24)
+        shapes |= {f"{at}.{one}_layernorm.weight": (16,) for one in ("input", "post_attention")}
+    shapes["lm_head.weight"] = (50, 16)
+    folder.mkdir(parents=True)
+    tensors = {name: random.standard_normal(one, np.float32) for name, one in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "vocab_size": 50,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

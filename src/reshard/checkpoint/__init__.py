@@ -10,7 +10,12 @@
 from __future__ import annotations
 
 import os
-from typing import Unpack
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Unpack
+
+from numpy.typing import NDArray
 
 from reshard.checkpoint.comparison import (
     Comparison,
@@ -29,8 +34,6 @@ from reshard.checkpoint.conversion.processes import OneProcess, running_processe
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.run import (
     ConversionReport,
-    Progress,
-    ProgressFunction,
     run_conversion,
 )
 from reshard.checkpoint.conversion.source_selection import select
@@ -38,6 +41,7 @@ from reshard.checkpoint.deltas.application import apply, plan_application
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.making import DeltaReport, diff
 from reshard.checkpoint.engines.loading import load_parameters
+from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
@@ -47,11 +51,16 @@ from reshard.checkpoint.formats.arrangement import (
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import register_format, shipped_formats
-from reshard.checkpoint.loading import load, read_tensor
+from reshard.checkpoint.loading.arrays import read_tensor
+from reshard.checkpoint.loading.background import BackgroundWork
+from reshard.checkpoint.loading.rank_arrays import describe_ranks
+from reshard.checkpoint.loading.requested import load
 from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+from reshard.layout import Layout
 
 __all__ = [
     "Arrangement",
+    "BackgroundWork",
     "Checkpoint",
     "CheckpointFormat",
     "Comparison",
@@ -74,8 +83,11 @@ __all__ = [
     "check_digests",
     "compare",
     "convert",
+    "convert_async",
+    "describe_ranks",
     "diff",
     "load",
+    "load_async",
     "load_parameters",
     "open",
     "plan_application",
@@ -90,6 +102,7 @@ __all__ = [
 ]
 
 open = open_checkpoint
+_RUN_ARGUMENTS = ("extra_bytes", "threads", "overwrite", "restart", "processes")
 
 # Imported here, so that the first call does not take the time.
 shipped_formats()
@@ -105,6 +118,7 @@ def convert(
     overwrite: bool = False,
     restart: bool = False,
     progress: ProgressFunction | None = None,
+    stop: threading.Event | None = None,
     **arguments: Unpack[RequestArguments],
 ) -> ConversionReport:
     """Convert a checkpoint into one that is cut for other ranks.
@@ -129,4 +143,35 @@ def convert(
         overwrite=overwrite,
         restart=restart,
         progress=progress,
+        stop=stop,
     )
+
+
+def convert_async(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    request: ConversionRequest | None = None,
+    *,
+    progress: ProgressFunction | None = None,
+    **arguments: Any,
+) -> BackgroundWork[ConversionReport]:
+    """Convert in the background: `convert` with the same arguments, whose report is the result.
+
+    It is planned before this returns, so that errors in arguments are raised here. `cancel()` of
+    the handle ends it, and the same call continues where it stopped.
+    """
+    running = {key: arguments.pop(key) for key in _RUN_ARGUMENTS if key in arguments}
+    conversion = plan_conversion(source, target, request, **arguments)
+    return BackgroundWork(partial(run_conversion, conversion, **running), progress)
+
+
+def load_async(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    layouts: Mapping[str, Layout] | None = None,
+    rank: int = 0,
+    *,
+    progress: ProgressFunction | None = None,
+    **arguments: Any,
+) -> BackgroundWork[dict[str, NDArray[Any]]]:
+    """Load in the background: `load` with the same arguments, whose arrays are the result."""
+    return BackgroundWork(partial(load, checkpoint, layouts, rank, **arguments), progress)

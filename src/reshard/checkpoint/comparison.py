@@ -33,8 +33,8 @@ from reshard.checkpoint.conversion.file_checksums import (
     item_digest,
     source_checksums,
 )
-from reshard.checkpoint.conversion.run import Progress, ProgressFunction
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint

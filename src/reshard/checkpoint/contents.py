@@ -210,6 +210,13 @@ class DerivedFile(Protocol):
         """The file for reading; `path` names it in errors, `scratch` is a folder with room."""
 
 
+class HeldFile(Protocol):
+    """A file that is no file: bytes in memory, such as those of arrays."""
+
+    def open(self) -> SourceFile:
+        """The bytes, for reading."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, described: `checkpoint["lm_head.weight"].shape`.
@@ -229,6 +236,7 @@ class Checkpoint:
         paths: where names stood in the nested state dict they were saved from, where known.
         derived: files that are made when they are read, by the name under which tensors find
             them; no file of the folder can have it.
+        held: files that are bytes in memory, by name.
         attributes: plain values that its metadata has beside tensors and items.
         values: plain values that were saved beside the tensors, by name: numbers, text, None, and
             lists, tuples and dicts of such.
@@ -253,6 +261,7 @@ class Checkpoint:
     values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    held: Mapping[str, HeldFile] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> StoredTensor:
         try:

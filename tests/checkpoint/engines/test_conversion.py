@@ -14,7 +14,7 @@ from reshard.checkpoint.conversion.run import run_conversion
 from reshard.checkpoint.engines.conversion import plan_for_vllm
 from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.checkpoint.formats.vllm_sharded_state import rank_prefix
-from reshard.checkpoint.loading import read_tensor
+from reshard.checkpoint.loading.arrays import read_tensor
 from reshard.errors import RecipeError, UsageError
 from reshard.mesh import DeviceMesh
 from reshard.plans.documents.serialization import from_json

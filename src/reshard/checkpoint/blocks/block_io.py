@@ -33,6 +33,7 @@ from reshard.checkpoint.files.descriptors import Closable
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.errors import DigestError
 from reshard.layout import Box
+from reshard.log import LOGGER
 
 
 class Workspace:
@@ -134,6 +135,9 @@ def open_sources(checkpoint: Checkpoint, scratch: Path | None = None) -> OpenFil
     """
 
     def open_file(name: str) -> SourceFile:
+        LOGGER.debug("%s: opened for reading", checkpoint.path(name))
+        if name in checkpoint.held:
+            return checkpoint.held[name].open()
         derived = checkpoint.derived.get(name)
         if derived is None:
             return SourceFile(checkpoint.path(name), checkpoint.identities.get(name))

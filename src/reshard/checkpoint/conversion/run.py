@@ -22,7 +22,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,29 +51,24 @@ from reshard.checkpoint.files.folders import (
     write_synced,
 )
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.progress import (
+    Progress,
+    ProgressFunction,
+    StoppedError,
+    check_stop,
+    expect_stop,
+)
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.elements.casting import CastCounts
 from reshard.errors import InterruptedRunError, RunError
+from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.text.quantities import count_text
 
 # How much is written between two entries in the journal: a crash loses at most this much work.
 SYNC_BYTES = 512 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is: bytes of tensors done, of all, and of those done before this run."""
-
-    done_bytes: int
-    total_bytes: int
-    resumed_bytes: int
-    tensor: str
-
-
-ProgressFunction = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +225,11 @@ class _ConversionRun:
         files = self.writer.write(batch.written, blocks, workspace)
         return _Done(batch, b"".join(itertools.chain.from_iterable(digests)), files)
 
-    def move_blocks(self, progress: ProgressFunction | None, sync_bytes: int) -> None:
+    def move_blocks(
+        self, progress: ProgressFunction | None, sync_bytes: int, stop: threading.Event | None
+    ) -> None:
         """Do all blocks that are left, recording them in the journal as they reach the disk."""
+        check_stop(stop)
         done_bytes = self.resumed_bytes
         waiting: list[_Done] = []
         waiting_bytes = 0
@@ -246,6 +244,7 @@ class _ConversionRun:
                 waiting.append(done)
                 done_bytes += done.batch.size_bytes
                 waiting_bytes += done.batch.size_bytes
+                check_stop(stop)
                 if progress is not None:
                     name = self.moves.target.names[int(done.batch.written[-1].rows[-1])]
                     progress(Progress(done_bytes, self.size_bytes, self.resumed_bytes, name))
@@ -383,6 +382,7 @@ def run_conversion(
     progress: ProgressFunction | None = None,
     sync_bytes: int = SYNC_BYTES,
     processes: Processes | None = None,
+    stop: threading.Event | None = None,
 ) -> ConversionReport:
     """Run a planned conversion.
 
@@ -397,6 +397,7 @@ def run_conversion(
         sync_bytes: how much is written between two entries in the journal.
         processes: those that share the work, each of which calls this with the same
             conversion (see `reshard.checkpoint.conversion.processes`); this one alone when None.
+        stop: an event that ends the run when it is set, as ctrl-C does; the same call continues.
 
     Raises:
         UsageError: a target that exists; too small a memory limit.
@@ -406,6 +407,8 @@ def run_conversion(
     """
     began_s = time.monotonic()
     processes = processes or OneProcess()
+    expect_stop(stop)
+    LOGGER.info("%s: conversion of %s begins", conversion.target, conversion.source.folder)
     # 1. What can be refused is refused before anything is written.
     expect_runnable(conversion, extra_bytes, threads)
     # 2. Open the sources, and find which conversion this is and how many threads it gets.
@@ -431,22 +434,26 @@ def run_conversion(
             restart=restart,
         ) as staging:
             if staging.already_complete:
+                LOGGER.info("%s: an earlier run did all of it", conversion.target)
                 return _report(conversion, began_s, complete=True)
             run = _ConversionRun(
                 conversion, staging, sources, conversion_id, processes, workers, extra_bytes
             )
+            LOGGER.info("%s: %d bytes were done before", conversion.target, run.resumed_bytes)
             try:
                 run.begin()
-                run.move_blocks(progress, sync_bytes)
+                run.move_blocks(progress, sync_bytes, stop)
                 run.meet()
                 run.finish()
             finally:
                 run.targets.close()
+            LOGGER.info("%s: all of it is done", conversion.target)
             return _report(conversion, began_s, run)
     except BaseException as error:
         # The other processes would wait for this one until their timeout.
         processes.fail(str(error) or type(error).__name__)
-        if not isinstance(error, KeyboardInterrupt):
+        LOGGER.warning("%s: not converted: %s", conversion.target, error or type(error).__name__)
+        if not isinstance(error, KeyboardInterrupt | StoppedError):
             raise
         done = (
             f" when {run.finished_bytes} of {run.size_bytes} bytes were on the disk" if run else ""

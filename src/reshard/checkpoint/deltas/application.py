@@ -18,10 +18,11 @@ from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES, Conver
 from reshard.checkpoint.conversion.planning import check_apart, plan_conversion
 from reshard.checkpoint.conversion.processes import Processes
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
-from reshard.checkpoint.conversion.run import ConversionReport, ProgressFunction, run_conversion
+from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained
+from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.opening import open_checkpoint

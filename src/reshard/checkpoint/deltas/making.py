@@ -30,13 +30,13 @@ from reshard.checkpoint.changes.computed import SCRATCH_BYTES
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES, DEFAULT_THREADS
 from reshard.checkpoint.conversion.file_checksums import item_digest, item_pieces
-from reshard.checkpoint.conversion.run import Progress, ProgressFunction
 from reshard.checkpoint.deltas.beside import encode_value
 from reshard.checkpoint.deltas.compression import COMPRESSIONS, compress
 from reshard.checkpoint.deltas.delta_file import RECORD, DeltaWriter
 from reshard.checkpoint.deltas.encoding import EncodedBlock, encode_block, word_bytes
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.progress import Progress, ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint

@@ -97,7 +97,7 @@ class MadeFile:
     def _make(self, region: MadeRegion) -> NDArray[Any]:
         if region.source is None:
             return _fill(region.shape, region.value, self.dtype)
-        from reshard.checkpoint.loading import read_tensor
+        from reshard.checkpoint.loading.arrays import read_tensor
 
         whole = read_tensor(self.checkpoint, region.source).reshape(-1)
         view = region.view or View.row_major(region.shape)

@@ -27,7 +27,7 @@ import torch
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.files.source_file import SourceFile
-from reshard.checkpoint.loading import load
+from reshard.checkpoint.loading.arrays import load_layouts
 from reshard.dtypes import dtype as as_dtype
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Layout
@@ -181,7 +181,7 @@ def _read_parameters(
 
     def read(out: dict[str, Any]) -> None:
         layouts = {name: Layout.whole(bound[name].shape, [0], 1) for name in out}
-        load(bound, layouts, 0, out=out, threads=threads, files=files)
+        load_layouts(bound, layouts, 0, out=out, threads=threads, files=files)
 
     read(in_place)
     # One at a time: memory beside the model is that of its largest parameter.
@@ -197,5 +197,5 @@ def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype.name))
     if tensor.numel():
         out = {name: TorchTensors(tensor).storage(tensor, name)}
-        load(checkpoint, {name: Layout.whole(stored.shape, [0], 1)}, 0, out=out)
+        load_layouts(checkpoint, {name: Layout.whole(stored.shape, [0], 1)}, 0, out=out)
     return tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,13 +27,21 @@ from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.pipeline import run_in_threads
+from reshard.checkpoint.files.progress import (
+    Progress,
+    ProgressFunction,
+    StoppedError,
+    check_stop,
+    expect_stop,
+)
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.dtypes import DType
 from reshard.elements.casting import cast_elements, cast_type, is_castable
-from reshard.errors import ShardError, UsageError
+from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
+from reshard.log import LOGGER
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -83,7 +92,7 @@ class _Read:
     cast: DType | None = None
 
 
-def load(
+def load_layouts(
     checkpoint: str | os.PathLike[str] | Checkpoint,
     layouts: Mapping[str, Layout],
     rank: int = 0,
@@ -92,8 +101,10 @@ def load(
     threads: int = DEFAULT_THREADS,
     files: OpenFiles[SourceFile] | None = None,
     dtype: str | None = None,
+    progress: ProgressFunction | None = None,
+    stop: threading.Event | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """One rank's arrays of any layout, from a checkpoint of any format and cut.
+    """One rank's arrays of given layouts, from a checkpoint of any format and cut.
 
     Only the bytes that the rank needs are read, and at most a twentieth more, but where what
     is needed lies in pieces of less than 512 bytes.
@@ -108,6 +119,8 @@ def load(
             closes them.
         dtype: of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of each tensor
             when None.
+        progress: called with a `Progress` after every piece that was read.
+        stop: an event that ends the work when it is set.
 
     Returns:
         The array of each tensor that the rank holds a part of; padding is zero.
@@ -117,7 +130,7 @@ def load(
         UsageError: a layout of another shape, a partial one, or none; a rank or a type that
             cannot be.
         ShardError: an array in `out` that does not fit, or cannot be written.
-        RunError: a file that cannot be read.
+        RunError: a file that cannot be read; `stop` was set. Arrays in `out` may be filled in part.
 
     >>> import tempfile, numpy as np, reshard
     >>> from reshard.checkpoint.formats.safetensors.header import build_header
@@ -127,7 +140,7 @@ def load(
     ...     with open(f"{folder}/model.safetensors", "wb") as file:
     ...         _ = file.write(header + np.arange(16, dtype=np.int32).tobytes())
     ...     columns = reshard.spec(reshard.DeviceMesh.of(tp=2), "-, tp").layout((4, 4))
-    ...     load(folder, {"w": columns}, rank=1)["w"].tolist()
+    ...     load_layouts(folder, {"w": columns}, rank=1)["w"].tolist()
     [[2, 3], [6, 7], [10, 11], [14, 15]]
     """
     if not isinstance(checkpoint, Checkpoint):
@@ -137,6 +150,7 @@ def load(
     for what, given in (("layouts", layouts), ("out", out if out is not None else {})):
         if not isinstance(given, Mapping):
             raise UsageError(f"{what} of {type(given).__name__}; give a dict by tensor name")
+    expect_stop(stop)
     wanted = None if dtype is None else cast_type(dtype)
     arrays: dict[str, NDArray[Any]] = {}
     kinds: dict[str, DType] = {}
@@ -162,7 +176,10 @@ def load(
             arrays[name][...] = np.zeros((), dtype=arrays[name].dtype)
     opened = open_sources(checkpoint) if files is None else files
 
-    def work(read: _Read, buffer: AlignedBuffer) -> None:
+    total_bytes = sum(array.nbytes for array in arrays.values())
+    LOGGER.info("%s: %d bytes loaded as rank %d", checkpoint.folder, total_bytes, rank)
+
+    def work(read: _Read, buffer: AlignedBuffer) -> _Read:
         path, start_bytes = _place(read)
         view = read.tensor.view(read.slot, read.number) or View.row_major(read.shape)
         target, kind = read.target, read.tensor.dtype
@@ -173,15 +190,27 @@ def load(
             rounded = np.empty(target.size, dtype=read.cast.storage)
             cast_elements(target.reshape(-1), kind, rounded, read.cast)
             read.target[...] = rounded.reshape(target.shape)
+        return read
 
     # In the order of the files, so that a disk reads forward.
     reads.sort(key=_place)
+    done_bytes = 0
     try:
-        for _ in run_in_threads(reads, work, _make_buffer, threads):
-            pass
+        check_stop(stop)
+        for read in run_in_threads(reads, work, _make_buffer, threads):
+            done_bytes += read.target.nbytes
+            if progress is not None:
+                progress(Progress(done_bytes, total_bytes, 0, read.tensor.name))
+            check_stop(stop)
+    except StoppedError:
+        raise InterruptedRunError(
+            f"stopped when {done_bytes} of {total_bytes} bytes were read of {checkpoint.folder}"
+            + ("; the arrays in `out` are filled in part" if out is not None else "")
+        ) from None
     finally:
         if files is None:
             opened.close()
+    LOGGER.info("%s: loaded, %d bytes", checkpoint.folder, done_bytes)
     if out is not None:
         return {name: out[name] for name in arrays}
     return {name: array.view(kinds[name].numpy) for name, array in arrays.items()}

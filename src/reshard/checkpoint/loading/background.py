@@ -1,0 +1,86 @@
+"""Loading and converting in the background, while the program goes on.
+
+Each call gives a handle at once; the work is done by threads of this process. A handle is awaited
+by `await` in a coroutine, or by `wait` and `result` elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from reshard.checkpoint.files.progress import Progress, ProgressFunction
+from reshard.errors import RunError
+
+Result = TypeVar("Result")
+
+
+class BackgroundWork(Generic[Result]):
+    """Work that goes on in a thread: what `load_async` and `convert_async` give.
+
+    A program that ends waits for it, unless it is cancelled. `progress` is what the work said last.
+    """
+
+    def __init__(self, work: Callable[..., Result], progress: ProgressFunction | None) -> None:
+        self._stop = threading.Event()
+        self._future: Future[Result] = Future()
+        self._tell = progress
+        self.progress: Progress | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="reshard-background")
+        self._thread.start()
+
+    def _run(self, work: Callable[..., Result]) -> None:
+        try:
+            result = work(progress=self._note, stop=self._stop)
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+    def _note(self, progress: Progress) -> None:
+        self.progress = progress
+        if self._tell is not None:
+            self._tell(progress)
+
+    def done(self) -> bool:
+        """Whether the work has come to an end: done, failed or cancelled."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of the work, at most so long; whether it has come."""
+        # What the work raised is for `result`.
+        with suppress(TimeoutError, BaseException):
+            self._future.exception(timeout_s)
+        return self.done()
+
+    def result(self, timeout_s: float | None = None) -> Result:
+        """What the work gives, when it has come to its end.
+
+        Raises:
+            InterruptedRunError: it was cancelled.
+            RunError: it has not come to its end in `timeout_s`.
+            Exception: what the work raised.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self.done():
+                raise
+            raise RunError(
+                f"the work has not come to its end in {timeout_s} s; wait for it, or cancel it"
+            ) from None
+
+    def cancel(self) -> None:
+        """Ask the work to end; it does so after the pieces it is at. It may be done before that."""
+        self._stop.set()
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "cancelled" if self._stop.is_set() else "at work"
+        return f"BackgroundWork({state}, {self.progress})"

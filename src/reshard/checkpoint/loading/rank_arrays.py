@@ -1,0 +1,331 @@
+"""Arrays of ranks as a checkpoint: what each holds, and how a mesh and rules cut the whole.
+
+    rank 0  {"w": [0:2, 0:4]}  \\
+    rank 1  {"w": [2:4, 0:4]}   >   "w" is 4 x 4, cut by `tp, -`
+    rules   w=tp, -            /
+
+1. A rule gives the axes that cut each dimension of a tensor. Ranks with one place on these axes
+   must have the same length there; the whole dimension is as long as those of all places together,
+   or a part of that where ranks hold copies of one part, such as key/value heads.
+2. What a rule gives may depend on shapes: it is asked again with those that were found.
+3. The sharding of the whole shape must give each rank the shape that it has.
+
+The result is a checkpoint whose files are the arrays themselves: nothing is copied. It is
+converted, loaded by other ranks and compared as one on a disk; converting it writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.binding import Binding, FileRange
+from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
+from reshard.checkpoint.conversion.request import RecipeName
+from reshard.checkpoint.conversion.source_names import find_recipe
+from reshard.checkpoint.files.aligned_memory import BufferRegion
+from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
+from reshard.dtypes import DType
+from reshard.dtypes import dtype as as_dtype
+from reshard.errors import LayoutError, RecipeError, ShardError, UsageError
+from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
+from reshard.recipes.assignment import assign
+from reshard.recipes.recipe import parse_options
+from reshard.recipes.rules import Rule
+from reshard.sharding import ShardingSpec
+
+Shape = tuple[int, ...]
+#: What a rank holds of a tensor: an array, its shape, or its type and shape.
+Held = Any
+
+_FORMAT = "arrays of ranks"
+# How often a recipe is asked again for shapes that it depends on itself.
+_MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldPart:
+    """What a rank holds of a tensor; without an array, shapes alone."""
+
+    dtype: DType
+    shape: Shape
+    array: np.ndarray[Any, Any] | None = None
+
+
+def describe_ranks(
+    ranks: Mapping[int, Mapping[str, Held]],
+    mesh: DeviceMesh | str,
+    *,
+    rules: Iterable[str | Rule] = (),
+    recipe: RecipeName | None = None,
+    options: Mapping[str, str] | Iterable[str] = (),
+    config: Mapping[str, Any] | None = None,
+    allow: Iterable[str] = (),
+    dtype: str = "float32",
+) -> Checkpoint:
+    """The checkpoint that the arrays of ranks are, without copying them.
+
+    Args:
+        ranks: what each rank of the mesh holds, by name: NumPy arrays, shapes, or pairs of a type
+            and a shape. A rank that holds nothing of a tensor does not name it.
+        mesh: of the ranks.
+        rules, recipe, options, allow: how tensors are cut, as in a `ConversionRequest`.
+        config: config.json of the model, for a recipe's numbers.
+        dtype: of shapes without a type.
+
+    Returns:
+        Every tensor with its whole shape, layout and sharding. Of arrays it has the elements, which
+        a conversion writes and `load` reads; they must not change meanwhile.
+
+    Raises:
+        ShardError: ranks that do not fit together, or to the rules; the first is named.
+        RecipeError: rules or a recipe that do not fit.
+        UsageError: what is no mapping of ranks, array or shape.
+
+    >>> mesh = DeviceMesh.of(tp=2)
+    >>> found = describe_ranks({0: {"w": (3, 4)}, 1: {"w": (2, 4)}}, mesh, rules=["w=tp, -"])
+    >>> found["w"].shape, found["w"].spec
+    ((5, 4), 'tp, -')
+    """
+    if not isinstance(mesh, DeviceMesh):
+        mesh = DeviceMesh.parse(str(mesh))
+    parts = _read_parts(ranks, mesh, as_dtype(dtype))
+    found = find_recipe(recipe, _no_checkpoint()) if recipe is not None else None
+    if found is not None:
+        found = found.with_options(parse_options(options))
+    parsed = tuple(one if isinstance(one, Rule) else Rule.parse(one) for one in rules)
+
+    first = {name: next(iter(own.values())) for name, own in parts.items()}
+    itemsizes = {name: one.dtype.itemsize_bytes for name, one in first.items()}
+
+    def find_specs(shapes: Mapping[str, Shape]) -> dict[str, ShardingSpec]:
+        return assign(shapes, mesh, parsed, found, config, itemsizes, allow=allow).specs
+
+    # At first as if every axis cut every dimension: a shape that any rule can cut.
+    shapes = {name: tuple(n * mesh.size for n in one.shape) for name, one in first.items()}
+    layouts: dict[str, Layout] = {}
+    for _ in range(_MOST_ROUNDS):
+        specs = find_specs(shapes)
+        layouts = {name: _find_layout(name, own, specs[name]) for name, own in parts.items()}
+        again = {name: layout.shape for name, layout in layouts.items()}
+        if again == shapes:
+            break
+        shapes = again
+    return _hold(parts, layouts, specs, mesh)
+
+
+def _no_checkpoint() -> Checkpoint:
+    """For the recipe `auto`, which looks beside files: there are none."""
+    return Checkpoint(Path(_FORMAT), _FORMAT, {}, ())
+
+
+def _read_parts(
+    ranks: Mapping[int, Mapping[str, Held]], mesh: DeviceMesh, kind: DType
+) -> dict[str, dict[int, _HeldPart]]:
+    """What ranks hold, by tensor and rank."""
+    if not isinstance(ranks, Mapping) or not all(
+        isinstance(own, Mapping) for own in ranks.values()
+    ):
+        raise UsageError(
+            f"ranks of {type(ranks).__name__}; give {{rank: {{name: array or shape}}}}"
+        )
+    parts: dict[str, dict[int, _HeldPart]] = {}
+    for rank, own in ranks.items():
+        if rank not in mesh.devices:
+            raise UsageError(
+                f"rank {rank!r} is none of {mesh.text}, whose ranks are "
+                f"{min(mesh.devices)} to {max(mesh.devices)}"
+            )
+        for name, held in own.items():
+            if not isinstance(name, str):
+                raise UsageError(f"rank {rank} has a tensor named {name!r}; give a text")
+            parts.setdefault(name, {})[rank] = _read_part(rank, name, held, kind)
+    missing = [rank for rank in sorted(mesh.devices) if rank not in ranks]
+    if missing:
+        raise ShardError(
+            f"nothing says what rank {missing[0]} of {mesh.text} holds; give an empty dict for a "
+            "rank that holds nothing"
+        )
+    for name, found in parts.items():
+        first, one = next(iter(found.items()))
+        for rank, other in found.items():
+            if other.dtype is not one.dtype or len(other.shape) != len(one.shape):
+                raise ShardError(
+                    f"{name!r} is {one.dtype.name} {list(one.shape)} on rank {first}, and "
+                    f"{other.dtype.name} {list(other.shape)} on rank {rank}; they are not of one "
+                    "tensor"
+                )
+    return parts
+
+
+def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
+    if isinstance(held, np.ndarray):
+        return _HeldPart(as_dtype(held.dtype), held.shape, held)
+    pair = held
+    if isinstance(held, tuple) and len(held) == 2 and isinstance(held[1], tuple | list):
+        kind, pair = as_dtype(held[0]), held[1]
+    if isinstance(pair, tuple | list) and all(
+        isinstance(length, int) and not isinstance(length, bool) and length >= 0 for length in pair
+    ):
+        return _HeldPart(kind, tuple(pair))
+    raise UsageError(
+        f"rank {rank} has {held!r} of {name!r}; give a NumPy array, a shape, or a type and a shape"
+    )
+
+
+def _find_layout(name: str, parts: Mapping[int, _HeldPart], spec: ShardingSpec) -> Layout:
+    """The layout of the whole tensor whose parts these are. Raises ShardError."""
+    candidates = [_list_lengths(name, parts, spec, d) for d in range(spec.ndim)]
+    problem = ""
+    for shape in itertools.product(*candidates):
+        try:
+            layout = spec.layout(shape)
+        except (LayoutError, RecipeError) as error:
+            problem = problem or str(error)
+            continue
+        wrong = _find_misfit(layout, parts)
+        if wrong is None:
+            return layout
+        rank, expected = wrong
+        has = list(parts[rank].shape) if rank in parts else "nothing"
+        problem = problem or (
+            f"rank {rank} has {has}, and of {list(shape)} it would have "
+            f"{'nothing' if expected is None else list(expected)}"
+        )
+    raise ShardError(f"{name!r} cut by `{spec}`: {problem}; correct the rule, or the arrays")
+
+
+def _find_misfit(layout: Layout, parts: Mapping[int, _HeldPart]) -> tuple[int, Shape | None] | None:
+    """The first rank that has another shape than a layout gives it, and that shape."""
+    for rank in sorted({*layout.holders, *parts}):
+        expected = layout.local_shape(rank) if rank < layout.slots else None
+        found = parts[rank].shape if rank in parts else None
+        is_empty = 0 in (expected or (0,)) and 0 in (found or (0,))
+        if expected != found and not is_empty:
+            return rank, expected
+    return None
+
+
+def _list_lengths(
+    name: str, parts: Mapping[int, _HeldPart], spec: ShardingSpec, dimension: int
+) -> list[int]:
+    """The lengths that a whole dimension may have, the likeliest first."""
+    mesh = spec.mesh
+    places = np.array(mesh.devices).reshape(mesh.shape)
+    axes = {axis.name for level in spec.dim_specs[dimension].levels for axis in level.axes}
+    cutting = [mesh.axis_names.index(axis) for axis in sorted(axes)]
+    lengths: dict[tuple[int, ...], tuple[int, int]] = {}
+    for rank, part in parts.items():
+        at = np.argwhere(places == rank)[0].tolist()
+        key = tuple(at[axis] for axis in cutting)
+        first, length = lengths.setdefault(key, (rank, part.shape[dimension]))
+        if length != part.shape[dimension]:
+            raise ShardError(
+                f"{name!r} cut by `{spec}`: dimension {dimension} is {length} long on rank {first} "
+                f"and {part.shape[dimension]} on rank {rank}, which have the same part of it; "
+                "correct the rule, or the arrays"
+            )
+    total = sum(length for _, length in lengths.values())
+    # Several ranks may hold one part: the whole is then shorter than all together.
+    shared = [total // n for n in range(2, len(lengths) + 1) if total % n == 0]
+    return [total, *shared]
+
+
+def _hold(
+    parts: Mapping[str, Mapping[int, _HeldPart]],
+    layouts: Mapping[str, Layout],
+    specs: Mapping[str, ShardingSpec],
+    mesh: DeviceMesh,
+) -> Checkpoint:
+    """The checkpoint of these parts, each rank's in a file that is its arrays."""
+    held: dict[int, list[tuple[int, _HeldPart]]] = {rank: [] for rank in sorted(mesh.devices)}
+    sizes = dict.fromkeys(held, 0)
+    tensors = {}
+    for name, own in parts.items():
+        layout, addresses = layouts[name], {}
+        for rank, part in own.items():
+            if rank in layout.holders:
+                addresses[rank] = FileRange(_file_name(rank), sizes[rank])
+                held[rank].append((sizes[rank], part))
+                sizes[rank] += math.prod(part.shape) * part.dtype.itemsize_bytes
+        kind = next(iter(own.values())).dtype
+        tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), str(specs[name]))
+        _ = tensors[name].assembly
+    return Checkpoint(
+        Path(_FORMAT),
+        _FORMAT,
+        tensors,
+        tuple(StoredFile(_file_name(rank), size, rank) for rank, size in sizes.items()),
+        mesh,
+        held={_file_name(rank): ArrayFile(rank, found) for rank, found in held.items()},
+    )
+
+
+def _file_name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+class ArrayFile:
+    """The arrays of a rank, one behind the other, as a file."""
+
+    def __init__(self, rank: int, parts: list[tuple[int, _HeldPart]]) -> None:
+        self.rank, self.parts = rank, parts
+
+    def open(self) -> SourceFile:
+        """The bytes of the arrays. Raises ShardError where there are shapes alone."""
+        for _, part in self.parts:
+            if part.array is None:
+                raise ShardError(
+                    f"rank {self.rank} was described by shapes alone, such as {list(part.shape)}: "
+                    "there are no elements to read; give arrays"
+                )
+        return _ArraySource(self.rank, self.parts)
+
+
+class _ArraySource(SourceFile):
+    """Bytes of arrays, read as those of a file are."""
+
+    def __init__(self, rank: int, parts: list[tuple[int, _HeldPart]]) -> None:
+        self.path = Path(_FORMAT) / _file_name(rank)
+        self._starts = [start for start, _ in parts]
+        # Contiguous ones are not copied.
+        self._bytes = [
+            np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for _, part in parts
+        ]
+        size = self._starts[-1] + len(self._bytes[-1]) if parts else 0
+        # Arrays are the same only while they live: another run has others.
+        self.identity = FileIdentity(self.path.name, size, 0, id(parts))
+        self._counter = threading.Lock()
+        self._read_bytes = 0
+
+    def read_into(self, region: BufferRegion | memoryview, offset_bytes: int) -> None:
+        """Fill the whole of `region` with the bytes from `offset_bytes` on."""
+        memory = region.memory if isinstance(region, BufferRegion) else region
+        view = np.frombuffer(memory.cast("B"), dtype=np.uint8)
+        at = offset_bytes
+        number = int(np.searchsorted(self._starts, offset_bytes, side="right")) - 1
+        while at < offset_bytes + len(view) and number < len(self._bytes):
+            begin = at - self._starts[number]
+            piece = self._bytes[number][begin : offset_bytes + len(view) - self._starts[number]]
+            view[at - offset_bytes : at - offset_bytes + len(piece)] = piece
+            at += len(piece)
+            number += 1
+        with self._counter:
+            self._read_bytes += len(view)
+
+    def will_read(self, offset_bytes: int, size_bytes: int) -> None:
+        """Do nothing: it is in memory."""
+
+    def check_unchanged(self) -> None:
+        """Do nothing: that they stay is the caller's promise."""
+
+    def close(self) -> None:
+        """Do nothing: the arrays are the caller's."""
