@@ -52,8 +52,9 @@ def mixed(weight: str, *, masters: bool, steps: bool = True) -> dict[str, Any]:
 GROUPS = [{"params": ["up.weight"], "lr": 0.25, "betas": [0.9, 0.99], "step": 7}]
 
 
-def to(style: str, source: Checkpoint, *, keeps_items: bool = True) -> ChangedElements:
-    return translate(source, training_style(style), keeps_items=keeps_items)
+def to(style: str, source: Checkpoint, *, has_items: bool = True) -> ChangedElements:
+    found = training_style(style)
+    return translate(source, found, has_items=has_items, keeps_items=has_items)
 
 
 def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_items_of_pytorch_become_groups(tmp_path: Path, is_flat: bool) -> None:
     weights, state = state_dicts.get_state_dict(model, optimizer, options=options)
     saved = {"model": weights, "optim": state, "epoch": 5, "name": "a run"}
     dcp.save(saved, checkpoint_id=tmp_path / "a", no_dist=True)
-    found = to("reshard", checkpoint.open(tmp_path / "a"), keeps_items=False).checkpoint
+    found = to("reshard", checkpoint.open(tmp_path / "a"), has_items=False).checkpoint
     groups = found.values["optimizer.param_groups"]
     assert sorted(sorted(group["params"]) for group in groups) == [
         ["0.bias", "1.bias"],
@@ -156,7 +157,7 @@ def test_items_of_pytorch_become_groups(tmp_path: Path, is_flat: bool) -> None:
 def test_objects_in_items_are_not_read(tmp_path: Path) -> None:
     model = {"model": {"up": torch.ones(2)}, "optim": {"state": {"up": {"exp_avg": torch.ones(2)}}}}
     dcp.save({**model, "path": Path("x")}, checkpoint_id=tmp_path / "a", no_dist=True)
-    found = to("reshard", checkpoint.open(tmp_path / "a"), keeps_items=False)
+    found = to("reshard", checkpoint.open(tmp_path / "a"), has_items=False)
     assert not found.checkpoint.values
     assert any("not in the target: path" in note for note in found.notes)
 

@@ -155,8 +155,14 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
     style = request.training_style
     if style is None or (request.training is None and find_training_state(checkpoint) is None):
         return ChangedElements(checkpoint)
-    holds = request.target_format.can_hold
-    translated = translate(checkpoint, style, keeps_items=Holding.ITEMS in holds)
+    # A format's own state is as its programs keep it.
+    is_same = checkpoint.format == request.target_format.name
+    if request.training is None and is_same:
+        return ChangedElements(checkpoint)
+    has_items = Holding.ITEMS in request.target_format.can_hold
+    translated = translate(
+        checkpoint, style, has_items=has_items, keeps_items=has_items and is_same
+    )
     renames = request.source_names is not None or request.target_names is not None
     if translated.computed and renames:
         raise UsageError(

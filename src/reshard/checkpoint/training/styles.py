@@ -4,13 +4,14 @@
     fsdp2     model.NAME     optim.state.NAME.exp_avg         are the weights    float32
     torch     model.NAME     optimizer.state.7.exp_avg        are the weights    float32
     reshard   NAME           optimizer.state.NAME.exp_avg     beside, `master`   float32
+    megatron  NAME           optimizer.state.NAME.exp_avg     beside, `master`   one in groups
     optax     params.NAME    optimizer.state.NAME.exp_avg     are the weights    int32
 
 `fsdp2` is what `torch.distributed.checkpoint.state_dict.get_state_dict` gives, saved under `model`
 and `optim`. `torch` is what `state_dict()` of a module and of an optimizer give, saved under
-`model` and `optimizer`; parameters have numbers there, group by group. `reshard` is how formats of
-DeepSpeed and Megatron are read and written, whose files have names of their own; `optax` is how
-Orbax's are.
+`model` and `optimizer`; parameters have numbers there, group by group. `reshard` is how
+DeepSpeed's formats are read and written, whose files have names of their own; `megatron` and
+`optax` are how Megatron's and Orbax's are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class TrainingStyle:
         optimizer: what stands before optimizer state.
         has_masters: whether 32-bit weights are kept beside those that the model computes with.
         step_type: of the number of steps that each parameter has.
+        has_group_steps: whether groups have the number of steps, beside what parameters have.
         groups: the name of the list of groups; None where hyper-parameters are not saved.
         are_groups_apart: whether each hyper-parameter is a value by itself.
         are_numbered: whether parameters have numbers in optimizer state.
@@ -41,6 +43,7 @@ class TrainingStyle:
     optimizer: str
     has_masters: bool = True
     step_type: str = "float32"
+    has_group_steps: bool = False
     groups: str | None = None
     are_groups_apart: bool = False
     are_names_nested: bool = False
@@ -101,6 +104,13 @@ STYLES = {
             are_numbered=True,
         ),
         TrainingStyle("reshard", "", "optimizer.state.", groups="optimizer.param_groups"),
+        TrainingStyle(
+            "megatron",
+            "",
+            "optimizer.state.",
+            has_group_steps=True,
+            groups="optimizer.param_groups",
+        ),
         TrainingStyle(
             "optax",
             "params.",

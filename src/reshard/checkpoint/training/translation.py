@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,16 @@ _FLOAT32 = dtype("float32")
 
 
 def translate(
-    checkpoint: Checkpoint, style: TrainingStyle, *, keeps_items: bool
+    checkpoint: Checkpoint, style: TrainingStyle, *, has_items: bool, keeps_items: bool
 ) -> ChangedElements:
     """A checkpoint with its training state as another program keeps it.
 
     Args:
         checkpoint: with optimizer state.
         style: of the target.
-        keeps_items: whether the target has bytes that are no tensors, as the source has them;
-            elsewhere they become plain values.
+        has_items: whether the target can have bytes that are no tensors.
+        keeps_items: whether it has those of the source as they are; elsewhere they become plain
+            values, where they are such.
 
     Raises:
         UsageError: a checkpoint without optimizer state.
@@ -65,7 +66,7 @@ def translate(
             f"{checkpoint.folder} has no optimizer state, as far as its names tell; leave "
             "--training out"
         )
-    return _Translation(checkpoint, state, style).make(keeps_items)
+    return _Translation(checkpoint, state, style).make(has_items, keeps_items)
 
 
 class _Translation:
@@ -80,9 +81,16 @@ class _Translation:
         self.notes: list[str] = []
         self.sources: Counter[str] = Counter()
         self.numbers: dict[str, str] = {}
+        self.files = open_sources(old)
 
-    def make(self, keeps_items: bool) -> ChangedElements:
-        items = self._read_values(keeps_items)
+    def make(self, has_items: bool, keeps_items: bool) -> ChangedElements:
+        try:
+            return self._make(has_items, keeps_items)
+        finally:
+            self.files.close()
+
+    def _make(self, has_items: bool, keeps_items: bool) -> ChangedElements:
+        items = self._read_values(has_items, keeps_items)
         groups = self._complete_groups(find_groups(self.values, self.state))
         self.numbers = self._number_parameters(groups)
         for name in names_of_groups([*self.values], self.state):
@@ -115,7 +123,7 @@ class _Translation:
         )
         return ChangedElements(changed, self.computed, notes=tuple(self.notes))
 
-    def _read_values(self, keeps_items: bool) -> list[str]:
+    def _read_values(self, has_items: bool, keeps_items: bool) -> list[str]:
         """Take up the plain values; returns the items that are copied as they are."""
         self.values |= self.old.values
         of_groups = set(names_of_groups(self.old.items, self.state))
@@ -123,9 +131,9 @@ class _Translation:
         values, unread = decode_items(self.old, decoded)
         self.values |= values
         self.paths |= {n: self.old.paths[n] for n in self.values if n in self.old.paths}
-        for name, why in unread.items():
-            self.notes.append(f"not in the target: {name} ({why})")
-        kept = [name for name in self.old.items if name not in {*decoded}]
+        if not has_items:
+            self.notes += [f"not in the target: {name} ({why})" for name, why in unread.items()]
+        kept = [n for n in self.old.items if n not in values and (has_items or n not in unread)]
         self.paths |= {name: self.old.paths[name] for name in kept if name in self.old.paths}
         return kept
 
@@ -233,8 +241,8 @@ class _Translation:
                 path = self.style.state_path(known, key)
                 self._add(self.style.state_name(known, key), self.old.tensors[called], path)
 
-    def _add_steps(self, groups: Iterable[dict[str, Any]]) -> None:
-        """The number of steps of each parameter, or of all."""
+    def _add_steps(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The number of steps of each parameter."""
         stored = {p: kept[STEP] for p, kept in self.state.optimizer.items() if STEP in kept}
         numbers = self._find_numbers(groups)
         missing, kind = [], dtype(self.style.step_type)
@@ -256,6 +264,28 @@ class _Translation:
                 f"the source has no number of steps for {count_text(len(missing), 'parameter')} "
                 f"(first: {missing[0]}); an optimizer that wants one cannot go on"
             )
+        if self.style.has_group_steps:
+            for group in groups:
+                self._add_group_step(group, stored, numbers)
+
+    def _add_group_step(
+        self, group: dict[str, Any], stored: Mapping[str, str], numbers: Mapping[str, float]
+    ) -> None:
+        """Give a group the number of steps that its parameters have."""
+        counts: Counter[int] = Counter()
+        for name in group.get(PARAMETERS) or ():
+            if name in stored:
+                counts[round(self._read_number(self.old.tensors[stored[name]]))] += 1
+            elif name in numbers:
+                counts[round(numbers[name])] += 1
+        if not counts:
+            return
+        ((group[STEP], times), *others) = counts.most_common()
+        if others:
+            self.notes.append(
+                f"parameters of one group have {len(counts)} numbers of steps, and the target one "
+                f"for all: {group[STEP]}, which {times} of them have"
+            )
 
     def _find_numbers(self, groups: Iterable[dict[str, Any]]) -> dict[str, float]:
         """Steps that are plain values, of parameters or of groups."""
@@ -269,17 +299,19 @@ class _Translation:
             for name in [n for n in self.values if n.startswith(prefix) and n.endswith(".step")]:
                 if type(self.values[name]) in (int, float):
                     found[name[len(prefix) : -len(".step")]] = self.values.pop(name)
+        known = {*found.values()}
+        if len(known) == 1:
+            # Also of parameters whose group is not known.
+            found = {**dict.fromkeys(self.state.optimizer, known.pop()), **found}
         return found
 
     def _read_number(self, tensor: StoredTensor) -> float:
-        files = open_sources(self.old)
-        reader = BlockReader(tensor, files)
+        reader = BlockReader(tensor, self.files)
         workspace = Workspace(reader.grid.largest_bytes, reader.span_bytes)
         try:
             content = bytes(reader.read(0, workspace))
         finally:
             workspace.close()
-            files.close()
         return float(np.frombuffer(content, dtype=tensor.dtype.numpy)[0])
 
     def _add_number(self, name: str, number: float, kind: DType) -> None:

@@ -32,6 +32,7 @@ class OrbaxFormat(CheckpointFormat):
     """A tree of arrays in Zarr chunks, in files or in an OCDBT database."""
 
     name = FORMAT_NAME
+    training = "optax"
     evidence = "`_METADATA` of Orbax, or numbered steps with such folders"
     can_hold = frozenset({Holding.WHOLE, Holding.SHARDS, Holding.VALUES, Holding.ATTRIBUTES})
 

@@ -31,6 +31,7 @@ class MegatronLegacyFormat(CheckpointFormat):
     """A folder with `mp_rank_XX`, or with one such folder for each step."""
 
     name = FORMAT_NAME
+    training = "megatron"
     evidence = f"`mp_rank_XX/{MODEL_NAMES[0]}` of Megatron"
 
     def detect(self, path: Path) -> bool:

@@ -25,6 +25,7 @@ class TorchDistFormat(CheckpointFormat):
     """A folder with `metadata.json` of Megatron and a distributed checkpoint of PyTorch."""
 
     name = FORMAT_NAME
+    training = "megatron"
     evidence = f"`{CONFIG_NAME}` of Megatron beside `{METADATA_NAME}`"
     suffixes = (SUFFIX,)
     can_hold = frozenset(
