@@ -99,3 +99,37 @@ def test_what_deepspeed_saved_goes_on_in_fsdp2(
         )
         jobs.run_ranks(resume_fsdp2, ranks, tmp_path / f"resume{ranks}", name, str(made), dtype)
         expect_equal(saved, f"{made}.resumed.pt", tolerance)
+
+
+def train_fsdp2(rank: int, name: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    fsdp2.train(1, name, folder)
+
+
+def resume(rank: int, stage: int, name: str, folder: str, universal: bool) -> None:
+    engine = make_engine(stage, "fp32", name, universal=universal)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    now = weights(engine)
+    take_step(engine, "fp32", fsdp2.STEPS)
+    then = weights(engine)
+    if rank == 0:
+        torch.save({"now": now, "then": then}, f"{folder}.resumed.pt")
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_what_fsdp2_saved_goes_on_in_deepspeed(tmp_path: Path, name: str) -> None:
+    saved = tmp_path / "saved"
+    jobs.run_ranks(train_fsdp2, 2, tmp_path / "train", name, str(saved))
+    kinds = [("deepspeed-zero1", 1), ("deepspeed-zero1", 2), ("deepspeed-zero3", 3)]
+    for number, (kind, stage) in enumerate(kinds):
+        made = tmp_path / f"made{number}"
+        checkpoint.convert(saved, made, to="dp=2", format=kind)
+        jobs.run_ranks(resume, 2, tmp_path / f"resume{number}", stage, name, str(made), False)
+        expect_equal(saved, f"{made}.resumed.pt", 0)
+    # Other programs' universal checkpoints have Adam's state alone.
+    if name == "adamw":
+        made = tmp_path / "universal"
+        checkpoint.convert(saved, made, to="full", format="deepspeed-universal")
+        jobs.run_ranks(resume, 2, tmp_path / "resumed", 1, name, str(made), True)
+        expect_equal(saved, f"{made}.resumed.pt", 0)
