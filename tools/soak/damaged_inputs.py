@@ -19,7 +19,15 @@ import zstandard
 
 from checkpoint.checkpoint_files import Tensor, read_file
 from reshard.binding import FileRange
-from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
+from reshard.checkpoint import (
+    apply,
+    check_digests,
+    compare,
+    convert,
+    open_checkpoint,
+    read_delta,
+    read_tensor,
+)
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.safetensors.header import read_header
 from reshard.checkpoint.formats.torch_dcp.metadata import read_metadata
@@ -54,6 +62,25 @@ def read_damaged_checkpoint(folder: Path, target: Path) -> str:
         raise Wrong("what was converted is not what is read")
     if opened.format == "safetensors":
         _check_as_the_package_reads(folder)
+    shutil.rmtree(target)
+    return "accepted"
+
+
+def read_damaged_delta(content: bytes, base: Path, after: Path, target: Path) -> str:
+    """Apply a delta that was tampered with to its base; answers how far it came."""
+    delta = target.with_name("damaged.delta")
+    delta.write_bytes(content)
+    try:
+        with nothing_runs(delta.parent):
+            read_delta(delta)
+        apply(base, delta, target, threads=1)
+    except ReshardError as error:
+        _check_message(error)
+        return "refused"
+    finally:
+        shutil.rmtree(target.with_name(f".{target.name}.reshard-staging"), ignore_errors=True)
+    if check_digests(target).damaged or not compare(after, target).is_same:
+        raise Wrong("a delta whose index was damaged made another checkpoint")
     shutil.rmtree(target)
     return "accepted"
 

@@ -16,19 +16,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.tensor import Shard
 
 from checkpoint import torch_checkpoints
-from checkpoint.checkpoint_files import tensor, write_file
-from reshard.checkpoint import convert, open_checkpoint
+from checkpoint.checkpoint_files import Tensor, tensor, write_file
+from reshard.checkpoint import convert, diff, open_checkpoint
 from soak.damaged_inputs import (
     archive_with,
     limit_memory,
     read_damaged_archive,
     read_damaged_checkpoint,
+    read_damaged_delta,
 )
 from soak.mutated_fields import mutated_bytes, mutated_json, mutated_pickle
 
@@ -135,6 +137,19 @@ def an_archive() -> tuple[bytes, bytes]:
         return content, archive.read(name)
 
 
+def a_delta(base: Path, after: Path, compression: str | None) -> bytes:
+    """What changed from a checkpoint to the same with other elements in two of its tensors."""
+    others = {
+        "w": Tensor(WHOLES["w"].dtype, WHOLES["w"].bits ^ np.eye(5, 4, dtype=np.uint32)),
+        "s": tensor("int64", (), 9),
+    }
+    after.mkdir(exist_ok=True)
+    write_file(after / "model.safetensors", {**WHOLES, **others}, {"format": "pt"})
+    path = after.with_name("delta")
+    diff(base, after, path, compression=compression, overwrite=True)
+    return path.read_bytes()
+
+
 class Mutations:
     """The campaign."""
 
@@ -159,6 +174,14 @@ class Mutations:
             self._cases.append(("data.pkl", partial(read_damaged_archive, damaged, self._folder)))
         for damaged in mutated_bytes(archive, 0, len(archive)):
             self._cases.append(("archive", partial(read_damaged_archive, damaged, self._folder)))
+        base, after = self._folder / "one file", self._folder / "after"
+        for compression in (None, "zstd"):
+            for damaged in mutated_bytes(
+                content := a_delta(base, after, compression), 0, len(content)
+            ):
+                self._cases.append(
+                    ("delta", partial(read_damaged_delta, damaged, base, after, target))
+                )
         random.Random(0).shuffle(self._cases)
         limit_memory()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,45 @@ def test_elements_of_every_width(tmp_path: Path) -> None:
         checkpoint.diff(a, b, tmp_path / "delta", compression=compression, overwrite=True)
         checkpoint.apply(a, tmp_path / "delta", tmp_path / "out", overwrite=True)
         assert checkpoint.compare(b, tmp_path / "out").is_same
+
+
+PROGRAM = """
+import sys
+import numpy, xxhash
+from reshard.checkpoint import apply, diff
+
+def status(name):
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields[name].split()[0]) * 1024
+
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+baseline_bytes = status("VmRSS")
+before, after, delta, out = sys.argv[1:]
+diff(before, after, delta, extra_bytes=64 << 20)
+print(status("VmHWM") - baseline_bytes)
+apply(before, delta, out, extra_bytes=64 << 20)
+print(status("VmHWM") - baseline_bytes)
+"""
+
+
+@pytest.mark.parametrize("share", [0.03, 0.4])
+def test_memory_is_bounded(tmp_path: Path, share: float) -> None:
+    """Whatever the size of tensors and of what changed."""
+    rows = np.zeros((1 << 10, 1 << 14), np.uint16)
+    bf16 = tensor("bfloat16", (1,)).dtype
+    for name in ("a", "b"):
+        write(tmp_path / name, {f"w{number}": Tensor(bf16, rows) for number in range(5)})
+        rows = rows.copy()
+        rows[np.random.default_rng(0).random(rows.shape, dtype=np.float32) < share] = 7
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *(tmp_path / one for one in ("a", "b", "delta", "out"))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    limit_bytes = (64 + 64) << 20
+    assert [int(line) < limit_bytes for line in done.stdout.split()] == [True, True], done.stdout
