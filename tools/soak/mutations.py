@@ -79,6 +79,11 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
             writer = dcp.FileSystemWriter(folder / "ranks apart")
             dcp.save(state(rank), storage_writer=writer, use_collectives=False)
     yield folder / "ranks apart"
+    (folder / "rank files").mkdir()
+    for rank in range(2):
+        with torch_checkpoints.standing_for(rank, 2):
+            torch.save(state(rank), folder / "rank files" / f"rank{rank}.pt")
+    yield folder / "rank files"
     nested = {"model": {"w": as_torch(WHOLES["w"])}, "step": 3, "b": as_torch(WHOLES["b"])}
     for name, is_zip in (("torch.save", True), ("torch.save before 1.6", False)):
         (folder / name).mkdir()

@@ -231,7 +231,9 @@ _CONVERSION_OPTIONS = (
     click.option(
         "--format",
         type=FormatChoice(written_names()),
-        help="Of the target. [default: safetensors for `full`, else sharded-safetensors]",
+        metavar="FORMAT",
+        help=f"Of the target: {', '.join(written_names())}. [default: safetensors for `full`, "
+        "else sharded-safetensors]",
     ),
     click.option(
         "--training",

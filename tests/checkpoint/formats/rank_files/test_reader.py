@@ -267,7 +267,20 @@ def test_a_missing_rank_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none of rank 2"):
         open_checkpoint(tmp_path)
     (tmp_path / "rank3.pt").unlink()
-    with pytest.raises(CoverageError, match=r"tensor 'w'.*no shard holds"):
+    with pytest.raises(FormatError, match=r"'w'.*cut over 4 ranks.*files of 2"):
+        open_checkpoint(tmp_path)
+
+
+def test_shards_that_leave_a_hole_are_an_error(tmp_path: Path) -> None:
+    # Every file says that it is one of two, and the mesh of each is of itself alone.
+    def state(rank: int) -> Any:
+        mesh = DeviceMesh("cpu", torch.tensor([rank]))
+        half = WHOLE[:5].clone()
+        size = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+        return {"w": DTensor.from_local(half, mesh, [Shard(0)], run_check=False, **size)}
+
+    save(tmp_path, 2, state)
+    with pytest.raises((FormatError, CoverageError), match="'w'"):
         open_checkpoint(tmp_path)
 
 

@@ -70,11 +70,12 @@ def _find_wrapper(call: Call) -> str:
 
 
 class PartReader:
-    """Reads the parts of one file; `label` names it in errors."""
+    """Reads the parts in the file of `rank`, of `ranks` files; `label` names it in errors."""
 
-    def __init__(self, label: str, rank: int, read: ReadElements) -> None:
+    def __init__(self, label: str, rank: int, ranks: int, read: ReadElements) -> None:
         self._label = label
         self._rank = rank
+        self._ranks = ranks
         self._read = read
         # Tensors of a file share their meshes.
         self._meshes: dict[int, DeviceMesh] = {}
@@ -133,6 +134,12 @@ class PartReader:
                 shape, ranks = self._old_mesh(state)
             if not shape or math.prod(shape) != len(ranks) or len(ranks) > _MOST_RANKS:
                 raise FormatError(f"{where}: a mesh of {list(shape)} with {len(ranks)} ranks")
+            if any(type(rank) is not int or not 0 <= rank < self._ranks for rank in ranks):
+                raise FormatError(
+                    f"{where}: it is cut over {len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}"
+                    f"{', ...' if len(ranks) > 8 else ''}), and there are files of {self._ranks}; "
+                    "the checkpoint is incomplete, fetch the others"
+                )
             names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
             axes = names or tuple(f"dim{number}" for number in range(len(shape)))
             found = DeviceMesh("torch", tuple(shape), tuple(axes), ranks)
@@ -161,13 +168,13 @@ class PartReader:
             raise ValueError(f"a mesh of {sizes}")
         steps = itertools.product(*(range(size) for size in sizes))
         places = [sum(n * s for n, s in zip(step, strides, strict=True)) for step in steps]
-        here = ranks.index(self._rank)
+        here, first, last = ranks.index(self._rank), min(places), max(places)
         # This rank stands at one of the places, counted from where its mesh begins.
         for place in places:
-            if all(0 <= here - place + other < len(ranks) for other in places) and (
-                _begins_mesh(here - place, sizes, strides)
-            ):
-                return shape, [ranks[here - place + other] for other in places]
+            start = here - place
+            is_inside = start + first >= 0 and start + last < len(ranks)
+            if is_inside and _begins_mesh(start, sizes, strides):
+                return shape, [ranks[start + other] for other in places]
         raise ValueError(f"rank {self._rank} is in no mesh of sizes {sizes}, strides {strides}")
 
     def _numbers(self, tensor: Any) -> list[int]:

@@ -54,7 +54,8 @@ def read_states(folder: Path, groups: Mapping[str, tuple[RankFile, ...]]) -> Ran
     for kind, files in groups.items():
         values: dict[str, dict[int, Any]] = {}
         for file in files:
-            for name, part in _read_file(folder / file.name, file, values, states).items():
+            parts = _read_file(folder / file.name, file, len(files), values, states)
+            for name, part in parts.items():
                 own = f"rank_{file.rank}.{name}" if kind == EXTRA else name
                 if kind == OPTIMIZER:
                     own = OPTIMIZER_PREFIX + name
@@ -95,7 +96,7 @@ def list_parameters(parts: Mapping[str, Mapping[int, tuple[str, LocalPart]]]) ->
 
 
 def _read_file(
-    path: Path, file: RankFile, values: dict[str, dict[int, Any]], states: RankStates
+    path: Path, file: RankFile, ranks: int, values: dict[str, dict[int, Any]], states: RankStates
 ) -> dict[str, LocalPart]:
     """The parts in one file; its values are added to `values`, the rest to what is unread."""
     if path.name.endswith(SUFFIX):
@@ -110,7 +111,7 @@ def _read_file(
     flat = flatten_state(state, str(path), is_part)
     if "" in flat.unread:
         raise FormatError(f"{path} holds {flat.unread['']}, no state; save its state_dict()")
-    reader = PartReader(str(path), file.rank, lambda tensor: _read_elements(path, tensor))
+    reader = PartReader(str(path), file.rank, ranks, lambda tensor: _read_elements(path, tensor))
     parts = {}
     for name, value in flat.tensors.items():
         parts[name] = part = reader.part(name, value)
