@@ -182,7 +182,8 @@ def _checkpoint(folder: Path, states: Mapping[str, FlatState]) -> Checkpoint:
             tensors[name] = StoredTensor(name, tensor.dtype, binding)
             archived.append((name, "the whole", file, tensor))
         values.update(flat.values)
-        paths.update(flat.paths)
+        # A name without a path stands at the top.
+        paths.update({name: path for name, path in flat.paths.items() if path != (name,)})
         unread.update(flat.unread)
     files = tuple(StoredFile(file, (folder / file).stat().st_size, 0) for file in states)
     return Checkpoint(

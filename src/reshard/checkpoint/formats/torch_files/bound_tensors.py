@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 
+# Many tensors of a model have one shape.
+_is_dense = lru_cache(maxsize=4096)(is_dense)
+
 
 def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | None]:
     """Where a tensor of a file begins, and its view where it is not dense."""
-    if not is_dense(tensor.view, tensor.shape):
+    if not _is_dense(tensor.view, tensor.shape):
         return FileRange(file, tensor.start_bytes), tensor.view
     # The offset of a dense tensor becomes part of the address.
     offset_bytes = tensor.view.offset * tensor.dtype.itemsize_bytes
@@ -34,11 +39,8 @@ def list_checksums(
     for (file, start_bytes), users in storages.items():
         name, part, tensor = users[0]
         size_bytes, crc32 = tensor.storage_bytes, tensor.crc32 or 0
-        elements = 1
-        for size in tensor.shape:
-            elements *= size
-        is_all = elements * tensor.dtype.itemsize_bytes == size_bytes
-        once = len(users) == 1 and is_all and is_dense(tensor.view, tensor.shape)
+        is_all = math.prod(tensor.shape) * tensor.dtype.itemsize_bytes == size_bytes
+        once = len(users) == 1 and is_all and _is_dense(tensor.view, tensor.shape)
         place = FileRange(file, start_bytes)
         checksums.append(StoredChecksum(name, part, place, size_bytes, crc32, once))
     return tuple(checksums)

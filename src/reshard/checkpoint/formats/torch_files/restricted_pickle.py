@@ -111,7 +111,7 @@ def _run(reader: _Reader) -> Any:
     try:
         return reader.run()
     except (IndexError, struct.error) as error:
-        if reader.is_at_end:
+        if reader.at >= reader.size:
             raise _EndsEarlyError("it ends early") from error
         raise reader.damaged("it ends early, or takes more from its stack than there is") from error
     except KeyError as error:
@@ -144,6 +144,7 @@ class _Reader:
         self._forgets = forgets
         self._start = start
         self.at = start
+        self.size = len(content)
         self._stack: list[Any] = []
         # Numbers of the memo follow each other, but in damaged pickles: those are in the dict.
         self._memo: list[Any] = []
@@ -158,11 +159,6 @@ class _Reader:
             f"{self._label} is damaged, or not written by PyTorch: at byte {at} of the "
             f"pickle, {reason}"
         )
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all of the content was read."""
-        return self.at >= len(self._content)
 
     def run(self) -> Any:
         """Read up to the end of the pickle."""
@@ -191,6 +187,10 @@ class _Reader:
         return self._content[begin:end]
 
     def _read_unsigned(self, size: int) -> int:
+        if size == 1:
+            byte = self._content[self.at]
+            self.at += 1
+            return byte
         return int.from_bytes(self._bytes(size), "little")
 
     def _line(self) -> str:
@@ -404,9 +404,6 @@ class _Reader:
     def changeable_bytes(self) -> None:
         self.new_builtin("bytearray", self._bytes(self._read_unsigned(8)))
 
-    def frozen_set(self) -> None:
-        self.new_builtin("frozenset", self._pop_to_mark())
-
     def build(self) -> None:
         state = self._pop()
         if self._builder is not None and type(self._stack[-1]) is not Call:
@@ -478,7 +475,7 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
     "NEWOBJ_EX": _Reader.call_with_names,
     "EMPTY_SET": lambda reader: reader.new_builtin("set", []),
     "ADDITEMS": _Reader.add_marked,
-    "FROZENSET": _Reader.frozen_set,
+    "FROZENSET": lambda reader: reader.new_builtin("frozenset", reader._pop_to_mark()),
     "BYTEARRAY8": _Reader.changeable_bytes,
 }
 
