@@ -230,3 +230,14 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         load({"x": torch.zeros(1)}, StorageReader(tmp_path))
     with pytest.raises(CheckpointException, match="Size mismatch"):
         load({"w": torch.zeros(13, 5)}, StorageReader(tmp_path))
+
+
+def test_values_of_torch_pickles(tmp_path: Path) -> None:
+    """Plain values that reshard has read are given as PyTorch saves them."""
+    torch.save(
+        {"model": {"w": torch.arange(6.0)}, "step": 7, "betas": (0.9, 0.95)}, tmp_path / "x.pt"
+    )
+    state = {"model": {"w": torch.zeros(6)}, "step": 0, "betas": (0.0, 0.0)}
+    load(state, StorageReader(tmp_path / "x.pt"))
+    assert torch.equal(state["model"]["w"], torch.arange(6.0))
+    assert (state["step"], state["betas"]) == (7, (0.9, 0.95))
