@@ -377,7 +377,9 @@ def main(job: dict[str, Any]) -> None:
     model_parallel_cuda_manual_seed(1)
     step = job["first"]
     if job["load"]:
-        step = load(job, chunks, optimizer)
+        # Parameters of 32 bits are views of the model's own, which are filled in place.
+        with torch.no_grad():
+            step = load(job, chunks, optimizer)
     else:
         initialize(chunks, optimizer)
     for number in range(job["steps"]):

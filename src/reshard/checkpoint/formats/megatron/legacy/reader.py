@@ -183,6 +183,12 @@ class _Builder:
         self.checksums: list[StoredChecksum] = []
         self.unread: list[tuple[str, str]] = []
         self.is_tied = arguments.get("untie_embeddings_and_output_weights") is False
+        # The first rank with each part: of experts, and of everything else.
+        self.first: dict[tuple[int, int], RankPlace] = {}
+        self.first_of_experts: dict[tuple[int, int, int], RankPlace] = {}
+        for one in sizes.places():
+            self.first.setdefault((one.pp, one.tp), one)
+            self.first_of_experts.setdefault((one.pp, one.ep, one.tp % sizes.etp), one)
 
     def add(self, rank: RankFiles) -> None:
         """Add all blocks of a rank."""
@@ -234,17 +240,11 @@ class _Builder:
         if self.is_tied and name.startswith("output_layer.") and self.sizes.pp > 1:
             # The embedding once more, on the last stage.
             return False
+        is_cut = cut.dimension is not None
         if ".experts." in name:
-            is_first_copy = self.sizes.etp == self.sizes.tp or rank.tp < self.sizes.etp
-            if self.sizes.etp != self.sizes.tp:
-                # Of the folders with the same experts, the first.
-                same = [p for p in self.sizes.places() if (p.pp, p.ep) == (rank.pp, rank.ep)]
-                part = rank.tp % self.sizes.etp
-                same = [p for p in same if p.tp % self.sizes.etp == part]
-                return rank == same[0] and (cut.dimension is not None or part == 0)
-            return is_first_copy and (cut.dimension is not None or rank.tp == 0)
-        others = [p for p in self.sizes.places() if (p.pp, p.tp) == (rank.pp, rank.tp)]
-        return rank == others[0] and (cut.dimension is not None or rank.tp == 0)
+            part = rank.tp % self.sizes.etp
+            return rank == self.first_of_experts[rank.pp, rank.ep, part] and (is_cut or part == 0)
+        return rank == self.first[rank.pp, rank.tp] and (is_cut or rank.tp == 0)
 
     def _add_tensor(
         self, rank: RankFiles, path: str, name: str, tensor: ArchivedTensor, place: BlockPlace
