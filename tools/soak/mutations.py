@@ -19,12 +19,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.tensor import Shard
 
 from checkpoint import torch_checkpoints
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard.checkpoint import convert, diff, open_checkpoint
+from reshard.checkpoint.formats.orbax.crc32c import crc32c
+from reshard.checkpoint.formats.orbax.ocdbt import MANIFEST_MAGIC, NODE_MAGIC
 from soak.damaged_inputs import (
     archive_with,
     limit_memory,
@@ -91,12 +94,19 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
         torch.save(nested, path, _use_new_zipfile_serialization=is_zip)
         yield folder / name
 
+    orbax = {name: one for name, one in WHOLES.items() if name != "e"}
+    (folder / "for orbax").mkdir()
+    write_file(folder / "for orbax" / "model.safetensors", orbax)
+    convert(folder / "for orbax", folder / "orbax", to="tp=2", rules=rules, format="orbax")
+    (folder / "orbax" / "reshard.manifest.json").unlink()
+    yield folder / "orbax"
+
 
 def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
     """Every file of a checkpoint with headers or fields in it, mutated in every way."""
-    for path in sorted(checkpoint.iterdir()):
+    for path in sorted(one for one in checkpoint.rglob("*") if one.is_file()):
         content = path.read_bytes()
-        if path.suffix == ".json":
+        if path.suffix == ".json" or path.name in ("_METADATA", "_sharding"):
             mutated = mutated_json(content)
         elif path.suffix == ".safetensors":
             mutated = _mutated_headers(content)
@@ -106,6 +116,8 @@ def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
             mutated = mutated_bytes(content, 0, len(content))
         elif path.suffix == ".distcp" and checkpoint.name == COMPRESSED:
             mutated = _mutated_streams(content)
+        elif path.name == "manifest.ocdbt" or path.parent.name == "d":
+            mutated = _mutated_frames(content)
         else:
             continue
         for other in mutated:
@@ -121,6 +133,19 @@ def _mutated_headers(content: bytes) -> Iterator[bytes]:
     for more in (b"", b"\0", data):
         yield content[: 8 + length] + more
     yield content + b"\0"
+
+
+def _mutated_frames(content: bytes) -> Iterator[bytes]:
+    """A frame of OCDBT: its own bytes, and those of its body, with the checksum that they have."""
+    magic = int.from_bytes(content[:4], "big")
+    if magic not in (MANIFEST_MAGIC, NODE_MAGIC):
+        return
+    yield from mutated_bytes(content, 0, 14)
+    body = zstandard.ZstdDecompressor().decompress(content[14:-4], max_output_size=1 << 20)
+    for other in mutated_bytes(body, 0, len(body)):
+        length = (len(other) + 18).to_bytes(8, "little")
+        head = content[:4] + length + b"\0\0" + other
+        yield head + crc32c(head).to_bytes(4, "little")
 
 
 def _mutated_streams(content: bytes) -> Iterator[bytes]:
@@ -172,7 +197,7 @@ class Mutations:
             read_damaged_checkpoint(checkpoint, target)
             for path, content in mutated_files(checkpoint):
                 name = f"{checkpoint.name}: {path.suffix or path.name}"
-                self._cases.append((name, partial(self._read, path, content, target)))
+                self._cases.append((name, partial(self._read, checkpoint, path, content, target)))
         archive, pickle = an_archive()
         for other in mutated_pickle(pickle):
             damaged = archive_with(archive, other)
@@ -194,11 +219,11 @@ class Mutations:
         name, read = self._cases[seed % len(self._cases)]
         return Counter({"mutations": 1, f"{name}, {read()}": 1})
 
-    def _read(self, path: Path, content: bytes, target: Path) -> str:
+    def _read(self, checkpoint: Path, path: Path, content: bytes, target: Path) -> str:
         kept = path.read_bytes()
         path.write_bytes(content)
         try:
-            return read_damaged_checkpoint(path.parent, target)
+            return read_damaged_checkpoint(checkpoint, target)
         finally:
             path.write_bytes(kept)
             shutil.rmtree(target, ignore_errors=True)

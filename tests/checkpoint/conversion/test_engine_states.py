@@ -85,7 +85,7 @@ def test_another_layout(tmp_path: Path) -> None:
     state, _ = write_state(tmp_path, "llama-8", "tp=2")
     other = tmp_path / "other.json"
     other.write_text(to_json(recorded("qwen3-moe", "tp=2")))
-    with pytest.raises(RecipeError, match="derive the layout of the model"):
+    with pytest.raises(RecipeError, match="or the layout is of another model"):
         checkpoint.convert(state, tmp_path / "t", to="full", source_layout=other)
     layout = recorded("llama-8", "tp=2")
     found = checkpoint.open(state)

@@ -139,7 +139,9 @@ def _find_parameters(
         if stored is None:
             raise RecipeError(
                 f"{checkpoint.folder} has no {prefix + name!r}, which the layout's rank "
-                f"{rank.rank} holds; derive the layout of the model that this state is of"
+                f"{rank.rank} holds. Either the engine has put it into the form of a kernel after "
+                "loading, and it cannot be taken apart again, or the layout is of another model; "
+                "then derive it again"
             )
         if (stored.shape, stored.dtype) != (parameter.shape, parameter.dtype):
             raise RecipeError(
