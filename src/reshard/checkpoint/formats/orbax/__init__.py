@@ -3,6 +3,7 @@
 format            the format `orbax`
 folders           which folder has the tree: steps and items of a CheckpointManager
 tree_metadata     `_METADATA`: the tree, its keys and its kinds of leaves
+aggregate         `checkpoint`: the tree of older versions, in one file
 key_values        where the value of a key lies: a file, or a range of one
 ocdbt             nodes of OCDBT, both ways; `crc32c` their checksum
 zarr_metadata     types, grids and codecs of arrays (Zarr 2 and 3)

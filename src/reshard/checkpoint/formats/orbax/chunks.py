@@ -62,8 +62,12 @@ class PackedChunk:
 
 @dataclass
 class PackedChunks:
-    """The packed chunks of a checkpoint while it is opened: a file without a name for each file."""
+    """The packed chunks of a checkpoint while it is opened: a file without a name for each file.
 
+    `anchor` is a file of the checkpoint, for chunks that are in none.
+    """
+
+    anchor: str = METADATA_NAME
     by_file: dict[str, list[PackedChunk]] = field(default_factory=dict)
 
     def add(self, chunk: PackedChunk) -> FileRange:
@@ -72,7 +76,7 @@ class PackedChunks:
         Raises FormatError where so much cannot be.
         """
         place = chunk.packed.place if chunk.packed is not None else None
-        source = place.path if place is not None else METADATA_NAME
+        source = place.path if place is not None else self.anchor
         others = self.by_file.setdefault(source, [])
         start = 0
         if others:

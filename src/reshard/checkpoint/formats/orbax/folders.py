@@ -70,10 +70,10 @@ def find_tree(path: Path) -> TreeFolder | None:
 
 
 def _has_tree(folder: Path) -> bool:
-    return (folder / METADATA_NAME).is_file() or _is_aggregate(folder)
+    return (folder / METADATA_NAME).is_file() or is_aggregate(folder)
 
 
-def _is_aggregate(folder: Path) -> bool:
+def is_aggregate(folder: Path) -> bool:
     """Whether a folder has the one file of an older save: other programs call theirs so too."""
     path = folder / AGGREGATE_NAME
     if not path.is_file():

@@ -1,6 +1,6 @@
 """Orbax checkpoints, read: arrays as tensors whose shards are chunks, and plain values.
 
-1. Find the folder of the tree, and read the tree (`folders`, `tree_metadata`).
+1. Find the folder of the tree, and read the tree (`folders`, `tree_metadata`, `aggregate`).
 2. Find where the values of Zarr's keys lie (`key_values`).
 3. Each array says its type and its grid of chunks (`zarr_metadata`); each chunk becomes a shard
    that is bound to its bytes (`chunks`), of the rank whose part JAX had there (`shardings`).
@@ -25,9 +25,15 @@ from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.formats.orbax.aggregate import (
+    PLACEHOLDER,
+    PackedArray,
+    read_aggregate,
+)
 from reshard.checkpoint.formats.orbax.chunks import PackedChunks, list_chunks, read_scalar
-from reshard.checkpoint.formats.orbax.folders import TreeFolder
+from reshard.checkpoint.formats.orbax.folders import AGGREGATE_NAME, TreeFolder, is_aggregate
 from reshard.checkpoint.formats.orbax.key_values import (
+    MANIFEST_NAME,
     MOST_READ_BYTES,
     KeyValues,
     StoredValue,
@@ -38,10 +44,12 @@ from reshard.checkpoint.formats.orbax.optax_states import name_states
 from reshard.checkpoint.formats.orbax.shardings import extend, find_mesh, read_shardings
 from reshard.checkpoint.formats.orbax.tree_metadata import (
     ARRAY,
+    METADATA_NAME,
     NUMPY,
     SCALAR,
     STRING,
     Leaf,
+    TreeMetadata,
     TreePath,
     join_sequences,
     read_strings,
@@ -75,16 +83,24 @@ def read(found: TreeFolder) -> Checkpoint:
         CoverageError: a chunk that is missing.
     """
     folder = found.folder
-    tree = read_tree(folder)
+    has_metadata = (folder / METADATA_NAME).is_file()
+    tree = read_tree(folder) if has_metadata else TreeMetadata({}, has_all=False)
     values = open_key_values(folder)
     shardings = read_shardings(folder)
     mesh = find_mesh(shardings)
     tensors: dict[str, StoredTensor] = {}
     paths: dict[str, TreePath] = {}
     plain: dict[TreePath, Any] = {}
-    packed = PackedChunks()
+    anchor = MANIFEST_NAME if values.is_database else AGGREGATE_NAME
+    packed = PackedChunks(METADATA_NAME if has_metadata else anchor)
     narrow: dict[str, str] = {}
     unread: list[tuple[str, str]] = []
+    aggregate = is_aggregate(folder)
+    if aggregate:
+        tree, whole = _add_aggregate(folder, tree, plain)
+        for leaf_path, packed_array in whole.items():
+            name = ".".join(map(str, leaf_path))
+            tensors[name], paths[name] = _bind_whole(name, packed_array), leaf_path
     names = name_states(
         leaf.path for leaf in tree.leaves.values() if leaf.kind in (ARRAY, NUMPY, *_UNKNOWN_KINDS)
     )
@@ -131,9 +147,12 @@ def read(found: TreeFolder) -> Checkpoint:
         for place in (places if isinstance(places, tuple) else (places,))
         if isinstance(place, FileRange)
     }
+    sizes = dict(values.sizes)
+    if aggregate:
+        sizes[AGGREGATE_NAME] = (folder / AGGREGATE_NAME).stat().st_size
     files = tuple(
         StoredFile(name, size, _find_rank(name))
-        for name, size in sorted(values.sizes.items())
+        for name, size in sorted(sizes.items())
         if name in used
     )
     return Checkpoint(
@@ -149,6 +168,33 @@ def read(found: TreeFolder) -> Checkpoint:
         unread=tuple(unread),
         notes=tuple(notes),
     )
+
+
+def _add_aggregate(
+    folder: Path, tree: TreeMetadata, plain: dict[TreePath, Any]
+) -> tuple[TreeMetadata, dict[TreePath, PackedArray]]:
+    """The tree with what the one file of an older save has; its plain values go into `plain`, and
+    the arrays that lie in the file itself are returned."""
+    leaves = dict(tree.leaves)
+    whole: dict[TreePath, PackedArray] = {}
+    for path, value in read_aggregate(folder / AGGREGATE_NAME):
+        name = ".".join(map(str, path))
+        if isinstance(value, str) and value.startswith(PLACEHOLDER):
+            leaves.setdefault(name, Leaf(path, _UNKNOWN_KINDS[0]))
+            continue
+        leaves.pop(name, None)
+        if isinstance(value, PackedArray):
+            whole[path] = value
+        else:
+            plain[path] = value
+    return dataclasses.replace(tree, leaves=leaves), whole
+
+
+def _bind_whole(name: str, array: PackedArray) -> StoredTensor:
+    """A tensor that lies whole in the one file of an older save."""
+    place = FileRange(AGGREGATE_NAME, array.start_bytes)
+    binding = Binding(Layout.whole(array.shape, [0], 1), {0: place}, {})
+    return StoredTensor(name, array.dtype, binding)
 
 
 def _find_rank(name: str) -> int:
