@@ -6,6 +6,7 @@ All mutations are listed once, in a fixed order that mixes formats; a seed is a 
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import shutil
 import struct
@@ -23,6 +24,7 @@ import zstandard
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.tensor import Shard
 
+import deepspeed_records
 from checkpoint import torch_checkpoints
 from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard.checkpoint import convert, diff, open_checkpoint
@@ -48,6 +50,7 @@ WHOLES = {
 
 
 COMPRESSED = "compressed"
+EVERY = 25
 
 
 def small_checkpoints(folder: Path) -> Iterator[Path]:
@@ -93,6 +96,8 @@ def small_checkpoints(folder: Path) -> Iterator[Path]:
         path = folder / name / "model.pt"
         torch.save(nested, path, _use_new_zipfile_serialization=is_zip)
         yield folder / name
+    for name in ("zero1-bf16-2-plain", "zero3-bf16-2-plain"):
+        yield next(deepspeed_records.unpack(name, folder).glob("global_step*"))
 
     orbax = {name: one for name, one in WHOLES.items() if name != "e"}
     (folder / "for orbax").mkdir()
@@ -112,6 +117,10 @@ def mutated_files(checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
             mutated = _mutated_headers(content)
         elif path.name.endswith(".metadata"):
             mutated = mutated_pickle(content)
+        elif path.name.endswith("states.pt"):
+            # The pickles of DeepSpeed's files are long: some of the mutations, spread over them.
+            pickles = itertools.islice(mutated_pickle(pickle_in(content)), 0, None, EVERY)
+            mutated = (archive_with(content, pickle) for pickle in pickles)
         elif path.suffix == ".pt":
             mutated = mutated_bytes(content, 0, len(content))
         elif path.suffix == ".distcp" and checkpoint.name == COMPRESSED:
@@ -162,9 +171,14 @@ def an_archive() -> tuple[bytes, bytes]:
     made = io.BytesIO()
     torch.save(as_torch(WHOLES["w"]), made)
     content = made.getvalue()
+    return content, pickle_in(content)
+
+
+def pickle_in(content: bytes) -> bytes:
+    """The pickle in an archive."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        return content, archive.read(name)
+        return archive.read(name)
 
 
 def a_delta(base: Path, after: Path, compression: str | None) -> bytes:

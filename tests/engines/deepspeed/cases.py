@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engines.deepspeed.parallel_training import ParallelCase
 from engines.deepspeed.training import Case
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -22,4 +23,11 @@ SAVED = (
     Case(0, 2, "fp32"),
     Case(0, 1, "bf16"),
     Case(0, 2, "fp16", "groups"),
+)
+
+PARALLEL = (
+    ParallelCase(1, 4, "bf16", "experts"),
+    ParallelCase(2, 2, "fp32", "experts"),
+    ParallelCase(1, 4, "bf16", "pipeline"),
+    ParallelCase(1, 2, "fp32", "pipelinetied"),
 )

@@ -82,7 +82,7 @@ def make_pipeline(stages: int, data: int, tied: bool) -> Any:
     torch.manual_seed(1)
     layers: list[Any] = [LayerSpec(Squares, 6, 6) for _ in range(3)]
     if tied:
-        ends = [TiedLayerSpec("embed", Squares, 6, 6) for _ in range(2)]
+        ends = [TiedLayerSpec("embed", Squares, 6, 6, bias=False) for _ in range(2)]
         layers = [ends[0], *layers, ends[1]]
     else:
         layers = [LayerSpec(Squares, 6, 6), *layers, LayerSpec(Squares, 6, 6, bias=False)]

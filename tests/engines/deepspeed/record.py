@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from deepspeed_records import GOLDEN
-from engines.deepspeed.cases import SAVED
+from engines.deepspeed.cases import PARALLEL, SAVED
+from engines.deepspeed.parallel_training import save_parallel
 from engines.deepspeed.ranks import ENVIRONMENT, run_ranks
 from engines.deepspeed.training import Case, digest, train_and_save
 
@@ -93,6 +94,16 @@ def main() -> None:
                 (folder / "latest").unlink()
                 pack(folder, GOLDEN / f"{case.name}-universal.tar.xz")
             sys.stderr.write(f"recorded {case.name}\n")
+        for parallel in PARALLEL:
+            if names and not any(part in parallel.name for part in names):
+                continue
+            folder = Path(name) / parallel.name
+            logs = folder.with_name(f"{folder.name}.log")
+            run_ranks(save_parallel, parallel.ranks, logs, parallel, folder, 2)
+            for script in folder.glob("zero_to_*.py"):
+                script.unlink()
+            pack(folder, GOLDEN / f"{parallel.name}.tar.xz")
+            sys.stderr.write(f"recorded {parallel.name}\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from reshard.errors import CheckpointError, FormatError
 
 NAMES = recorded()
 ZERO = [name for name in NAMES if not name.endswith("universal")]
+PARALLEL = [name for name in NAMES if "over" in name]
 OWN_KEYS = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -185,3 +186,32 @@ def test_converted_without_deepspeed(tmp_path: Path) -> None:
     reshard.checkpoint.convert(folder, tmp_path / "dcp", to="4", format="torch-dcp")
     dcp = reshard.checkpoint.open(tmp_path / "dcp")
     assert all(digest(dcp, name) == digest(source, name) for name in source)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_experts_and_layers_have_the_names_of_the_model(name: str, tmp_path: Path) -> None:
+    """Weights in files of their own, under the names that the optimizer's state has."""
+    folder = unpack(name, tmp_path)
+    checkpoint = reshard.checkpoint.open(folder)
+    held = read_digests(folder, "held.json")
+    assert {*held} <= {*checkpoint}
+    for parameter in held:
+        weight = reshard.checkpoint.read_tensor(checkpoint, parameter)
+        assert list(weight.shape) == held[parameter]["master"][1]
+    experts = [one for one in held if "deepspeed_experts" in one]
+    assert len(experts) == (16 if "experts" in name else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("zero1-bf16-4-experts-over2", "layer_1_expert_2_mp_rank_00_model_states.pt"),
+        ("zero1-bf16-4-pipeline-over2", "layer_03-model_states.pt"),
+    ],
+)
+def test_a_missing_layer_or_expert_is_named(name: str, file: str, tmp_path: Path) -> None:
+    """The error names a parameter that has no weights."""
+    folder = unpack(name, tmp_path)
+    (folder / "global_step2" / file).unlink()
+    with pytest.raises(CheckpointError, match=r"no weights of .* is missing, fetch it"):
+        reshard.checkpoint.open(folder)

@@ -14,10 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-from reshard.checkpoint.formats.deepspeed.saved_states import read_file
-from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
 
@@ -68,17 +64,3 @@ def _globalize(name: str, number: int, local: Mapping[str, int]) -> str:
     if match is None:
         return name
     return f"{match[1]}{number * local[match[1]] + int(match[2])}{match[3]}"
-
-
-def read_expert(folder: Path, file: str) -> Mapping[str, ArchivedTensor]:
-    """The weights of one expert.
-
-    Raises:
-        FormatError: a file that is damaged.
-    """
-    part = read_file(folder, file)
-    return {
-        name: value
-        for name, value in part.value.items()
-        if isinstance(name, str) and isinstance(value, ArchivedTensor)
-    }

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.deepspeed import experts
+from reshard.checkpoint.formats.deepspeed import experts, pipelines
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
 from reshard.checkpoint.formats.deepspeed.partitions import (
     FlatPiece,
@@ -35,6 +35,7 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     Shape,
     read_model_state,
     read_partition,
+    read_tensors,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
@@ -47,6 +48,7 @@ from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
+from reshard.text.quantities import count_text
 
 MASTER = "master"
 
@@ -85,6 +87,7 @@ class SaveReader:
         self._add_weights()
         self._add_states()
         self._add_whole_optimizer()
+        self._expect_weights()
         self._add_values()
         collector = self.collector
         return Checkpoint(
@@ -116,7 +119,9 @@ class SaveReader:
         self.first = self.models[0, 0]
         if self.tensor_ranks > 1:
             raise FormatError(
-                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, which are not read yet"
+                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, and does not say how "
+                "tensors are cut over them; convert it with DeepSpeed's ds_to_universal, whose "
+                "result is read"
             )
         if self.first.groups and not self.partitions:
             if self.is_stage3:
@@ -177,8 +182,28 @@ class SaveReader:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
         for (_, _, mp), file in self.saved.experts.items():
-            for name, archived in experts.read_expert(self.saved.folder, file).items():
+            for name, archived in read_tensors(self.saved.folder, file).items():
                 self._add_whole(name, file, archived, self.slot(mp, 0))
+        shapes = {name: shape for one in self.models.values() for name, shape in one.shapes.items()}
+        for (layer, _), file in self.saved.layers.items():
+            found = read_tensors(self.saved.folder, file)
+            for name, archived in pipelines.name_layer(layer, found, shapes).items():
+                self._add_whole(name, file, archived, 0)
+
+    def _expect_weights(self) -> None:
+        """Raise CheckpointError where a layer or an expert has no file of weights."""
+        saved, tensors = self.saved, self.collector.tensors
+        if self.is_stage3 or not (saved.layers or saved.experts):
+            return
+        trained = [name for group in self.param_groups for name in group["params"]]
+        missing = [name for name in trained if isinstance(name, str) and name not in tensors]
+        if missing:
+            raise CheckpointError(
+                f"{saved.folder} has no weights of {missing[0]!r}, which the optimizer has "
+                f"({count_text(len(missing), 'parameter')} in all); a file of a layer "
+                "(layer_03-model_00-model_states.pt) or an expert "
+                "(layer_0_expert_5_mp_rank_00_model_states.pt) is missing, fetch it"
+            )
 
     def _add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> None:
         # Stages of a pipeline that share a parameter each have it: the first one's is read.

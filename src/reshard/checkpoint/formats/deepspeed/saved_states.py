@@ -90,6 +90,16 @@ def read_file(folder: Path, name: str) -> SavedPart:
     return SavedPart(value, str(folder / name))
 
 
+def read_tensors(folder: Path, name: str) -> Mapping[str, ArchivedTensor]:
+    """The tensors of a file that is a state dict: of an expert, or of a layer."""
+    part = read_file(folder, name)
+    return {
+        key: value
+        for key, value in part.value.items()
+        if isinstance(key, str) and isinstance(value, ArchivedTensor)
+    }
+
+
 @dataclass(frozen=True)
 class ModelState:
     """A file of weights.
