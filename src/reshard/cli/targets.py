@@ -68,7 +68,10 @@ def _plan_for_vllm(
 
 _TARGETS = {
     "hf": _Target(
-        ("to", "config", "recipe", "source_names", "dtype", "most_file_bytes", *_SELECTION),
+        (
+            *("to", "config", "recipe", "source_names", "dtype", "adapters", "most_file_bytes"),
+            *_SELECTION,
+        ),
         "a model folder has whole weights, in the names and files that transformers reads",
         _plan_for_hf,
     ),

@@ -241,3 +241,25 @@ def test_a_model_under_peft(tmp_path: Path) -> None:
     expected = wrapped.merge_and_unload().state_dict()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    """A base saved by a trainer, and an adapter of peft beside it."""
+    peft = pytest.importorskip("peft")
+    (family,) = families(("llama",))
+    model = build(family).to(torch.float32)
+    save_wrapped("model.")(model, tmp_path / "state")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4)
+    wrapped = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    run_conversion(
+        plan_for_pretrained(tmp_path / "state", tmp_path / "hf", adapters=[tmp_path / "adapter"])
+    )
+    loaded = type(model).from_pretrained(tmp_path / "hf")
+    expected = wrapped.merge_and_unload().state_dict()
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
@@ -67,6 +68,7 @@ def plan_for_pretrained(
     recipe: RecipeName | None = None,
     source_names: str | None = None,
     dtype: str | None = None,
+    adapters: Iterable[str | os.PathLike[str]] = (),
     most_file_bytes: int | None = MOST_FILE_BYTES,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -84,6 +86,7 @@ def plan_for_pretrained(
         source_names: the convention that the source's names are in, such as `megatron`; found by
             the names when None.
         dtype: of floating-point weights: bf16, fp16 or fp32; as they are when None.
+        adapters: of PEFT, whose changes are merged into the weights, one after another.
         most_file_bytes: begin a new file beyond so many bytes; one file when None.
         include, exclude, strip_prefix, rename: as in a `ConversionRequest`. Where prefixes or names
             are given, no other prefix is taken off.
@@ -98,6 +101,7 @@ def plan_for_pretrained(
         to="full",
         format="safetensors",
         dtype=dtype,
+        adapters=adapters,
         most_file_bytes=most_file_bytes,
         include=include,
         exclude=exclude,
@@ -121,7 +125,7 @@ def plan_for_pretrained(
         raise CheckpointError(missing)
     if chosen is not None:
         _expect_all_numbers(weights, chosen, found)
-    changed = _change_types(weights, found, dtype)
+    changed = _change_elements(weights, found, request)
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
     notes = [*weights.notes, *names.notes, *tied.notes, *_describe_place(files, checkpoint)]
@@ -143,6 +147,7 @@ def plan_for_pretrained(
         "prefix": names.prefix,
         "source_names": names.convention,
         "dtype": dtype,
+        "adapters": [str(Path(one).resolve()) for one in request.adapters],
         "config": hashlib.blake2b(content, digest_size=16).hexdigest(),
         **request.selection.to_json(),
     }
@@ -263,10 +268,13 @@ def _expect_all_numbers(checkpoint: Checkpoint, recipe: Recipe, config: Mapping[
             )
 
 
-def _change_types(
-    checkpoint: Checkpoint, config: Mapping[str, Any], dtype: str | None
+def _change_elements(
+    checkpoint: Checkpoint, config: Mapping[str, Any], request: ConversionRequest
 ) -> ChangedElements:
-    if dtype is None:
+    if request.adapters:
+        merged, computed = merge_adapters(checkpoint, request.adapters)
+        return ChangedElements(merged, computed)
+    if request.dtype is None:
         return ChangedElements(checkpoint)
     kinds = {one.dtype for one in checkpoint.tensors.values() if is_castable(one.dtype)}
     # Of a model that is trained in one type, none is kept in float32 on purpose.
@@ -274,7 +282,7 @@ def _change_types(
         config = {
             key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))
         }
-    return change_elements(checkpoint, config, dtype_name=dtype)
+    return change_elements(checkpoint, config, dtype_name=request.dtype)
 
 
 def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:
