@@ -242,6 +242,7 @@ class Checkpoint:
             lists, tuples and dicts of such.
         unread: values beside the tensors that no target can have, with the reason.
         notes: what a user should know of how it is read.
+        said_cut: how its tensors are cut, where the user said so and its files do not.
     """
 
     folder: Path
@@ -261,6 +262,7 @@ class Checkpoint:
     values: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    said_cut: str | None = None
     held: Mapping[str, HeldFile] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> StoredTensor:

@@ -262,6 +262,8 @@ class Conversion:
                 file.name: sources[file.name].identity.to_json() for file in self.source.files
             },
             **self.resolved,
+            # The same files under other rules are another source.
+            **({"source cut": self.source.said_cut} if self.source.said_cut else {}),
             "format": self.arrangement.format,
             "target files": arrangement.hexdigest(),
             "block bytes": blocks.BLOCK_BYTES,

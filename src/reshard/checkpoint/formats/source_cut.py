@@ -44,6 +44,11 @@ class SourceCut:
                 "a recipe"
             )
 
+    def __str__(self) -> str:
+        rules = "; ".join(map(str, self.rules))
+        recipe = "" if self.recipe is None else f" by the recipe {self.recipe.name}"
+        return f"{self.mesh.text}: {rules}{recipe}"
+
     @classmethod
     def of(
         cls,

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from checkpoint.checkpoint_files import tensor, write_file
-from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
+from reshard.checkpoint import compare, convert, open_checkpoint, plan_conversion, read_tensor
+from reshard.checkpoint.blocks.block_io import OpenFiles
+from reshard.checkpoint.files.source_file import SourceFile
 from reshard.cli import main
 from reshard.errors import FormatError, ReshardError, UsageError
 
@@ -161,6 +163,20 @@ def test_a_recipe_joins_them(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path, mesh="tp=2", recipe="auto")
     for name, one in state.items():
         assert read_tensor(opened, name).tobytes() == one.numpy().tobytes(), name
+
+
+def test_other_rules_are_another_source(tmp_path: Path) -> None:
+    """A run that was interrupted does not go on with parts that other rules put elsewhere."""
+    for rank in range(2):
+        torch.save({"w": torch.full((4, 4), float(rank))}, tmp_path / f"rank{rank}.pt")
+    described = []
+    for rule in ("w=tp, -", "w=tp@stride2, -"):
+        opened = open_checkpoint(tmp_path, mesh="tp=2", rules=[rule])
+        conversion = plan_conversion(opened, tmp_path.parent / "target", to="full")
+        sources = OpenFiles(lambda name: SourceFile(tmp_path / name))
+        described.append(conversion.description(sources))
+        sources.close()
+    assert described[0] != described[1]
 
 
 def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,7 @@ def read_rank_files(folder: Path, cut: SourceCut | None = None) -> Checkpoint:
         cut.mesh if cut is not None else meshes.pop() if len(meshes) == 1 else None,
         checksums=list_checksums(archived),
         values=states.values,
+        said_cut=None if cut is None else str(cut),
         unread=tuple((shortened(name), why) for name, why in states.unread.items()),
     )
     return _name_optimizer_state(checkpoint, states)
