@@ -65,3 +65,14 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     found = checkpoint.open(folder)
     assert not [name for name in found if name.startswith("optimizer.")]
     assert "which part is which cannot be told" in found.unread[-1][1]
+
+
+@pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])
+def test_files_that_were_cut_off(file: str, tmp_path: Path) -> None:
+    folder = unpack("tensor", tmp_path) / "legacy" / "iter_0000002"
+    path = folder / "mp_rank_01" / file
+    content = path.read_bytes()
+    for length in range(0, len(content), len(content) // 16):
+        path.write_bytes(content[:length])
+        with pytest.raises(FormatError, match=file):
+            checkpoint.open(folder)
