@@ -81,7 +81,8 @@ def add_model_values(values: SavedValues, model: ModelState, add_tensor: AddTens
     values.add_state(model.rest, (), model.file, add_tensor)
     if model.shared:
         values.add("shared_params", dict(model.shared), (), model.file)
-    if model.buffers:
+    # Empty too: it tells a user's tensors from buffers when the state is written again.
+    if model.module is not None:
         values.add("buffer_names", [*model.buffers], (), model.file)
     frozen = [*model.frozen] or _find_frozen(model)
     if frozen:

@@ -16,6 +16,7 @@ import pytest
 
 import reshard
 from deepspeed_records import recorded, unpack
+from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
 from reshard.checkpoint.pretrained.weights import take_weights
 from reshard.errors import UsageError
 
@@ -138,6 +139,14 @@ def test_pytorch_loads_the_files(format: str, tmp_path: Path) -> None:
     # Padding aside, each element is on one rank.
     elements = sum(shape.numel() for group in shapes for shape in group.values())
     assert elements <= total <= elements + 3 * sum(len(group) for group in shapes)
+
+
+def test_a_users_tensors_are_no_buffers(tmp_path: Path) -> None:
+    """Of a model without buffers too: DeepSpeed refuses weights that the model does not have."""
+    source = reshard.checkpoint.open(unpack("zero1-bf16-2-groups-data", tmp_path))
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    parts = find_parts(shapes, source.values)
+    assert (parts.others, parts.buffers, parts.is_sure) == (("rng",), (), True)
 
 
 def test_weights_alone_are_refused(tmp_path: Path) -> None:
