@@ -56,6 +56,7 @@ from reshard.checkpoint.loading.background import BackgroundWork
 from reshard.checkpoint.loading.rank_arrays import describe_ranks
 from reshard.checkpoint.loading.requested import load
 from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
+from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.layout import Layout
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "Progress",
     "StoredFile",
     "StoredTensor",
+    "TrainingState",
     "apply",
     "check_digests",
     "compare",
@@ -86,6 +88,7 @@ __all__ = [
     "convert_async",
     "describe_ranks",
     "diff",
+    "find_training_state",
     "load",
     "load_async",
     "load_parameters",

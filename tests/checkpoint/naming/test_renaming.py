@@ -24,9 +24,9 @@ from checkpoint.checkpoint_files import (
 )
 from checkpoint.test_memory import SLACK_BYTES, measure, write_holes
 from reshard import DeviceMesh, checkpoint, spec
+from reshard.checkpoint.blocks import fusing
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.formats.safetensors.sharded import shard_file_name
-from reshard.checkpoint.naming import fusing
 from reshard.dtypes import dtype
 from reshard.errors import DigestError, RecipeError, ReshardError, UsageError
 from reshard.recipes.fusion import Fusion

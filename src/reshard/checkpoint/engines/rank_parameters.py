@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.fusing import list_stored_boxes
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.engines.made_elements import MOST_BYTES, MadeFile, MadeRegion, check_steps
-from reshard.checkpoint.naming.fusing import list_stored_boxes
 from reshard.errors import RecipeError
 from reshard.layout import Box, Layout
 from reshard.recipes.engine_layouts import (

@@ -1,5 +1,5 @@
-"""Names of tensors: a checkpoint in the names of another program, with parameters fused or apart.
+"""Names of tensors: some of a checkpoint's tensors, by other names.
 
-`renaming` turns a checkpoint in one program's names into one in another's; `fusing` binds a fused
-parameter to its members' bytes, and members to those of a fused one. No byte is copied.
+`renaming` turns a checkpoint in one program's names into one in another's, `selection` takes some
+of the tensors and renames them by patterns. No byte is copied.
 """

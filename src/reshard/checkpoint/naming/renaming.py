@@ -2,7 +2,7 @@
 
 Programs call the tensors of one model differently, and keep some of them in one parameter. Nothing
 is copied for that: a tensor by another name is bound to the same bytes of the same files
-(`reshard.checkpoint.naming.fusing`).
+(`reshard.checkpoint.blocks.fusing`).
 
 What is renamed only keeps its digest. A fused parameter has other blocks than its members: there is
 no digest to compare, and a note says so.
@@ -15,8 +15,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
-from reshard.checkpoint.naming.fusing import fuse_members, split_into_members
 from reshard.checkpoint.training.state import find_training_state
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.fusion import Fusion

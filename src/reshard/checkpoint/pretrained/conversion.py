@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.blocks.fusing import take_rows
 from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
@@ -31,7 +32,6 @@ from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.opening import open_checkpoint
-from reshard.checkpoint.naming.fusing import take_rows
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.pretrained.model_folder import (

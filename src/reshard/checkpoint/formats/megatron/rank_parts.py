@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.binding import Binding, FileRange, View
+from reshard.checkpoint.blocks.fusing import StoredBox
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredTensor
-from reshard.checkpoint.naming.fusing import StoredBox
 from reshard.dtypes import DType
 from reshard.errors import FormatError
 from reshard.layout import Box, Layout, flat_range_boxes

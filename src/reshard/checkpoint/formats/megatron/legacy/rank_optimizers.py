@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from reshard.checkpoint.blocks.fusing import StoredBox
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_plan
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism
 from reshard.checkpoint.formats.megatron.legacy.rank_models import RankFiles
 from reshard.checkpoint.formats.megatron.rank_parts import dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.naming.fusing import StoredBox
 from reshard.dtypes import DType
 
 _FLAT_KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, BufferPlan, find_plan
 from reshard.checkpoint.formats.megatron.common_state import CommonState
@@ -44,7 +45,6 @@ from reshard.checkpoint.formats.megatron.object_items import read_object
 from reshard.checkpoint.formats.megatron.optimizer_names import common_name
 from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.naming.fusing import StoredBox, list_stored_boxes
 from reshard.dtypes import DType
 from reshard.errors import RecipeError
 from reshard.mesh import DeviceMesh

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import as_sizes
-from reshard.checkpoint.naming.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.errors import FormatError
 from reshard.layout import Box, flat_range_boxes
 

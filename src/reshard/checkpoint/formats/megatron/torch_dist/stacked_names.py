@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from reshard.checkpoint.blocks.fusing import fuse_members, split_into_members
 from reshard.checkpoint.contents import StoredTensor
 from reshard.checkpoint.formats.torch_dcp.arrangement import StackedPlace
-from reshard.checkpoint.naming.fusing import fuse_members, split_into_members
 from reshard.layout import Layout
 from reshard.recipes.fusion import Fusion
 
