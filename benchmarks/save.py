@@ -6,11 +6,10 @@ Four ranks, each a process, save row shards of tensors of 32 MiB:
     torch-dcp     the same with `reshard.torch.StorageWriter`, and in its other formats
     sharded-safetensors
     safetensors   whole tensors, put together by the ranks
-    hf            PyTorch's `HuggingFaceStorageWriter`, which puts them together at the end
 
 They take turns in one run; medians. A turn ends when all is on the disk.
 
-Expected before the first run: each format in at most 1.1 times what PyTorch takes for it.
+Expected before the first run: each format in at most 1.1 times what PyTorch takes for its own.
 
     python benchmarks/save.py [--size-mib 1024] [--repeat 5] [--folder FOLDER]
 """
@@ -30,7 +29,7 @@ import turns
 from turns import Turn
 
 RANKS = 4
-WAYS = ("dcp", "torch-dcp", "sharded-safetensors", "safetensors", "hf")
+WAYS = ("dcp", "torch-dcp", "sharded-safetensors", "safetensors")
 
 
 def save(way: str, target: Path, size_mib: int) -> Turn:
@@ -47,10 +46,6 @@ def save(way: str, target: Path, size_mib: int) -> Turn:
     state = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in tensors.items()}
     if way == "dcp":
         writer = dcp.FileSystemWriter(target)
-    elif way == "hf":
-        writer = dcp.HuggingFaceStorageWriter(
-            str(target), save_distributed=True, enable_consolidation=True
-        )
     else:
         writer = StorageWriter(target, format=way)
 
