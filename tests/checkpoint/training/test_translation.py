@@ -203,3 +203,16 @@ def test_masters_alone_are_the_weights(tmp_path: Path) -> None:
     assert to("fsdp2", source).checkpoint["model.up.weight"].binding is master
     found = to("reshard", source).checkpoint
     assert found["up.weight"].binding is found["optimizer.state.up.weight.master"].binding is master
+
+
+def test_groups_of_megatron_are_told_by_their_decay(tmp_path: Path) -> None:
+    source = opened(tmp_path / "a", mixed("float32", masters=True))
+    both = [
+        {"params": ["up.weight"], "lr": 0.1, "weight_decay": 0.5},
+        {"params": [], "lr": 0.1, "weight_decay": 0.0},
+    ]
+    for groups, expected in ((both, [1.0, 0.0]), (both[:1], [None])):
+        given = dataclasses.replace(source, values={"optimizer.param_groups": groups})
+        found = to("megatron", given).checkpoint.values["optimizer.param_groups"]
+        assert [group.get("wd_mult") for group in found] == expected
+        assert "step" in found[0]

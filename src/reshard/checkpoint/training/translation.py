@@ -341,6 +341,11 @@ class _Translation:
             )
             return
         words = tuple(style.groups.split("."))
+        if style.has_group_steps:
+            decays = [group.get("weight_decay", 0) for group in groups]
+            # By this Megatron tells its groups apart, where some are decayed and others not.
+            for group in groups if any(decays) and not all(decays) else ():
+                group.setdefault("wd_mult", 1.0 if group.get("weight_decay", 0) else 0.0)
         if not style.are_groups_apart:
             self.values[style.groups] = groups
             self.paths[style.groups] = words
