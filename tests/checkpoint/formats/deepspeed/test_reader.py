@@ -128,6 +128,15 @@ def test_a_missing_file_is_named(name: str, file: str, tmp_path: Path) -> None:
         reshard.checkpoint.open(folder)
 
 
+def test_a_missing_parameter_of_a_universal_checkpoint_is_named(tmp_path: Path) -> None:
+    name = next(name for name in NAMES if name.endswith("universal"))
+    folder = unpack(name, tmp_path)
+    missing = sorted(path.parent for path in folder.rglob("exp_avg.pt"))[0]
+    shutil.rmtree(missing)
+    with pytest.raises(CheckpointError, match=rf"{missing.name} is missing, and 1 of "):
+        reshard.checkpoint.open(folder)
+
+
 def test_a_missing_tag_is_named(tmp_path: Path) -> None:
     """`latest` names a folder that is not there: the error says which there is."""
     folder = unpack("zero1-bf16-2-plain", tmp_path)

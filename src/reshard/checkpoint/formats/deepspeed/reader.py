@@ -119,9 +119,8 @@ class SaveReader:
         self.first = self.models[0, 0]
         if self.tensor_ranks > 1:
             raise FormatError(
-                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, and does not say how "
-                "tensors are cut over them; convert it with DeepSpeed's ds_to_universal, whose "
-                "result is read"
+                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, whose parts are not "
+                "joined here; convert it with DeepSpeed's ds_to_universal, whose result is read"
             )
         if self.first.groups and not self.partitions:
             if self.is_stage3:

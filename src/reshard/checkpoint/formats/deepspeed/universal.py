@@ -131,7 +131,16 @@ class _UniversalReader:
                 is_partitioned = name in shapes and not math.prod(archived.shape)
                 if not is_partitioned and name not in self.collector.tensors:
                     self.collector.add_whole(name, model.file, archived)
-        for name in self._list_parameters():
+        listed = [*self._list_parameters()]
+        trained = {name for model in models for group in model.groups for name in group}
+        missing = sorted(trained.difference(listed))
+        if missing:
+            raise CheckpointError(
+                f"{saved.folder / UNIVERSAL_FOLDER / missing[0]} is missing, and {len(missing)} of "
+                f"{len(trained)} folders of parameters in all; fetch them, or run ds_to_universal "
+                "again"
+            )
+        for name in listed:
             # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
             # weights that says what it is.
             is_copy = bool(shapes) and name not in shapes and name in self.collector.tensors
