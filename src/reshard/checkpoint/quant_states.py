@@ -25,7 +25,7 @@ def read_flat_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         RunError: a file that cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}
-    states = [t for name, t in checkpoint.tensors.items() if _MARK in name]
+    states = [checkpoint[name] for name in checkpoint.tensors if _MARK in name]
     files = open_sources(checkpoint)
     try:
         for tensor in states:

@@ -68,7 +68,7 @@ def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> No
     }
     assert tensors["model.up.weight"].dtype.name == "float32"
     master = source["optimizer.state.up.weight.master"]
-    assert tensors["model.up.weight"].binding is master.binding
+    assert tensors["model.up.weight"].binding == master.binding
     assert tensors["model.buffer"].dtype.name == "bfloat16"
     assert any("32-bit weights of 1 parameter" in note for note in found.notes)
 
@@ -76,7 +76,7 @@ def test_masters_are_the_weights_where_there_are_no_others(tmp_path: Path) -> No
 def test_masters_are_made_of_the_weights_where_there_are_none(tmp_path: Path) -> None:
     wide = to("reshard", opened(tmp_path / "wide", mixed("float32", masters=False)))
     name = "optimizer.state.up.weight.master"
-    assert wide.checkpoint[name].binding is wide.checkpoint["up.weight"].binding
+    assert wide.checkpoint[name].binding == wide.checkpoint["up.weight"].binding
     assert not wide.computed
     narrow = to("reshard", opened(tmp_path / "narrow", mixed("bfloat16", masters=False)))
     assert narrow.checkpoint["up.weight"].dtype.name == "bfloat16"
@@ -200,9 +200,9 @@ def test_masters_alone_are_the_weights(tmp_path: Path) -> None:
     del types["up.weight"]
     source = opened(tmp_path / "a", types)
     master = source["optimizer.state.up.weight.master"].binding
-    assert to("fsdp2", source).checkpoint["model.up.weight"].binding is master
+    assert to("fsdp2", source).checkpoint["model.up.weight"].binding == master
     found = to("reshard", source).checkpoint
-    assert found["up.weight"].binding is found["optimizer.state.up.weight.master"].binding is master
+    assert found["up.weight"].binding == found["optimizer.state.up.weight.master"].binding == master
 
 
 def test_groups_of_megatron_are_told_by_their_decay(tmp_path: Path) -> None:

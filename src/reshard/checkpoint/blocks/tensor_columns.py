@@ -120,6 +120,16 @@ class DigestColumns:
         begin, end = self.first[row : row + 2].tolist()
         return self.blocks[begin * _DIGEST_BYTES : end * _DIGEST_BYTES]
 
+    def take(self, rows: IntArray) -> DigestColumns:
+        """The digests of the tensors in these rows, in that order."""
+        counts = np.diff(self.first)[rows]
+        first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        chosen = np.repeat(self.first[rows] - first[:-1], counts) + np.arange(int(first[-1]))
+        blocks = np.frombuffer(self.blocks, np.uint8).reshape(-1, _DIGEST_BYTES)[chosen]
+        whole = np.frombuffer(self.tensors, np.uint8).reshape(-1, _DIGEST_BYTES)[rows]
+        known = None if self.known is None else self.known[rows]
+        return DigestColumns(first, blocks.tobytes(), whole.tobytes(), known)
+
     def of_tensor(self, row: int) -> bytes:
         """The digest of a whole tensor."""
         return self.tensors[row * _DIGEST_BYTES : (row + 1) * _DIGEST_BYTES]
@@ -269,3 +279,63 @@ class TensorColumns(Mapping[str, StoredTensor]):
         """How many tensors each kind has."""
         counts: list[int] = np.bincount(self.kind, minlength=len(self.kinds)).tolist()
         return counts
+
+
+def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, by name."""
+    if not isinstance(tensors, TensorColumns):
+        return {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = [kind.layout.shape for kind in tensors.kinds]
+    return dict(zip(tensors.names, map(shapes.__getitem__, tensors.kind.tolist()), strict=True))
+
+
+def types_of(tensors: Mapping[str, StoredTensor]) -> dict[str, DType]:
+    """The element type of each tensor, by name."""
+    if not isinstance(tensors, TensorColumns):
+        return {name: tensor.dtype for name, tensor in tensors.items()}
+    types = [kind.dtype for kind in tensors.kinds]
+    return dict(zip(tensors.names, map(types.__getitem__, tensors.kind.tolist()), strict=True))
+
+
+def bind_shards(
+    names: Sequence[str],
+    kinds: Sequence[tuple[DType, Layout, str | None]],
+    kind: IntArray,
+    files: Iterable[tuple[int, str, IntArray, IntArray]],
+    digests: DigestColumns | None = None,
+) -> TensorColumns:
+    """Tensors whose shards lie in files of ranks, at most one shard of a tensor in each.
+
+    Args:
+        names: of the tensors.
+        kinds: type, layout and sharding of equal tensors.
+        kind: the number of the kind of each tensor, shape `(tensors,)`.
+        files: the rank and the name of each file, ranks ascending; which tensors have a shard
+            in it, and where each of these begins, in bytes.
+        digests: of the tensors.
+    """
+    # For each tensor the number of its list of places; a file makes longer lists of those it is in.
+    places: list[tuple[tuple[int, str], ...]] = [()]
+    listed = np.zeros(len(names), dtype=np.int64)
+    numbers: list[IntArray] = []
+    for number, (rank, file, rows, _) in enumerate(files := tuple(files)):
+        before, which = np.unique(listed[rows], return_inverse=True)
+        after = len(places) + np.arange(len(before))
+        places += [(*places[old], (rank, file)) for old in before.tolist()]
+        listed[rows] = after[which]
+        numbers.append(np.full(len(rows), number))
+    pairs, found = np.unique(
+        np.stack([kind, listed]) if len(names) else np.zeros((2, 0), np.int64),
+        axis=1,
+        return_inverse=True,
+    )
+    made = []
+    for of, where in pairs.T.tolist():
+        element, layout, spec = kinds[of]
+        slots = tuple((rank, None) for rank, _ in places[where])
+        made.append(TensorKind(element, layout, slots, tuple(f for _, f in places[where]), spec))
+    nothing = np.zeros(0, dtype=np.int64)
+    rows = np.concatenate([nothing, *(rows for _, _, rows, _ in files)])
+    starts = np.concatenate([nothing, *(starts for _, _, _, starts in files)])
+    order = np.lexsort((np.concatenate([nothing, *numbers]), rows))
+    return TensorColumns(names, made, found.reshape(-1), starts[order], digests)

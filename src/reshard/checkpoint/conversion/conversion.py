@@ -254,8 +254,10 @@ class Conversion:
             arrangement.update(file.stored.name.encode() + b"\0")
             for _, content in file.known_bytes():
                 arrangement.update(content)
-        for name, tensor in self.arrangement.tensors.items():
-            arrangement.update(name.encode() + b"\0" + tensor.layout.fingerprint)
+        target = self.moves.target
+        prints = [kind.layout.fingerprint for kind in target.kinds]
+        for name, kind in zip(target.names, target.kind.tolist(), strict=True):
+            arrangement.update(name.encode() + b"\0" + prints[kind])
         return {
             "source": str(self.source.folder.resolve()),
             "source files": {

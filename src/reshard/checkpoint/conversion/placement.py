@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
+from reshard.checkpoint.blocks.tensor_columns import shapes_of, types_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.engine_cuts import cut_by_engine
 from reshard.checkpoint.conversion.request import ConversionRequest
@@ -67,10 +69,10 @@ def place_tensors(request: ConversionRequest, source: NamedSource) -> PlacedTens
 def _plan_tensors(
     checkpoint: Checkpoint, layouts: Mapping[str, Layout]
 ) -> dict[str, PlannedTensor]:
-    return {
-        name: PlannedTensor(tensor.dtype, layouts[name])
-        for name, tensor in checkpoint.tensors.items()
-    }
+    # Equal ones are one object: there may be very many.
+    plan = lru_cache(maxsize=None)(PlannedTensor)
+    types = types_of(checkpoint.tensors)
+    return {name: plan(types[name], layouts[name]) for name in checkpoint.tensors}
 
 
 def _place_by_rules(
@@ -79,17 +81,20 @@ def _place_by_rules(
     recipe, by_recipe = source.recipe, source.by_recipe
     assignment = assign_tensors(by_recipe, mesh, request.parsed_rules, recipe, request.allow)
     storage_axes = recipe.map_axes(mesh).get("fsdp", ()) if recipe is not None else ()
-    shapes = {name: tensor.shape for name, tensor in by_recipe.tensors.items()}
+    shapes, types = shapes_of(by_recipe.tensors), types_of(source.checkpoint.tensors)
+    own_shapes = shapes_of(source.checkpoint.tensors)
     planned = {}
-    for name, tensor in source.checkpoint.tensors.items():
+    # Equal ones are one object: there may be very many.
+    plan, write = lru_cache(maxsize=None)(PlannedTensor), lru_cache(maxsize=None)(str)
+    for name in source.checkpoint.tensors:
         known = source.recipe_names[name]
         spec, layout = assignment.specs[known], assignment.layouts[known]
         # A fused parameter is cut as its members are, so that ranks keep whole members.
         if name in source.fused:
             fusion = source.fused[name]
             spec = fused_spec(name, fusion, assignment.specs, shapes, storage_axes)
-            layout = spec.layout(tensor.shape)
-        planned[name] = PlannedTensor(tensor.dtype, layout, str(spec))
+            layout = spec.layout(own_shapes[name])
+        planned[name] = plan(types[name], layout, write(spec))
     return PlacedTensors(planned, assignment)
 
 
@@ -100,14 +105,14 @@ def _place_by_strategy(
 
     Optimizer state goes where its parameter does.
     """
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    shapes = shapes_of(checkpoint.tensors)
     if request.is_whole:
         whole = {shape: Layout.whole(shape, [0], 1) for shape in {*shapes.values()}}
         return {name: whole[shape] for name, shape in shapes.items()}, ()
     followers = StateFollowers(shapes, find_training_state(checkpoint))
     # The parameters of an optimizer alone are no tensors of it.
     types = {name: dtype("float32") for name in followers.leaders}
-    types |= {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+    types |= types_of(checkpoint.tensors)
     place = find_strategy(request.strategy or "simple")
     layouts = place(
         {
@@ -133,7 +138,8 @@ def assign_tensors(
         RecipeError: rules or a recipe that do not fit.
     """
     by_hand = tuple(rules)
-    itemsizes_bytes = {n: t.dtype.itemsize_bytes for n, t in checkpoint.tensors.items()}
+    types = types_of(checkpoint.tensors)
+    itemsizes_bytes = {name: element.itemsize_bytes for name, element in types.items()}
 
     def assign_leaders(
         shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]

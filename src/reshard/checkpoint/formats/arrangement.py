@@ -173,6 +173,23 @@ def _group_equal_shards(layout: Layout) -> tuple[tuple[tuple[int, ...], int], ..
     return tuple((tuple(slots), math.prod(shapes[slots[0]])) for slots in groups.values())
 
 
+def find_kinds(
+    tensors: Mapping[str, PlannedTensor],
+) -> tuple[list[tuple[DType, Layout, str | None]], IntArray]:
+    """Type, layout and sharding of equal tensors, and the number of these for each tensor."""
+    numbers: dict[tuple[DType, Layout, str | None], int] = {}
+    # Those of equal tensors are mostly one object.
+    by_identity: dict[int, int] = {}
+    kind = np.zeros(len(tensors), dtype=np.int64)
+    for row, tensor in enumerate(tensors.values()):
+        number = by_identity.get(id(tensor))
+        if number is None:
+            key = (tensor.dtype, tensor.layout, tensor.spec)
+            number = by_identity[id(tensor)] = numbers.setdefault(key, len(numbers))
+        kind[row] = number
+    return list(numbers), kind
+
+
 @lru_cache(maxsize=1024)
 def _find_first_equal_parts(table: RunTable) -> IntArray:
     """The first part with the same runs, for each part: several may hold one key/value head."""

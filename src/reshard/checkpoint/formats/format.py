@@ -25,10 +25,13 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.source_cut import SourceCut
-from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest
+from reshard.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestTensors
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
@@ -186,17 +189,24 @@ def check_against_manifest(checkpoint: Checkpoint, manifest: Manifest) -> Checkp
             f"tensor {name!r} is {'not ' if name not in checkpoint.tensors else ''}in the files of "
             f"{folder}, other than the manifest says"
         )
-    for name, tensor in checkpoint.tensors.items():
-        described = manifest.tensors[name]
-        if (tensor.dtype, tensor.shape) != (described.dtype, described.layout.shape):
+    tensors, described = (
+        TensorColumns.of(checkpoint.tensors),
+        ManifestTensors.of(manifest.tensors),
+    )
+    rows = described.rows(tensors.names)
+    pairs, first = np.unique(
+        np.stack([tensors.kind, described.kind[rows]]), axis=1, return_index=True
+    )
+    for (number, other), row in zip(pairs.T.tolist(), first.tolist(), strict=True):
+        found_kind, kind = tensors.kinds[number], described.kinds[other]
+        if (found_kind.dtype, found_kind.layout.shape) != (kind.dtype, kind.layout.shape):
             raise FormatError(
-                f"tensor {name!r} in {folder} is {tensor.dtype.name} {list(tensor.shape)}, the "
-                f"manifest says {described.dtype.name} {list(described.layout.shape)}"
+                f"tensor {tensors.names[row]!r} in {folder} is {found_kind.dtype.name} "
+                f"{list(found_kind.layout.shape)}, the manifest says {kind.dtype.name} "
+                f"{list(kind.layout.shape)}"
             )
-    tensors = {
-        name: dataclasses.replace(tensor, digest=manifest.tensors[name].digest)
-        for name, tensor in checkpoint.tensors.items()
-    }
+    digests = None if described.digests is None else described.digests.take(rows)
+    tensors = tensors.with_digests(digests)
     items = {
         name: dataclasses.replace(item, digest=manifest.items.get(name))
         for name, item in checkpoint.items.items()

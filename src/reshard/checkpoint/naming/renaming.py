@@ -252,7 +252,7 @@ class _Tensors:
         return [name for name, tensor in self.old.tensors.items() if self._is_kept(name, tensor)]
 
     def _is_kept(self, name: str, tensor: StoredTensor) -> bool:
-        return name in self.tensors and self.tensors[name].binding is tensor.binding
+        return name in self.tensors and self.tensors[name].binding == tensor.binding
 
     def expect_change(self, table: Mapping[str, Meaning]) -> None:
         """Raise RecipeError if a table applies to none of the tensors, though there are some."""
@@ -268,7 +268,7 @@ class _Tensors:
         old, changed = self.old, set[str]()
         lost = []
         for name, made_of in self.made_of.items():
-            if self.tensors[name].binding is old.tensors[made_of[0]].binding:
+            if self.tensors[name].binding == old.tensors[made_of[0]].binding:
                 continue
             if self.tensors[name].binding.views:
                 changed.update(made_of)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.training.state import STEP, TrainingState, bare_name, find_training_state
 from reshard.layout import Layout
@@ -193,7 +194,7 @@ def assign_with_state(
         mesh: the devices.
         assign_leaders: how rules cut tensors of these shapes, with these other names.
     """
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    shapes = shapes_of(checkpoint.tensors)
     followers = StateFollowers(shapes, find_training_state(checkpoint), rules)
     followers.with_recipe(recipe)
     return followers.spread(assign_leaders(followers.leaders, followers.aliases), mesh)

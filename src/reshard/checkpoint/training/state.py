@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from reshard.checkpoint.blocks.tensor_columns import shapes_of
 from reshard.checkpoint.contents import Checkpoint
 
 Shape = tuple[int, ...]
@@ -158,7 +159,7 @@ def find_training_state(
     """
     if isinstance(tensors, Checkpoint):
         paths = tensors.paths if paths is None else paths
-        shapes: Mapping[str, Shape] = {n: t.shape for n, t in tensors.tensors.items()}
+        shapes: Mapping[str, Shape] = shapes_of(tensors.tensors)
         groups = _find_numbered_groups(tensors.values) if groups is None else groups
     else:
         shapes, paths = tensors, paths or {}

@@ -29,15 +29,25 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard.checkpoint.files.json_text import first_repeated
+from reshard.checkpoint.formats.safetensors.header_text import (
+    find_metadata,
+    read_columns,
+    sorted_by_offset,
+    write_entries,
+)
 from reshard.checkpoint.formats.safetensors.values import (
     LARGEST_OFFSET,
     LENGTH_BYTES,
     FileHeader,
+    HeaderKind,
+    HeaderTensors,
     TensorHeader,
     check_metadata,
     check_shape,
@@ -65,6 +75,7 @@ __all__ = [
     "list_files",
     "parse_header",
     "read_header",
+    "read_metadata",
     "tensor_size_bytes",
 ]
 
@@ -94,6 +105,12 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
     Raises CheckpointError if the file is missing or cannot be read, FormatError if its
     bytes are not what the format promises.
     """
+    label, header_json, file_size_bytes = _read_header_json(path)
+    return parse_header(header_json, file_size_bytes, label)
+
+
+def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
+    """The name of a file in errors, its header's JSON, and its size in bytes."""
     label = os.fspath(path)
     try:
         # Opening a named pipe would wait for a writer.
@@ -120,7 +137,7 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
             f"{label}: read {len(header_json)} bytes of header, expected {length}. The file "
             f"became shorter while it was read"
         )
-    return parse_header(header_json, file_size_bytes, label)
+    return label, header_json, file_size_bytes
 
 
 def list_files(folder: Path) -> list[str]:
@@ -166,25 +183,48 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
 
     Raises FormatError, naming `label`, if the header or the file size is wrong.
     """
-    _check_header_size(header_json, label)
-    entries = _parse_json(header_json, label)
-    metadata = entries.pop("__metadata__", {})
-    data_start_bytes = LENGTH_BYTES + len(header_json)
-    tensors = [_tensor(label, name, entries[name], data_start_bytes) for name in entries]
-    # Empty tensors may share an offset with another: they come before it.
-    tensors.sort(key=lambda tensor: (tensor.start_bytes, tensor.stop_bytes))
-    return FileHeader(label, metadata, tuple(tensors), data_start_bytes, file_size_bytes)
-
-
-def _check_header_size(header_json: bytes, label: str) -> None:
     if len(header_json) > LARGEST_HEADER_BYTES:
         raise FormatError(
             f"{label}: the header has {len(header_json)} bytes, expected at most "
             f"{LARGEST_HEADER_BYTES} (100 MB)"
         )
+    text = _decode(header_json, label)
+    data_start_bytes = LENGTH_BYTES + len(header_json)
+    try:
+        tensors, metadata = read_columns(text, data_start_bytes)
+    except (ValueError, OverflowError, RecursionError):
+        # Written in another way, or wrong: then it is said what is.
+        entries = _parse_json(text, label)
+        metadata = entries.pop("__metadata__", {})
+        listed = [_tensor(label, name, entries[name], data_start_bytes) for name in entries]
+        tensors = sorted_by_offset(HeaderTensors.of(listed))
+    given: Any = metadata  # `FileHeader` sees whether it is what it should be
+    return FileHeader(label, given, tensors, data_start_bytes, file_size_bytes)
 
 
-def _parse_json(header_json: bytes, label: str) -> dict[str, Any]:
+def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, str]:
+    """The text metadata of the file at `path`, where that can be told without its tensors.
+
+    Raises as `read_header`.
+    """
+    label, header_json, file_size_bytes = _read_header_json(path)
+    metadata = find_metadata(_decode(header_json, label))
+    if metadata is None or not all(is_text(value) for value in metadata.values()):
+        return parse_header(header_json, file_size_bytes, label).metadata
+    return {key: str(value) for key, value in metadata.items()}
+
+
+def _decode(header_json: bytes, label: str) -> str:
+    try:
+        return header_json.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{label}: byte {LENGTH_BYTES + error.start} of the file is no UTF-8 text "
+            f"({error.reason}), expected a header that is JSON in UTF-8"
+        ) from error
+
+
+def _parse_json(text: str, label: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -195,13 +235,6 @@ def _parse_json(header_json: bytes, label: str) -> dict[str, Any]:
             )
         return found
 
-    try:
-        text = header_json.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{label}: byte {LENGTH_BYTES + error.start} of the file is no UTF-8 text "
-            f"({error.reason}), expected a header that is JSON in UTF-8"
-        ) from error
     if not text.startswith("{"):
         raise FormatError(
             f"{label}: the header begins with {text[:16]!r}, expected a JSON object: '{{'"
@@ -265,12 +298,15 @@ def aligned_order(
     ['w', 'b']
     """
     _check_alignment(alignment_bytes)
-    return tuple(
-        sorted(
-            tensors,
-            key=lambda tensor: tensor_size_bytes(tensor[1], tensor[2]) % alignment_bytes > 0,
-        )
-    )
+    is_rest: dict[HeaderKind, bool] = {}
+
+    def key(tensor: NamedTensor) -> bool:
+        kind = tensor[1:]
+        if kind not in is_rest:
+            is_rest[kind] = tensor_size_bytes(*kind) % alignment_bytes > 0
+        return is_rest[kind]
+
+    return tuple(sorted(tensors, key=key))
 
 
 def build_header(
@@ -294,51 +330,70 @@ def build_header(
     """
     _check_alignment(alignment_bytes)
     tensors = tuple(tensors)
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    placed: list[tuple[str, DType, tuple[int, ...], int, int]] = []
-    offset = 0
+    names = [name for name, _, _ in tensors]
+    numbers: dict[HeaderKind, int] = {}
+    kind = np.array(
+        [
+            numbers.setdefault((element, tuple(shape)), len(numbers))
+            for _, element, shape in tensors
+        ],
+        dtype=np.int64,
+    )
+    kinds = tuple(numbers)
     try:
         check_metadata(label, metadata or {})
-        for name, element, shape in tensors:
-            if not is_text(name) or name == "__metadata__" or name in entries:
-                raise UsageError(
-                    f"{label}: tensor {shown(name)}: no name for a tensor here. Expected text "
-                    f"that UTF-8 can say, not '__metadata__', and every name once"
-                )
+        _check_names(label, names)
+        for number, (element, shape) in enumerate(kinds):
+            name = names[int(np.argmax(kind == number))]
             if element.safetensors_tag is None:
                 raise UsageError(
                     f"{label}: tensor {shown(name)}: safetensors has no tag for {element}. "
                     f"Convert the tensor to another type, or store its bytes as uint8"
                 )
-            if type(shape) is not tuple:
-                shape = tuple(shape)
             check_shape(name, element, shape)
-            stop = offset + tensor_size_bytes(element, shape)
-            placed.append((name, element, shape, offset, stop))
-            entries[name] = {
-                "dtype": element.safetensors_tag,
-                "shape": list(shape),
-                "data_offsets": [offset, stop],
-            }
-            offset = stop
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        counts = np.bincount(kind, minlength=len(kinds)).tolist()
+        sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
+        size_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        if size_bytes > LARGEST_OFFSET:
+            raise UsageError(f"{label}: {size_bytes} bytes of tensors, expected fewer than 2**63")
+        parts = [write_entries(names, kinds, kind)] if tensors else []
+        if metadata:
+            own = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
+            parts.insert(0, f'"__metadata__":{own}')
+        text = f"{{{','.join(parts)}}}".encode()
         # Spaces behind the JSON put the data on a multiple of the alignment.
         text += b" " * (-(LENGTH_BYTES + len(text)) % alignment_bytes)
-        _check_header_size(text, label)
-        begin = LENGTH_BYTES + len(text)
+        if len(text) > LARGEST_HEADER_BYTES:
+            raise UsageError(
+                f"{label}: the header has {len(text)} bytes, expected at most "
+                f"{LARGEST_HEADER_BYTES} (100 MB)"
+            )
+        data_start_bytes = LENGTH_BYTES + len(text)
+        each = np.array(sizes or [0], dtype=np.int64)[kind]
+        placed = HeaderTensors(names, kinds, kind, data_start_bytes + np.cumsum(each) - each)
         header = FileHeader(
-            label,
-            metadata or {},
-            tuple(
-                TensorHeader(name, element, shape, begin + start, begin + stop)
-                for name, element, shape, start, stop in placed
-            ),
-            begin,
-            begin + offset,
+            label, metadata or {}, placed, data_start_bytes, data_start_bytes + size_bytes
         )
     except FormatError as error:
         raise UsageError(str(error)) from error
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, header
+
+
+def _check_names(label: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    # All at once first: nearly always they are right.
+    if all(isinstance(name, str) for name in names) and is_text("".join(names)):
+        seen.update(names)
+        if len(seen) == len(names) and "__metadata__" not in seen:
+            return
+        seen.clear()
+    for name in names:
+        if not is_text(name) or name == "__metadata__" or name in seen:
+            raise UsageError(
+                f"{label}: tensor {shown(name)}: no name for a tensor here. Expected text "
+                f"that UTF-8 can say, not '__metadata__', and every name once"
+            )
+        seen.add(name)
 
 
 def _are_integers(value: object) -> bool:

@@ -15,9 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from reshard.binding import Binding, FileRange
-from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, NewFile
+import numpy as np
+
+from reshard.checkpoint.blocks.tensor_columns import bind_shards
+from reshard.checkpoint.contents import Checkpoint, StoredFile
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+    find_kinds,
+)
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
@@ -38,6 +45,7 @@ from reshard.checkpoint.formats.safetensors.index_files import (
     read_weight_map,
 )
 from reshard.checkpoint.manifest import Manifest
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
 
@@ -92,16 +100,15 @@ class HuggingFaceFormat(CheckpointFormat):
         """Whole tensors in one file, or in files up to a limit."""
         named = [(name, tensor.dtype, tensor.layout.shape) for name, tensor in new.tensors.items()]
         metadata = {"format": "pt", **drop_convention(new.metadata)}
-        files = []
-        addresses: dict[str, FileRange] = {}
+        rows = {name: row for row, name in enumerate(new.tensors)}
+        files, shards = [], []
         for name, content, header in arrange_files(named, metadata, new.most_file_bytes):
             files.append(NewFile(StoredFile(name, header.file_size_bytes, 0), content))
-            for entry in header.tensors:
-                addresses[entry.name] = FileRange(name, entry.start_bytes)
-        stored = {
-            name: StoredTensor(name, tensor.dtype, Binding(tensor.layout, {0: addresses[name]}, {}))
-            for name, tensor in new.tensors.items()
-        }
+            columns = header.columns
+            held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
+            shards.append((0, name, held, columns.starts))
+        kinds, kind = find_kinds(new.tensors)
+        stored = bind_shards(tuple(new.tensors), kinds, kind, shards)
         return Arrangement(self.name, None, stored, tuple(files))
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
@@ -139,20 +146,21 @@ def read_indexed(index: Path) -> Checkpoint:
 
 
 def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Checkpoint:
-    tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
-    # Many tensors of a model have one shape.
-    layouts: dict[tuple[int, ...], Layout] = {}
+    names_in: list[str] = []
+    kinds: dict[tuple[DType, tuple[int, ...]], int] = {}
+    kind, shards, first = [np.zeros(0, dtype=np.int64)], [], 0
     for name, header in zip(names, headers, strict=True):
         metadata.update(header.metadata)
-        for entry in header.tensors:
-            if entry.shape not in layouts:
-                layouts[entry.shape] = Layout.whole(entry.shape, [0], 1)
-            layout = layouts[entry.shape]
-            address = FileRange(name, entry.start_bytes)
-            tensors[entry.name] = StoredTensor(
-                entry.name, entry.dtype, Binding(layout, {0: address}, {})
-            )
+        columns = header.columns
+        names_in += columns.names
+        # Many tensors of a model are of one kind.
+        numbers = [kinds.setdefault(one, len(kinds)) for one in columns.kinds]
+        kind.append(np.array(numbers or [0], dtype=np.int64)[columns.kind])
+        shards.append((0, name, first + np.arange(len(columns)), columns.starts))
+        first += len(columns)
+    whole = [(element, Layout.whole(shape, [0], 1), None) for element, shape in kinds]
+    tensors = bind_shards(names_in, whole, np.concatenate(kind), shards)
     files = tuple(
         StoredFile(name, header.file_size_bytes, 0)
         for name, header in zip(names, headers, strict=True)

@@ -20,7 +20,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from reshard.binding import Binding, FileRange
+from reshard.checkpoint.blocks.tensor_columns import bind_shards
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
@@ -28,6 +31,7 @@ from reshard.checkpoint.formats.arrangement import (
     NewFile,
     are_boxes,
     check_values,
+    find_kinds,
     find_storing_ranks,
     first_indices,
 )
@@ -46,12 +50,14 @@ from reshard.checkpoint.formats.safetensors.header import (
     drop_convention,
     list_files,
     read_header,
+    read_metadata,
 )
 from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
-from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET
-from reshard.checkpoint.manifest import Manifest, ManifestTensor, can_describe
+from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET, HeaderTensors
+from reshard.checkpoint.manifest import Manifest, ManifestTensor, ManifestTensors, can_describe
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
 from reshard.layout import Box, Layout
+from reshard.runs import IntArray
 
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
@@ -105,11 +111,14 @@ class ShardedFormat(CheckpointFormat):
         """
         tensors, metadata = new.tensors, drop_convention(new.metadata)
         check_values(tensors)
-        for name, tensor in tensors.items():
-            if tensor.spec is None and not can_describe(tensor.layout):
+        kinds, kind = find_kinds(tensors)
+        names = tuple(tensors)
+        for number, (_, layout, spec) in enumerate(kinds):
+            if spec is None and not can_describe(layout):
                 raise RecipeError(
-                    f"tensor {name!r} is laid out by a strategy with interleaved, padded or halo "
-                    "elements, which a manifest can only describe by a sharding; give rules instead"
+                    f"tensor {names[int(np.argmax(kind == number))]!r} is laid out by a strategy "
+                    "with interleaved, padded or halo elements, which a manifest can only "
+                    "describe by a sharding; give rules instead"
                 )
         storing = find_storing_ranks(tensors, new.replicas)
         # A checkpoint of no tensors has one file all the same.
@@ -118,29 +127,28 @@ class ShardedFormat(CheckpointFormat):
         interleaved = [
             name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
         ]
-        files = []
-        addresses: dict[str, dict[int, FileRange]] = {name: {} for name in tensors}
-        by_rank: dict[int, list[NamedTensor]] = {rank: [] for rank in ranks}
-        begins: dict[int, dict[str, tuple[int, ...]]] = {rank: {} for rank in ranks}
-        for name, tensor in tensors.items():
-            shapes, indices = tensor.layout.local_shapes, first_indices(tensor.layout)
+        files, shards = [], []
+        rows = {name: row for row, name in enumerate(names)}
+        by_rank: dict[int, list[str]] = {rank: [] for rank in ranks}
+        for name in names:
             for rank in storing[name]:
-                by_rank[rank].append((name, tensor.dtype, shapes[rank]))
-                begins[rank][name] = indices[rank]
+                by_rank[rank].append(name)
         # A file a rank: the header is built first, which places the tensors in it.
-        for rank, named in by_rank.items():
+        for rank, stored_names in by_rank.items():
+            named: list[NamedTensor] = []
+            begins: dict[str, tuple[int, ...]] = {}
+            for name in stored_names:
+                layout = tensors[name].layout
+                named.append((name, tensors[name].dtype, layout.local_shapes[rank]))
+                begins[name] = first_indices(layout)[rank]
             file = shard_file_name(rank)
-            offsets = None if interleaved else begins[rank]
+            offsets = None if interleaved else begins
             content, header = arrange_file(named, metadata, offsets, len(ranks), file)
             files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content))
-            for entry in header.tensors:
-                addresses[entry.name][rank] = FileRange(file, entry.start_bytes)
-        stored = {
-            name: StoredTensor(
-                name, tensor.dtype, Binding(tensor.layout, addresses[name], {}), tensor.spec
-            )
-            for name, tensor in tensors.items()
-        }
+            columns = header.columns
+            held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
+            shards.append((rank, file, held, columns.starts))
+        stored = bind_shards(names, kinds, kind, shards)
         notes: tuple[str, ...] = ()
         if interleaved:
             notes = (
@@ -154,7 +162,7 @@ FORMAT = ShardedFormat()
 
 
 def _is_sharded(path: Path) -> bool:
-    return SHARDING_INFO_KEY in read_header(path).metadata
+    return SHARDING_INFO_KEY in read_metadata(path)
 
 
 def shard_file_name(rank: int) -> str:
@@ -187,7 +195,7 @@ def arrange_file(
     own = {"format": "pt", **metadata}
     ordered = aligned_order(tensors)
     if offsets is not None:
-        info = {name: {"saved_offsets": list(offsets[name])} for name, _, _ in ordered}
+        info = {name: {"saved_offsets": offsets[name]} for name, _, _ in ordered}
         own |= {VERSION_KEY: "1.0", SHARDING_INFO_KEY: json.dumps(info), FILES_KEY: str(files)}
     return build_header(ordered, own, label=label)
 
@@ -199,7 +207,9 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         CheckpointError: a file that is missing, or whose size is not what was written.
         FormatError: shards that are not what the manifest says.
     """
-    addresses: dict[str, dict[int, FileRange]] = {name: {} for name in manifest.tensors}
+    described = ManifestTensors.of(manifest.tensors)
+    rows = {name: row for row, name in enumerate(described.names)}
+    shards = []
     metadata: dict[str, str] = {}
     # 1. Every file must be as large as it was written, of the rank it was written for, and hold the
     # shards that the manifest expects.
@@ -219,32 +229,54 @@ def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:
         offsets = None
         if SHARDING_INFO_KEY in header.metadata:
             offsets = _read_offsets(folder / file.name, header)
-        for entry in header.tensors:
-            described = manifest.tensors.get(entry.name)
-            if described is None:
+        columns = header.columns
+        for name in columns.names:
+            if name not in rows:
                 raise FormatError(
-                    f"{folder / file.name} holds tensor {entry.name!r}, which the manifest does "
-                    "not know"
+                    f"{folder / file.name} holds tensor {name!r}, which the manifest does not know"
                 )
-            found = offsets[entry.name] if offsets else None
-            _check_shard(folder / file.name, entry, described, file.rank, found)
-            addresses[entry.name][file.rank] = FileRange(file.name, entry.start_bytes)
+        held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
+        _check_shards(folder / file.name, columns, described, held, file.rank, offsets)
+        shards.append((file.rank, file.name, held, columns.starts))
     # 2. The shards in the manifest's layouts, with its digests, which must cover each tensor.
-    tensors = {
-        name: StoredTensor(
-            name,
-            described.dtype,
-            Binding(described.layout, addresses[name], {}),
-            described.spec,
-            described.digest,
-        )
-        for name, described in manifest.tensors.items()
-    }
-    for tensor in tensors.values():
-        _prove_covered(folder, tensor)
+    kinds = [(kind.dtype, kind.layout, kind.spec) for kind in described.kinds]
+    # One rank may have several files.
+    shards.sort(key=lambda shard: shard[0])
+    tensors = bind_shards(described.names, kinds, described.kind, shards, described.digests)
+    for number in range(len(tensors.kinds)):
+        _prove_covered(folder, tensors.sample(number))
     return Checkpoint(
         folder, FORMAT.name, tensors, manifest.files, manifest.mesh, drop_convention(metadata)
     )
+
+
+def _check_shards(
+    path: Path,
+    shards: HeaderTensors,
+    described: ManifestTensors,
+    rows: IntArray,
+    rank: int,
+    offsets: Mapping[str, tuple[int, ...]] | None,
+) -> None:
+    """Check the shards of a file, which those in `rows` of the manifest say."""
+    if offsets is None:
+        # Those that are equal on both sides are checked once.
+        pairs = np.stack([shards.kind, described.kind[rows]])
+        _, first = np.unique(pairs, axis=1, return_index=True)
+        chosen = first.tolist()
+    else:
+        pairs = np.stack([shards.kind, described.kind[rows]])
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()
+        chosen = []
+        for at, (pair, name) in enumerate(zip(pairs.T.tolist(), shards.names, strict=True)):
+            key = (pair[0], pair[1], offsets[name])
+            if key not in seen:
+                seen.add(key)
+                chosen.append(at)
+    for at in chosen:
+        entry = shards[at]
+        found = offsets[entry.name] if offsets else None
+        _check_shard(path, entry, described[entry.name], rank, found)
 
 
 def _check_shard(
@@ -349,23 +381,34 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
         )
     try:
         info = json.loads(text)
-        offsets = {entry.name: tuple(info[entry.name]["saved_offsets"]) for entry in header.tensors}
+        offsets = {name: tuple(info[name]["saved_offsets"]) for name in header.columns.names}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}: {SHARDING_INFO_KEY} does not give `saved_offsets` for every tensor of the "
             f"file: {'no ' if isinstance(error, KeyError) else ''}{error}"
         ) from error
-    for entry in header.tensors:
-        found = offsets[entry.name]
-        if len(found) != len(entry.shape) or not all(
+    checked: set[tuple[tuple[int, ...], int]] = set()
+    columns = header.columns
+    for name, number in zip(columns.names, columns.kind.tolist(), strict=True):
+        found = offsets[name]
+        if _are_indices(found) and (found, number) in checked:
+            continue
+        shape = columns.kinds[number][1]
+        if len(found) != len(shape) or not all(
             type(offset) is int and 0 <= offset <= LARGEST_OFFSET - size
-            for offset, size in zip(found, entry.shape, strict=True)
+            for offset, size in zip(found, shape, strict=True)
         ):
             raise FormatError(
-                f"{path}: offsets {list(found)} of {entry.name!r}, expected "
-                f"{len(entry.shape)} numbers of 0 or more"
+                f"{path}: offsets {list(found)} of {name!r}, expected "
+                f"{len(shape)} numbers of 0 or more"
             )
+        checked.add((found, number))
     return offsets
+
+
+def _are_indices(found: tuple[object, ...]) -> bool:
+    # Numbers that are equal to others, such as True, and lists, which are none, are looked at.
+    return all(type(offset) is int for offset in found)
 
 
 def _join_shards(

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from reshard.checkpoint.files.json_text import first_repeated
 from reshard.dtypes import DType
 from reshard.errors import FormatError
+from reshard.runs import IntArray
 
-__all__ = ["FileHeader", "TensorHeader", "tensor_size_bytes"]
+__all__ = ["FileHeader", "HeaderKind", "HeaderTensors", "TensorHeader", "tensor_size_bytes"]
 
 #: The length of the header, in front of it.
 LENGTH_BYTES = 8
@@ -48,6 +50,10 @@ def tensor_size_bytes(element: DType, shape: Sequence[int]) -> int:
     (12, 8)
     """
     return math.prod(shape) * element.itemsize_bytes
+
+
+#: Type and shape: what equal tensors have in common.
+HeaderKind = tuple[DType, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,83 @@ class TensorHeader:
         return self.stop_bytes - self.start_bytes
 
 
+class HeaderTensors(Sequence[TensorHeader]):
+    """The tensors of a file in the order of their offsets, as columns.
+
+    Args:
+        names: of the tensors.
+        kinds: the kinds that there are.
+        kind: the number of the kind of each, shape `(tensors,)`.
+        starts: where in the file each begins, in bytes: shape `(tensors,)`.
+
+    >>> from reshard.dtypes import dtype
+    >>> columns = HeaderTensors(["v", "w"], [(dtype("I8"), (4,))], [0, 0], [64, 68])
+    >>> columns[1].stop_bytes, columns.stops.tolist()
+    (72, [68, 72])
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        kinds: Sequence[HeaderKind],
+        kind: Sequence[int] | IntArray,
+        starts: Sequence[int] | IntArray,
+    ) -> None:
+        self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self.kind: IntArray = np.asarray(kind, dtype=np.int64)
+        self.starts: IntArray = np.asarray(starts, dtype=np.int64)
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorHeader]) -> HeaderTensors:
+        """The same tensors as columns."""
+        if isinstance(tensors, HeaderTensors):
+            return tensors
+        tensors = tuple(tensors)
+        numbers: dict[HeaderKind, int] = {}
+        kind = [numbers.setdefault((one.dtype, one.shape), len(numbers)) for one in tensors]
+        starts = [one.start_bytes for one in tensors]
+        return cls([one.name for one in tensors], tuple(numbers), kind, starts)
+
+    @cached_property
+    def sizes(self) -> IntArray:
+        """How many bytes of the file each tensor takes, shape `(tensors,)`."""
+        sizes = [tensor_size_bytes(element, shape) for element, shape in self.kinds]
+        each: IntArray = np.array(sizes or [0], dtype=np.int64)[self.kind]
+        return each
+
+    @cached_property
+    def stops(self) -> IntArray:
+        """Where each tensor ends, shape `(tensors,)`."""
+        stops: IntArray = self.starts + self.sizes
+        return stops
+
+    @overload
+    def __getitem__(self, index: int) -> TensorHeader: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TensorHeader, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> TensorHeader | tuple[TensorHeader, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        element, shape = self.kinds[int(self.kind[index])]
+        start, stop = int(self.starts[index]), int(self.stops[index])
+        return TensorHeader(self.names[index], element, shape, start, stop)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class FileHeader:
     """What one safetensors file holds, proven: every byte of data belongs to one tensor.
@@ -97,20 +180,25 @@ class FileHeader:
 
     label: str
     metadata: Mapping[str, str] = field(hash=False)
-    tensors: tuple[TensorHeader, ...]
+    tensors: Sequence[TensorHeader]
     data_start_bytes: int
     file_size_bytes: int
 
     def __post_init__(self) -> None:
         check_metadata(self.label, self.metadata)
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
-        names = {tensor.name for tensor in self.tensors}
-        if len(names) != len(self.tensors):
-            twice = first_repeated(tensor.name for tensor in self.tensors)
+        names = self.columns.names
+        if len(set(names)) != len(names):
+            twice = first_repeated(names)
             raise FormatError(
                 f"{self.label}: tensor {shown(twice)} is there twice, expected every name once"
             )
         _check_coverage(self)
+
+    @property
+    def columns(self) -> HeaderTensors:
+        """The tensors as columns."""
+        return HeaderTensors.of(self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view of a dictionary cannot be pickled, the dictionary can.
@@ -170,8 +258,7 @@ def _check_coverage(header: FileHeader) -> None:
             f"{label}: the data starts at byte {header.data_start_bytes} of a file of {size} "
             f"bytes, expected {LENGTH_BYTES} to {size}. If the file was cut off, copy it again"
         )
-    starts = np.fromiter((tensor.start_bytes for tensor in tensors), np.int64, len(tensors))
-    stops = np.fromiter((tensor.stop_bytes for tensor in tensors), np.int64, len(tensors))
+    starts, stops = header.columns.starts, header.columns.stops
     expected = np.concatenate(([header.data_start_bytes], stops))
     misplaced = np.flatnonzero(starts != expected[:-1])
     if len(misplaced):
