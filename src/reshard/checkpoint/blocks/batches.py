@@ -108,7 +108,8 @@ class _FilePieces:
 
     def ranges(self, gap_bytes: int, most_bytes: int) -> Iterator[_JoinedRange]:
         """The pieces that lie together, up to `most_bytes` of them or one piece."""
-        order = np.lexsort((self.start, self.file)) if len(self.start) > 1 else np.zeros(1, int)
+        count = len(self.start)
+        order = np.lexsort((self.start, self.file)) if count > 1 else np.arange(count)
         ends = np.append(np.flatnonzero(np.diff(self.file[order])) + 1, len(order)).tolist()
         low = 0
         for high in ends:

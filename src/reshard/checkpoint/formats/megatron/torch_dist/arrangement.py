@@ -59,6 +59,7 @@ def arrange(new: NewCheckpoint) -> Arrangement:
     Raises:
         RecipeError, UsageError: as for a distributed checkpoint of PyTorch.
     """
+    new = _leave_out_steps(new)
     places = _find_all_places(new.tensors, new.values)
     found = arrange_chunks(new, places)
     content, _ = _extra_states(places, found.items)
@@ -88,6 +89,23 @@ def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
     }
     yield CONFIG_NAME, json.dumps(config).encode()
     yield METADATA_NAME, metadata_bytes(arrangement, places, objects)
+
+
+def _leave_out_steps(new: NewCheckpoint) -> NewCheckpoint:
+    """The contents without steps of parameters, where groups have them, as Megatron's do."""
+    if _find_step(new.values) is None:
+        return new
+    keys = {name: split_common_name(name) for name in new.tensors}
+    steps = {name for name, found in keys.items() if found is not None and found[1] == "step"}
+    kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
+    return dataclasses.replace(new, tensors=kept)
+
+
+def _find_step(values: Mapping[str, Any]) -> Any:
+    """The number of steps of the first group that has it."""
+    groups = values.get(GROUPS)
+    groups = groups if isinstance(groups, list) else []
+    return next((g["step"] for g in groups if isinstance(g, dict) and "step" in g), None)
 
 
 def _is_distributed(values: Mapping[str, Any]) -> bool:
@@ -178,7 +196,7 @@ def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any
     """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
     groups = arrangement.values.get(GROUPS)
     groups = groups if isinstance(groups, list) else []
-    step = next((g["step"] for g in groups if isinstance(g, dict) and "step" in g), None)
+    step = _find_step(arrangement.values)
 
     def make(of_experts: bool) -> dict[str, Any]:
         own = split_groups(groups, step, of_experts=of_experts)
