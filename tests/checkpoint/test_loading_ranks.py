@@ -20,9 +20,9 @@ from checkpoint.checkpoint_files import (
     write_ranks,
 )
 from reshard import checkpoint
-from reshard.checkpoint import loading
 from reshard.checkpoint.blocks import shard_reads
 from reshard.checkpoint.files.source_file import SourceFile
+from reshard.checkpoint.loading import arrays as loading
 from reshard.errors import CheckpointError, ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
@@ -189,7 +189,7 @@ def test_nothing_is_written_where_one_array_does_not_fit(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"layouts": None}, "layouts of NoneType"),
+        ({"layouts": 3}, "layouts of int"),
         ({"layouts": {"w": "tp, -"}}, "the layout of 'w' is 'tp, -'"),
         ({"layouts": {}, "rank": -1}, "rank -1; ranks are"),
         ({"layouts": {}, "rank": "0"}, "rank '0'; ranks are"),

@@ -18,19 +18,21 @@ from cli.command_runs import Run, clean_environment, entries, run_here, write_mo
 SLOWED = """
 import signal, sys, time
 from pathlib import Path
-from reshard.checkpoint.blocks import block_io
+from reshard.checkpoint.blocks import batches, block_io
 # A shell may have started the tests with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 blocks = 0
-read = block_io.BlockReader.read
-def slowed(*arguments):
-    global blocks
-    blocks += 1
-    if blocks == 9:
-        Path("working").touch()
-    time.sleep(0.1)
-    return read(*arguments)
-block_io.BlockReader.read = slowed
+def slowed(read):
+    def read_slowly(*arguments):
+        global blocks
+        blocks += 1
+        if blocks == 9:
+            Path("working").touch()
+        time.sleep(0.1)
+        return read(*arguments)
+    return read_slowly
+for reader in (batches.BatchReader, block_io.BlockReader):
+    reader.read = slowed(reader.read)
 from reshard.cli import main
 sys.exit(main())
 """

@@ -57,13 +57,16 @@ class Writer(StorageWriter):
         )
 
 
-for module in (dcp, filesystem, _storage_utils, loader, saver):
-    for name, ours in (("FileSystemReader", Reader), ("FileSystemWriter", Writer)):
-        if hasattr(module, name):
-            setattr(module, name, ours)
+def replace_theirs() -> None:
+    """Put the classes in the place of PyTorch's, wherever it looks them up."""
+    for module in (dcp, filesystem, _storage_utils, loader, saver):
+        for name, ours in (("FileSystemReader", Reader), ("FileSystemWriter", Writer)):
+            if hasattr(module, name):
+                setattr(module, name, ours)
 
 
 def main(path: str, *arguments: str) -> None:
+    replace_theirs()
     file = Path(path)
     sys.path.insert(0, str(file.parent))
     sys.argv = [path, *arguments]

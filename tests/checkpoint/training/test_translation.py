@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from checkpoint.checkpoint_files import Tensor, write_file
 from checkpoint.checkpoint_files import tensor as random_tensor
-from checkpoint.checkpoint_files import write_file
 from reshard import checkpoint
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint
@@ -31,10 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def opened(
     folder: Path, types: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
 ) -> Checkpoint:
-    """A checkpoint of random tensors, with what its format has no place for."""
+    """A checkpoint of random tensors and seven steps, with what its format has no place for."""
 
     folder.mkdir()
     tensors = {name: random_tensor(kind, shape, 3) for name, (kind, shape) in types.items()}
+    for name in [name for name in types if name.endswith(".step")]:
+        seven = np.array(7, dtype=np.float32).view(np.uint32)
+        tensors[name] = Tensor(tensors[name].dtype, seven)
     write_file(folder / "model.safetensors", tensors)
     return dataclasses.replace(checkpoint.open(folder), **more)
 

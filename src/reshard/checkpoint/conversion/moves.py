@@ -82,7 +82,9 @@ class Moves:
             )
             rows = np.fromiter(found, np.int64, len(self.target.names))
         for name in self.computed:
-            rows[self.target.row(name)] = -1
+            # A format may have another place for what could be computed, or none.
+            if name in self.target:
+                rows[self.target.row(name)] = -1
         return rows
 
     @cached_property

@@ -33,6 +33,7 @@ from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
+from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
@@ -70,9 +71,7 @@ def plan_conversion(
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = _open_source(source, target)
-    holds = request.target_format.can_hold
-    if checkpoint.items and Holding.VALUES in holds and Holding.ITEMS not in holds:
-        checkpoint = in_plain_values(checkpoint)
+    checkpoint = _decode_items(request, checkpoint)
     checkpoint = _take_from_ranks(request, checkpoint)
     translated = _translate(request, select_from(checkpoint, request.selection))
     named = name_source(request, translated.checkpoint)
@@ -150,14 +149,24 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> 
         )
 
 
+def _decode_items(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
+    """The source with plain values for pickled items, where the target has such alone."""
+    source, target = find_format(checkpoint.format), request.target_format
+    has_values = Holding.VALUES in target.can_hold and Holding.ITEMS not in target.can_hold
+    # What a program pickles beside tensors is for itself: its other formats have it elsewhere.
+    is_of_program = source is not None and source.training == target.training is not None
+    return in_plain_values(checkpoint) if has_values and not is_of_program else checkpoint
+
+
 def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     """The source with its training state as the target's program keeps it."""
     style = request.training_style
     if style is None or (request.training is None and find_training_state(checkpoint) is None):
         return ChangedElements(checkpoint)
-    # A format's own state is as its programs keep it.
-    is_same = checkpoint.format == request.target_format.name
-    if request.training is None and is_same:
+    # The state of a format, and of others of the same program, is as that program keeps it.
+    source = find_format(checkpoint.format)
+    is_same = source is request.target_format
+    if request.training is None and source is not None and source.training == style.name:
         return ChangedElements(checkpoint)
     has_items = Holding.ITEMS in request.target_format.can_hold
     translated = translate(

@@ -37,11 +37,14 @@ from reshard.checkpoint.training.state import MASTER, STEP, TrainingState, find_
 from reshard.checkpoint.training.styles import TrainingStyle
 from reshard.dtypes import DType, dtype
 from reshard.elements.casting import is_castable
-from reshard.errors import UsageError
+from reshard.errors import FormatError, UsageError
 from reshard.layout import Layout
 from reshard.text.quantities import count_text
 
 _FLOAT32 = dtype("float32")
+
+# What fits into the int32 that Optax counts in.
+MOST_STEPS = 1 << 31
 
 
 def translate(
@@ -312,7 +315,14 @@ class _Translation:
             content = bytes(reader.read(0, workspace))
         finally:
             workspace.close()
-        return float(np.frombuffer(content, dtype=tensor.dtype.numpy)[0])
+        number = float(np.frombuffer(content, dtype=tensor.dtype.numpy)[0]) if content else -1.0
+        if not 0 <= number < MOST_STEPS:
+            raise FormatError(
+                f"{tensor.name!r} in {self.old.folder} should be a number of steps, and is "
+                f"{number}; expected one from 0 to {MOST_STEPS - 1}. Leave it out with --exclude, "
+                "or save again"
+            )
+        return number
 
     def _add_number(self, name: str, number: float, kind: DType) -> None:
         """Add a tensor of one number; planning sees it where another tensor is."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint.checkpoint_files import tensor, write_file
+from checkpoint.checkpoint_files import Tensor, tensor, write_file
 from reshard import checkpoint
 from reshard.checkpoint.formats.orbax.optax_states import name_states, place_states
 from reshard.checkpoint.training.state import find_training_state
+from reshard.dtypes import dtype
 
 
 def test_adamw_behind_a_clipping(saved: Path) -> None:
@@ -45,7 +46,8 @@ def test_state_of_other_programs_is_placed_as_adamw(tmp_path: Path) -> None:
     arrays = {"up.weight": tensor("float32", (4, 2), 1)}
     for key in ("exp_avg", "exp_avg_sq"):
         arrays[f"optimizer.state.up.weight.{key}"] = tensor("float32", (4, 2), 2)
-    arrays["optimizer.state.up.weight.step"] = tensor("float32", (), 3)
+    seven = np.array(7, dtype=np.float32).view(np.uint32)
+    arrays["optimizer.state.up.weight.step"] = Tensor(dtype("float32"), seven)
     write_file(tmp_path / "s" / "model.safetensors", arrays)
     checkpoint.convert(tmp_path / "s", tmp_path / "t", to="full", format="orbax")
     tree = json.loads((tmp_path / "t" / "_METADATA").read_text())["tree_metadata"]

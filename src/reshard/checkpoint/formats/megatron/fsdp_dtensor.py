@@ -122,6 +122,7 @@ class MegatronFsdpFormat(CheckpointFormat):
 
     name = FORMAT_NAME
     evidence = f"`iter_XXXXXXX/{METADATA_NAME}` of Megatron FSDP"
+    training = "megatron"
 
     def detect(self, path: Path) -> bool:
         """Whether it is the folder of a step, or of all, with a distributed checkpoint in it."""
