@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,22 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
         workspace.close()
         files.close()
     return array.view(tensor.dtype.numpy).reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One box of a shard, and the part of a rank's array that it fills, for all tensors cut alike.
+
+    `part` is where the cell begins in the flat array of several, and its shape.
+    """
+
+    slot: int
+    number: int
+    offset: int
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    part: tuple[int, tuple[int, ...]] | None
+    inside: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,7 @@ def load_layouts(
     arrays: dict[str, NDArray[Any]] = {}
     kinds: dict[str, DType] = {}
     reads: list[_Read] = []
+    regions: dict[tuple[Layout, Layout], tuple[_Region, ...]] = {}
     for name, layout in layouts.items():
         tensor = checkpoint[name]
         shape = _find_local_shape(tensor, layout, rank)
@@ -168,7 +185,11 @@ def load_layouts(
             else _check_given(tensor, kind, out, shape)
         )
         arrays[name], kinds[name] = array, kind
-        for read in _list_reads(tensor, layout, rank, array):
+        # Many tensors of a model are cut alike.
+        stored = tensor.stored_layout
+        if (stored, layout) not in regions:
+            regions[stored, layout] = _find_regions(stored, layout, rank)
+        for read in _list_reads(tensor, regions[stored, layout], array):
             reads += _split(replace(read, cast=kind) if kind is not tensor.dtype else read)
     for name in arrays if out is not None else ():
         # Only now does every array fit.
@@ -263,11 +284,8 @@ def _check_given(
     return array.view(kind.storage)
 
 
-def _list_reads(
-    tensor: StoredTensor, layout: Layout, rank: int, array: NDArray[Any]
-) -> Iterator[_Read]:
-    """The boxes to read to fill a rank's array."""
-    stored = tensor.stored_layout
+def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, ...]:
+    """The boxes to read to fill a rank's array, from shards of `stored`."""
     cells = layout.cells_of(rank)
     # The rank's cells on a slot behind all that store something: it holds nothing yet, so that
     # every element is read.
@@ -281,32 +299,47 @@ def _list_reads(
     change = LayoutChange(stored, mine)
     routes = change.routes
     shapes = [tuple(shape) for shape in mine.cell_shape.tolist()]
+    found = []
     for route in range(len(routes.source_cell)):
         cell = int(routes.source_cell[route])
         slot = int(stored.cell_slot[cell])
         target_cell = int(routes.target_cell[route])
-        part = array
+        # Several cells of a rank lie one behind the other in its flat array.
+        part = None
         if len(shapes) > 1:
-            # Several cells of a rank lie one behind the other in its flat array.
-            begin, shape = int(mine.cell_offset[target_cell]), shapes[target_cell]
-            part = array[begin : begin + math.prod(shape)].reshape(shape)
+            part = (int(mine.cell_offset[target_cell]), shapes[target_cell])
         columns = []
         for column in change.pieces:
             rows = column.rows(route)
             stretches = (column.source_local[rows], column.target_local[rows], column.length[rows])
             columns.append(list(zip(*(values.tolist() for values in stretches), strict=True)))
         for product in itertools.product(*columns):
-            # The ellipsis makes it a view for a scalar too.
-            inside: Any = (*(slice(at, at + length) for _, at, length in product), ...)
-            yield _Read(
-                tensor,
-                slot,
-                cell - stored.cells_of(slot).start,
-                int(stored.cell_offset[cell]),
-                tuple(stored.cell_shape[cell].tolist()),
-                tuple(source for source, _, _ in product),
-                part[inside],
+            found.append(
+                _Region(
+                    slot,
+                    cell - stored.cells_of(slot).start,
+                    int(stored.cell_offset[cell]),
+                    tuple(stored.cell_shape[cell].tolist()),
+                    tuple(source for source, _, _ in product),
+                    part,
+                    # The ellipsis makes it a view for a scalar too.
+                    (*(slice(at, at + length) for _, at, length in product), ...),
+                )
             )
+    return tuple(found)
+
+
+def _list_reads(
+    tensor: StoredTensor, regions: Iterable[_Region], array: NDArray[Any]
+) -> Iterator[_Read]:
+    """The reads that fill a rank's array."""
+    for one in regions:
+        part = array
+        if one.part is not None:
+            begin, shape = one.part
+            part = array[begin : begin + math.prod(shape)].reshape(shape)
+        target = part[one.inside]
+        yield _Read(tensor, one.slot, one.number, one.offset, one.shape, one.local, target)
 
 
 def _split(read: _Read) -> list[_Read]:
