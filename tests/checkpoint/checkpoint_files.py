@@ -279,3 +279,8 @@ def small_folder(block_bytes: int | None = None) -> Iterator[Path]:
             yield Path(parent)
     finally:
         shutil.rmtree(parent)
+
+
+def beside(folder: Path, mark: str) -> Path:
+    """A path beside a folder, which no other test has."""
+    return folder.with_name(f"{folder.name}-{mark}")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import (
     Tensor,
+    beside,
     cuts,
     read_file,
     small_folder,
@@ -377,7 +378,7 @@ def test_what_cannot_be_fused(
     tensors = {name: tensor("int16", shape) for name, shape in shapes.items()}
     write_file(tmp_path / "model.safetensors", {**tensors, "h": tensor("float32", (4, 6))})
     with pytest.raises((RecipeError, UsageError), match=match):
-        checkpoint.convert(tmp_path, tmp_path.parent / "t", target_names=names, **options)
+        checkpoint.convert(tmp_path, beside(tmp_path, "t"), target_names=names, **options)
 
 
 def test_what_cannot_be_taken_apart(tmp_path: Path) -> None:
@@ -390,17 +391,17 @@ def test_what_cannot_be_taken_apart(tmp_path: Path) -> None:
         ({"f": Fusion(("x", "y"), ("heads", 1))}, "needs numbers of a config.json"),
     ):
         with pytest.raises(ReshardError, match=match):
-            checkpoint.convert(tmp_path, tmp_path.parent / "t", to="full", source_names=names)
+            checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", source_names=names)
 
 
 def test_more_pieces_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "MOST_BOXES", 7)
     write_file(tmp_path / "model.safetensors", {"f": tensor("int16", (32, 2))})
     table = {"f": Fusion(("x", "y"), groups=4)}
-    checkpoint.convert(tmp_path, tmp_path.parent / "t", to="full", source_names=table)
+    checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", source_names=table)
     table = {"f": Fusion(("x", "y"), groups=8)}
     with pytest.raises(RecipeError, match="'x' would lie in more than 7 pieces of files"):
-        checkpoint.convert(tmp_path, tmp_path.parent / "u", to="full", source_names=table)
+        checkpoint.convert(tmp_path, beside(tmp_path, "u"), to="full", source_names=table)
 
 
 def test_rules_are_for_the_recipes_names(model: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from checkpoint.checkpoint_files import beside
 from checkpoint.formats.orbax.orbax_states import arrays
 from reshard import checkpoint
 from reshard.checkpoint.formats.orbax.aggregate import read_aggregate
@@ -59,8 +60,8 @@ def test_a_tree_in_one_file(tmp_path: Path) -> None:
         "flag": True,
         "empty": {},
     }
-    checkpoint.convert(tmp_path, tmp_path.parent / "t", to="full", format="orbax")
-    assert checkpoint.compare(tmp_path, tmp_path.parent / "t").is_same
+    checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", format="orbax")
+    assert checkpoint.compare(tmp_path, beside(tmp_path, "t")).is_same
 
 
 @pytest.mark.parametrize("variant", ["ocdbt", "zarr"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoint.checkpoint_files import tensor, write_file
+from checkpoint.checkpoint_files import beside, tensor, write_file
 from checkpoint.formats.orbax.orbax_states import VALUES, arrays, as_read
 from reshard import checkpoint
 from reshard.errors import UsageError
@@ -93,7 +93,7 @@ def test_equal_conversions_make_equal_files(saved: Path, tmp_path: Path) -> None
 def test_tensors_without_elements_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     write_file(tmp_path / "model.safetensors", {"e": tensor("float32", shape, 1)})
     with pytest.raises(UsageError, match=r"'e'.*no elements"):
-        checkpoint.convert(tmp_path, tmp_path.parent / "t", to="full", format="orbax")
+        checkpoint.convert(tmp_path, beside(tmp_path, "t"), to="full", format="orbax")
 
 
 def test_random_keys_stay_such(saved: Path, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_megatron_checkpoint() -> None:
     halves = [np.arange(32, dtype=np.float32).reshape(4, 8) + 100 * rank for rank in (0, 1)]
     assert (found == np.concatenate(halves)).all()
     assert opened.ranks == 2
-    assert opened.carried == ("common.pt", "metadata.json")
+    assert (opened.format, opened.values, opened.carried) == ("torch-dist", {"cfg.a": 1}, ())
 
 
 def test_what_is_no_tensor_is_known(tmp_path: Path) -> None:
