@@ -5,12 +5,13 @@ checkpoint, and as one file a rank (`torch.save` of DTensors, as verl, SkyRL and
 case two ways to make one file, or one folder, of it take turns, each in a process of its own:
 
     dcp-to-torch    reshard `convert --to full --format torch-pickle`; `dcp_to_torch_save`
-    ranks-to-hf     reshard `convert --for hf`; a script that loads every rank's file, concatenates
-                    the local tensors and saves them by safetensors, which is what mergers do
+    ranks-to-hf     reshard `convert --to full --include 'layers.*'`, which takes the weights; a
+                    script that loads every rank's file, concatenates the local tensors and saves
+                    them by safetensors, which is what mergers do
 
-`read` is the bytes that read calls returned, over the bytes that the target needs: for hf these are
-the weights alone, where the files have both moments too. Memory is the peak that the kernel counted
-for the process, with its imports.
+`read` is the bytes that read calls returned, over the bytes that the target needs: of the ranks'
+files these are the weights alone, and the files have both moments too. Memory is the peak that the
+kernel counted for the process, with its imports.
 
     python benchmarks/training_checkpoints.py [--size-mib 2048] [--repeat 5] [--folder FOLDER]
         [--cases CASE ...]
