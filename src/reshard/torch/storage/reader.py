@@ -29,16 +29,16 @@ from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import OpenFiles, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.byte_streams import RangeStream
 from reshard.checkpoint.files.pipeline import run_in_threads
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.torch_dcp.stream_transforms import unpacked
-from reshard.errors import CheckpointError, ShardError, UsageError
+from reshard.errors import CheckpointError, ShardError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
+from reshard.torch.storage.arguments import as_path, count_threads
 from reshard.torch.storage.chunks import ShardPart, describe_contents, list_parts
 
 # What one thread reads at a time, and what is copied of a tensor on another device.
@@ -98,12 +98,9 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
         self, path: str | os.PathLike[str] | Checkpoint, *, thread_count: int | None = None
     ) -> None:
         super().__init__()
-        threads = DEFAULT_THREADS if thread_count is None else thread_count
-        if type(threads) is not int or threads < 1:
-            raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
-        self.thread_count = threads
+        self.thread_count = count_threads(thread_count)
         self._checkpoint = path if isinstance(path, Checkpoint) else None
-        self.path = _as_path(path.folder if isinstance(path, Checkpoint) else path)
+        self.path = as_path(path.folder if isinstance(path, Checkpoint) else path)
         self.load_id = str(uuid.uuid4())
 
     @property
@@ -120,7 +117,7 @@ class StorageReader(storage.StorageReader):  # type: ignore[misc]
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of another checkpoint where `checkpoint_id` says so."""
         if checkpoint_id:
-            self.path = _as_path(checkpoint_id)
+            self.path = as_path(checkpoint_id)
         # The folder may hold another checkpoint by now.
         self._checkpoint = None
         self.load_id = str(uuid.uuid4())
@@ -271,12 +268,6 @@ def read_item(item: StoredItem, files: OpenFiles[SourceFile]) -> bytes:
     while piece := stream.read(1 << 20):
         content += piece
     return bytes(content)
-
-
-def _as_path(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
-    return Path(path)
 
 
 def _make_buffer() -> AlignedBuffer:

@@ -41,7 +41,6 @@ from reshard.binding import FileRange
 from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.contents import StoredFile, StoredItem, TensorDigest
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
 from reshard.checkpoint.files.folders import (
     exchange_folders,
@@ -60,6 +59,7 @@ from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.errors import RunError, UsageError
 from reshard.execution.arrays import TorchTensors
 from reshard.layout import Box
+from reshard.torch.storage.arguments import as_path, count_threads
 from reshard.torch.storage.places import (
     RankPlaces,
     WritePlace,
@@ -121,13 +121,10 @@ class StorageWriter(storage.StorageWriter):  # type: ignore[misc]
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        threads = DEFAULT_THREADS if thread_count is None else thread_count
-        if type(threads) is not int or threads < 1:
-            raise UsageError(f"thread_count={threads!r}; give a whole number from 1")
         self.path = _as_folder(path)
         self.format = written_format(format, to_whole=False)
         self.overwrite = overwrite
-        self.thread_count = threads
+        self.thread_count = count_threads(thread_count)
         self.sync_files = sync_files
         self.metadata = dict(metadata or {})
         self.save_id = str(uuid.uuid4())
@@ -382,12 +379,11 @@ class _TensorWrite:
     tensor: torch.Tensor
 
 
-def _as_folder(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise UsageError(f"a checkpoint at {path!r}; give a path as text, or a Path")
+def _as_folder(path: str | os.PathLike[str]) -> Path:
+    folder = as_path(path)
     if "://" in os.fspath(path):
         raise UsageError(f"a checkpoint at {os.fspath(path)!r}; give a folder of this machine")
-    return Path(path)
+    return folder
 
 
 def _has_checkpoint(path: Path) -> bool:
