@@ -13,7 +13,7 @@ text is in `_strings.json`, and a number is an array without dimensions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,11 +182,7 @@ def strings_bytes(strings: Mapping[str, str]) -> bytes:
     """The content of `_strings.json`."""
     content: dict[str, Any] = {}
     for name, text in strings.items():
-        *levels, last = name.split("/")
-        inner = content
-        for level in levels:
-            inner = inner.setdefault(level, {})
-        inner[last] = text
+        _put(content, name.split("/"), text)
     return json.dumps(content).encode()
 
 
@@ -210,11 +206,15 @@ def join_sequences(
         if size == len(path):
             found[path] = value
             continue
-        level = found.setdefault(path[:size], {})
-        for key in path[size:-1]:
-            level = level.setdefault(key, {})
-        level[path[-1]] = value
+        _put(found.setdefault(path[:size], {}), path[size:], value)
     return {path: _as_sequences(value) for path, value in found.items()}
+
+
+def _put(content: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:
+    """Put a value into nested dicts, those that are missing included."""
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+    content[keys[-1]] = value
 
 
 def _as_sequences(value: Any) -> Any:
