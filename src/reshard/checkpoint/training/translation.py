@@ -26,9 +26,9 @@ from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.constants import ConstantTensor
 from reshard.checkpoint.changes.planning import ChangedElements
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
+from reshard.checkpoint.formats.torch_files.optimizer_groups import complete_group
 from reshard.checkpoint.training.plain_state import (
     PARAMETERS,
-    complete_group,
     decode_items,
     find_groups,
     names_of_groups,

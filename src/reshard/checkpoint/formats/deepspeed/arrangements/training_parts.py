@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.torch_files.optimizer_groups import ADAM_GROUP
 from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 
@@ -18,20 +19,6 @@ Shape = tuple[int, ...]
 STATE_PREFIX = "optimizer.state."
 GROUPS, CONFIG = "optimizer.param_groups", "ds_config"
 _PARAMS = "params"
-# What AdamW of PyTorch has, for a source that does not say.
-_DEFAULT_GROUP: dict[str, Any] = {
-    "lr": 0.001,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
 # Words that the names of parameters end in, where nothing says which tensors are such.
 _PARAMETER_WORDS = ("weight", "bias")
 
@@ -156,7 +143,7 @@ def _find_groups(
                 )
             hyper = {key: value for key, value in group.items() if key != _PARAMS}
             if not hyper:
-                hyper = dict(_DEFAULT_GROUP)
+                hyper = dict(ADAM_GROUP)
                 notes.append(
                     f"group {len(groups)} of the source has no hyper-parameters: it has those of "
                     "AdamW of PyTorch, lr 0.001"
@@ -167,7 +154,7 @@ def _find_groups(
         raise UsageError(f"{GROUPS} of the source has a parameter in two groups")
     rest = tuple(name for name in parameters if name not in named)
     if rest:
-        hyper = {**_DEFAULT_GROUP, **(groups[0].hyper if groups else {})}
+        hyper = {**ADAM_GROUP, **(groups[0].hyper if groups else {})}
         groups.append(ParameterGroup(rest, hyper))
         notes.append(
             f"{count_text(len(rest), 'parameter')} (first: {rest[0]}) are in no group of the "
