@@ -23,15 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.blocks.block_io import OpenFiles, Watch, Workspace, largest_span_bytes
+from reshard.checkpoint.blocks.block_io import (
+    BlockReader,
+    OpenFiles,
+    Watch,
+    Workspace,
+    largest_span_bytes,
+)
 from reshard.checkpoint.blocks.grid import BlockGrid
-from reshard.checkpoint.blocks.strided_spans import strided_spans
+from reshard.checkpoint.blocks.strided_spans import spans_of
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
-from reshard.errors import DigestError
 from reshard.runs import IntArray
 
 # What lies between two pieces is read with them, if it is no more than this.
@@ -165,8 +170,7 @@ class _BatchAccess:
             place, is_slot = kind.find_place(tile.slot, tile.number)
             start_bytes = tile.offset * grid.itemsize_bytes if is_slot else 0
             view = kind.view(tile.slot, tile.number)
-            at = (grid, box, start_bytes, grid.block_bytes)
-            spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
+            spans = spans_of(tile, view, grid, box, start_bytes)
             found += [_KindSpan(place, span, span.is_all_of(box)) for span in spans]
         return tuple(found)
 
@@ -309,21 +313,8 @@ class BatchReader(_BatchAccess):
         for row, digest in zip(section.rows.tolist(), found, strict=True):
             expected = recorded.of_block(row, section.block)
             if expected is not None and expected != digest:
-                raise DigestError(self._describe_damage(section, row, digest, expected))
-
-    def _describe_damage(self, section: Section, row: int, found: bytes, expected: bytes) -> str:
-        tensor, grid = self.columns.tensor(row), self.grid(section.kind)
-        kind = self.columns.kinds[section.kind]
-        part = self._spans(section.kind, section.block)[0]
-        start = int(self.columns.starts[self.columns.first[row] + part.place])
-        start += part.span.start_bytes
-        file = kind.files[part.place]
-        return (
-            f"{self._files[file].path.parent / file} bytes {start}:{start + part.span.size_bytes}, "
-            f"{grid.box(section.block)} of tensor {tensor.name!r}, is not what was written: "
-            f"its digest is {found.hex()}, the manifest says "
-            f"{expected.hex()}. `reshard inspect --digest` lists all that differ"
-        )
+                tensor = BlockReader(self.columns.tensor(row), self._files)
+                tensor.expect_digest(section.block, digest)
 
 
 class BatchWriter(_BatchAccess):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from reshard.binding import View
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest
-from reshard.checkpoint.blocks.strided_spans import extent, strided_spans
+from reshard.checkpoint.blocks.strided_spans import extent, spans_of
 from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer, BufferRegion
@@ -188,9 +188,7 @@ class _BlockAccess:
         for tile in self._tiles.meeting(box):
             address = self.tensor.file_range(tile.slot, tile.number, tile.offset)
             view = self.tensor.view(tile.slot, tile.number)
-            at = (grid, box, address.start_bytes, grid.block_bytes)
-            spans = tile.spans(*at) if view is None else strided_spans(tile, view, *at)
-            for span in spans:
+            for span in spans_of(tile, view, grid, box, address.start_bytes):
                 yield address.path, span
 
     def array(self, memory: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -288,7 +286,17 @@ class BlockReader(_BlockAccess):
             DigestError: bytes that are not those that were written.
         """
         memory = self.read(index, workspace)
-        found, recorded = block_digest(memory), self.tensor.digest
+        found = block_digest(memory)
+        self.expect_digest(index, found)
+        return memory, found
+
+    def expect_digest(self, index: int, found: bytes) -> None:
+        """Compare the digest of block `index` with the recorded one, if any.
+
+        Raises:
+            DigestError: bytes that are not those that were written.
+        """
+        recorded = self.tensor.digest
         if recorded is not None and recorded.blocks[index] != found:
             file, _ = next(self.spans(self.grid.box(index)))
             raise DigestError(
@@ -297,7 +305,6 @@ class BlockReader(_BlockAccess):
                 f"its digest is {found.hex()}, the manifest says "
                 f"{recorded.blocks[index].hex()}. `reshard inspect --digest` lists all that differ"
             )
-        return memory, found
 
     def places(self, index: int) -> tuple[str, ...]:
         """The bytes of files that block `index` is read from, as text."""

@@ -52,6 +52,18 @@ def extent(view: View, shape: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, view.strides, strict=True))
 
 
+def spans_of(
+    tile: Tile, view: View | None, grid: BlockGrid, box: Box, start_bytes: int
+) -> Iterator[Span]:
+    """The ranges of a file that lie in a block of the grid, each at most as long as a block may be.
+
+    `start_bytes` is where the shard begins in the file, and `view` how it lies there: dense and row
+    major when None.
+    """
+    at = (grid, box, start_bytes, grid.block_bytes)
+    return tile.spans(*at) if view is None else strided_spans(tile, view, *at)
+
+
 def strided_spans(
     tile: Tile, view: View, grid: BlockGrid, box: Box, start_bytes: int, most_bytes: int
 ) -> Iterator[Span]:
