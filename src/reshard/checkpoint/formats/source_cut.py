@@ -1,21 +1,35 @@
-"""How the tensors of a source are cut, where its files do not say: by a mesh and rules.
+"""How the tensors of a source are cut, where it does not say itself: by a mesh and rules.
 
-Files of ranks with plain tensors are such sources. A mesh of the ranks that wrote them, and rules
-or a recipe, say which part of a tensor each rank has.
+Files of ranks with plain tensors are such sources, and arrays of ranks. A mesh of the ranks, and
+rules or a recipe, say which part of a tensor each rank has. Shapes of whole tensors follow:
+
+1. A rule gives the axes that cut each dimension of a tensor. Ranks with one place on these axes
+   must have the same length there; the whole dimension is as long as those of all places together,
+   or a part of that where ranks hold copies of one part, such as key/value heads.
+2. What a rule gives may depend on shapes: it is asked again with those that were found.
+3. The sharding of the whole shape must give each rank the shape that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import UsageError
+import numpy as np
+
+from reshard.errors import LayoutError, RecipeError, ShardError, UsageError
+from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
 from reshard.recipes.rules import Rule
 from reshard.sharding import ShardingSpec
+
+Shape = tuple[int, ...]
+# How often rules are asked again for shapes that they depend on themselves.
+_MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -78,3 +92,109 @@ class SourceCut:
             shapes, self.mesh, self.rules, self.recipe, self.config, allow=["uncomputable"]
         )
         return {name: found.specs[name] for name in shapes}
+
+
+def find_layouts(
+    parts: Mapping[str, Mapping[int, Shape]],
+    mesh: DeviceMesh,
+    find_shardings: Callable[[Mapping[str, Shape]], Mapping[str, ShardingSpec]],
+    *,
+    may_lack: bool = False,
+) -> dict[str, tuple[ShardingSpec, Layout]]:
+    """How the whole tensors are cut whose parts have these shapes.
+
+    Args:
+        parts: the shape that each rank has of each tensor, one of them at least.
+        mesh: of the ranks.
+        find_shardings: those of tensors of such shapes.
+        may_lack: whether a rank that a sharding gives a part may be without it.
+
+    Raises:
+        ShardError: parts that do not fit together, or to their sharding; the first is named.
+        RecipeError: from `find_shardings`.
+
+    >>> from reshard.sharding_text import spec
+    >>> rows = spec(DeviceMesh.of(tp=2), "tp, -")
+    >>> found = find_layouts({"w": {0: (3, 4), 1: (2, 4)}}, rows.mesh, lambda _: {"w": rows})
+    >>> found["w"][1].shape
+    (5, 4)
+    """
+    # At first as if every axis cut every dimension: a shape that any rule can cut.
+    shapes = {
+        name: tuple(length * mesh.size for length in next(iter(own.values())))
+        for name, own in parts.items()
+    }
+    found: dict[str, tuple[ShardingSpec, Layout]] = {}
+    for _ in range(_MOST_ROUNDS):
+        specs = find_shardings(shapes)
+        found = {
+            name: (specs[name], join_shapes(name, own, specs[name], may_lack=may_lack))
+            for name, own in parts.items()
+        }
+        again = {name: layout.shape for name, (_, layout) in found.items()}
+        if again == shapes:
+            break
+        shapes = again
+    return found
+
+
+def join_shapes(
+    name: str, parts: Mapping[int, Shape], spec: ShardingSpec, *, may_lack: bool = False
+) -> Layout:
+    """The layout of the whole tensor whose parts have these shapes, as in `find_layouts`."""
+    candidates = [_list_lengths(name, parts, spec, d) for d in range(spec.ndim)]
+    problem = ""
+    for shape in itertools.product(*candidates):
+        try:
+            layout = spec.layout(shape)
+        except (LayoutError, RecipeError) as error:
+            problem = problem or str(error)
+            continue
+        wrong = _find_misfit(layout, parts, may_lack)
+        if wrong is None:
+            return layout
+        rank, expected = wrong
+        has = list(parts[rank]) if rank in parts else "nothing"
+        problem = problem or (
+            f"rank {rank} has {has}, expected {'nothing' if expected is None else list(expected)} "
+            f"of {list(shape)}"
+        )
+    raise ShardError(f"{name!r} cut by `{spec}`: {problem}; correct the rule, or the parts")
+
+
+def _find_misfit(
+    layout: Layout, parts: Mapping[int, Shape], may_lack: bool
+) -> tuple[int, Shape | None] | None:
+    """The first rank that has another shape than a layout gives it, and that shape."""
+    for rank in sorted({*parts} if may_lack else {*layout.holders, *parts}):
+        expected = layout.local_shape(rank) if rank < layout.slots else None
+        found = parts.get(rank)
+        is_empty = 0 in (expected or (0,)) and 0 in (found or (0,))
+        if expected != found and not is_empty:
+            return rank, expected
+    return None
+
+
+def _list_lengths(
+    name: str, parts: Mapping[int, Shape], spec: ShardingSpec, dimension: int
+) -> list[int]:
+    """The lengths that a whole dimension may have, the likeliest first."""
+    mesh = spec.mesh
+    places = np.array(mesh.devices).reshape(mesh.shape)
+    axes = {axis.name for level in spec.dim_specs[dimension].levels for axis in level.axes}
+    cutting = [mesh.axis_names.index(axis) for axis in sorted(axes)]
+    lengths: dict[tuple[int, ...], tuple[int, int]] = {}
+    for rank, shape in parts.items():
+        at = np.argwhere(places == rank)[0].tolist()
+        key = tuple(at[axis] for axis in cutting)
+        first, length = lengths.setdefault(key, (rank, shape[dimension]))
+        if length != shape[dimension]:
+            raise ShardError(
+                f"{name!r} cut by `{spec}`: dimension {dimension} is {length} long on rank {first} "
+                f"and {shape[dimension]} on rank {rank}, which have the same part of it; "
+                "correct the rule, or the parts"
+            )
+    total = sum(length for _, length in lengths.values())
+    # Several ranks may hold one part: the whole is then shorter than all together.
+    shared = [total // n for n in range(2, len(lengths) + 1) if total % n == 0]
+    return [total, *shared]

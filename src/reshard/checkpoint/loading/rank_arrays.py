@@ -4,19 +4,13 @@
     rank 1  {"w": [2:4, 0:4]}   >   "w" is 4 x 4, cut by `tp, -`
     rules   w=tp, -            /
 
-1. A rule gives the axes that cut each dimension of a tensor. Ranks with one place on these axes
-   must have the same length there; the whole dimension is as long as those of all places together,
-   or a part of that where ranks hold copies of one part, such as key/value heads.
-2. What a rule gives may depend on shapes: it is asked again with those that were found.
-3. The sharding of the whole shape must give each rank the shape that it has.
-
-The result is a checkpoint whose files are the arrays themselves: nothing is copied. It is
-converted, loaded by other ranks and compared as one on a disk; converting it writes it.
+The shapes of whole tensors follow from those of the ranks' parts (`formats.source_cut`). The result
+is a checkpoint whose files are the arrays themselves: nothing is copied. It is converted, loaded by
+other ranks and compared as one on a disk; converting it writes it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Iterable, Mapping
@@ -32,9 +26,10 @@ from reshard.checkpoint.conversion.request import RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.files.aligned_memory import BufferRegion
 from reshard.checkpoint.files.source_file import FileIdentity, SourceFile
+from reshard.checkpoint.formats.source_cut import find_layouts
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
-from reshard.errors import LayoutError, RecipeError, ShardError, UsageError
+from reshard.errors import ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
@@ -47,8 +42,6 @@ Shape = tuple[int, ...]
 Held = Any
 
 _FORMAT = "arrays of ranks"
-# How often a recipe is asked again for shapes that it depends on itself.
-_MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +102,12 @@ def describe_ranks(
     def find_specs(shapes: Mapping[str, Shape]) -> dict[str, ShardingSpec]:
         return assign(shapes, mesh, parsed, found, config, itemsizes, allow=allow).specs
 
-    # At first as if every axis cut every dimension: a shape that any rule can cut.
-    shapes = {name: tuple(n * mesh.size for n in one.shape) for name, one in first.items()}
-    layouts: dict[str, Layout] = {}
-    for _ in range(_MOST_ROUNDS):
-        specs = find_specs(shapes)
-        layouts = {name: _find_layout(name, own, specs[name]) for name, own in parts.items()}
-        again = {name: layout.shape for name, layout in layouts.items()}
-        if again == shapes:
-            break
-        shapes = again
-    return _hold(parts, layouts, specs, mesh)
+    found_layouts = find_layouts(
+        {name: {rank: one.shape for rank, one in own.items()} for name, own in parts.items()},
+        mesh,
+        find_specs,
+    )
+    return _hold(parts, found_layouts, mesh)
 
 
 def _no_checkpoint() -> Checkpoint:
@@ -181,68 +169,9 @@ def _read_part(rank: int, name: str, held: Held, kind: DType) -> _HeldPart:
     )
 
 
-def _find_layout(name: str, parts: Mapping[int, _HeldPart], spec: ShardingSpec) -> Layout:
-    """The layout of the whole tensor whose parts these are. Raises ShardError."""
-    candidates = [_list_lengths(name, parts, spec, d) for d in range(spec.ndim)]
-    problem = ""
-    for shape in itertools.product(*candidates):
-        try:
-            layout = spec.layout(shape)
-        except (LayoutError, RecipeError) as error:
-            problem = problem or str(error)
-            continue
-        wrong = _find_misfit(layout, parts)
-        if wrong is None:
-            return layout
-        rank, expected = wrong
-        has = list(parts[rank].shape) if rank in parts else "nothing"
-        problem = problem or (
-            f"rank {rank} has {has}, and of {list(shape)} it would have "
-            f"{'nothing' if expected is None else list(expected)}"
-        )
-    raise ShardError(f"{name!r} cut by `{spec}`: {problem}; correct the rule, or the arrays")
-
-
-def _find_misfit(layout: Layout, parts: Mapping[int, _HeldPart]) -> tuple[int, Shape | None] | None:
-    """The first rank that has another shape than a layout gives it, and that shape."""
-    for rank in sorted({*layout.holders, *parts}):
-        expected = layout.local_shape(rank) if rank < layout.slots else None
-        found = parts[rank].shape if rank in parts else None
-        is_empty = 0 in (expected or (0,)) and 0 in (found or (0,))
-        if expected != found and not is_empty:
-            return rank, expected
-    return None
-
-
-def _list_lengths(
-    name: str, parts: Mapping[int, _HeldPart], spec: ShardingSpec, dimension: int
-) -> list[int]:
-    """The lengths that a whole dimension may have, the likeliest first."""
-    mesh = spec.mesh
-    places = np.array(mesh.devices).reshape(mesh.shape)
-    axes = {axis.name for level in spec.dim_specs[dimension].levels for axis in level.axes}
-    cutting = [mesh.axis_names.index(axis) for axis in sorted(axes)]
-    lengths: dict[tuple[int, ...], tuple[int, int]] = {}
-    for rank, part in parts.items():
-        at = np.argwhere(places == rank)[0].tolist()
-        key = tuple(at[axis] for axis in cutting)
-        first, length = lengths.setdefault(key, (rank, part.shape[dimension]))
-        if length != part.shape[dimension]:
-            raise ShardError(
-                f"{name!r} cut by `{spec}`: dimension {dimension} is {length} long on rank {first} "
-                f"and {part.shape[dimension]} on rank {rank}, which have the same part of it; "
-                "correct the rule, or the arrays"
-            )
-    total = sum(length for _, length in lengths.values())
-    # Several ranks may hold one part: the whole is then shorter than all together.
-    shared = [total // n for n in range(2, len(lengths) + 1) if total % n == 0]
-    return [total, *shared]
-
-
 def _hold(
     parts: Mapping[str, Mapping[int, _HeldPart]],
-    layouts: Mapping[str, Layout],
-    specs: Mapping[str, ShardingSpec],
+    layouts: Mapping[str, tuple[ShardingSpec, Layout]],
     mesh: DeviceMesh,
 ) -> Checkpoint:
     """The checkpoint of these parts, each rank's in a file that is its arrays."""
@@ -250,14 +179,14 @@ def _hold(
     sizes = dict.fromkeys(held, 0)
     tensors = {}
     for name, own in parts.items():
-        layout, addresses = layouts[name], {}
+        (spec, layout), addresses = layouts[name], {}
         for rank, part in own.items():
             if rank in layout.holders:
                 addresses[rank] = FileRange(_file_name(rank), sizes[rank])
                 held[rank].append((sizes[rank], part))
                 sizes[rank] += math.prod(part.shape) * part.dtype.itemsize_bytes
         kind = next(iter(own.values())).dtype
-        tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), str(specs[name]))
+        tensors[name] = StoredTensor(name, kind, Binding(layout, addresses, {}), str(spec))
         _ = tensors[name].assembly
     return Checkpoint(
         Path(_FORMAT),
