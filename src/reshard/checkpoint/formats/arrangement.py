@@ -13,10 +13,10 @@ Where ranks hold copies of one shard, a format stores one of them, or each (`fin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from reshard.mesh import DeviceMesh
 from reshard.runs import IntArray, RunTable
 
 REPLICAS = ("once", "every")
+_Tensor = TypeVar("_Tensor")
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,29 @@ def check_values(tensors: Mapping[str, PlannedTensor]) -> None:
                 f"tensor {name!r} would be partial (`{tensor.spec}`); a checkpoint holds values, "
                 "take the partial axes out of its rule"
             )
+
+
+def group_by_bytes(
+    tensors: Iterable[_Tensor], size_bytes: Callable[[_Tensor], int], most_bytes: int | None
+) -> list[list[_Tensor]]:
+    """The tensors of each file, in their order: at most so many bytes, or one that alone is larger.
+
+    Without tensors, or without `most_bytes`, it is one file.
+
+    >>> group_by_bytes([3, 9, 2, 2], int, 5)
+    [[3], [9], [2, 2]]
+    """
+    groups: list[list[_Tensor]] = [[]]
+    filled_bytes = 0
+    for tensor in tensors:
+        size = size_bytes(tensor)
+        # A tensor larger than the limit gets a file of its own, never an empty one before it.
+        if groups[-1] and most_bytes is not None and filled_bytes + size > most_bytes:
+            groups.append([])
+            filled_bytes = 0
+        groups[-1].append(tensor)
+        filled_bytes += size
+    return groups
 
 
 def find_storing_ranks(

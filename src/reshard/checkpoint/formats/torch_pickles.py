@@ -20,18 +20,25 @@ from typing import Any
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    group_by_bytes,
+)
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.safetensors.header import list_files
+from reshard.checkpoint.formats.safetensors.header import list_files, tensor_size_bytes
 from reshard.checkpoint.formats.safetensors.index_files import (
     check_weight_map,
     expect_files,
     index_text,
     read_weight_map,
 )
-from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
-from reshard.checkpoint.formats.torch_files.bound_tensors import find_address, list_checksums
+from reshard.checkpoint.formats.torch_files.bound_tensors import (
+    check_tensor,
+    find_address,
+    list_checksums,
+)
 from reshard.checkpoint.formats.torch_files.nested_states import (
     FlatState,
     flatten_state,
@@ -93,7 +100,11 @@ class TorchPickleFormat(CheckpointFormat):
         Raises:
             UsageError: a type that PyTorch does not have.
         """
-        groups = _group_by_size(new)
+        groups = group_by_bytes(
+            new.tensors,
+            lambda name: tensor_size_bytes(new.tensors[name].dtype, new.tensors[name].layout.shape),
+            new.most_file_bytes,
+        )
         files, stored = [], {}
         for number, names in enumerate(groups, start=1):
             one_of_many = f"pytorch_model-{number:05d}-of-{len(groups):05d}.bin"
@@ -155,13 +166,7 @@ def read_flat_state(path: Path) -> FlatState:
             "where you trust it, and save its state_dict()"
         )
     for name, tensor in flat.tensors.items():
-        try:
-            check_shape(name, tensor.dtype, tensor.shape)
-            name.encode("utf-8")
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error
-        except UnicodeEncodeError as error:
-            raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say") from error
+        check_tensor(path, name, tensor.dtype, tensor.shape)
     return flat
 
 
@@ -211,20 +216,3 @@ def _note_ties(archived: list[tuple[str, str, str, ArchivedTensor]]) -> tuple[st
         return ()
     shown = "; ".join(tied[:3]) + (f"; {len(tied) - 3} more" if len(tied) > 3 else "")
     return (f"tied, and stored once in the source: {shown}; a target stores each",)
-
-
-def _group_by_size(new: NewCheckpoint) -> list[list[str]]:
-    """The names in each file: as many as fit below the limit, or one that alone is larger."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in new.tensors.items():
-        size = tensor.dtype.itemsize_bytes
-        for length in tensor.layout.shape:
-            size *= length
-        most = new.most_file_bytes
-        if groups[-1] and most is not None and filled + size > most:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    return groups

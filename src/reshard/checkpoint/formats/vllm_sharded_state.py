@@ -18,12 +18,16 @@ Source: vLLM's `ShardedStateLoader`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, NewFile
+from reshard.checkpoint.formats.arrangement import (
+    Arrangement,
+    NewCheckpoint,
+    NewFile,
+    group_by_bytes,
+)
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
@@ -105,7 +109,10 @@ class VllmShardedStateFormat(CheckpointFormat):
         files: list[NewFile] = []
         stored: dict[str, StoredTensor] = {}
         for number, (rank, tensors) in enumerate(by_rank.items()):
-            for part, group in enumerate(_split(tensors, new.most_file_bytes)):
+            groups = group_by_bytes(
+                tensors, lambda one: tensor_size_bytes(one[1], one[2]), new.most_file_bytes
+            )
+            for part, group in enumerate(groups):
                 file = f"model-{rank}-part-{part}{SUFFIX}"
                 content, header = build_header(aligned_order(group), metadata, label=file)
                 files.append(NewFile(StoredFile(file, header.file_size_bytes, number), content))
@@ -134,17 +141,3 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
 
 def _file_key(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
-
-
-def _split(tensors: list[NamedTensor], most_bytes: int | None) -> Iterator[list[NamedTensor]]:
-    """Tensors in groups of at most so many bytes, or one tensor that alone is larger."""
-    group: list[NamedTensor] = []
-    filled = 0
-    for tensor in tensors:
-        size = tensor_size_bytes(tensor[1], tensor[2])
-        if group and most_bytes is not None and filled + size > most_bytes:
-            yield group
-            group, filled = [], 0
-        group.append(tensor)
-        filled += size
-    yield group

@@ -18,8 +18,8 @@ from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, R
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.rank_files.optimizer_names import OPTIMIZER_PREFIX
 from reshard.checkpoint.formats.safetensors.header import SUFFIX, read_header
-from reshard.checkpoint.formats.safetensors.values import check_shape
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.checkpoint.formats.torch_files.bound_tensors import check_tensor
 from reshard.checkpoint.formats.torch_files.nested_states import flatten_state
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
@@ -115,13 +115,7 @@ def _read_file(
     parts = {}
     for name, value in flat.tensors.items():
         parts[name] = part = reader.part(name, value)
-        try:
-            check_shape(name, part.dtype, part.shape)
-            name.encode("utf-8")
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error
-        except UnicodeEncodeError as error:
-            raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say") from error
+        check_tensor(path, name, part.dtype, part.shape)
     for name, value in flat.values.items():
         values.setdefault(name, {})[file.rank] = value
     states.unread |= flat.unread

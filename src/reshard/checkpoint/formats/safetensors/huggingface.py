@@ -24,6 +24,7 @@ from reshard.checkpoint.formats.arrangement import (
     NewCheckpoint,
     NewFile,
     find_kinds,
+    group_by_bytes,
 )
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding, check_against_manifest
 from reshard.checkpoint.formats.safetensors.header import (
@@ -176,16 +177,7 @@ def arrange_files(
     Without `most_bytes` there is one file; with it, a file holds that many bytes of tensors,
     or one tensor that alone is larger.
     """
-    groups: list[list[NamedTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        size = tensor_size_bytes(tensor[1], tensor[2])
-        # A tensor larger than the limit gets a file of its own, never an empty one before it.
-        if groups[-1] and most_bytes is not None and filled + size > most_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += size
+    groups = group_by_bytes(tensors, lambda one: tensor_size_bytes(one[1], one[2]), most_bytes)
     many = len(groups)
     files = []
     for number, group in enumerate(groups, start=1):

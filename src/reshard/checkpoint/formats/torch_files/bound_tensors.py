@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 
 from reshard.binding import FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum
+from reshard.checkpoint.formats.safetensors.values import check_shape, is_text
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
+from reshard.dtypes import DType
+from reshard.errors import FormatError
 
 # Many tensors of a model have one shape.
 _is_dense = lru_cache(maxsize=4096)(is_dense)
+
+
+def check_tensor(path: Path, name: str, dtype: DType, shape: tuple[int, ...]) -> None:
+    """Raise FormatError for a shape or a name in a file that no checkpoint can have."""
+    try:
+        check_shape(name, dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    if not is_text(name):
+        raise FormatError(f"{path}: the name {name!r} is no text that UTF-8 can say")
 
 
 def find_address(file: str, tensor: ArchivedTensor) -> tuple[FileRange, View | None]:
