@@ -160,14 +160,19 @@ class _Merge:
             self.biases.setdefault(bias, []).append((tensors[members["bias"]], scale))
 
     def _find_base(self, checkpoint: Checkpoint, name: str) -> str:
-        """The tensor of the base that an adapter means, whose model may have a word less."""
-        for candidate in (name, f"model.{name}", name.removeprefix("model.")):
-            if candidate in self.base.tensors:
-                return candidate
+        """The tensor of the base that an adapter means."""
+        found = self._look_up(name)
+        if found is not None:
+            return found
         raise UsageError(
             f"{checkpoint.folder} changes {name!r}, which {self.base.folder} does not have; is it "
             "the adapter of another model?"
         )
+
+    def _look_up(self, name: str) -> str | None:
+        """The name in the base, whose model may have a word less; None where there is none."""
+        candidates = (name, f"model.{name}", name.removeprefix("model."))
+        return next((one for one in candidates if one in self.base.tensors), None)
 
     def _take_base(self, checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> None:
         """Take a weight that was saved beside its change, as PEFT does embeddings, for the base's.
@@ -186,8 +191,7 @@ class _Merge:
         self.weights.pop(found, None)
 
     def _replace(self, name: str, tensor: StoredTensor) -> None:
-        candidates = (name, f"model.{name}", name.removeprefix("model."))
-        found = next((one for one in candidates if one in self.base.tensors), None)
+        found = self._look_up(name)
         if found is None:
             self.added.append(name)
             self.replaced[name] = tensor

@@ -65,23 +65,29 @@ class LowRankChange:
 
 
 @dataclass(frozen=True)
-class MergedWeight:
-    """A weight with the changes of adapters, one after another."""
+class _Merged:
+    """A tensor of the base with what adapters add to it, in its own type."""
 
     base: StoredTensor
-    changes: tuple[LowRankChange, ...]
-    _norms: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def dtype(self) -> DType:
-        """The weight's."""
+        """The base's."""
         return self.base.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's."""
+        """The base's."""
         return self.base.shape
+
+
+@dataclass(frozen=True)
+class MergedWeight(_Merged):
+    """A weight with the changes of adapters, one after another."""
+
+    changes: tuple[LowRankChange, ...]
+    _norms: dict[int, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -260,21 +266,10 @@ def _list_boxes(shape: tuple[int, ...], like: Box) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class MergedBias:
+class MergedBias(_Merged):
     """A bias with those of adapters added: `bias + scale * change`, one after another."""
 
-    base: StoredTensor
     changes: tuple[tuple[StoredTensor, float], ...]
-
-    @property
-    def dtype(self) -> DType:
-        """The bias's."""
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The bias's."""
-        return self.base.shape
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
