@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from checkpoint.torch_checkpoints import standing_for
+from live_processes import expect_all_end_well, run_ranks
 from reshard.checkpoint import compare, convert, open_checkpoint
 from reshard.errors import RecipeError, UsageError
 
@@ -102,17 +100,17 @@ def test_every_rank_loads_its_file(tmp_path: Path, ranks: int) -> None:
 
 
 LOADING = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder, axis = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 torch.manual_seed(7)
 model = torch.nn.Sequential(
     torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)) if sys.argv[3] == "fsdp" else None
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)) if axis == "fsdp" else None
 for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
@@ -145,21 +143,7 @@ def test_fsdp2_goes_on_from_them(tmp_path: Path, axis: str) -> None:
     convert(source, tmp_path / "target", to=f"{axis}=2", rules=rules, format="rank-files")
     script = tmp_path / "load.py"
     script.write_text(LOADING)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(rank), tmp_path, axis],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors.decode()
-    finally:
-        for process in processes:
-            process.kill()
+    expect_all_end_well(run_ranks(str(script), 2, tmp_path, axis))
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     model, optimizer = training()
     for name, tensor in model.state_dict().items():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint.torch_checkpoints import cut, mesh_of, standing_for
+from live_processes import expect_all_end_well, run_ranks
 from reshard.checkpoint import compare, convert, open_checkpoint, read_tensor
 from reshard.errors import CheckpointError, CoverageError, FormatError, ReshardError
 
@@ -181,7 +179,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictTy
 from torch.distributed.fsdp import ShardedStateDictConfig, ShardedOptimStateDictConfig
 from torch.distributed.fsdp import fully_shard
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 
 def build():
@@ -227,21 +225,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "fsdp2").mkdir()
     script = folder / "train.py"
     script.write_text(REAL)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(rank), folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors.decode()
-    finally:
-        for process in processes:
-            process.kill()
+    expect_all_end_well(run_ranks(str(script), 2, folder))
     return folder
 
 

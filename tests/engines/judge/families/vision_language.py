@@ -103,6 +103,18 @@ TEXT_HEADS_LOCAL = {
 TEXT_HEADS = share_heads(
     "*language_model.layers.*.self_attn", ("q_proj",), "o_proj", shared=("k_proj", "v_proj")
 )
+QWEN_3_TOWER = {
+    "depth": 3,
+    "hidden_size": 48,
+    "out_hidden_size": 72,
+    "intermediate_size": 41,
+    "num_heads": 12,
+    "in_channels": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+}
 VISUAL_HEADS = share_heads("*visual.blocks.*.attn", ("qkv",), "proj", blocks=3)
 TOWER_HEADS = share_heads(
     "*vision_tower.*layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj"
@@ -219,16 +231,7 @@ FAMILIES = [
             **GRID,
             "text_config": text(rope_parameters=ROPE, head_dim=6),
             "vision_config": {
-                "depth": 3,
-                "hidden_size": 48,
-                "out_hidden_size": 72,
-                "intermediate_size": 41,
-                "num_heads": 12,
-                "in_channels": 3,
-                "patch_size": 2,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "num_position_embeddings": 16,
+                **QWEN_3_TOWER,
                 "deepstack_visual_indexes": [0, 2],
             },
         },

@@ -13,6 +13,7 @@ from .vision_language import (
     DIFFERS,
     GRID,
     MORE_HEADS,
+    QWEN_3_TOWER,
     ROPE,
     TEXT_HEADS_LOCAL,
     VISUAL_HEADS,
@@ -21,18 +22,6 @@ from .vision_language import (
     text,
 )
 
-VISION = {
-    "depth": 3,
-    "hidden_size": 48,
-    "out_hidden_size": 72,
-    "intermediate_size": 41,
-    "num_heads": 12,
-    "in_channels": 3,
-    "patch_size": 2,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "num_position_embeddings": 16,
-}
 TEXT = text(
     head_dim=8,
     rope_parameters={**ROPE, "partial_rotary_factor": 0.75},
@@ -68,7 +57,12 @@ def arrange(rank: Any) -> None:
 FAMILIES = [
     Family(
         name="qwen3_5",
-        config={"model_type": "qwen3_5", **GRID, "text_config": TEXT, "vision_config": VISION},
+        config={
+            "model_type": "qwen3_5",
+            **GRID,
+            "text_config": TEXT,
+            "vision_config": QWEN_3_TOWER,
+        },
         variants=(MORE, FEW),
         auto="AutoModelForImageTextToText",
         parallelisms=(*DENSE, *WHOLE_TOWER),
@@ -90,7 +84,7 @@ FAMILIES = [
                 "num_experts": 7,
                 "num_experts_per_tok": 3,
             },
-            "vision_config": VISION,
+            "vision_config": QWEN_3_TOWER,
         },
         variants=(FEW,),
         auto="AutoModelForImageTextToText",
