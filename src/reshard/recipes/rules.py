@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from reshard.errors import RecipeError
+from reshard.errors import RecipeError, UsageError
 from reshard.recipes.config.conditions import Condition, parse_condition
 from reshard.recipes.config.expressions import NO_NUMBERS, Config, Numbers
 from reshard.recipes.config.variables import variables
@@ -152,6 +152,26 @@ class Rule:
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.spec}"
+
+
+def parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
+    """Rules, some or all of them as texts.
+
+    Raises:
+        UsageError: what is no list of rules.
+        RecipeError: a text that cannot be read.
+
+    >>> [rule.spec for rule in parse_rules(["*.weight=tp, -", Rule("*", "...")])]
+    ['tp, -', '...']
+    """
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise UsageError(f"rules {rules!r}; give a list of them, such as ['*.weight=tp, -']")
+    parsed = []
+    for rule in rules:
+        if not isinstance(rule, str | Rule):
+            raise UsageError(f"the rule {rule!r}; expected a text pattern=spec, or a Rule")
+        parsed.append(rule if isinstance(rule, Rule) else Rule.parse(rule))
+    return tuple(parsed)
 
 
 def _find_divider(text: str) -> int | None:

@@ -26,7 +26,7 @@ from reshard.recipes.coupling.allowances import parse_allowed
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.engine_layouts.layout_file import read_layout_file
 from reshard.recipes.recipe import Recipe, parse_options
-from reshard.recipes.rules import Rule
+from reshard.recipes.rules import Rule, parse_rules
 from reshard.recipes.strategies import by_recipe, strategy
 
 Target = str | int | DeviceMesh
@@ -34,28 +34,33 @@ RecipeName = str | os.PathLike[str] | Recipe
 LayoutFile = str | os.PathLike[str] | EngineLayout
 
 
-class RequestArguments(TypedDict, total=False):
-    """The keywords of a `ConversionRequest`, as `convert` takes them."""
+class CutArguments(TypedDict, total=False):
+    """The keywords of a `ConversionRequest` that say what ranks hold, as `load` takes them."""
 
     to: Target | None
     rules: Iterable[str | Rule]
     recipe: RecipeName | None
     options: Mapping[str, str] | Iterable[str]
     strategy: str | None
-    format: str | None
-    replicas: str
-    most_file_bytes: int | None
     source_names: Names | None
     target_names: Names | None
-    dtype: str | None
-    dequantize: bool
-    quantize: str | None
     layout: LayoutFile | None
     allow: Iterable[str]
     include: Iterable[str]
     exclude: Iterable[str]
     strip_prefix: Iterable[str]
     rename: Iterable[str]
+
+
+class RequestArguments(CutArguments, total=False):
+    """All keywords of a `ConversionRequest`, as `convert` takes them."""
+
+    format: str | None
+    replicas: str
+    most_file_bytes: int | None
+    dtype: str | None
+    dequantize: bool
+    quantize: str | None
     training: str | None
     adapters: Iterable[str | os.PathLike[str]]
     source_layout: LayoutFile | None
@@ -133,7 +138,7 @@ class ConversionRequest:
     def __post_init__(self) -> None:
         self._read_layout()
         # Iterators can be read once.
-        object.__setattr__(self, "rules", _parse_rules(self.rules))
+        object.__setattr__(self, "rules", parse_rules(self.rules))
         object.__setattr__(self, "options", parse_options(self.options))
         object.__setattr__(self, "allow", tuple(sorted(parse_allowed(self.allow))))
         selection = TensorSelection(self.include, self.exclude, self.strip_prefix, self.rename)
@@ -305,18 +310,7 @@ class ConversionRequest:
     @property
     def parsed_rules(self) -> tuple[Rule, ...]:
         """The rules."""
-        return _parse_rules(self.rules)
-
-
-def _parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise UsageError(f"rules {rules!r}; give a list of them, such as ['*.weight=tp, -']")
-    parsed = []
-    for rule in rules:
-        if not isinstance(rule, str | Rule):
-            raise UsageError(f"the rule {rule!r}; expected a text pattern=spec, or a Rule")
-        parsed.append(rule if isinstance(rule, Rule) else Rule.parse(rule))
-    return tuple(parsed)
+        return parse_rules(self.rules)
 
 
 def _parse_target(to: Target) -> tuple[DeviceMesh | None, int | None]:

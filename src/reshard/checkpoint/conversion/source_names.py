@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reshard.checkpoint.contents import Checkpoint
@@ -68,7 +68,8 @@ def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> NamedSour
         RecipeError: no such recipe; tables that do not fit the tensors.
         UsageError: `auto` without a config.json that a recipe fits.
     """
-    recipe = _find_recipe_of(request, checkpoint)
+    asked = "auto" if request.is_by_recipe else request.recipe
+    recipe = find_recipe(asked, checkpoint, request.options)
     config = read_config(checkpoint) if recipe is not None else None
     from_names = names_of("source_names", request.source_names, recipe, config)
     to_names = names_of("target_names", request.target_names, recipe, config)
@@ -85,28 +86,30 @@ def name_source(request: ConversionRequest, checkpoint: Checkpoint) -> NamedSour
     return NamedSource(checkpoint, by_recipe, recipe, names, fused, from_names, to_names)
 
 
-def _find_recipe_of(request: ConversionRequest, checkpoint: Checkpoint) -> Recipe | None:
-    """The recipe that a request asks for, with its options."""
-    recipe = find_recipe("auto" if request.is_by_recipe else request.recipe, checkpoint)
-    options = parse_options(request.options)
-    if recipe is not None:
-        return recipe.with_options(options)
-    if options:
+def find_recipe(
+    recipe: str | os.PathLike[str] | Recipe | None,
+    checkpoint: Checkpoint,
+    options: Mapping[str, str] | Iterable[str] = (),
+) -> Recipe | None:
+    """The recipe of a name or a path, with options; `auto` is what the config.json says.
+
+    Raises:
+        RecipeError: no such recipe, or one that cannot be read; options that it has not.
+        UsageError: `auto` without a config.json, or with one that no shipped recipe fits; options
+            without a recipe.
+    """
+    found = _load(recipe, checkpoint)
+    parsed = parse_options(options)
+    if found is not None:
+        return found.with_options(parsed)
+    if parsed:
         raise UsageError(
-            f"the option {next(iter(options))!r} without a recipe that has it; name the recipe"
+            f"the option {next(iter(parsed))!r} without a recipe that has it; name the recipe"
         )
     return None
 
 
-def find_recipe(
-    recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint
-) -> Recipe | None:
-    """The recipe of a name or a path; `auto` is the one that fits the checkpoint's config.json.
-
-    Raises:
-        RecipeError: no such recipe, or one that cannot be read.
-        UsageError: `auto` without a config.json, or with one that no shipped recipe fits.
-    """
+def _load(recipe: str | os.PathLike[str] | Recipe | None, checkpoint: Checkpoint) -> Recipe | None:
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
     if recipe != "auto":

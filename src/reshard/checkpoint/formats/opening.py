@@ -193,11 +193,9 @@ def _add_companions(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its folder, and those that are left out."""
     folder, formats = checkpoint.folder, all_formats()
     own = {file.name for file in checkpoint.files} | {MANIFEST_NAME}
-    carries_weights = False
-    for format in formats:
-        if format.name == checkpoint.format:
-            own.update(format.own_files(checkpoint))
-            carries_weights = format.carries_weights
+    known = find_format(checkpoint.format)
+    carries_weights = known is not None and known.carries_weights
+    own.update(known.own_files(checkpoint) if known is not None else ())
     carried, left_out = [], list(checkpoint.left_out)
     for parent, folders, files in os.walk(folder, onerror=_raise):
         # In place: `os.walk` enters only the folders that are left in the list.

@@ -24,7 +24,7 @@ from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
 from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
+from reshard.recipes.rules import Rule, parse_rules
 from reshard.sharding import ShardingSpec
 
 Shape = tuple[int, ...]
@@ -76,11 +76,8 @@ class SourceCut:
         >>> print(SourceCut.of("tp=2", ["*=tp, ..."]).find_shardings({"w": (8, 4)})["w"])
         tp, -
         """
-        if isinstance(rules, str):
-            raise UsageError(f"rules {rules!r}; give a list of them")
-        parsed = tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules)
         found = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.parse(mesh)
-        return cls(found, parsed, recipe, config)
+        return cls(found, parse_rules(rules), recipe, config)
 
     def find_shardings(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardingSpec]:
         """The sharding of each tensor of these shapes.

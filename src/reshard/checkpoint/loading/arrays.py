@@ -122,31 +122,8 @@ def load_layouts(
 ) -> dict[str, NDArray[Any]]:
     """One rank's arrays of given layouts, from a checkpoint of any format and cut.
 
-    Only the bytes that the rank needs are read, and at most a twentieth more, but where what
-    is needed lies in pieces of less than 512 bytes.
-
-    Args:
-        checkpoint: a checkpoint, or where it is.
-        layouts: by tensor name; the layout's slots are ranks.
-        rank: whose part is wanted.
-        out: arrays to fill instead of new ones, of the local shape and the tensor's dtype.
-        threads: how many read at a time.
-        files: those of the checkpoint (`open_sources`), for who counts what is read, and who then
-            closes them.
-        dtype: of floating-point tensors of 16 bits or more: bf16, fp16 or fp32; that of each tensor
-            when None.
-        progress: called with a `Progress` after every piece that was read.
-        stop: an event that ends the work when it is set.
-
-    Returns:
-        The array of each tensor that the rank holds a part of; padding is zero.
-
-    Raises:
-        CheckpointError: a tensor that is not in the checkpoint.
-        UsageError: a layout of another shape, a partial one, or none; a rank or a type that
-            cannot be.
-        ShardError: an array in `out` that does not fit, or cannot be written.
-        RunError: a file that cannot be read; `stop` was set. Arrays in `out` may be filled in part.
+    It is `load` of `reshard.checkpoint.loading.requested` for layouts that are at hand: arguments,
+    result and errors are as there.
 
     >>> import tempfile, numpy as np, reshard
     >>> from reshard.checkpoint.formats.safetensors.header import build_header

@@ -33,8 +33,7 @@ from reshard.errors import ShardError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 from reshard.recipes.assignment import assign
-from reshard.recipes.recipe import parse_options
-from reshard.recipes.rules import Rule
+from reshard.recipes.rules import Rule, parse_rules
 from reshard.sharding import ShardingSpec
 
 Shape = tuple[int, ...]
@@ -91,10 +90,8 @@ def describe_ranks(
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.parse(str(mesh))
     parts = _read_parts(ranks, mesh, as_dtype(dtype))
-    found = find_recipe(recipe, _no_checkpoint()) if recipe is not None else None
-    if found is not None:
-        found = found.with_options(parse_options(options))
-    parsed = tuple(one if isinstance(one, Rule) else Rule.parse(one) for one in rules)
+    found = find_recipe(recipe, _no_checkpoint(), options)
+    parsed = parse_rules(rules)
 
     first = {name: next(iter(own.values())) for name, own in parts.items()}
     itemsizes = {name: one.dtype.itemsize_bytes for name, one in first.items()}

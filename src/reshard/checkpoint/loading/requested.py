@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict, Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,40 +17,15 @@ from reshard.checkpoint.blocks.block_io import OpenFiles
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion.placement import place_tensors
-from reshard.checkpoint.conversion.request import (
-    ConversionRequest,
-    LayoutFile,
-    RecipeName,
-    Target,
-)
+from reshard.checkpoint.conversion.request import ConversionRequest, CutArguments
 from reshard.checkpoint.conversion.source_names import name_source
 from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.loading.arrays import load_layouts
-from reshard.checkpoint.naming.renaming import Names
 from reshard.errors import UsageError
 from reshard.layout import Layout
-from reshard.recipes.rules import Rule
-
-
-class LoadArguments(TypedDict, total=False):
-    """What `load` takes of a `ConversionRequest`, by the same names."""
-
-    to: Target | None
-    rules: Iterable[str | Rule]
-    recipe: RecipeName | None
-    options: Mapping[str, str] | Iterable[str]
-    strategy: str | None
-    source_names: Names | None
-    target_names: Names | None
-    layout: LayoutFile | None
-    allow: Iterable[str]
-    include: Iterable[str]
-    exclude: Iterable[str]
-    strip_prefix: Iterable[str]
-    rename: Iterable[str]
 
 
 def load(
@@ -64,7 +39,7 @@ def load(
     dtype: str | None = None,
     progress: ProgressFunction | None = None,
     stop: threading.Event | None = None,
-    **arguments: Unpack[LoadArguments],
+    **arguments: Unpack[CutArguments],
 ) -> dict[str, NDArray[Any]]:
     """One rank's arrays, from a checkpoint of any format and cut.
 
@@ -130,7 +105,7 @@ def load(
 
 
 def _find_layouts(
-    checkpoint: Checkpoint, rank: int, arguments: LoadArguments
+    checkpoint: Checkpoint, rank: int, arguments: CutArguments
 ) -> tuple[Checkpoint, Mapping[str, Layout]]:
     """The checkpoint in the names that are asked for, and the layout of each of its tensors."""
     if arguments.get("to") is None and arguments.get("layout") is None:

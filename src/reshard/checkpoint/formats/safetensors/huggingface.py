@@ -138,10 +138,7 @@ def read_indexed(index: Path) -> Checkpoint:
     names = sorted(set(weight_map.values()))
     expect_files(index, weight_map)
     headers = [read_header(index.parent / name) for name in names]
-    found = {
-        name: {tensor.name for tensor in header.tensors}
-        for name, header in zip(names, headers, strict=True)
-    }
+    found = {name: header.columns.names for name, header in zip(names, headers, strict=True)}
     check_weight_map(index, weight_map, found)
     return _checkpoint(index.parent, headers, names)
 
