@@ -55,6 +55,19 @@ def test_to_another_cut(tmp_path: Path, family: str, text: str) -> None:
     expect_same(tmp_path / "tp", arrays)
 
 
+def test_load_takes_the_model_as_a_conversion_does(tmp_path: Path) -> None:
+    state, arrays = write_state(tmp_path, "llama-8", "tp=2")
+    checkpoint.convert(state, tmp_path / "tp", to="tp=3", rules=["*=tp, ..."])
+    cut = checkpoint.open(tmp_path / "tp")
+    for rank in range(3):
+        found = checkpoint.load(state, to="tp=3", rules=["*=tp, ..."], rank=rank)
+        assert {*found} == {*cut} <= {*arrays}
+        for name, array in found.items():
+            box = cut[name].layout.boxes(rank)[0]
+            inside = tuple(map(slice, box.start, box.stop))
+            assert np.array_equal(array, arrays[name][inside]), name
+
+
 def test_by_a_layout_that_is_given(tmp_path: Path) -> None:
     state, arrays = write_state(tmp_path, "llama-8", "tp=2")
     (state / LAYOUT_NAME).rename(tmp_path / "layout.json")

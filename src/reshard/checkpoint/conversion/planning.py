@@ -24,11 +24,10 @@ from reshard.checkpoint.changes.copies import add_copies
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.engine_states import as_model, find_layout
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
-from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.folders import refusals_explained
 from reshard.checkpoint.formats.arrangement import NewCheckpoint
 from reshard.checkpoint.formats.format import Holding
@@ -72,8 +71,7 @@ def plan_conversion(
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
     checkpoint, target = _open_source(source, target)
     checkpoint = _decode_items(request, checkpoint)
-    checkpoint = _take_from_ranks(request, checkpoint)
-    translated = _translate(request, select_from(checkpoint, request.selection))
+    translated = _translate(request, take_source(request, checkpoint))
     named = name_source(request, translated.checkpoint)
     resolved = _resolve(request, named)
     changed = _change_elements(request, named.checkpoint)
@@ -124,14 +122,6 @@ def _open_source(
             whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
         )
     return checkpoint, target
-
-
-def _take_from_ranks(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
-    """The model's own tensors, where the source is what an engine's ranks hold."""
-    layout = request.source_layout
-    if layout is None and request.target_format.name != checkpoint.format:
-        layout = find_layout(checkpoint)
-    return as_model(checkpoint, layout) if isinstance(layout, EngineLayout) else checkpoint
 
 
 def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:

@@ -19,8 +19,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.engine_states import as_model, find_layout
+from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.naming.selection import TensorSelection, by_new_names, find_new_names
 from reshard.checkpoint.training.state import TrainingState, bare_name, find_training_state
+from reshard.recipes.engine_layouts import EngineLayout
 from reshard.text.quantities import count_text
 
 _GROUPS = "param_groups"
@@ -81,6 +84,21 @@ def select_from(
             f"(first: {dropped[0]})",
         )
     return by_new_names(dataclasses.replace(checkpoint, values=values, notes=notes), new)
+
+
+def take_source(request: ConversionRequest, checkpoint: Checkpoint) -> Checkpoint:
+    """What a request takes of a checkpoint: of what an engine's ranks hold, the model's tensors.
+
+    Raises:
+        RecipeError: another layout than that of the ranks; two things of one name.
+        UsageError: a pattern that matches nothing; nothing left.
+    """
+    layout = request.source_layout
+    if layout is None and request.target_format.name != checkpoint.format:
+        layout = find_layout(checkpoint)
+    if isinstance(layout, EngineLayout):
+        checkpoint = as_model(checkpoint, layout)
+    return select_from(checkpoint, request.selection)
 
 
 def _follow_parameters(

@@ -19,7 +19,7 @@ from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.conversion.placement import place_tensors
 from reshard.checkpoint.conversion.request import ConversionRequest, CutArguments
 from reshard.checkpoint.conversion.source_names import name_source
-from reshard.checkpoint.conversion.source_selection import select_from
+from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
@@ -115,6 +115,6 @@ def _find_layouts(
         raise UsageError(
             f"rank {rank} of {request.to_text!r}, whose ranks are 0 to {request.ranks - 1}"
         )
-    named = name_source(request, select_from(checkpoint, request.selection))
+    named = name_source(request, take_source(request, checkpoint))
     placed = place_tensors(request, named)
     return named.checkpoint, {name: one.layout for name, one in placed.tensors.items()}
