@@ -45,17 +45,19 @@ DP_TP = {name: [Replicate(), *places] for name, places in TP.items()}
 def metadata() -> None:
     """Equal values travel once."""
     rank = dist.get_rank()
-    own = {"what": "even" * 10 if rank % 2 == 0 else "odd"}
-    sizes = {name: len(pickle.dumps({"what": name})) for name in ("even" * 10, "odd")}
-    expected = {r: {"what": "even" * 10 if r % 2 == 0 else "odd"} for r in range(4)}
+    even, odd = b"even" * 10, b"odd"
+    own = even if rank % 2 == 0 else odd
+    expected = {r: even if r % 2 == 0 else odd for r in range(4)}
     found = gather(own, None)
     expect(found.values == expected, f"gathered {found.values}")
     # Ranks 0 and 1 are the first with theirs.
-    first = {0: sizes["odd"], 1: sizes["even" * 10]}
-    expect(found.received_bytes == first.get(rank, sum(sizes.values())), "received")
+    first = {0: len(odd), 1: len(even)}
+    expect(found.received_bytes == first.get(rank, len(even + odd)), "received")
     found = gather(own, None, to_first=True)
-    expect(found.received_bytes == (sizes["odd"] if rank == 0 else 0), "received by the first")
+    expect(found.received_bytes == (len(odd) if rank == 0 else 0), "received by the first")
     expect(rank != 0 or found.values == expected, f"gathered {found.values}")
+    found = gather(b"" if rank else b"x", None)
+    expect(found.values == {0: b"x", 1: b"", 2: b"", 3: b""}, f"gathered {found.values}")
     part, moved_bytes = scatter(iter("abcd") if rank == 0 else None, None)
     expect(part == "abcd"[rank], f"got {part}")
     expect(moved_bytes == len(pickle.dumps("a")) * (3 if rank == 0 else 1), "scattered")

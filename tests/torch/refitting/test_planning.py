@@ -10,6 +10,7 @@ from reshard.recipes.fusion import Fusion
 torch = pytest.importorskip("torch")
 
 from reshard.torch import BlockQuantized, Cast, Transform  # noqa: E402
+from reshard.torch.models.roster_documents import write_rosters  # noqa: E402
 from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
 from reshard.torch.refitting.planning import RefitPlanner, plan_or_error  # noqa: E402
 
@@ -85,7 +86,7 @@ def test_what_a_transform_raises_is_told_to_the_other_ranks() -> None:
         def outputs(self, name: str) -> tuple[str, ...]:
             raise ValueError("no more")
 
-    both = {0: (Roster((A,)), Roster((A,)))}
+    both = {0: write_rosters(Roster((A,)), Roster((A,)))}
     found = plan_or_error(matching(transforms={"a": Faulty()}), both)
     assert isinstance(found, ShardError) and "ValueError: no more" in str(found)
 

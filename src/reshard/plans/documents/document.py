@@ -25,6 +25,7 @@ from reshard.dtypes import DType, dtype
 from reshard.errors import NotationError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
+from reshard.mesh import DeviceMesh
 from reshard.plans.documents.number_columns import (
     LARGEST_NUMBER,
     MOST_ENTRIES,
@@ -55,6 +56,12 @@ class DocumentWriter:
         for table in layout.tables:
             self._tables.setdefault(table, len(self._tables))
         return self._layouts.setdefault(layout, len(self._layouts))
+
+    @staticmethod
+    def mesh(mesh: DeviceMesh) -> dict[str, Any]:
+        """A mesh: its name, its axes with their sizes, and its devices."""
+        axes = [list(pair) for pair in zip(mesh.axis_names, mesh.shape, strict=True)]
+        return {"name": mesh.name, "axes": axes, "devices": packed(mesh.devices)}
 
     def change(self, change: LayoutChange, dtype: DType | None) -> list[Any]:
         """A change and the dtype of its elements, its layouts by number."""
@@ -108,8 +115,9 @@ class DocumentReader:
         kind = document.get("reshard") if isinstance(document, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
             *others, last = kinds
+            named = f"{', '.join(others)} or {last}" if others else last
             raise NotationError(
-                f"{_shorten(text)!r} is no {', '.join(others)} or {last}; such a document begins "
+                f"{_shorten(text)!r} is no {named}; such a document begins "
                 f'with {{"reshard":"{last}"'
             )
         if document.get("version") != VERSION:
@@ -151,6 +159,17 @@ class DocumentReader:
         dtype = read_dtype(value[2], where) if len(value) == 3 else None
         return LayoutChange(source, target), dtype
 
+    def mesh(self, value: Any, where: str) -> DeviceMesh:
+        """A mesh. Raises MeshError for one that cannot be."""
+        if not isinstance(value, dict):
+            raise NotationError(f"{where}: {value!r} is not a JSON object")
+        axes = self.field("axes", list, of=value)
+        if not all(isinstance(axis, list) and len(axis) == 2 for axis in axes):
+            raise NotationError(f"{where}: {axes!r} is not a list of axes and sizes")
+        devices = unpacked(value.get("devices"), f"{where}.devices").tolist()
+        name = self.field("name", str, of=value)
+        return DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
+
     def _read_layout(self, value: Any, where: str) -> Layout:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
@@ -179,6 +198,22 @@ class DocumentReader:
             )
         part = np.array(parts, dtype=np.int64).reshape(len(shape), len(cells)).T
         return Layout(shape, tables, slots, cells, part, carried, contributions, reduction)
+
+
+def read_numbers(value: object, where: str, least: int | None = None) -> tuple[int, ...]:
+    """A list of whole numbers, none below `least`. Raises NotationError for anything else."""
+    if not isinstance(value, list):
+        raise NotationError(f"{where}: {value!r} is not a list of whole numbers")
+    if least is None:
+        return tuple(whole_number(number, where) for number in value)
+    return tuple(whole_number(number, where, least) for number in value)
+
+
+def read_texts(value: object, where: str) -> list[str]:
+    """A list of texts. Raises NotationError for anything else."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise NotationError(f"{where}: {value!r} is not a list of texts")
+    return value
 
 
 _JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}

@@ -23,8 +23,13 @@ import numpy as np
 from reshard.binding import View
 from reshard.errors import NotationError
 from reshard.layout import Box
-from reshard.mesh import DeviceMesh
-from reshard.plans.documents.document import DocumentReader, DocumentWriter, read_dtype
+from reshard.plans.documents.document import (
+    DocumentReader,
+    DocumentWriter,
+    read_dtype,
+    read_numbers,
+    read_texts,
+)
 from reshard.plans.documents.number_columns import packed, unpacked, whole_number
 from reshard.recipes.engine_layouts.engine_layout import (
     METHODS,
@@ -100,13 +105,7 @@ def write_document(layout: EngineLayout) -> str:
     content = {
         "engine": layout.engine,
         "engine_version": layout.version,
-        "mesh": {
-            "name": layout.mesh.name,
-            "axes": [
-                list(pair) for pair in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True)
-            ],
-            "devices": packed(layout.mesh.devices),
-        },
+        "mesh": DocumentWriter.mesh(layout.mesh),
         "notes": list(layout.notes),
         "names": write_names(names),
         "kinds": [[kind.dtype.name, list(kind.shape)] for kind in kinds],
@@ -202,10 +201,17 @@ class _LayoutReader:
             raise NotationError(f"sources: {len(names)} names and {len(kinds)} kinds")
         ranks = self.reader.all_of("ranks", self._read_rank)
         sources = dict(zip(names, kinds, strict=True))
-        return EngineLayout(engine, version, self._read_mesh(), sources, ranks, self._notes(None))
+        return EngineLayout(
+            engine,
+            version,
+            self.reader.mesh(field("mesh", dict), "mesh"),
+            sources,
+            ranks,
+            self._notes(None),
+        )
 
     def _notes(self, of: dict[str, Any] | None) -> tuple[str, ...]:
-        return tuple(_check_texts(self.reader.field("notes", list, [], of=of), "notes"))
+        return tuple(read_texts(self.reader.field("notes", list, [], of=of), "notes"))
 
     def _column(self, number: object, where: str) -> IntArray:
         return self.reader.chosen(self.columns, number, where)
@@ -216,15 +222,6 @@ class _LayoutReader:
             raise NotationError(f"{where}: a name of {len(self.names)} that is not there")
         names: list[str] = self.names[column].tolist()
         return names
-
-    def _read_mesh(self) -> DeviceMesh:
-        written = self.reader.field("mesh", dict)
-        axes = self.reader.field("axes", list, of=written)
-        if not all(isinstance(axis, list) and len(axis) == 2 for axis in axes):
-            raise NotationError(f"mesh: {axes!r} is not a list of axes and sizes")
-        devices = unpacked(written.get("devices"), "mesh.devices").tolist()
-        name = self.reader.field("name", str, of=written)
-        return DeviceMesh(name, [size for _, size in axes], [axis for axis, _ in axes], devices)
 
     def _read_rank(self, value: Any, where: str) -> RankLayout:
         if not isinstance(value, dict):
@@ -246,7 +243,7 @@ class _LayoutReader:
             whole_number(value.get("rank"), f"{where}.rank", 0),
             parameters,
             tuple(self._names_of(value.get("unread"), f"{where}.unread")),
-            tuple(tuple(_check_texts(group, f"{where}.tied")) for group in tied),
+            tuple(tuple(read_texts(group, f"{where}.tied")) for group in tied),
             self.reader.field("method", str, METHODS[0], of=value),
             self._notes(value),
         )
@@ -272,11 +269,10 @@ class _LayoutReader:
         if not isinstance(value, dict):
             raise NotationError(f"{where}: {value!r} is not a JSON object")
         field = self.reader.field
-        shape = _check_numbers(field("shape", list, of=value), f"{where}.shape", 0)
+        shape = read_numbers(field("shape", list, of=value), f"{where}.shape", 0)
         dims = len(shape)
         steps = [
-            tuple(_check_texts(one, f"{where}.steps"))
-            for one in field("steps", list, [[]], of=value)
+            tuple(read_texts(one, f"{where}.steps")) for one in field("steps", list, [[]], of=value)
         ]
         columns = PieceColumns.empty(dims)
         if "pieces" in value:
@@ -309,30 +305,16 @@ class _LayoutReader:
         )
 
 
-def _check_numbers(value: object, where: str, least: int | None = None) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise NotationError(f"{where}: {value!r} is not a list of whole numbers")
-    if least is None:
-        return tuple(whole_number(number, where) for number in value)
-    return tuple(whole_number(number, where, least) for number in value)
-
-
-def _check_texts(value: object, where: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise NotationError(f"{where}: {value!r} is not a list of texts")
-    return value
-
-
 def _read_kind(value: Any, where: str) -> SourceTensor:
     if not isinstance(value, list) or len(value) != 2:
         raise NotationError(f"{where}: {value!r} is not a dtype and a shape")
-    return SourceTensor(read_dtype(value[0], where), _check_numbers(value[1], where, 0))
+    return SourceTensor(read_dtype(value[0], where), read_numbers(value[1], where, 0))
 
 
 def _read_box(value: Any, dims: int, where: str) -> Box:
     if not isinstance(value, list) or len(value) != 2:
         raise NotationError(f"{where}: {value!r} is not two corners of a box")
-    start, stop = (_check_numbers(corner, where, 0) for corner in value)
+    start, stop = (read_numbers(corner, where, 0) for corner in value)
     if len(start) != dims or len(stop) != dims:
         raise NotationError(f"{where}: the box {value!r} of a parameter of {dims} dimensions")
     return Box(start, stop)
@@ -343,12 +325,12 @@ def _read_computed(value: Any, dims: int, where: str) -> ComputedPattern:
         raise NotationError(f"{where}: {value!r} is not a box, operations, sources and a region")
     view = None
     if len(value) == 5:
-        strides = _check_numbers(value[4], where)
+        strides = read_numbers(value[4], where)
         if len(strides) != dims:
             raise NotationError(f"{where}: {len(strides)} strides of {dims} dimensions")
         view = View(whole_number(value[3], where, 0), strides)
-    sources = _check_numbers(value[2], where, 0)
-    operations = tuple(_check_texts(value[1], where))
+    sources = read_numbers(value[2], where, 0)
+    operations = tuple(read_texts(value[1], where))
     if view is not None and len(sources) != 1:
         raise NotationError(f"{where}: a region of {len(sources)} sources")
     return ComputedPattern(_read_box(value[0], dims, where), operations, sources, view)

@@ -14,13 +14,15 @@ travel as bytes, equal ones once::
     rank 1  A   --->   A A B A B     --->   B from rank 2
     rank 2  B          one all-reduce
 
-The other way round, the first rank gives every rank a value of its own, one after another, so
-that it has one of them in memory at a time. Values are pickled: all ranks run one program.
+What arrives is bytes that the caller reads, as text that it checks. The other way round, the first
+rank gives every rank a value of its own, one after another, so that it has one of them in memory at
+a time; these are pickled, and only ranks of one program are given them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,14 +164,12 @@ def _raise_problems(
     otherwise: str,
     cause: Exception | None = None,
 ) -> None:
-    every: list[str | None] = [None] * dist.get_world_size(group)
     # Texts are gathered only when it is known that some rank has a problem.
-    dist.all_gather_object(every, own_problem, group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    every = gather((own_problem or "").encode(), group).values
     ranks_with: dict[str, list[int]] = {}
-    for rank, problem in zip(ranks, every, strict=True):
-        if problem is not None:
-            ranks_with.setdefault(problem, []).append(rank)
+    for rank, problem in every.items():
+        if problem:
+            ranks_with.setdefault(problem.decode(errors="replace"), []).append(rank)
     lines = [
         f"{_name_ranks(of)}: {problem}"
         for problem, of in list(ranks_with.items())[:_SHOWN_PROBLEMS]
@@ -178,13 +178,13 @@ def _raise_problems(
 
 
 def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
-    every: list[dict[str, bytes] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, None if intent.is_open else dict(intent.parts), group)
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    pairs = [(rank, parts) for rank, parts in zip(members, every, strict=True) if parts is not None]
+    own = None if intent.is_open else [[name, part.hex()] for name, part in intent.parts.items()]
+    every = gather(json.dumps(own).encode(), group).values
+    told = {rank: json.loads(parts) for rank, parts in every.items()}
+    pairs = [(rank, dict(parts)) for rank, parts in told.items() if parts is not None]
     names = list(dict.fromkeys(name for _, parts in pairs for name in parts))
     for name in names:
-        by_digest: dict[bytes | None, list[int]] = {}
+        by_digest: dict[str | None, list[int]] = {}
         for rank, parts in pairs:
             by_digest.setdefault(parts.get(name), []).append(rank)
         if len(by_digest) > 1:
@@ -216,22 +216,24 @@ _UNANSWERED = "nothing was moved"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The value of every rank that was asked for, by global rank; bytes that this rank received."""
+    """The bytes of every rank that was asked for, by global rank; how many this rank received.
 
-    values: dict[int, Any]
+    Ranks that have equal bytes have one object.
+    """
+
+    values: dict[int, bytes]
     received_bytes: int
 
 
-def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) -> Gathered:
-    """The values of all ranks, on every rank; or on the group's first only, others get their own.
+def gather(own: bytes, group: dist.ProcessGroup | None, to_first: bool = False) -> Gathered:
+    """The bytes of all ranks, on every rank; or on the group's first only, others get their own.
 
     Raises RunError where a rank does not answer.
     """
-    own = pickle.dumps(value)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     me = dist.get_rank()
     first_with: dict[tuple[int, ...], int] = {}
-    found: dict[tuple[int, ...], Any] = {}
+    found: dict[tuple[int, ...], bytes] = {}
     received_bytes = 0
     with run_errors(_UNANSWERED):
         digests = _gather_digests(own, group)
@@ -242,6 +244,9 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
             # Only the first rank and the one that has the value take part in its message.
             if to_first and (rank == ranks[0] or me not in (rank, ranks[0])):
                 continue
+            if not digest[0]:
+                found[digest] = b""
+                continue
             data = _as_tensor(own, group) if me == rank else _allocate(digest[0], group)
             if not to_first:
                 dist.broadcast(data, rank, group)
@@ -251,10 +256,10 @@ def gather(value: Any, group: dist.ProcessGroup | None, to_first: bool = False) 
                 dist.recv(data, rank, group)
             if me != rank:
                 received_bytes += len(data)
-                found[digest] = pickle.loads(_as_bytes(data))
+                found[digest] = _as_bytes(data)
     # What is not received is what this rank has itself.
     every = zip(ranks, digests, strict=True)
-    return Gathered({rank: found.get(digest, value) for rank, digest in every}, received_bytes)
+    return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
 
 
 def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tuple[Any, int]:

@@ -10,19 +10,20 @@ No rank can count the experts of the whole model: they are `num_experts` of the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from reshard.errors import ReshardError, ShardError, UsageError
+from reshard.errors import NotationError, ReshardError, ShardError, UsageError
 from reshard.megatron.groups import GROUP_AXES, MegatronGrids
 from reshard.megatron.layers import PipelineLayers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import places_along
-from reshard.torch.exchange.agreement import run_errors
+from reshard.torch.exchange.agreement import gather
 from reshard.torch.models.parameters import MegatronModel, Model, chunks_of, tensors_of
 
 # What Megatron calls the groups, by axis.
@@ -114,22 +115,16 @@ def _gather_names(
     source: Model, target: Model, num_experts: int | None, group: dist.ProcessGroup | None
 ) -> tuple[Model, Model]:
     described = [
-        _describe_groups(model)
+        asdict(_describe_groups(model))
         if isinstance(model, MegatronModel) and model.names is None
         else None
         for model in (source, target)
     ]
-    every: list[Any] = [None] * dist.get_world_size(group)
-    with run_errors("nothing was moved"):
-        dist.all_gather_object(every, described, group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    every = gather(json.dumps(described).encode(), group).values
+    told = {rank: [_read_groups(one) for one in json.loads(of)] for rank, of in every.items()}
     found, problems = [], []
     for number, (side, model) in enumerate((("source", source), ("target", target))):
-        of = {
-            rank: both[number]
-            for rank, both in zip(ranks, every, strict=True)
-            if both[number] is not None
-        }
+        of = {rank: one for rank, both in told.items() if (one := both[number]) is not None}
         # Problems of both models are collected, so that people see all of them at once.
         wrong = [f"rank {rank}: {one.problem}" for rank, one in of.items() if one.problem]
         names = None
@@ -157,6 +152,18 @@ def _describe_groups(model: MegatronModel) -> _RankGroups:
         # Groups that cannot be read, or a chunk that is no module: the other ranks wait for this.
         problem = f"{type(error).__name__}: {error}"
     return _RankGroups({}, (), model.stack, problem)
+
+
+def _read_groups(said: Any) -> _RankGroups | None:
+    """What a rank said; None where its model has names. Raises NotationError for anything else."""
+    if said is None:
+        return None
+    try:
+        groups = {axis: tuple(map(int, of)) for axis, of in said["groups"].items()}
+        layers = tuple(map(int, said["layers"]))
+        return _RankGroups(groups, layers, str(said["stack"]), str(said["problem"]))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise NotationError(f"{said!r} does not say which groups a rank is in") from error
 
 
 def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:

@@ -35,6 +35,7 @@ from reshard.plans.job_item import JobItem
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
 from reshard.torch.exchange.agreement import gather, scatter
 from reshard.torch.models.naming import fitting
+from reshard.torch.models.roster_documents import read_rosters, write_rosters
 from reshard.torch.models.rosters import Roster, assemble
 from reshard.torch.programs.methods import method_digest
 from reshard.torch.programs.phases import between_bytes
@@ -299,7 +300,7 @@ def plan_part(
     is_central = planning == "centralized"
     is_first = dist.get_rank() == ranks[0]
     # 1. Learn what all ranks have; where one rank plans for all, only that one does.
-    gathered = gather((before, after), group, to_first=is_central)
+    gathered = gather(write_rosters(before, after), group, to_first=is_central)
     scattered_bytes = 0
     part: RefitPart | ReshardError
     parts: Any = None
@@ -350,10 +351,14 @@ def _report_methods(part: RefitPart) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def plan_or_error(
-    matching: RefitPlanner, rosters: Mapping[int, tuple[Roster, Roster]]
+    matching: RefitPlanner, messages: Mapping[int, bytes]
 ) -> RefitPlan | ReshardError:
-    """The plan of both models, or why there is none; every rank that waits for it learns that."""
+    """The plan of both models as all ranks say they are, or why there is none.
+
+    Every rank that waits for it learns that.
+    """
     try:
+        rosters = read_rosters(messages)
         plan = matching.plan(
             {rank: before for rank, (before, _) in rosters.items()},
             {rank: after for rank, (_, after) in rosters.items()},

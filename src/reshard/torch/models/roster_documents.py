@@ -1,0 +1,248 @@
+"""Rosters as JSON documents, which ranks that share no program can read.
+
+What a rank of another job says arrives as text and is checked like any input: nothing of it is
+unpickled. Tensors of many layers are alike but for their names, so a document has each kind of
+tensor once, and means it by its number::
+
+    {"reshard": "roster", "version": 1, "tables": ..., "layouts": ...,
+     "first_rank": 0, "problems": [], "unmatched": [], "megatron": [names of its ranks],
+     "names":   ["layers.0.up", "layers.1.up", ...],     common names
+     "others":  [[number, own name, local name], ...],   where a tensor has others
+     "kinds":   [{"dtype", "shape", "layout", ...}],
+     "kind_of": [column of kinds]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from reshard.errors import NotationError, ReshardError
+from reshard.megatron.groups import MegatronGrids
+from reshard.megatron.layers import PipelineLayers
+from reshard.megatron.names import MegatronNames
+from reshard.megatron.ranks import MegatronRanks
+from reshard.megatron.rosters import LocalParameter
+from reshard.plans.documents.document import (
+    DocumentReader,
+    DocumentWriter,
+    read_dtype,
+    read_numbers,
+    read_texts,
+)
+from reshard.plans.documents.number_columns import packed, unpacked, whole_number
+from reshard.recipes.fusion import Fusion
+from reshard.sharding import ShardingSpec
+from reshard.sharding_text import spec as parse_spec
+from reshard.torch.models.rosters import Entry, Roster
+
+_KIND = "roster"
+
+
+def write_roster(roster: Roster) -> str:
+    """The document of what one rank has.
+
+    >>> roster = Roster((Entry("up", "int8", (4, 2)), Entry("down", "int8", (4, 2))))
+    >>> read_roster(write_roster(roster)) == roster
+    True
+    """
+    writer = DocumentWriter()
+    kinds: dict[Any, int] = {}
+    kind_of, others = [], []
+    for number, entry in enumerate(roster.entries):
+        if (entry.own_name, entry.local_name) != ("", ""):
+            others.append([number, entry.own_name, entry.local_name])
+        kind_of.append(kinds.setdefault(_kind_of(entry), len(kinds)))
+    content = {
+        "first_rank": roster.first_rank,
+        "problems": list(roster.problems),
+        "unmatched": list(roster.unmatched),
+        "megatron": [] if roster.names is None else [_write_names(roster.names)],
+        "names": [entry.name for entry in roster.entries],
+        "others": others,
+        "kinds": [_write_kind(kind, writer) for kind in kinds],
+        "kind_of": packed(kind_of),
+    }
+    return writer.document(_KIND, content)
+
+
+def _kind_of(entry: Entry) -> tuple[Any, ...]:
+    return (
+        entry.dtype,
+        entry.shape,
+        entry.layout,
+        entry.parameter,
+        entry.chunk,
+        entry.fusion,
+        entry.spec,
+    )
+
+
+def _write_kind(kind: tuple[Any, ...], writer: DocumentWriter) -> dict[str, Any]:
+    dtype, shape, layout, parameter, chunk, fusion, spec = kind
+    written: dict[str, Any] = {"dtype": dtype, "shape": shape}
+    if layout is not None:
+        written["layout"] = writer.layout(layout)
+    if parameter is not None:
+        written["parameter"] = asdict(parameter)
+    if chunk:
+        written["chunk"] = chunk
+    if fusion is not None:
+        written["fusion"] = asdict(fusion)
+    if spec is not None:
+        written["spec"] = [writer.mesh(spec.mesh), str(spec)]
+    return written
+
+
+def _write_names(names: MegatronNames) -> dict[str, Any]:
+    ranks = names.ranks
+    if isinstance(ranks, MegatronRanks):
+        written: dict[str, Any] = {"sizes": asdict(ranks)}
+    else:
+        written = {"grids": [DocumentWriter.mesh(mesh) for mesh in (ranks.dense, ranks.expert)]}
+    layers = None if names.layers is None else [list(chunk) for chunk in names.layers.counts]
+    return {**written, "layers": layers, "num_experts": names.num_experts, "stack": names.stack}
+
+
+def read_roster(text: str) -> Roster:
+    """The roster of a document.
+
+    Raises:
+        ReshardError: text that is no such document, or says what no roster can.
+    """
+    reader = DocumentReader(text, [_KIND])
+    field = reader.field
+    names = read_texts(field("names", list), "names")
+    kinds = reader.all_of("kinds", lambda value, where: _read_kind(reader, value, where))
+    kind_of = unpacked(field("kind_of", list), "kind_of").tolist()
+    if len(kind_of) != len(names):
+        raise NotationError(f"kind_of: {len(kind_of)} kinds of {len(names)} tensors")
+    others: dict[int, tuple[str, str]] = {}
+    for value in field("others", list):
+        if not isinstance(value, list) or len(value) != 3:
+            raise NotationError(f"others: {value!r} is not a number and two names")
+        own_name, local_name = read_texts(value[1:], "others")
+        others[whole_number(value[0], "others", 0)] = own_name, local_name
+    entries = []
+    for number, (name, kind) in enumerate(zip(names, kind_of, strict=True)):
+        own_name, local_name = others.get(number, ("", ""))
+        says = reader.chosen(kinds, kind, "kind_of")
+        entries.append(Entry(name, own_name=own_name, local_name=local_name, **says))
+    megatron = reader.all_of("megatron", lambda value, where: _read_names(reader, value, where))
+    return Roster(
+        tuple(entries),
+        megatron[0] if megatron else None,
+        whole_number(field("first_rank", int), "first_rank", 0),
+        tuple(read_texts(field("problems", list), "problems")),
+        tuple(read_texts(field("unmatched", list), "unmatched")),
+    )
+
+
+def write_rosters(before: Roster, after: Roster) -> bytes:
+    """What one rank has of both models, as one message."""
+    # A JSON text has no line breaks.
+    return f"{write_roster(before)}\n{write_roster(after)}".encode()
+
+
+def read_rosters(messages: Mapping[int, bytes]) -> dict[int, tuple[Roster, Roster]]:
+    """What every rank has of both models. Equal messages are read once.
+
+    Raises ReshardError for a message that `write_rosters` does not write, naming the rank.
+
+    >>> message = write_rosters(Roster(first_rank=2), Roster())
+    >>> read_rosters({0: message, 1: message})[1][0].first_rank
+    2
+    """
+    known: dict[bytes, tuple[Roster, Roster]] = {}
+    for rank, message in messages.items():
+        if message in known:
+            continue
+        try:
+            before, after = message.decode().split("\n")
+            known[message] = read_roster(before), read_roster(after)
+        except (ReshardError, ValueError) as error:
+            raise NotationError(f"what rank {rank} says of its models: {error}") from error
+    return {rank: known[message] for rank, message in messages.items()}
+
+
+def _read_kind(reader: DocumentReader, value: Any, where: str) -> dict[str, Any]:
+    """The fields of an entry."""
+    if not isinstance(value, dict):
+        raise NotationError(f"{where}: {value!r} is not a JSON object")
+    dtype, shape = value.get("dtype"), value.get("shape")
+    found: dict[str, Any] = {
+        "dtype": None if dtype is None else read_dtype(dtype, f"{where}.dtype").name,
+        "shape": None if shape is None else read_numbers(shape, f"{where}.shape", 0),
+        "chunk": whole_number(value.get("chunk", 0), f"{where}.chunk", 0),
+    }
+    if "layout" in value:
+        found["layout"] = reader.chosen(reader.layouts, value["layout"], f"{where}.layout")
+    if "parameter" in value:
+        found["parameter"] = _read_parameter(value["parameter"], f"{where}.parameter")
+    if "fusion" in value:
+        found["fusion"] = _read_fusion(value["fusion"], f"{where}.fusion")
+    if "spec" in value:
+        found["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
+    return found
+
+
+def _read_spec(reader: DocumentReader, value: Any, where: str) -> ShardingSpec:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
+        raise NotationError(f"{where}: {value!r} is not a mesh and a sharding")
+    return parse_spec(reader.mesh(value[0], where), value[1])
+
+
+def _read_parameter(value: Any, where: str) -> LocalParameter:
+    says = _check_fields(value, LocalParameter, where)
+    says["shape"] = read_numbers(says["shape"], f"{where}.shape", 0)
+    for name in ("tensor_model_parallel", "is_expert"):
+        if not isinstance(says[name], bool):
+            raise NotationError(f"{where}.{name}: {says[name]!r} is not true or false")
+    for name in ("partition_dim", "partition_stride", "heads", "true_length"):
+        if says[name] is not None or name.startswith("partition"):
+            whole_number(says[name], f"{where}.{name}")
+    if says["partition_sizes"] is not None:
+        says["partition_sizes"] = read_numbers(says["partition_sizes"], f"{where}.sizes", 0)
+    if says["dtype"] is not None:
+        says["dtype"] = read_dtype(says["dtype"], f"{where}.dtype").name
+    return LocalParameter(**says)
+
+
+def _read_fusion(value: Any, where: str) -> Fusion:
+    says = _check_fields(value, Fusion, where)
+    says["members"] = tuple(read_texts(says["members"], f"{where}.members"))
+    if not isinstance(says["when"], str):
+        raise NotationError(f"{where}.when: {says['when']!r} is not a text")
+    return Fusion(**says)
+
+
+def _read_names(reader: DocumentReader, value: Any, where: str) -> MegatronNames:
+    if not isinstance(value, dict):
+        raise NotationError(f"{where}: {value!r} is not a JSON object")
+    if "sizes" in value:
+        says = _check_fields(value["sizes"], MegatronRanks, where)
+        if not isinstance(says["order"], str):
+            raise NotationError(f"{where}.order: {says['order']!r} is not a text")
+        ranks: MegatronRanks | MegatronGrids = MegatronRanks(**says)
+    else:
+        grids = reader.field("grids", list, of=value)
+        if len(grids) != 2:
+            raise NotationError(f"{where}: {len(grids)} grids; expected two")
+        ranks = MegatronGrids(*(reader.mesh(one, where) for one in grids))
+    layers, num_experts = value.get("layers"), value.get("num_experts")
+    if layers is not None:
+        chunks = reader.field("layers", list, of=value)
+        layers = PipelineLayers(tuple(read_numbers(chunk, where) for chunk in chunks))
+    if num_experts is not None:
+        whole_number(num_experts, f"{where}.num_experts", 1)
+    stack = reader.field("stack", str, of=value)
+    return MegatronNames(ranks, layers, num_experts, stack)
+
+
+def _check_fields(value: Any, of: type, where: str) -> dict[str, Any]:
+    """What a JSON object says for every field of a dataclass, none more."""
+    expected = {field.name for field in fields(of)}
+    if not isinstance(value, dict) or set(value) != expected:
+        raise NotationError(f"{where}: {value!r} does not say {', '.join(sorted(expected))}")
+    return dict(value)

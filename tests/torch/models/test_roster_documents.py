@@ -1,0 +1,134 @@
+"""Rosters as documents: read back as they were, and checked like any input."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+import reshard
+from reshard.errors import NotationError, ReshardError
+from reshard.layout import Layout
+
+torch = pytest.importorskip("torch")
+
+from reshard.megatron.groups import MegatronGrids  # noqa: E402
+from reshard.megatron.layers import PipelineLayers  # noqa: E402
+from reshard.megatron.names import MegatronNames  # noqa: E402
+from reshard.megatron.ranks import MegatronRanks  # noqa: E402
+from reshard.megatron.rosters import LocalParameter  # noqa: E402
+from reshard.recipes.fusion import Fusion  # noqa: E402
+from reshard.torch.models.roster_documents import read_roster, write_roster  # noqa: E402
+from reshard.torch.models.rosters import Entry, Roster  # noqa: E402
+
+MESH = reshard.DeviceMesh("cluster", (2, 2), ("dp", "tp"), (4, 5, 6, 7))
+SPEC = reshard.spec(MESH, "tp@stride2 ?, - !1 | replicated(dp)")
+GRIDS = MegatronGrids.from_groups(
+    {rank: {"tp": of} for rank, of in {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}.items()}
+)
+NAMES = MegatronNames(MegatronRanks(pp=2, dp=2, ep=2), PipelineLayers.windows([5, 7]), 4)
+ROSTERS = [
+    Roster(),
+    Roster((Entry("h", None, None, Layout.whole((5, 4), [1], 2)),), problems=("why",)),
+    Roster(
+        (
+            Entry("a", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.a", spec=SPEC),
+            Entry("b", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.b", spec=SPEC),
+            Entry("qkv", "int8", (8,), fusion=Fusion(("q", "k", "v"), (4, 2, 2), 2)),
+            Entry("e", "int8", (3, 2), fusion=Fusion(("e.{}.down",), stacked=3, transposed=True)),
+        ),
+        first_rank=3,
+        unmatched=("bias",),
+    ),
+    Roster(
+        (
+            Entry(
+                "decoder.layers.5.fc1",
+                "float32",
+                (2, 3),
+                parameter=LocalParameter((2, 3), True, 0, 2, (1, 1), 4, 9, True, "float32"),
+                local_name="layers.0.fc1",
+                chunk=1,
+                own_name="decoder.layers.5.fc1",
+            ),
+        ),
+        NAMES,
+    ),
+    Roster((), MegatronNames(GRIDS)),
+]
+
+
+@pytest.mark.parametrize("roster", ROSTERS)
+def test_what_is_read_is_what_was_written(roster: Roster) -> None:
+    found = read_roster(write_roster(roster))
+    assert found == roster
+    for mine, its in zip(found.entries, roster.entries, strict=True):
+        assert mine.layout is its.layout
+        assert mine.spec is its.spec
+
+
+def test_equal_rosters_have_one_text() -> None:
+    assert len({write_roster(ROSTERS[2]) for _ in range(3)}) == 1
+
+
+def test_layers_that_are_alike_are_written_once() -> None:
+    layout = SPEC.layout((4096, 4096))
+    entries = [
+        Entry(f"layers.{i}.up", "bfloat16", (2048, 4096), layout, spec=SPEC) for i in range(900)
+    ]
+    text = write_roster(Roster(tuple(entries)))
+    assert len(text) < 900 * len('"layers.000.up",') + 2000
+    assert read_roster(text).entries == tuple(entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"reshard": "plan"}, "is no roster"),
+        ({"version": 9}, "version 9"),
+        ({"kind_of": [0]}, "1 kinds of"),
+        ({"names": ["a", 1, "c", "d"]}, "not a list of texts"),
+        ({"first_rank": "0"}, "first_rank"),
+        ({"others": [[0, "a"]]}, "two names"),
+        ({"kinds": [{"dtype": "int3", "shape": None}] * 3}, "int3"),
+        ({"kinds": [{"dtype": None, "shape": [-1]}] * 3}, "-1"),
+        ({"kinds": [{"dtype": None, "shape": None, "layout": 7}] * 3}, "number 7"),
+        ({"kinds": [{"dtype": None, "shape": None, "fusion": {}}] * 3}, "does not say"),
+        ({"kinds": [{"dtype": None, "shape": None, "spec": [1, "tp"]}] * 3}, "not a JSON object"),
+        ({"megatron": [{"grids": []}]}, "0 grids"),
+    ],
+)
+def test_what_no_roster_says_is_refused(change: dict[str, Any], told: str) -> None:
+    document = json.loads(write_roster(ROSTERS[2])) | change
+    with pytest.raises(ReshardError, match=told):
+        read_roster(json.dumps(document))
+
+
+def test_text_that_is_no_document() -> None:
+    with pytest.raises(NotationError, match="not JSON"):
+        read_roster("\x80\x04K\x01.")
+
+
+@pytest.mark.parametrize("roster", ROSTERS[1:])
+def test_whatever_is_said_is_read_or_refused(roster: Roster) -> None:
+    draw = random.Random(7)
+    junk: list[Any] = [None, True, -1, 1 << 62, 1.5, "x", [], [[]], {}, {"a": 1}, [1, 2, 3]]
+
+    def change(value: Any) -> Any:
+        if draw.random() < 0.08:
+            return draw.choice(junk)
+        if isinstance(value, list):
+            return [change(one) for one in value]
+        if isinstance(value, dict):
+            return {key: change(one) for key, one in value.items()}
+        return value
+
+    document = json.loads(write_roster(roster))
+    for _ in range(400):
+        try:
+            found = read_roster(json.dumps(change(document)))
+        except ReshardError:
+            continue
+        assert isinstance(found, Roster)
