@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.formats.arrangement import Arrangement
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import place_parts
 from reshard.checkpoint.formats.deepspeed.arrangements.new_states import NewValues
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
 from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
+    ZeroArranger,
     find_copies,
     find_low,
     plan_partitions,
@@ -28,6 +29,7 @@ from reshard.checkpoint.formats.deepspeed.files import (
     find_tag_folder,
     is_save,
 )
+from reshard.checkpoint.formats.deepspeed.reader import SaveReader
 from reshard.checkpoint.formats.format import (
     CheckpointFormat,
     Holding,
@@ -101,6 +103,10 @@ class CutByRanks(DeepSpeedFormat):
     stage: ClassVar[int]
     can_hold = frozenset({Holding.SHARDS, Holding.WHOLE, Holding.VALUES})
 
+    def open(self, path: Path) -> Checkpoint:
+        """Describe the save that `latest` names, or that of the folder."""
+        return SaveReader(path, find_files(find_tag_folder(path)), self.name).read()
+
     def place(
         self, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: int
     ) -> Mapping[str, Layout] | None:
@@ -121,6 +127,10 @@ class CutByRanks(DeepSpeedFormat):
         values = NewValues(checkpoint.values, checkpoint.paths, low)
         plan = plan_partitions(parts, self.stage, ranks, values, low)
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
+
+    def arrange(self, new: NewCheckpoint) -> Arrangement:
+        """Files of weights, and a file of each rank's partitions."""
+        return ZeroArranger(new, self.stage).arrange(self.name)
 
 
 def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
-from reshard.checkpoint.formats.deepspeed import experts, pipelines
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
+from reshard.checkpoint.formats.deepspeed.parallel import experts, pipelines
 from reshard.checkpoint.formats.deepspeed.partitions import (
     FlatPiece,
     deal_round_robin,
@@ -37,6 +37,7 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     read_partition,
     read_tensors,
 )
+from reshard.checkpoint.formats.deepspeed.state_names import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
 from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
@@ -49,17 +50,6 @@ from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTens
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
 from reshard.text.quantities import count_text
-
-MASTER = "master"
-
-
-def state_name(parameter: str, key: str) -> str:
-    """The name of what an optimizer keeps of a parameter.
-
-    >>> state_name("lm_head.weight", "exp_avg")
-    'optimizer.state.lm_head.weight.exp_avg'
-    """
-    return f"optimizer.state.{parameter}.{key}"
 
 
 class SaveReader:
@@ -165,7 +155,7 @@ class SaveReader:
             size_bytes = (saved.folder / name).stat().st_size
             yield StoredFile(self.prefix + name, size_bytes, found[name])
 
-    # Weights.
+    # Weights. Stages of a pipeline that share a parameter each have it: the first one's is read.
 
     def _add_weights(self) -> None:
         for (mp, rank), model in self.models.items():
@@ -176,18 +166,18 @@ class SaveReader:
                 # Partitioned weights have no elements here.
                 elements = math.prod(archived.shape)
                 if name not in partitioned or elements:
-                    self._add_whole(name, model.file, archived, self.slot(mp, 0))
+                    self.collector.add_first(name, model.file, archived, self.slot(mp, 0))
             if self.is_stage3:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
         for (_, _, mp), file in self.saved.experts.items():
             for name, archived in read_tensors(self.saved.folder, file).items():
-                self._add_whole(name, file, archived, self.slot(mp, 0))
+                self.collector.add_first(name, file, archived, self.slot(mp, 0))
         shapes = {name: shape for one in self.models.values() for name, shape in one.shapes.items()}
         for (layer, _), file in self.saved.layers.items():
             found = read_tensors(self.saved.folder, file)
             for name, archived in pipelines.name_layer(layer, found, shapes).items():
-                self._add_whole(name, file, archived, 0)
+                self.collector.add_first(name, file, archived, 0)
 
     def _expect_weights(self) -> None:
         """Raise CheckpointError where a layer or an expert has no file of weights."""
@@ -204,11 +194,6 @@ class SaveReader:
                 "(layer_0_expert_5_mp_rank_00_model_states.pt) is missing, fetch it"
             )
 
-    def _add_whole(self, name: str, file: str, archived: ArchivedTensor, slot: int) -> None:
-        # Stages of a pipeline that share a parameter each have it: the first one's is read.
-        if name not in self.collector.tensors:
-            self.collector.add_whole(name, file, archived, slot)
-
     def _add_frozen(self, mp: int, name: str, shape: Shape) -> None:
         """A parameter without an optimizer: each rank's file has its part."""
         elements = math.prod(shape)
@@ -220,7 +205,7 @@ class SaveReader:
             if buffer is None or buffer.shape != (size,):
                 # Before a parameter is partitioned all of it is there.
                 if buffer is not None and buffer.shape == shape:
-                    self._add_whole(name, model.file, buffer, self.slot(mp, 0))
+                    self.collector.add_first(name, model.file, buffer, self.slot(mp, 0))
                     return
                 found = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
                 raise FormatError(
@@ -321,7 +306,7 @@ class SaveReader:
                 found = [part.groups[number].states.get(key) for part in parts]
                 self._add_flat(mp, own, shape, pieces, parts, ranks, found)
             elif math.prod(value.shape) == 1:
-                self._add_whole(own, parts[0].file, value, self.slot(mp, ranks[0]))
+                self.collector.add_first(own, parts[0].file, value, self.slot(mp, ranks[0]))
             else:
                 self.values.unread.append(
                     (own, f"it has shape {list(value.shape)}, and no part for each parameter")
@@ -406,7 +391,7 @@ class SaveReader:
         """One thing that is kept of a parameter, whole."""
         name = state_name(parameter, key)
         if isinstance(value, ArchivedTensor):
-            self._add_whole(name, file, value, 0)
+            self.collector.add_first(name, file, value, 0)
         else:
             self.values.add(name, value, ("optimizer", "state", parameter, key), file)
 
@@ -455,19 +440,16 @@ class SaveReader:
 
     def _add_values(self) -> None:
         values, model = self.values, self.first
-        add_model_values(values, model, self._add_value_tensor)
+        add_model_values(values, model, self.collector.add_first)
         rest, file = self.whole_rest, model.file
         if self.partitions:
             rest, file = self.partitions[0, 0].rest, self.partitions[0, 0].file
-        values.add_state(rest, ("optimizer",), file, self._add_value_tensor)
+        values.add_state(rest, ("optimizer",), file, self.collector.add_first)
         if self.param_groups:
-            values.add("optimizer.param_groups", self.param_groups, (), file)
+            values.add(GROUPS, self.param_groups, (), file)
         for (mp, rank), other in self.models.items():
             if (mp, rank) != (0, 0):
                 values.compare(model.rest, other.rest, other.file)
-
-    def _add_value_tensor(self, name: str, file: str, archived: ArchivedTensor) -> None:
-        self._add_whole(name, file, archived, 0)
 
 
 def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:

@@ -116,6 +116,11 @@ class TensorCollector:
         layout = Layout.whole(archived.shape, [slot], self._slots)
         self._add(name, archived, Binding(layout, {slot: address}, views))
 
+    def add_first(self, name: str, file: str, archived: ArchivedTensor, slot: int = 0) -> None:
+        """Add a tensor that is whole in a file, where no other has its name."""
+        if name not in self.tensors:
+            self.add_whole(name, file, archived, slot)
+
     def add_pieces(self, name: str, shape: Shape, pieces: Sequence[StoredPiece]) -> None:
         """Add a tensor that lies in pieces, in the order of ranks and elements.
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import STEP
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
 from reshard.checkpoint.formats.deepspeed.arrangements.universal import (
     MASTER_FILE,
@@ -39,7 +38,6 @@ from reshard.checkpoint.formats.deepspeed.files import (
     find_tag_folder,
 )
 from reshard.checkpoint.formats.deepspeed.format import DeepSpeedFormat
-from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
 from reshard.checkpoint.formats.deepspeed.saved_states import (
     CUT_PARTS,
     ModelState,
@@ -47,6 +45,12 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
     Shape,
     read_file,
     read_model_state,
+)
+from reshard.checkpoint.formats.deepspeed.state_names import (
+    GROUPS,
+    MASTER,
+    STEP,
+    state_name,
 )
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
@@ -129,8 +133,8 @@ class _UniversalReader:
         for model in models:
             for name, archived in (model.module or {}).items():
                 is_partitioned = name in shapes and not math.prod(archived.shape)
-                if not is_partitioned and name not in self.collector.tensors:
-                    self.collector.add_whole(name, model.file, archived)
+                if not is_partitioned:
+                    self.collector.add_first(name, model.file, archived)
         listed = [*self._list_parameters()]
         trained = {name for model in models for group in model.groups for name in group}
         missing = sorted(trained.difference(listed))
@@ -145,7 +149,7 @@ class _UniversalReader:
             # weights that says what it is.
             is_copy = bool(shapes) and name not in shapes and name in self.collector.tensors
             self._add_parameter(name, shapes.get(name), is_copy=is_copy)
-        add_model_values(self.values, models[0], self._add_tensor)
+        add_model_values(self.values, models[0], self.collector.add_first)
         self._add_optimizer(models[0])
         size = {name: (saved.folder / name).stat().st_size for name in self.files}
         return Checkpoint(
@@ -215,17 +219,13 @@ class _UniversalReader:
         part = read_file(self.saved.folder, UNIVERSAL_STATE)
         self.files.append(UNIVERSAL_STATE)
         rest = {key: value for key, value in part.value.items() if key not in CUT_PARTS}
-        self.values.add_state(rest, ("optimizer",), UNIVERSAL_STATE, self._add_tensor)
+        self.values.add_state(rest, ("optimizer",), UNIVERSAL_STATE, self.collector.add_first)
         groups = part.get("param_groups")
         if groups is None and isinstance(part.get("optimizer_state_dict"), dict):
             groups = part.within("optimizer_state_dict").get("param_groups")
         if groups is not None:
             named = [*_name_groups(part, groups, [list(group) for group in model.groups])]
-            self.values.add("optimizer.param_groups", named, (), UNIVERSAL_STATE)
-
-    def _add_tensor(self, name: str, file: str, archived: ArchivedTensor) -> None:
-        if name not in self.collector.tensors:
-            self.collector.add_whole(name, file, archived)
+            self.values.add(GROUPS, named, (), UNIVERSAL_STATE)
 
 
 def _name_groups(

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
-    STATE_PREFIX,
-    TrainingParts,
-)
+from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import TrainingParts
 from reshard.checkpoint.formats.deepspeed.partitions import (
     FlatPiece,
     deal_round_robin,
@@ -22,14 +19,18 @@ from reshard.checkpoint.formats.deepspeed.partitions import (
     partition_size,
     sub_groups,
 )
-from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.deepspeed.state_names import (
+    MASTER,
+    STEP,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.deepspeed.stored_tensors import lay_out
 from reshard.errors import UsageError
 from reshard.layout import Layout
 
 Shape = tuple[int, ...]
 _DEFAULT_SUB_GROUP = 10**9
-STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def place_parts(
     holders = range(plan.ranks) if is_stage3 else range(1)
     found: dict[str, Layout] = {}
     for name, shape in shapes.items():
-        if name.startswith(STATE_PREFIX):
-            found[name] = _place_state(name, shape, parts, plan)
+        if (split := split_state_name(name)) is not None:
+            found[name] = _place_state(*split, shape, parts, plan)
         elif name in parts.frozen and is_stage3:
             found[name] = _lay_out_pieces(shape, own_pieces(math.prod(shape), plan.ranks, 0), plan)
         elif name in parts.shapes or name in parts.shared:
@@ -135,15 +136,16 @@ def place_parts(
     return found
 
 
-def _place_state(name: str, shape: Shape, parts: TrainingParts, plan: FlatPlan) -> Layout:
-    parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+def _place_state(
+    parameter: str, key: str, shape: Shape, parts: TrainingParts, plan: FlatPlan
+) -> Layout:
     if is_flat(key, shape, parts.shapes[parameter]):
         return _lay_out_pieces(shape, plan.pieces[parameter], plan)
     if math.prod(shape) != 1:
         raise UsageError(
-            f"{name!r} has shape {list(shape)}, and {state_name(parameter, MASTER)} "
-            f"{list(parts.shapes[parameter])}: ZeRO cuts state of its parameter's shape, and keeps "
-            "numbers; --exclude it, or choose the format torch-dcp"
+            f"{state_name(parameter, key)!r} has shape {list(shape)}, and "
+            f"{state_name(parameter, MASTER)} {list(parts.shapes[parameter])}: ZeRO cuts state of "
+            "its parameter's shape, and keeps numbers; --exclude it, or choose the format torch-dcp"
         )
     return Layout.replicated(shape, plan.ranks)
 

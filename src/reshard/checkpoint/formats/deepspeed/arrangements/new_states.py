@@ -7,9 +7,9 @@ from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     CONFIG,
-    GROUPS,
     TrainingParts,
 )
+from reshard.checkpoint.formats.deepspeed.state_names import GROUPS
 from reshard.checkpoint.formats.deepspeed.values import SCALER_CLASS
 from reshard.checkpoint.formats.torch_files.nested_states import StatePath, unflatten_state
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor

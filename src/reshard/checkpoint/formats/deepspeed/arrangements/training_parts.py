@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.deepspeed.state_names import (
+    GROUPS,
+    MASTER,
+    find_keys,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.torch_files.optimizer_groups import ADAM_GROUP
 from reshard.errors import UsageError
 from reshard.text.quantities import count_text
 
 Shape = tuple[int, ...]
-STATE_PREFIX = "optimizer.state."
-GROUPS, CONFIG = "optimizer.param_groups", "ds_config"
+CONFIG = "ds_config"
 _PARAMS = "params"
 # Words that the names of parameters end in, where nothing says which tensors are such.
 _PARAMETER_WORDS = ("weight", "bias")
@@ -81,7 +86,8 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
     shared = values.get("shared_params")
     shared = {a: b for a, b in shared.items() if b in ordered} if isinstance(shared, dict) else {}
     # A reader of DeepSpeed's own says which tensors are buffers; of others, names tell.
-    rest = [n for n in shapes if not n.startswith(STATE_PREFIX) and n not in {*ordered, *shared}]
+    placed = {*ordered, *shared}
+    rest = [n for n in shapes if split_state_name(n) is None and n not in placed]
     buffers, frozen, others = _sort_rest(rest, values, shapes, notes)
     return TrainingParts(
         groups,
@@ -98,11 +104,7 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
 
 
 def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
-    states: dict[str, tuple[str, ...]] = {}
-    for name in shapes:
-        if name.startswith(STATE_PREFIX):
-            parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
-            states[parameter] = (*states.get(parameter, ()), key)
+    states = find_keys(shapes)
     if not states:
         hint = ""
         if any(".state." in name for name in shapes):

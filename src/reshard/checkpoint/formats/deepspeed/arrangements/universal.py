@@ -9,19 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
-from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import STEP
-from reshard.checkpoint.formats.deepspeed.arrangements.new_states import (
-    VERSION,
-    NewValues,
-    stage_member,
-)
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
-from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
-    FileSet,
-    find_low,
-    find_plain_states,
-)
-from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.deepspeed.arrangements.new_states import VERSION, stage_member
+from reshard.checkpoint.formats.deepspeed.arrangements.zero import Arranger
+from reshard.checkpoint.formats.deepspeed.state_names import MASTER, STEP, state_name
 from reshard.checkpoint.formats.torch_files.new_files import NewTensor
 
 MASTER_FILE = "fp32"
@@ -31,19 +21,12 @@ _WEIGHTS = "mp_rank_00_model_states.pt"
 _OF_STAGE3 = frozenset({MASTER, "exp_avg", "exp_avg_sq", STEP})
 
 
-class UniversalArranger:
+class UniversalArranger(Arranger):
     """Arranges one universal checkpoint."""
 
     def __init__(self, new: NewCheckpoint) -> None:
-        self.new = new
-        shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
-        dtypes = {name: tensor.dtype for name, tensor in new.tensors.items()}
-        self.parts = find_parts(shapes, new.values)
-        self.low = find_low(self.parts, dtypes, new.values)
-        self.values = NewValues(new.values, new.paths, self.low)
-        self.files = FileSet(new.tensors)
-        self.tag = f"global_step{self.values.steps}_universal"
-        self.plain_states = find_plain_states(new.values)
+        super().__init__(new)
+        self.tag = f"{self.tag}_universal"
 
     def arrange(self, format_name: str) -> Arrangement:
         """The files of weights, of each parameter, and of the optimizer."""
@@ -73,28 +56,21 @@ class UniversalArranger:
             )
         return notes
 
-    def _tensor(self, name: str) -> NewTensor:
-        tensor = self.new.tensors[name]
-        return NewTensor.of(tensor.dtype, tensor.layout.shape)
-
     def _write_weights(self) -> None:
         parts, file = self.parts, f"{self.tag}/{_WEIGHTS}"
         names = (*parts.buffers, *parts.weights, *parts.shared, *parts.frozen)
         module = {name: self._tensor(name) for name in names if name in self.new.tensors}
-        others = {name: self._tensor(name) for name in parts.others}
-        for name, tensor in {**module, **others}.items():
+        for name, tensor in module.items():
             self.files.put(name, 0, file, tensor)
+        others, paths = self._put_others(file, 0)
         fragments = {name: module[name] for name in parts.frozen} if parts.is_sure else None
-        paths = {name: self.new.paths.get(name, (name,)) for name in others}
         groups = [group.names for group in parts.groups]
         state = self.values.model_state(parts, 1, 1, groups, module, fragments, others, paths)
         self.files.write(file, state, 0)
         # Stage 3 looks for its own file of rank 0, for a user's state and what is no tensor.
         file = f"{self.tag}/zero_pp_rank_0_{_WEIGHTS}"
         empty = {name: NewTensor.of(self.low, (0,)) for name in parts.shapes}
-        others = {name: self._tensor(name) for name in parts.others}
-        for name, tensor in others.items():
-            self.files.put(name, 1, file, tensor)
+        others, paths = self._put_others(file, 1)
         state = self.values.model_state(parts, 3, 1, groups, empty, None, others, paths)
         self.files.write(file, state, 0)
 

@@ -30,12 +30,16 @@ from reshard.checkpoint.formats.deepspeed.arrangements.new_states import (
 )
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     CONFIG,
-    STATE_PREFIX,
     TrainingParts,
     find_parts,
 )
 from reshard.checkpoint.formats.deepspeed.partitions import own_pieces, part_size
-from reshard.checkpoint.formats.deepspeed.reader import MASTER, state_name
+from reshard.checkpoint.formats.deepspeed.state_names import (
+    MASTER,
+    find_keys,
+    split_state_name,
+    state_name,
+)
 from reshard.checkpoint.formats.torch_files.new_files import (
     NewTensor,
     NewTorchFile,
@@ -72,12 +76,9 @@ def find_copies(
     for a target that `has_weights`.
     """
     found: dict[str, tuple[str, DType]] = {}
-    for name in tensors:
-        if name.startswith(STATE_PREFIX):
-            parameter = name.removeprefix(STATE_PREFIX).rpartition(".")[0]
-            master = state_name(parameter, MASTER)
-            if master not in tensors and parameter in tensors:
-                found[master] = parameter, _FLOAT32
+    for parameter, keys in find_keys(tensors).items():
+        if MASTER not in keys and parameter in tensors:
+            found[state_name(parameter, MASTER)] = parameter, _FLOAT32
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     shapes |= {name: shapes[source] for name, (source, _) in found.items()}
     parts = find_parts(shapes, values)
@@ -130,21 +131,40 @@ class FileSet:
         )
 
 
-class ZeroArranger:
-    """Arranges one checkpoint of ZeRO."""
+class Arranger:
+    """What goes into a new checkpoint, and its files so far."""
 
-    def __init__(self, new: NewCheckpoint, stage: int) -> None:
-        self.new, self.stage = new, stage
+    def __init__(self, new: NewCheckpoint) -> None:
+        self.new = new
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in new.tensors.items()}
         self.parts = find_parts(shapes, new.values)
-        self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
         self.low = find_low(self.parts, dtypes, new.values)
         self.values = NewValues(new.values, new.paths, self.low)
-        self.plan = plan_partitions(self.parts, stage, self.ranks, self.values, self.low)
         self.plain_states = find_plain_states(new.values)
         self.tag = f"global_step{self.values.steps}"
         self.files = FileSet(new.tensors)
+
+    def _tensor(self, name: str) -> NewTensor:
+        tensor = self.new.tensors[name]
+        return NewTensor.of(tensor.dtype, tensor.layout.shape)
+
+    def _put_others(self, file: str, slot: int) -> tuple[dict[str, NewTensor], dict[str, Any]]:
+        """Put the tensors of a user's state into a file; they, and their places in its state."""
+        others = {name: self._tensor(name) for name in self.parts.others}
+        for name, tensor in others.items():
+            self.files.put(name, slot, file, tensor)
+        return others, {name: self.new.paths.get(name, (name,)) for name in others}
+
+
+class ZeroArranger(Arranger):
+    """Arranges one checkpoint of ZeRO."""
+
+    def __init__(self, new: NewCheckpoint, stage: int) -> None:
+        super().__init__(new)
+        self.stage = stage
+        self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
+        self.plan = plan_partitions(self.parts, stage, self.ranks, self.values, self.low)
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
     def arrange(self, format_name: str) -> Arrangement:
@@ -161,10 +181,6 @@ class ZeroArranger:
                 "DeepSpeed makes of the float32 ones under stage 3"
             )
         return self.files.arrange(format_name, self.new, notes)
-
-    def _tensor(self, name: str) -> NewTensor:
-        tensor = self.new.tensors[name]
-        return NewTensor.of(tensor.dtype, tensor.layout.shape)
 
     # Files of weights.
 
@@ -190,10 +206,7 @@ class ZeroArranger:
             for piece in own_pieces(math.prod(shape), self.ranks, 0):
                 if piece.rank == rank:
                     self.files.put(own, rank, file, fragments[own])
-        others = {own: self._tensor(own) for own in parts.others}
-        for own, tensor in others.items():
-            self.files.put(own, rank, file, tensor)
-        paths = {own: self.new.paths.get(own, (own,)) for own in others}
+        others, paths = self._put_others(file, rank)
         # DeepSpeed takes what is listed as frozen for all that is.
         frozen = fragments if is_stage3 or parts.is_sure else None
         state = self.values.model_state(
@@ -308,8 +321,8 @@ def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What is kept of parameters as plain values, such as the number of steps, by parameter."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        if name.startswith(STATE_PREFIX):
-            parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition(".")
+        if (split := split_state_name(name)) is not None:
+            parameter, key = split
             found.setdefault(parameter, {})[key] = value
     return found
 

@@ -1,0 +1,4 @@
+"""Ranks that do not have the same parameters.
+
+`experts`: ranks that share out a layer's experts; `pipelines`: stages that share out layers.
+"""
