@@ -14,20 +14,23 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def become_rank(rank: int, folder: Path, script: str, arguments: list[str]) -> None:
-    """Run the script, and end as it ends."""
-    file = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+def become_rank(rank: int, folder: Path, run: Callable[[], object]) -> None:
+    """Run a rank, whose output goes into the folder, and end as it ends."""
+    file = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    # Whoever forked it may have others.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    sys.argv = [script, *arguments]
     code = 1
     try:
-        runpy.run_path(script, run_name="__main__")
+        run()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -47,7 +50,8 @@ def run_job(folder: Path, ranks: int, script: str, arguments: list[str]) -> None
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            become_rank(rank, folder, script, arguments)
+            sys.argv = [script, *arguments]
+            become_rank(rank, folder, lambda: runpy.run_path(script, run_name="__main__"))
         children[child] = rank
     codes = [0] * ranks
     for _ in range(ranks):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engines.deepspeed import parallel_models as models
-from engines.deepspeed.training import STATES, Case, client_state, digests, held
+from engines.deepspeed.training import STATES, Case, client_state, digests, held, take_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +61,20 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
 
 def batches(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What a pipeline is fed."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     while True:
-        value = torch.arange(6.0).view(1, 6).to(dtype) / 8
+        value = torch.arange(6.0).view(1, 6).to(case.element_type) / 8
         yield value, value.flip(1)
 
 
 def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int) -> None:
     """Train, save, and write what all ranks hold; of tensor-parallel ranks, what each holds."""
     engine, mpu = make_parallel_engine(case)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     data = batches(case)
     for step in range(steps):
         if case.kind.startswith("pipeline"):
             engine.train_batch(data)
-            continue
-        loss = engine(torch.tensor(step, dtype=dtype))
-        engine.backward(loss)
-        engine.step()
+        else:
+            take_steps(engine, case, step, 1)
     engine.save_checkpoint(folder, client_state=client_state())
     own = held(engine, STATES[case.optimizer])
     if case.kind == "experts":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from live_job import become_rank
 from live_processes import free_port
 
 ENVIRONMENT = {
@@ -69,29 +68,13 @@ def _be_rank(
     folder: Path,
     arguments: tuple[Any, ...],
 ) -> None:
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_PORT": str(port),
-    }
-    code = 1
-    try:
+    os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+
+    def run() -> None:
         import torch
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
         function(rank, *arguments)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Without the ends of a forked interpreter, which are the parent's.
-        os._exit(code)
+
+    become_rank(rank, folder, run)

@@ -51,6 +51,11 @@ class Case:
         optimizer = "" if self.optimizer == "adamw" else f"-{self.optimizer}"
         return f"zero{self.stage}-{self.dtype}-{self.ranks}-{self.kind}{optimizer}{more}"
 
+    @property
+    def element_type(self) -> torch.dtype:
+        """The type that the model computes with."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+
     def ds_config(self) -> dict[str, Any]:
         """The configuration that DeepSpeed is given."""
         config: dict[str, Any] = {
@@ -99,9 +104,8 @@ def make_engine(case: Case, *, universal: bool = False) -> Any:
 
 def take_steps(engine: Any, case: Case, first: int, steps: int) -> None:
     """Train: step number `first` and those that follow it."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     for step in range(first, first + steps):
-        loss = engine(torch.tensor(step, dtype=dtype))
+        loss = engine(torch.tensor(step, dtype=case.element_type))
         engine.backward(loss)
         engine.step()
 
