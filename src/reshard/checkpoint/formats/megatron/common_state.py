@@ -132,6 +132,26 @@ class CommonState:
         )
 
 
+def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments among plain values, by their own names.
+
+    >>> arguments_of({"args.num_layers": 2, "iteration": 5})
+    {'num_layers': 2}
+    """
+    return {n.removeprefix("args."): v for n, v in values.items() if n.startswith("args.")}
+
+
+def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The optimizer's groups among plain values."""
+    found = values.get(GROUPS)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def step_of(values: Mapping[str, Any]) -> Any:
+    """The number of steps of the first group that has it; None where none has."""
+    return next((group["step"] for group in groups_of(values) if "step" in group), None)
+
+
 def _without_namespaces(value: Any, depth: int = 4) -> Any:
     """A value with dicts in the place of Namespaces."""
     if isinstance(value, Call) and value.function == _NAMESPACE and isinstance(value.state, dict):
@@ -239,7 +259,3 @@ def with_parallelism(values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dic
 def _as_type(value: Any) -> Any:
     match = _TYPE.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else Global("torch", match[1])
-
-
-def _number(value: Any) -> Any:
-    return value if isinstance(value, int | float) else None

@@ -30,7 +30,16 @@ def split_megatron_name(name: str) -> tuple[str, str] | None:
     match = _MEGATRON.match(name)
     if match is None:
         return None
-    return match[2], "master" if match[1] in MASTER_KEYS else match[1]
+    return match[2], common_key(match[1])
+
+
+def common_key(key: str) -> str:
+    """What a key of Megatron's optimizer is called in every training format.
+
+    >>> common_key("fp32_param"), common_key("exp_avg")
+    ('master', 'exp_avg')
+    """
+    return "master" if key in MASTER_KEYS else key
 
 
 def common_name(parameter: str, key: str) -> str:

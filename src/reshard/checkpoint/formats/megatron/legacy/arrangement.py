@@ -29,11 +29,13 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.megatron.buckets import plan_buffer
 from reshard.checkpoint.formats.megatron.common_state import (
-    GROUPS,
+    arguments_of,
     find_groups,
+    groups_of,
     is_expert,
     nest_values,
     split_groups,
+    step_of,
     with_parallelism,
 )
 from reshard.checkpoint.formats.megatron.iterations import TRACKER_NAME, iteration_name
@@ -94,11 +96,7 @@ class _Arranger:
     def __init__(self, new: NewCheckpoint) -> None:
         self.new = new
         self.values = new.values
-        self.arguments = {
-            name.removeprefix("args."): value
-            for name, value in new.values.items()
-            if name.startswith("args.")
-        }
+        self.arguments = arguments_of(new.values)
         self.grid = RankGrid(new.mesh)
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         self.stages = StageLayouts(self.grid, shapes, self.arguments)
@@ -234,10 +232,8 @@ class _Arranger:
         return [[name for name in own if is_expert(name) == flag] for flag in (False, True)]
 
     def _all_groups(self, of_experts: bool) -> list[dict[str, Any]]:
-        groups = self.values.get(GROUPS)
-        groups = groups if isinstance(groups, list) else []
-        step = next((g["step"] for g in groups if isinstance(g, dict) and "step" in g), None)
-        return split_groups(groups, step, of_experts=of_experts)
+        groups = groups_of(self.values)
+        return split_groups(groups, step_of(self.values), of_experts=of_experts)
 
     def _groups(self) -> Any:
         """The state of a distributed optimizer beside its parameters."""
@@ -362,6 +358,5 @@ def place(
     tensors: Mapping[str, Any], values: Mapping[str, Any], grid: RankGrid
 ) -> dict[str, Layout]:
     """The layout of every tensor over the ranks of a grid."""
-    arguments = {n.removeprefix("args."): v for n, v in values.items() if n.startswith("args.")}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return StageLayouts(grid, shapes, arguments).layouts()
+    return StageLayouts(grid, shapes, arguments_of(values)).layouts()

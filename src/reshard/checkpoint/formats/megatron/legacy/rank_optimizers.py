@@ -22,11 +22,11 @@ from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism
 from reshard.checkpoint.formats.megatron.legacy.rank_models import RankFiles
+from reshard.checkpoint.formats.megatron.optimizer_names import common_key
 from reshard.checkpoint.formats.megatron.rank_parts import dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import DType
 
-_FLAT_KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _LEAST_BUCKET = 40_000_000
 _BUCKET_PER_RANK = 1_000_000
 
@@ -217,5 +217,5 @@ def _make_flat(
     start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
     whole = dense_block(slot, path, start_bytes, tensor.shape, tensor.view)
     boxes = tuple(flat_block([whole], start, one.shape, itemsize_bytes))
-    name = _FLAT_KEYS.get(key, key)
-    return StateBlock(one.chunk, one.name, name, tensor.dtype, one.shape, path, boxes)
+    kind = common_key(key)
+    return StateBlock(one.chunk, one.name, kind, tensor.dtype, one.shape, path, boxes)

@@ -25,10 +25,11 @@ from reshard.checkpoint.formats.arrangement import (
 )
 from reshard.checkpoint.formats.megatron.common_state import (
     COMMON_STEP,
-    GROUPS,
+    groups_of,
     is_expert,
     nest_values,
     split_groups,
+    step_of,
     with_parallelism,
 )
 from reshard.checkpoint.formats.megatron.module_names import engine_name, keyed_name
@@ -93,19 +94,12 @@ def final_files(arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
 
 def _leave_out_steps(new: NewCheckpoint) -> NewCheckpoint:
     """The contents without steps of parameters, where groups have them, as Megatron's do."""
-    if _find_step(new.values) is None:
+    if step_of(new.values) is None:
         return new
     keys = {name: split_common_name(name) for name in new.tensors}
     steps = {name for name, found in keys.items() if found is not None and found[1] == "step"}
     kept = {name: tensor for name, tensor in new.tensors.items() if name not in steps}
     return dataclasses.replace(new, tensors=kept)
-
-
-def _find_step(values: Mapping[str, Any]) -> Any:
-    """The number of steps of the first group that has it."""
-    groups = values.get(GROUPS)
-    groups = groups if isinstance(groups, list) else []
-    return next((g["step"] for g in groups if isinstance(g, dict) and "step" in g), None)
 
 
 def _is_distributed(values: Mapping[str, Any]) -> bool:
@@ -171,9 +165,7 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
         for name, value in arrangement.values.items()
         if not name.startswith("optimizer.")
     }
-    mesh = arrangement.mesh
-    sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    state = nest_values(with_parallelism(values, sizes), arrangement.paths)
+    state = nest_values(with_parallelism(values, _axis_sizes(arrangement)), arrangement.paths)
     state.setdefault("checkpoint_version", 3.0)
     state.setdefault("iteration", 0)
     is_distributed = _is_distributed(values)
@@ -192,11 +184,14 @@ def _common_state(arrangement: Arrangement, is_stacked: bool) -> dict[str, Any]:
     return state
 
 
+def _axis_sizes(arrangement: Arrangement) -> dict[str, int]:
+    mesh = arrangement.mesh
+    return {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+
+
 def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any, Any]:
     """The optimizer's state without tensors: one, or one of dense parameters and one of experts."""
-    groups = arrangement.values.get(GROUPS)
-    groups = groups if isinstance(groups, list) else []
-    step = _find_step(arrangement.values)
+    groups, step = groups_of(arrangement.values), step_of(arrangement.values)
 
     def make(of_experts: bool) -> dict[str, Any]:
         own = split_groups(groups, step, of_experts=of_experts)
@@ -208,9 +203,7 @@ def _optimizer_state(arrangement: Arrangement, is_distributed: bool) -> dict[Any
             found["param_state_sharding_type"] = "fully_reshardable"
         return found
 
-    mesh = arrangement.mesh
-    sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
     has_experts = any(map(is_expert, arrangement.tensors))
-    if has_experts and sizes.get("ep", 1) > 1:
+    if has_experts and _axis_sizes(arrangement).get("ep", 1) > 1:
         return {0: make(False), 1: make(True)}
     return make(False)

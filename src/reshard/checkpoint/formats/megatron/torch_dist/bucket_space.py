@@ -27,7 +27,7 @@ from typing import Any
 from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, BufferPlan, find_plan
-from reshard.checkpoint.formats.megatron.common_state import CommonState
+from reshard.checkpoint.formats.megatron.common_state import CommonState, arguments_of
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
     RankParameter,
@@ -42,7 +42,7 @@ from reshard.checkpoint.formats.megatron.legacy.stage_layouts import (
 )
 from reshard.checkpoint.formats.megatron.module_order import order_key
 from reshard.checkpoint.formats.megatron.object_items import read_object
-from reshard.checkpoint.formats.megatron.optimizer_names import common_name
+from reshard.checkpoint.formats.megatron.optimizer_names import common_key, common_name
 from reshard.checkpoint.formats.megatron.rank_parts import WholeTensors, dense_block, flat_block
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.dtypes import DType
@@ -52,7 +52,6 @@ from reshard.mesh import DeviceMesh
 _PREFIX = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_PREFIX + r"gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
 _OBJECT = re.compile(_PREFIX + r"(\w+)/shard_0_1$")
-_KEYS = {"param": "master", "fp32_param": "master"}
 
 
 def is_of_buckets(name: str) -> bool:
@@ -140,8 +139,7 @@ class BucketSpace:
     def _assemble(
         self, buffers: _Buffers, weights: Mapping[str, StoredTensor]
     ) -> Mapping[str, StoredTensor]:
-        values = self._state.values
-        arguments = {n.removeprefix("args."): v for n, v in values.items() if n.startswith("args.")}
+        arguments = arguments_of(self._state.values)
         if "tensor_model_parallel_size" not in arguments:
             raise RecipeError(
                 "there are no arguments that say how the model was cut, so which part of a bucket "
@@ -198,7 +196,7 @@ class BucketSpace:
                     continue
                 block = stages.block(parameter.name, stages.weights[parameter.name], place)
                 if block.dimension is not None or place.tp == 0:
-                    name = common_name(parameter.name, _KEYS.get(key, key))
+                    name = common_name(parameter.name, common_key(key))
                     whole.add(name, dtype, block, boxes, label)
 
 
