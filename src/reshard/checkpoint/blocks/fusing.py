@@ -309,34 +309,38 @@ def bind_boxes(
     name: str, like: StoredTensor, shape: tuple[int, ...], moved: Iterable[StoredBox]
 ) -> StoredTensor:
     """A tensor of boxes, of the type and the ranks of another."""
-    boxes: list[tuple[int, Box]] = []
-    addresses: dict[int, list[FileRange]] = {}
-    views: dict[int, list[View]] = {}
-    strided: set[int] = set()
-    for slot, box, place, strides in moved:
-        view = View(0, strides)
-        if is_dense(view, box.shape):
-            view = View.row_major(box.shape)
-        else:
-            strided.add(slot)
-        boxes.append((slot, box))
+    boxes = []
+    for one in moved:
+        boxes.append(one)
         if len(boxes) > MOST_BOXES:
             raise RecipeError(
                 f"{name!r} would lie in more than {MOST_BOXES} pieces of files; make the source "
                 "whole first (--to full), and change names then"
             )
+    if not boxes:
+        # An empty tensor needs an address all the same: that of a shard it came from.
+        slot, strides = like.stored_slots[0], View.row_major(shape).strides
+        whole = Box((0,) * len(shape), shape)
+        boxes.append(StoredBox(slot, whole, like.file_range(slot), strides))
+    slots = max(like.layout.slots, max(one.slot for one in boxes) + 1)
+    return StoredTensor(name, like.dtype, bind_stored_boxes(shape, boxes, slots))
+
+
+def bind_stored_boxes(shape: tuple[int, ...], boxes: Sequence[StoredBox], slots: int) -> Binding:
+    """The layout of boxes over `slots` ranks, with where each lies."""
+    addresses: dict[int, list[FileRange]] = {}
+    views: dict[int, list[View]] = {}
+    strided: set[int] = set()
+    for slot, box, place, strides in boxes:
+        view = View(0, strides)
+        if is_dense(view, box.shape):
+            view = View.row_major(box.shape)
+        else:
+            strided.add(slot)
         addresses.setdefault(slot, []).append(place)
         views.setdefault(slot, []).append(view)
-    # An empty tensor needs an address all the same: that of a shard it came from.
-    if not boxes:
-        # No elements: it lies nowhere, and must be somewhere.
-        slot = like.stored_slots[0]
-        boxes.append((slot, Box((0,) * len(shape), shape)))
-        addresses[slot] = [like.file_range(slot)]
-    layout = Layout.from_boxes(shape, boxes, max(like.layout.slots, max(addresses) + 1))
-    binding = Binding(
-        layout,
+    return Binding(
+        Layout.from_boxes(shape, [(one.slot, one.box) for one in boxes], slots),
         {slot: tuple(places) for slot, places in addresses.items()},
         {slot: tuple(views[slot]) for slot in strided},
     )
-    return StoredTensor(name, like.dtype, binding)

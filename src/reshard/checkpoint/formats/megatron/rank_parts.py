@@ -17,13 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.binding import Binding, FileRange, View
-from reshard.checkpoint.blocks.fusing import StoredBox
-from reshard.checkpoint.blocks.strided_spans import is_dense
+from reshard.binding import FileRange, View
+from reshard.checkpoint.blocks.fusing import StoredBox, bind_stored_boxes
 from reshard.checkpoint.contents import StoredTensor
 from reshard.dtypes import DType
 from reshard.errors import FormatError
-from reshard.layout import Box, Layout, flat_range_boxes
+from reshard.layout import Box, flat_range_boxes
 
 
 class Stretch(NamedTuple):
@@ -148,23 +147,7 @@ class WholeTensor:
 
         Raises CoverageError for a part that no rank has.
         """
-        addresses: dict[int, list[FileRange]] = {}
-        views: dict[int, list[View]] = {}
-        strided: set[int] = set()
-        for one in self.boxes:
-            view = View(0, one.strides)
-            if is_dense(view, one.box.shape):
-                view = View.row_major(one.box.shape)
-            else:
-                strided.add(one.slot)
-            addresses.setdefault(one.slot, []).append(one.place)
-            views.setdefault(one.slot, []).append(view)
-        layout = Layout.from_boxes(self.shape, [(one.slot, one.box) for one in self.boxes], slots)
-        binding = Binding(
-            layout,
-            {slot: tuple(places) for slot, places in addresses.items()},
-            {slot: tuple(views[slot]) for slot in strided},
-        )
+        binding = bind_stored_boxes(self.shape, self.boxes, slots)
         return StoredTensor(self.name, self.dtype, binding)
 
 
