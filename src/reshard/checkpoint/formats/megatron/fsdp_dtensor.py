@@ -65,8 +65,10 @@ def read(folder: Path) -> Checkpoint:
         own = next((g for g in groups if _settings(g) == meta), None)
         if own is None:
             groups.append(own := {**meta, "params": []})
-        if name not in own["params"]:
-            own["params"].append(name)
+        own["params"].append(name)
+    for group in groups:
+        # A gated layer has settings for each half.
+        group["params"] = [*dict.fromkeys(group["params"])]
     if groups:
         state.values[GROUPS] = groups
     return dataclasses.replace(

@@ -159,12 +159,8 @@ class _Arranger:
 
     def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _RankParts:
         found = _RankParts(place, slot)
-        held = [name for name in ordered if self.stages.is_held(name, place)]
-        renamed = {name: self.stages.rank_name(name, place) for name in held}
-        # The second place of a tied embedding is behind everything else.
-        held.sort(key=lambda name: renamed[name].startswith("output_layer."))
-        for name in held:
-            own = renamed[name]
+        for name in self.stages.held(ordered, place):
+            own = self.stages.rank_name(name, place)
             own = local_name(own) if self.is_local else own
             own = grouped_name(own) if self.is_grouped else own
             found.parameters[own] = name

@@ -195,9 +195,11 @@ class _Builder:
         places: dict[tuple[int, str], tuple[str, BlockPlace]] = {}
         for chunk in rank.chunks:
             shapes = {name: tensor.shape for name, tensor in chunk.tensors.items()}
+            whole_names = {name: chunk.whole_name(name) for name in chunk.tensors}
+            known = {*whole_names.values()}
             for name, tensor in chunk.tensors.items():
                 cut = self._find_cut(chunk, name, shapes)
-                whole = engine_name(chunk.whole_name(name), _whole_names(chunk))
+                whole = engine_name(whole_names[name], known)
                 place = self._place(rank.place, whole, tensor.shape, cut)
                 places[chunk.number, name] = whole, place
                 if self._is_first(rank.place, whole, cut):
@@ -286,7 +288,3 @@ class _Builder:
                 False,
             )
         )
-
-
-def _whole_names(chunk: RankChunk) -> set[str]:
-    return {chunk.whole_name(name) for name in chunk.tensors}

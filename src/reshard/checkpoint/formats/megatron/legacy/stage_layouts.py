@@ -12,6 +12,7 @@ Optimizer state is where its parameter is.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,7 +99,9 @@ class StageLayouts:
         weights = [name for name in self.shapes if split_common_name(name) is None]
         self.names = set(weights)
         self.engine = {name: engine_name(name, self.names) for name in weights}
-        self.weights = {self.engine[name]: self.shapes[name] for name in weights}
+        self.weights: dict[str, tuple[int, ...]] = {
+            self.engine[name]: self.shapes[name] for name in weights
+        }
         self.layers = self._count(_LAYER, "layers", self.grid.sizes.pp)
         self.experts = self._count_experts()
         self.is_tied = OUTPUT not in self.weights and EMBEDDING in self.weights
@@ -167,6 +170,12 @@ class StageLayouts:
                 return False
         return place.pp in self.stages(parameter)
 
+    def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
+        """Those of the parameters, in the order of modules, that the rank at a place has."""
+        found = [name for name in ordered if self.is_held(name, place)]
+        # The second place of a tied embedding is behind everything else.
+        return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
+
     def stages(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter."""
         last = self.grid.sizes.pp - 1
@@ -189,7 +198,7 @@ class StageLayouts:
         tp = self.grid.sizes.tp
         if tp == 1 or not shape:
             return None, 1
-        known = {**self.weights, parameter: shape}
+        known = ChainMap({parameter: shape}, self.weights)
         cut = find_cut(parameter, known, self.arguments.get("q_lora_rank"))
         if cut is None:
             raise RecipeError(

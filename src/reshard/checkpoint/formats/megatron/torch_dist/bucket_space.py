@@ -230,15 +230,12 @@ def _list_parameters(
     place: RankPlace,
     weights: Mapping[str, StoredTensor],
 ) -> list[RankParameter]:
-    held = [name for name in ordered if stages.is_held(name, place)]
-    # An embedding's second place is behind everything else.
-    held.sort(key=lambda name: stages.rank_name(name, place).startswith("output_layer."))
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
     return [
         RankParameter(
             0, name, dtypes[name], stages.block(name, stages.weights[name], place).block_shape
         )
-        for name in held
+        for name in stages.held(ordered, place)
     ]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from reshard.checkpoint.blocks.fusing import StoredBox, bind_boxes, list_stored_boxes
 from reshard.checkpoint.contents import StoredTensor
@@ -53,7 +54,7 @@ def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[Stored
     itemsize_bytes = tensor.dtype.itemsize_bytes
     for one in list_stored_boxes(tensor):
         # A chunk is of one block, but a tensor that is put together may have boxes of several.
-        for index in _indices(one.box.start[:-1], one.box.stop[:-1]):
+        for index in product(*map(range, one.box.start[:-1], one.box.stop[:-1])):
             steps = zip(index, one.box.start, one.strides, strict=False)
             ahead = sum((at - start) * stride for at, start, stride in steps)
             first = [at * size for at, size in zip(index, block, strict=True)]
@@ -67,12 +68,3 @@ def _list_boxes(tensor: StoredTensor, block: tuple[int, ...]) -> Iterator[Stored
                 )
                 yield one.moved(Box(start, stop), further, strides)
                 done += box.elements
-
-
-def _indices(start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not start:
-        yield ()
-        return
-    for at in range(start[0], stop[0]):
-        for rest in _indices(start[1:], stop[1:]):
-            yield (at, *rest)
