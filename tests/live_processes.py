@@ -34,6 +34,19 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What a rank of a job on this machine finds in its environment."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 class Jobs:
     """The process that forks jobs, from outside: `live_job.py`, started once for all of them."""
 

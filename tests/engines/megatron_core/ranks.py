@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 from typing import Any
+
+from live_processes import free_port, rank_variables
 
 RECORDINGS = Path(__file__).parents[2] / "golden" / "megatron_checkpoints"
 SMALL = {"layers": 2, "hidden": 8, "heads": 2, "groups": 2, "ffn": 8, "vocab": 8}
@@ -32,24 +33,14 @@ def run_ranks(world: int, job: dict[str, Any], folder: Path) -> None:
     """Run a job on so many ranks; an error has what the failing one printed."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = Path(__file__).with_name("training_process.py")
     ranks = []
     for rank in range(world):
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
         ranks.append(
             subprocess.Popen(
                 [sys.executable, str(program), str(path)],
-                env={**os.environ, **own},
+                env={**os.environ, **rank_variables(rank, world, port)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -20,6 +20,7 @@ from reshard.recipes.engine_layouts import EngineLayout
 from reshard.torch.loaders.module_layouts import module_layouts
 
 from .records import CONFIG, SIZES, Held, hold_by_recipe, mesh_of, shapes, write_record
+from .training_process import parallel_sizes
 
 # Without a device there is none to ask for.
 torch.cuda.current_device = lambda: "cpu"
@@ -33,12 +34,7 @@ def build(sizes: dict[str, int], experts: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    parallel = {
-        "tensor_model_parallel_size": sizes.get("tp", 1),
-        "pipeline_model_parallel_size": sizes.get("pp", 1),
-        "expert_model_parallel_size": sizes.get("ep", 1),
-        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
-    }
+    parallel = parallel_sizes(sizes)
 
     def build_rank(rank: int) -> Any:
         parallel_state.destroy_model_parallel()

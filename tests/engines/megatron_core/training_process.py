@@ -48,6 +48,17 @@ DEFAULTS: dict[str, Any] = {
 LENGTH = 8
 
 
+def parallel_sizes(sizes: dict[str, int]) -> dict[str, int | None]:
+    """The sizes of model parallelism by the names that Megatron has for them."""
+    return {
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("vp"),
+        "expert_model_parallel_size": sizes.get("ep", 1),
+        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
+    }
+
+
 def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     """The model's chunks on this rank, its optimizer, and its config."""
     import torch
@@ -61,13 +72,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     from megatron.core.transformer.moe import moe_utils
 
     sizes = job["sizes"]
-    parallel = {
-        "tensor_model_parallel_size": sizes.get("tp", 1),
-        "pipeline_model_parallel_size": sizes.get("pp", 1),
-        "virtual_pipeline_model_parallel_size": sizes.get("vp"),
-        "expert_model_parallel_size": sizes.get("ep", 1),
-        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
-    }
+    parallel = parallel_sizes(sizes)
     parallel_state.initialize_model_parallel(**parallel, create_gloo_process_groups=True)
     # It is asked for where Transformer Engine is not there, too.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
@@ -210,11 +215,7 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not job["tied"],
         "padded_vocab_size": job["vocab"],
         "position_embedding_type": "rope",
-        "tensor_model_parallel_size": sizes.get("tp", 1),
-        "pipeline_model_parallel_size": sizes.get("pp", 1),
-        "virtual_pipeline_model_parallel_size": sizes.get("vp"),
-        "expert_model_parallel_size": sizes.get("ep", 1),
-        "expert_tensor_parallel_size": sizes.get("etp", sizes.get("tp", 1)),
+        **parallel_sizes(sizes),
         "data_parallel_size": int(os.environ["WORLD_SIZE"])
         // (sizes.get("tp", 1) * sizes.get("pp", 1)),
         "world_size": int(os.environ["WORLD_SIZE"]),

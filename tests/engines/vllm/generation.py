@@ -55,22 +55,17 @@ def generate(
     folder: Path, load_format: str, tp: int, scratch: Path, saved: Path | None = None
 ) -> list[dict[str, object]]:
     """What each rank generates; it then saves its parameters into the folder `saved`, if given."""
-    import socket
+    # Ranks run this file, and need no other of the tests.
+    from live_processes import free_port, rank_variables
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     result = scratch / f"{folder.name}-{load_format}-{tp}.json"
     processes = []
     for rank in range(tp):
         environment = {
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(tp),
+            **rank_variables(rank, tp, port),
             "LOCAL_WORLD_SIZE": str(tp),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -78,9 +73,7 @@ def generate(
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_DIST_IDENT": f"reshard-{port}",
             "VLLM_NO_USAGE_STATS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
             "RESHARD_SAVED_STATE": str(saved or ""),
         }
         command = [sys.executable, __file__, str(folder), load_format, str(tp), str(result)]

@@ -119,27 +119,20 @@ def run_ranks(
     out: Path, folders: list[Path], tp: int, pp: int = 1, ep: bool = False, dp: int = 1
 ) -> None:
     """Start all ranks, each a process, and wait for them."""
-    import socket
+    # Ranks run this file, and need no other of the tests.
+    from live_processes import free_port, rank_variables
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     world = tp * pp * dp
     processes = []
     for rank in range(world):
         environment = {
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            **rank_variables(rank, world, port),
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_PLUGINS": "",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_DIST_IDENT": f"reshard-{port}",
         }
