@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ from reshard.checkpoint import convert
 KILLS = 50
 LAST_CALLS = 25
 POWER_FAILURES = 15
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[FaultyProcesses]:
-    processes = FaultyProcesses()
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -416,13 +415,6 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path: Path, model: Path) -> 
 
 
 # Kills
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[FaultyProcesses]:
-    processes = FaultyProcesses()
-    yield processes
-    processes.close()
 
 
 def test_killed_and_run_again(tmp_path: Path, processes: FaultyProcesses) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +238,6 @@ def test_items_of_distributed_checkpoints(tmp_path: Path) -> None:
         [1, {"a": 1}],
         "text",
     )
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[FaultyProcesses]:
-    processes = FaultyProcesses()
-    yield processes
-    processes.close()
 
 
 @pytest.fixture(scope="module")

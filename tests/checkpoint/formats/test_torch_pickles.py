@@ -264,13 +264,6 @@ def test_changed_bytes_are_an_error_or_a_checkpoint(
         return
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[FaultyProcesses]:
-    processes = FaultyProcesses()
-    yield processes
-    processes.close()
-
-
 @pytest.mark.parametrize("kill", range(8))
 def test_a_killed_run_goes_on(tmp_path: Path, processes: FaultyProcesses, kill: int) -> None:
     source = write_model(tmp_path / "whole")
