@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from numpy.typing import NDArray
 
@@ -25,17 +24,15 @@ from reshard.checkpoint.comparison import (
     compare,
 )
 from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
-from reshard.checkpoint.conversion.conversion import (
-    DEFAULT_EXTRA_BYTES,
-    Conversion,
-)
+from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.processes import OneProcess, running_processes
-from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
-from reshard.checkpoint.conversion.run import (
-    ConversionReport,
-    run_conversion,
+from reshard.checkpoint.conversion.request import (
+    ConversionRequest,
+    ConvertArguments,
+    split_arguments,
 )
+from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
 from reshard.checkpoint.conversion.source_selection import select
 from reshard.checkpoint.deltas.application import apply, plan_application
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
@@ -57,6 +54,7 @@ from reshard.checkpoint.loading.rank_arrays import describe_ranks
 from reshard.checkpoint.loading.requested import load
 from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
 from reshard.checkpoint.training.state import TrainingState, find_training_state
+from reshard.errors import UsageError
 from reshard.layout import Layout
 
 __all__ = [
@@ -105,7 +103,6 @@ __all__ = [
 ]
 
 open = open_checkpoint
-_RUN_ARGUMENTS = ("extra_bytes", "threads", "overwrite", "restart", "processes")
 
 # Imported here, so that the first call does not take the time.
 shipped_formats()
@@ -115,14 +112,7 @@ def convert(
     source: str | os.PathLike[str] | Checkpoint,
     target: str | os.PathLike[str],
     request: ConversionRequest | None = None,
-    *,
-    extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    threads: int | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: ProgressFunction | None = None,
-    stop: threading.Event | None = None,
-    **arguments: Unpack[RequestArguments],
+    **arguments: Unpack[ConvertArguments],
 ) -> ConversionReport:
     """Convert a checkpoint into one that is cut for other ranks.
 
@@ -130,7 +120,8 @@ def convert(
     `request`, or its keywords (see `ConversionRequest`): `to`, `rules`, `recipe`, `options`,
     `strategy`, `format`, `replicas`, `most_file_bytes`, `source_names`, `target_names`, `layout`,
     `include`, `exclude`, `strip_prefix`, `rename`.
-    The other arguments say how it is run (see `run_conversion`).
+    Other keywords say how it is run (see `run_conversion`): `extra_bytes`, `threads`, `overwrite`,
+    `restart`, `progress`, `processes`, `stop`.
 
     Raises:
         CheckpointError: a source that cannot be used.
@@ -138,16 +129,8 @@ def convert(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
-    conversion = plan_conversion(source, target, request, **arguments)
-    return run_conversion(
-        conversion,
-        extra_bytes=extra_bytes,
-        threads=threads,
-        overwrite=overwrite,
-        restart=restart,
-        progress=progress,
-        stop=stop,
-    )
+    asked, running = split_arguments(arguments)
+    return run_conversion(plan_conversion(source, target, request, **asked), **running)
 
 
 def convert_async(
@@ -161,10 +144,12 @@ def convert_async(
     """Convert in the background: `convert` with the same arguments, whose report is the result.
 
     It is planned before this returns, so that errors in arguments are raised here. `cancel()` of
-    the handle ends it, and the same call continues where it stopped.
+    the handle ends it, in the place of `stop`, and the same call continues where it stopped.
     """
-    running = {key: arguments.pop(key) for key in _RUN_ARGUMENTS if key in arguments}
-    conversion = plan_conversion(source, target, request, **arguments)
+    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    if "stop" in running:
+        raise UsageError("convert_async with stop; leave it out: cancel() of the handle ends it")
+    conversion = plan_conversion(source, target, request, **asked)
     return BackgroundWork(partial(run_conversion, conversion, **running), progress)
 
 

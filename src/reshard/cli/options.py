@@ -94,6 +94,12 @@ memory_option = click.option(
     metavar="SIZE",
     help="What the work may allocate.",
 )
+_RUN_OPTIONS = (
+    memory_option,
+    threads_option,
+    click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end."),
+    click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left."),
+)
 
 
 class FormatChoice(click.Choice[str]):
@@ -261,6 +267,13 @@ _CONVERSION_OPTIONS = (
 def selection_options(command: Command) -> Command:
     """The options of what is taken of a checkpoint, named as the parameters of `select`."""
     for option in reversed(_SELECTION_OPTIONS):
+        command = option(command)
+    return command
+
+
+def run_options(command: Command) -> Command:
+    """The options of how a conversion is run, named as the parameters of `run_conversion`."""
+    for option in reversed(_RUN_OPTIONS):
         command = option(command)
     return command
 

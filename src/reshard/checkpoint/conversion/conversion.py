@@ -54,6 +54,7 @@ class Conversion:
         computed: tensors that are not moved as they are, by name.
         rewritten: files beside the tensors with other content than in the source, or from
             elsewhere: the content of each, or where it is copied from.
+        digest_hint: what it means where a digest is not the one expected, beside damage.
     """
 
     source: Checkpoint
@@ -64,6 +65,7 @@ class Conversion:
     assignment: Assignment | None = None
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
     rewritten: Mapping[str, bytes | Path] = field(default_factory=dict)
+    digest_hint: str = ""
 
     @property
     def format(self) -> CheckpointFormat:

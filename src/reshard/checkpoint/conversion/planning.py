@@ -29,7 +29,7 @@ from reshard.checkpoint.conversion.request import ConversionRequest, RequestArgu
 from reshard.checkpoint.conversion.source_names import NamedSource, name_source
 from reshard.checkpoint.conversion.source_selection import take_source
 from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.formats.arrangement import NewCheckpoint
+from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import Holding
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.formats.registry import find_format
@@ -37,6 +37,7 @@ from reshard.checkpoint.training.plain_state import in_plain_values
 from reshard.checkpoint.training.state import find_training_state
 from reshard.checkpoint.training.translation import translate
 from reshard.errors import UsageError
+from reshard.layout import Layout
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
 from reshard.recipes.recipe import parse_options
@@ -69,7 +70,7 @@ def plan_conversion(
         request = ConversionRequest(**arguments)
     elif arguments:
         raise UsageError(f"a request, and beside it {next(iter(arguments))!r}; put it into the one")
-    checkpoint, target = _open_source(source, target)
+    checkpoint, target = open_apart(source, target)
     checkpoint = _decode_items(request, checkpoint)
     translated = _translate(request, take_source(request, checkpoint))
     named = name_source(request, translated.checkpoint)
@@ -107,16 +108,22 @@ def plan_conversion(
     )
 
 
-def _open_source(
+def open_apart(
     source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str]
 ) -> tuple[Checkpoint, Path]:
-    """The source, and the path of a target that is apart from it."""
+    """The source, and the path of a target that is apart from it.
+
+    Raises:
+        CheckpointError: a source that cannot be used.
+        UsageError: a target that is no path, that would replace its source, or stand in it.
+        RunError: a target that the system does not let us look at.
+    """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if not isinstance(target, str | os.PathLike):
         raise UsageError(f"a target {target!r}; give a path")
     target = Path(target)
     with refusals_explained("look at the target", target):
-        check_apart(
+        _check_apart(
             checkpoint,
             target,
             whole_folder=isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir(),
@@ -124,7 +131,21 @@ def _open_source(
     return checkpoint, target
 
 
-def check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
+def arrange_whole(request: ConversionRequest, checkpoint: Checkpoint) -> Arrangement:
+    """The files of a target that has the tensors of a checkpoint, and each of them whole."""
+    return request.target_format.arrange(
+        NewCheckpoint(
+            {
+                name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
+                for name, one in checkpoint.tensors.items()
+            },
+            metadata=checkpoint.metadata,
+            most_file_bytes=request.most_file_bytes,
+        )
+    )
+
+
+def _check_apart(checkpoint: Checkpoint, target: Path, *, whole_folder: bool) -> None:
     """Raise UsageError where a target would replace its source, or stand in it."""
     source, goal = checkpoint.folder.resolve(), target.resolve()
     if whole_folder and source in goal.parents:

@@ -1,17 +1,21 @@
 """Requests of conversions: what to cut for, by which rules, and into which files.
 
 `convert`, `plan_conversion` and the command take the same keywords; they make a
-`ConversionRequest`, which is refused where they contradict each other.
+`ConversionRequest`, which is refused where they contradict each other. What runs, such as
+`convert`, takes those of a run beside them: `RunArguments`.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict
+from typing import TypedDict, cast
 
+from reshard.checkpoint.conversion.processes import Processes
+from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.formats.arrangement import REPLICAS
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
 from reshard.checkpoint.formats.registry import written_format
@@ -64,6 +68,33 @@ class RequestArguments(CutArguments, total=False):
     training: str | None
     adapters: Iterable[str | os.PathLike[str]]
     source_layout: LayoutFile | None
+
+
+class RunArguments(TypedDict, total=False):
+    """The keywords that say how a conversion is run (see `run_conversion`)."""
+
+    extra_bytes: int
+    threads: int | None
+    overwrite: bool
+    restart: bool
+    progress: ProgressFunction | None
+    processes: Processes | None
+    stop: threading.Event | None
+
+
+class ConvertArguments(RequestArguments, RunArguments, total=False):
+    """The keywords of what plans a conversion and runs it."""
+
+
+def split_arguments(arguments: ConvertArguments) -> tuple[RequestArguments, RunArguments]:
+    """The keywords of a request, and those of a run.
+
+    >>> split_arguments({"to": "tp=2", "threads": 1})
+    ({'to': 'tp=2'}, {'threads': 1})
+    """
+    asked: dict[str, object] = {**arguments}
+    running = {name: asked.pop(name) for name in RunArguments.__annotations__ if name in asked}
+    return cast(RequestArguments, asked), cast(RunArguments, running)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.checkpoint.manifest import MANIFEST_NAME, manifest_of
 from reshard.elements.casting import CastCounts
-from reshard.errors import InterruptedRunError, RunError
+from reshard.errors import DigestError, InterruptedRunError, RunError
 from reshard.log import LOGGER
 from reshard.runs import IntArray
 from reshard.text.quantities import count_text
@@ -281,15 +281,13 @@ class _ConversionRun:
         read = sum(source.read_bytes for source in self.sources)
         written = sum(target.written_bytes for target in self.targets)
         buffers = self.threads * self.conversion.workspace_bytes_of(self.extra_bytes)
-        others = self.processes.collect(
-            (read, written, buffers, self.counts, self.checksums.state())
-        )
-        self.by_process = tuple((read, written) for read, written, *_ in others)
-        self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in others)
-        self.counts = sum((counts for _, _, _, counts, _ in others), CastCounts())
+        done = self.processes.collect((read, written, buffers, self.counts, self.checksums.state()))
+        self.by_process = tuple((read, written) for read, written, *_ in done)
+        self.buffers_by_process = tuple(buffers for _, _, buffers, *_ in done)
+        self.counts = sum((counts for _, _, _, counts, _ in done), CastCounts())
         if self.staging.owner is None:
             return
-        for rank, (*_, state) in enumerate(others):
+        for rank, (*_, state) in enumerate(done):
             if rank != self.processes.rank:
                 self.checksums.merge(state)
         for record in self.staging.other_records():
@@ -453,6 +451,8 @@ def run_conversion(
         # The other processes would wait for this one until their timeout.
         processes.fail(str(error) or type(error).__name__)
         LOGGER.warning("%s: not converted: %s", conversion.target, error or type(error).__name__)
+        if isinstance(error, DigestError) and conversion.digest_hint:
+            raise DigestError(f"{error}. {conversion.digest_hint}") from error
         if not isinstance(error, KeyboardInterrupt | StoppedError):
             raise
         done = (

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Unpack
 
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_EXTRA_BYTES, Conversion
-from reshard.checkpoint.conversion.planning import check_apart, plan_conversion
-from reshard.checkpoint.conversion.processes import Processes
-from reshard.checkpoint.conversion.request import ConversionRequest, RequestArguments
+from reshard.checkpoint.conversion.conversion import Conversion
+from reshard.checkpoint.conversion.planning import open_apart, plan_conversion
+from reshard.checkpoint.conversion.request import (
+    ConversionRequest,
+    ConvertArguments,
+    RequestArguments,
+    split_arguments,
+)
 from reshard.checkpoint.conversion.run import ConversionReport, run_conversion
 from reshard.checkpoint.deltas.delta_file import Delta, read_delta
 from reshard.checkpoint.deltas.patching import PatchedCheckpoint, check_files, patch
 from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.files.progress import ProgressFunction
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint, PlannedTensor
 from reshard.checkpoint.formats.format import CheckpointFormat, Holding
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format, written_names
-from reshard.errors import DigestError, UsageError
+from reshard.errors import UsageError
 from reshard.layout import Layout
 
 PathLike = str | os.PathLike[str]
@@ -59,15 +61,12 @@ def plan_application(
         DigestError: the same, by digests that are known beforehand.
         UsageError: arguments that contradict each other, or that change elements or names.
     """
-    checkpoint = base if isinstance(base, Checkpoint) else open_checkpoint(base)
     many = deltas if isinstance(deltas, Sequence) and not isinstance(deltas, str) else [deltas]
     opened = [one if isinstance(one, Delta) else read_delta(one) for one in many]
     if not opened:
         raise UsageError("no delta to apply; name at least one")
-    is_folder = isinstance(base, Checkpoint) or Path(os.fspath(base)).is_dir()
-    target = Path(target)
+    checkpoint, target = open_apart(base, target)
     with refusals_explained("look at the target", target):
-        check_apart(checkpoint, target, whole_folder=is_folder)
         for delta in opened:
             if target.resolve() in delta.path.resolve().parents:
                 raise UsageError(
@@ -95,6 +94,9 @@ def plan_application(
         computed={**conversion.computed, **computed},
         rewritten={**conversion.rewritten, **patched.rewritten},
         resolved={**conversion.resolved, "deltas": tuple(one.digest.hex() for one in opened)},
+        digest_hint=(
+            f"The delta is for another state of {checkpoint.folder}, or one of the two is damaged"
+        ),
     )
 
 
@@ -103,15 +105,11 @@ def apply(
     deltas: PathLike | Delta | Sequence[PathLike | Delta],
     target: PathLike,
     request: ConversionRequest | None = None,
-    *,
-    extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    threads: int | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: ProgressFunction | None = None,
-    **arguments: Unpack[RequestArguments],
+    **arguments: Unpack[ConvertArguments],
 ) -> ConversionReport:
-    """Write a checkpoint with deltas applied, as `plan_application` and `run_application` do.
+    """Write a checkpoint with deltas applied.
+
+    The arguments are those of `plan_application`, and as keywords those of `run_conversion`.
 
     Raises:
         CheckpointError: a base or a delta that cannot be used; a delta of another checkpoint.
@@ -119,48 +117,8 @@ def apply(
         UsageError: arguments that contradict each other; a target that exists.
         RunError: a failure while running; the same call continues.
     """
-    conversion = plan_application(base, deltas, target, request, **arguments)
-    return run_application(
-        conversion,
-        extra_bytes=extra_bytes,
-        threads=threads,
-        overwrite=overwrite,
-        restart=restart,
-        progress=progress,
-    )
-
-
-def run_application(
-    conversion: Conversion,
-    *,
-    extra_bytes: int = DEFAULT_EXTRA_BYTES,
-    threads: int | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: ProgressFunction | None = None,
-    processes: Processes | None = None,
-) -> ConversionReport:
-    """Run a conversion of `plan_application`; the arguments are those of `run_conversion`.
-
-    Raises:
-        DigestError: a base that is not what the delta was made from; a damaged delta.
-        RunError: a failure while running; the same call continues.
-    """
-    try:
-        return run_conversion(
-            conversion,
-            extra_bytes=extra_bytes,
-            threads=threads,
-            overwrite=overwrite,
-            restart=restart,
-            progress=progress,
-            processes=processes,
-        )
-    except DigestError as error:
-        raise DigestError(
-            f"{error}. The delta is for another state of {conversion.source.folder}, or one of "
-            "the two is damaged"
-        ) from error
+    asked, running = split_arguments(arguments)
+    return run_conversion(plan_application(base, deltas, target, request, **asked), **running)
 
 
 def _check_request(request: ConversionRequest) -> None:

@@ -11,20 +11,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from pathlib import Path
 
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.engine_states import LAYOUT_NAME
-from reshard.checkpoint.conversion.planning import check_apart
+from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest
 from reshard.checkpoint.engines.rank_parameters import check_sources, rank_parameters
-from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.vllm_sharded_state import NAME, rank_prefix
 from reshard.errors import UsageError
-from reshard.layout import Layout
 from reshard.plans.documents.serialization import to_json
 from reshard.recipes.engine_layouts import EngineLayout
 
@@ -61,27 +56,14 @@ def plan_for_vllm(
             f"a layout for {layout.mesh.text}: vLLM's sharded_state has no names for replicas; "
             "derive one with dp=1, and give each replica the same files"
         )
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    target = Path(target)
-    with refusals_explained("look at the target", target):
-        whole = isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir()
-        check_apart(checkpoint, target, whole_folder=whole)
+    checkpoint, target = open_apart(source, target)
     check_sources(layout, checkpoint)
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     ranks = {f"{rank_prefix(one.rank, tp, pp)}/": one for one in layout.ranks}
     found = rank_parameters(checkpoint, ranks)
     checkpoint = found.bound
     request = ConversionRequest(to="full", format=NAME, most_file_bytes=most_file_bytes)
-    arrangement = request.target_format.arrange(
-        NewCheckpoint(
-            {
-                n: PlannedTensor(t.dtype, Layout.whole(t.shape, [0], 1))
-                for n, t in found.tensors.items()
-            },
-            metadata=checkpoint.metadata,
-            most_file_bytes=most_file_bytes,
-        )
-    )
+    arrangement = arrange_whole(request, checkpoint)
     text = to_json(layout)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     # Beside the files, so that the model's own tensors can be made of them again.

@@ -25,13 +25,10 @@ from reshard.checkpoint.changes.adapters import merge_adapters
 from reshard.checkpoint.changes.planning import ChangedElements, change_elements
 from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.conversion.conversion import Conversion
-from reshard.checkpoint.conversion.planning import check_apart
+from reshard.checkpoint.conversion.planning import arrange_whole, open_apart
 from reshard.checkpoint.conversion.request import ConversionRequest, RecipeName
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import select_from
-from reshard.checkpoint.files.folders import refusals_explained
-from reshard.checkpoint.formats.arrangement import NewCheckpoint, PlannedTensor
-from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.checkpoint.naming.selection import by_new_names
 from reshard.checkpoint.pretrained.model_folder import (
@@ -48,7 +45,6 @@ from reshard.checkpoint.pretrained.weights import model_name, take_weights
 from reshard.checkpoint.training.state import find_training_state
 from reshard.elements.casting import is_castable
 from reshard.errors import CheckpointError, RecipeError
-from reshard.layout import Layout
 from reshard.recipes.config.expressions import parse_expression
 from reshard.recipes.library import choose_recipe
 from reshard.recipes.recipe import Recipe
@@ -108,11 +104,7 @@ def plan_for_pretrained(
         strip_prefix=strip_prefix,
         rename=rename,
     )
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    target = Path(target)
-    with refusals_explained("look at the target", target):
-        whole = isinstance(source, Checkpoint) or Path(os.fspath(source)).is_dir()
-        check_apart(checkpoint, target, whole_folder=whole)
+    checkpoint, target = open_apart(source, target)
     files = find_model_files(checkpoint, config)
     chosen = choose_recipe(files.config) if recipe is None else find_recipe(recipe, checkpoint)
     checkpoint = select_from(checkpoint, request.selection)
@@ -129,16 +121,7 @@ def plan_for_pretrained(
     weights = changed.checkpoint
     content = config_bytes(with_dtype(found, most_common_type(weights)))
     notes = [*weights.notes, *names.notes, *tied.notes, *_describe_place(files, checkpoint)]
-    arrangement = request.target_format.arrange(
-        NewCheckpoint(
-            {
-                name: PlannedTensor(one.dtype, Layout.whole(one.shape, [0], 1))
-                for name, one in weights.tensors.items()
-            },
-            metadata=weights.metadata,
-            most_file_bytes=most_file_bytes,
-        )
-    )
+    arrangement = arrange_whole(request, weights)
     companions = {name: path for name, path in files.companions.items() if name != CONFIG}
     resolved = {
         "for": "hf",

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import click
 
-from reshard.checkpoint.conversion.processes import running_processes
-from reshard.checkpoint.deltas.application import plan_application, run_application
-from reshard.cli.commands.convert import report_json, report_lines
+from reshard.checkpoint.conversion.request import ConvertArguments, split_arguments
+from reshard.checkpoint.deltas.application import plan_application
+from reshard.cli.commands.convert import run_and_report
 from reshard.cli.failures import DONE
 from reshard.cli.options import (
     as_path,
     conversion_options,
     json_option,
-    memory_option,
     quiet_option,
-    threads_option,
+    run_options,
 )
-from reshard.cli.output import printable, write, write_error, write_json
-from reshard.cli.progress import shown_progress
-from reshard.errors import InterruptedRunError
 
 
 @click.command()
@@ -28,23 +24,16 @@ from reshard.errors import InterruptedRunError
 @click.argument("deltas", nargs=-1, required=True)
 @click.argument("target", callback=as_path)
 @conversion_options
-@memory_option
-@threads_option
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
-@click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
+@run_options
 @json_option
 @quiet_option
 def apply(
     base: str,
     deltas: tuple[str, ...],
     target: str,
-    extra_bytes: int,
-    threads: int | None,
-    overwrite: bool,
-    restart: bool,
     as_json: bool,
     quiet: bool,
-    **conversion_arguments: Any,
+    **arguments: Any,
 ) -> int:
     """Write BASE with the changes of DELTAS as TARGET.
 
@@ -67,29 +56,8 @@ def apply(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    try:
-        conversion = plan_application(base, deltas, target, **conversion_arguments)
-        for loss in conversion.losses:
-            write_error(f"note: {printable(loss)}")
-        with (
-            running_processes() as processes,
-            shown_progress("applying", quiet or processes.rank > 0) as progress,
-        ):
-            report = run_application(
-                conversion,
-                extra_bytes=extra_bytes,
-                threads=threads,
-                overwrite=overwrite,
-                restart=restart,
-                progress=progress,
-                processes=processes,
-            )
-            # What was done is said once.
-            quiet, as_json = (quiet, as_json) if processes.rank == 0 else (True, False)
-    except KeyboardInterrupt:
-        raise InterruptedRunError("interrupted; the same command continues") from None
-    if as_json:
-        write_json({**report_json(base, target, conversion, report), "deltas": list(deltas)})
-    elif not quiet:
-        write("\n".join(report_lines(base, target, conversion, report)))
+    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    conversion = plan_application(base, deltas, target, **asked)
+    beside = {"deltas": list(deltas)}
+    run_and_report("applying", (base, target), conversion, running, as_json, quiet, beside)
     return DONE

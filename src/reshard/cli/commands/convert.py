@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from reshard.checkpoint.conversion.conversion import Conversion
 from reshard.checkpoint.conversion.processes import running_processes
+from reshard.checkpoint.conversion.request import (
+    ConvertArguments,
+    RunArguments,
+    split_arguments,
+)
 from reshard.checkpoint.conversion.run import (
     ConversionReport,
     expect_runnable,
@@ -21,10 +27,9 @@ from reshard.cli.options import (
     as_path,
     conversion_options,
     json_option,
-    memory_option,
     quiet_option,
+    run_options,
     source_cut_options,
-    threads_option,
 )
 from reshard.cli.output import (
     cut_text,
@@ -47,8 +52,6 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
 @click.argument("target", callback=as_path)
 @source_cut_options
 @conversion_options
-@memory_option
-@threads_option
 @for_option
 @config_option
 @click.option(
@@ -57,8 +60,7 @@ from reshard.text.quantities import bytes_text, count_text, duration_text, rate_
     help="Say what would be written, tensor by tensor, and write nothing. Refused for what the run "
     "would be.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists, at the very end.")
-@click.option("--restart", is_flag=True, help="Begin anew what an interrupted run left.")
+@run_options
 @json_option
 @quiet_option
 def convert(
@@ -66,14 +68,10 @@ def convert(
     target: str,
     target_kind: str | None,
     config: str | None,
-    extra_bytes: int,
-    threads: int | None,
     dry_run: bool,
-    overwrite: bool,
-    restart: bool,
     as_json: bool,
     quiet: bool,
-    **conversion_arguments: Any,
+    **arguments: Any,
 ) -> int:
     """Cut the checkpoint SOURCE for other ranks, as TARGET.
 
@@ -104,44 +102,58 @@ def convert(
       files [{name, rank, size_bytes}]
       unmatched, unused_rules, unused_recipe_rules, unused_axes, notes
     """
-    try:
-        conversion = plan_from_options(source, target, target_kind, config, **conversion_arguments)
-        if dry_run:
-            expect_runnable(conversion, extra_bytes, threads)
-            begun = check_target(conversion.target, overwrite, restart)
-            if as_json:
-                write_json(_as_dry_json(source, conversion, begun))
-            elif not quiet:
-                write("\n".join(_as_dry_text(source, conversion, begun)))
-            return DONE
-        # Before the work, not after hours of it.
-        for loss in conversion.losses:
-            write_error(f"note: {printable(loss)}")
-        with (
-            running_processes() as processes,
-            shown_progress("converting", quiet or processes.rank > 0) as progress,
-        ):
-            report = run_conversion(
-                conversion,
-                extra_bytes=extra_bytes,
-                threads=threads,
-                overwrite=overwrite,
-                restart=restart,
-                progress=progress,
-                processes=processes,
-            )
-            # What was done is said once.
-            quiet, as_json = (quiet, as_json) if processes.rank == 0 else (True, False)
-    except KeyboardInterrupt:
-        raise InterruptedRunError("interrupted; the same command continues") from None
+    asked, running = split_arguments(cast(ConvertArguments, arguments))
+    conversion = plan_from_options(source, target, target_kind, config, **asked)
+    if not dry_run:
+        run_and_report("converting", (source, target), conversion, running, as_json, quiet)
+        return DONE
+    expect_runnable(conversion, running["extra_bytes"], running["threads"])
+    begun = check_target(conversion.target, running["overwrite"], running["restart"])
     if as_json:
-        write_json(report_json(source, target, conversion, report))
+        write_json(_as_dry_json(source, conversion, begun))
     elif not quiet:
-        write("\n".join(report_lines(source, target, conversion, report)))
+        write("\n".join(_as_dry_text(source, conversion, begun)))
     return DONE
 
 
-def report_lines(
+def run_and_report(
+    verb: str,
+    places: tuple[str, str],
+    conversion: Conversion,
+    running: RunArguments,
+    as_json: bool,
+    quiet: bool,
+    beside: Mapping[str, Any] | None = None,
+) -> None:
+    """Run a conversion, and say what was done.
+
+    `places` are the source and the target as the user named them, `beside` more keys of --json.
+
+    Raises:
+        InterruptedRunError: ctrl-C.
+    """
+    # Before the work, not after hours of it.
+    for loss in conversion.losses:
+        write_error(f"note: {printable(loss)}")
+    try:
+        with (
+            running_processes() as processes,
+            shown_progress(verb, quiet or processes.rank > 0) as progress,
+        ):
+            running = {**running, "progress": progress, "processes": processes}
+            report = run_conversion(conversion, **running)
+    except KeyboardInterrupt:
+        raise InterruptedRunError("interrupted; the same command continues") from None
+    # What was done is said once.
+    if processes.rank > 0:
+        return
+    if as_json:
+        write_json({**_report_json(*places, conversion, report), **(beside or {})})
+    elif not quiet:
+        write("\n".join(_report_lines(*places, conversion, report)))
+
+
+def _report_lines(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> list[str]:
     lines = [
@@ -239,7 +251,7 @@ def _bytes_per_s(report: ConversionReport) -> float | None:
     return converted / report.seconds_s if converted > 0 and report.seconds_s > 0 else None
 
 
-def report_json(
+def _report_json(
     source: str, target: str, conversion: Conversion, report: ConversionReport
 ) -> dict[str, Any]:
     arrangement = conversion.arrangement
