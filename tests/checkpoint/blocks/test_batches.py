@@ -6,25 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from checkpoint.checkpoint_files import check_shards, read_file, tensor, write_file
 from reshard import DeviceMesh, checkpoint, spec
-from reshard.checkpoint.blocks.batches import equal_steps
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30))
-def test_equal_steps_make_up_the_columns(steps: list[tuple[int, int]]) -> None:
-    first, second = np.cumsum(np.array(steps, dtype=np.int64).reshape(-1, 2), axis=0).T
-    found = list(equal_steps(first, second))
-    assert [begin for begin, _ in found] == [0, *(end for _, end in found)][: len(found)]
-    assert not steps or found[-1][1] == len(steps)
-    for begin, end in found:
-        for column in (first, second):
-            assert len(set(np.diff(column[begin:end]).tolist())) <= 1
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +30,17 @@ from reshard.checkpoint.blocks.block_io import (
     largest_span_bytes,
 )
 from reshard.checkpoint.blocks.grid import BlockGrid
+from reshard.checkpoint.blocks.joined_ranges import (
+    JoinedRange,
+    arrays_at,
+    equal_steps,
+    in_rounds,
+    join_pieces,
+)
 from reshard.checkpoint.blocks.strided_spans import spans_of
 from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.blocks.tiles import Span, Tiles, source_tiles, target_tiles
-from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer, BufferRegion
+from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, AlignedBuffer
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.files.target_file import TargetFile
 from reshard.runs import IntArray
@@ -93,16 +99,6 @@ class _Stretch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _JoinedRange:
-    """Bytes of a file that hold the pieces `pieces`, in the order in which they lie there."""
-
-    file: int
-    start_bytes: int
-    size_bytes: int
-    pieces: IntArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _FilePieces:
     """Bytes of files: the file's number, begin and size of each; and which spans they are."""
 
@@ -111,33 +107,9 @@ class _FilePieces:
     size: IntArray
     stretches: list[_Stretch]
 
-    def ranges(self, gap_bytes: int, most_bytes: int) -> Iterator[_JoinedRange]:
+    def ranges(self, gap_bytes: int, most_bytes: int) -> Iterator[JoinedRange]:
         """The pieces that lie together, up to `most_bytes` of them or one piece."""
-        count = len(self.start)
-        order = np.lexsort((self.start, self.file)) if count > 1 else np.arange(count)
-        ends = np.append(np.flatnonzero(np.diff(self.file[order])) + 1, len(order)).tolist()
-        low = 0
-        for high in ends:
-            of_file = order[low:high]
-            start = self.start[of_file]
-            # Tied tensors may overlap: what counts is how far all before reach.
-            reach = np.maximum.accumulate(start + self.size[of_file])
-            breaks = np.flatnonzero(start[1:] - reach[:-1] > gap_bytes) + 1
-            first = 0
-            for last in (*breaks.tolist(), high - low):
-                while first < last:
-                    limit = start[first] + most_bytes
-                    stop = first + int(np.searchsorted(reach[first:last], limit, "right"))
-                    stop = max(stop, first + 1)
-                    begin = int(start[first])
-                    yield _JoinedRange(
-                        int(self.file[of_file[0]]),
-                        begin,
-                        int(reach[stop - 1]) - begin,
-                        of_file[first:stop],
-                    )
-                    first = stop
-            low = high
+        return join_pieces(self.file, self.start, self.size, gap_bytes, most_bytes)
 
 
 class _BatchAccess:
@@ -218,8 +190,8 @@ class _BatchAccess:
             )
             places, targets = at[mine], of.at[mine - stretch.low]
             for a, b in equal_steps(places, targets):
-                outer = _array(memory, storage, span.shape, places[a:b], span.strides)
-                inner = _array(of.memory, storage, box_shape, targets[a:b])
+                outer = arrays_at(memory, storage, span.shape, places[a:b], span.strides)
+                inner = arrays_at(of.memory, storage, box_shape, targets[a:b])
                 # Padding is written as zeros, not as what was in the buffer.
                 if span.has_gaps and not into_blocks:
                     outer[...] = np.zeros((), dtype=storage)
@@ -347,7 +319,7 @@ class BatchWriter(_BatchAccess):
         memory = blocks[0].memory if blocks else memoryview(b"")
         span_memory = workspace.span.memory
 
-        def copied() -> Iterator[_JoinedRange]:
+        def copied() -> Iterator[JoinedRange]:
             for one in pieces.ranges(0, workspace.span_bytes):
                 begin = int(in_block[one.pieces[0]])
                 # In memory as in the file, and congruent to its place there modulo a page.
@@ -370,68 +342,11 @@ class BatchWriter(_BatchAccess):
             self._show(pieces, chosen, span_memory, at)
         return written
 
-    def _write(self, one: _JoinedRange, memory: memoryview, written: set[str]) -> None:
+    def _write(self, one: JoinedRange, memory: memoryview, written: set[str]) -> None:
         name = self._file_names[one.file]
         written.add(name)
         self._files[name].write(memory, one.start_bytes)
 
 
-def in_rounds(
-    ranges: Iterator[_JoinedRange], buffer: AlignedBuffer
-) -> Iterator[list[tuple[_JoinedRange, BufferRegion]]]:
-    """The ranges with their places in a buffer, as many at a time as it has room for."""
-    together: list[tuple[_JoinedRange, BufferRegion]] = []
-    end = 0
-    for one in ranges:
-        if together and end + AlignedBuffer.capacity_for(one.size_bytes) > buffer.capacity_bytes:
-            yield together
-            together, end = [], 0
-        region = buffer.region(one.start_bytes, one.size_bytes, at=end)
-        together.append((one, region))
-        end = region.end_bytes
-    if together:
-        yield together
-
-
-def equal_steps(*columns: IntArray) -> Iterator[tuple[int, int]]:
-    """The longest stretches, `(begin, end)`, in which every column has equal steps.
-
-    >>> list(equal_steps(np.array([0, 4, 8, 9, 20]), np.array([0, 1, 2, 3, 4])))
-    [(0, 3), (3, 5)]
-    """
-    count, begin = len(columns[0]), 0
-    if count > 2:
-        changes = np.zeros(count - 2, dtype=bool)
-        for column in columns:
-            steps = np.diff(column)
-            changes |= steps[1:] != steps[:-1]
-        for change in np.flatnonzero(changes).tolist():
-            # The step before the change ends a stretch, unless it belongs to the one before.
-            if change >= begin:
-                yield begin, change + 2
-                begin = change + 2
-    if begin < count:
-        yield begin, count
-
-
 def _join(columns: list[IntArray]) -> IntArray:
     return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
-
-
-def _array(
-    memory: memoryview,
-    storage: np.dtype[Any],
-    shape: tuple[int, ...],
-    at: IntArray,
-    strides: tuple[int, ...] | None = None,
-) -> np.ndarray[Any, Any]:
-    """Arrays of one shape at equal distances in memory, as one of a dimension more."""
-    inner: list[int] = []
-    step = storage.itemsize
-    for size in reversed(shape):
-        inner.insert(0, step)
-        step *= size
-    if strides is not None:
-        inner = [stride * storage.itemsize for stride in strides]
-    between = int(at[1] - at[0]) if len(at) > 1 else step
-    return np.ndarray((len(at), *shape), storage, memory, int(at[0]), (between, *inner))
