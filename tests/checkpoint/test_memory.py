@@ -64,7 +64,7 @@ def cut_holes(whole: Path, folder: Path, to: str, rule: str) -> Path:
     folder.mkdir()
     conversion = plan_conversion(whole, folder.with_name("nowhere"), to=to, rules=[rule])
     for file in conversion.arrangement.files:
-        (folder / file.stored.name).write_bytes(file.content)
+        (folder / file.stored.name).write_bytes(b"".join(piece for _, piece in file.known_bytes()))
         os.truncate(folder / file.stored.name, file.stored.size_bytes)
     return folder
 

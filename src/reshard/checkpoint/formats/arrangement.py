@@ -160,6 +160,8 @@ def find_storing_ranks(
     """
     stored_bytes: dict[int, int] = {}
     storing: dict[str, frozenset[int]] = {}
+    # Equal ones are one object: there may be very many.
+    make_set = lru_cache(maxsize=None)(frozenset[int])
     for name, tensor in tensors.items():
         chosen: list[int] = []
         for slots, elements in _group_equal_shards(tensor.layout):
@@ -171,7 +173,7 @@ def find_storing_ranks(
             for slot in storing_slots:
                 size_bytes = elements * tensor.dtype.itemsize_bytes
                 stored_bytes[slot] = stored_bytes.get(slot, 0) + size_bytes
-        storing[name] = frozenset(chosen)
+        storing[name] = make_set(tuple(chosen))
     return storing
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,20 @@ from reshard.checkpoint.formats.safetensors.header_text import (
     find_metadata,
     read_columns,
     sorted_by_offset,
-    write_entries,
+)
+from reshard.checkpoint.formats.safetensors.new_header import (
+    LARGEST_HEADER_BYTES,
+    NewHeader,
+    aligned_rows,
+    number_kinds,
+    place_header,
 )
 from reshard.checkpoint.formats.safetensors.values import (
     LARGEST_OFFSET,
     LENGTH_BYTES,
     FileHeader,
-    HeaderKind,
     HeaderTensors,
     TensorHeader,
-    check_metadata,
-    check_shape,
     is_text,
     shown,
     tensor_size_bytes,
@@ -78,9 +81,6 @@ __all__ = [
     "read_metadata",
     "tensor_size_bytes",
 ]
-
-#: What the safetensors package refuses to exceed, the 8 bytes of the length not counted.
-LARGEST_HEADER_BYTES = 100_000_000
 
 SUFFIX = ".safetensors"
 
@@ -297,16 +297,9 @@ def aligned_order(
     >>> [name for name, _, _ in aligned_order([small, large])]
     ['w', 'b']
     """
-    _check_alignment(alignment_bytes)
-    is_rest: dict[HeaderKind, bool] = {}
-
-    def key(tensor: NamedTensor) -> bool:
-        kind = tensor[1:]
-        if kind not in is_rest:
-            is_rest[kind] = tensor_size_bytes(*kind) % alignment_bytes > 0
-        return is_rest[kind]
-
-    return tuple(sorted(tensors, key=key))
+    tensors = tuple(tensors)
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    return tuple(tensors[row] for row in aligned_rows(kinds, kind, alignment_bytes).tolist())
 
 
 def build_header(
@@ -328,79 +321,18 @@ def build_header(
     Raises UsageError for what such a file cannot say: a type without a tag, a name given
     twice or reserved, an impossible shape, metadata that is not text, a header over 100 MB.
     """
-    _check_alignment(alignment_bytes)
     tensors = tuple(tensors)
-    names = [name for name, _, _ in tensors]
-    numbers: dict[HeaderKind, int] = {}
-    kind = np.array(
-        [
-            numbers.setdefault((element, tuple(shape)), len(numbers))
-            for _, element, shape in tensors
-        ],
-        dtype=np.int64,
+    kinds, kind = number_kinds((element, shape) for _, element, shape in tensors)
+    names = tuple(name for name, _, _ in tensors)
+    rows = np.arange(len(names))
+    new = NewHeader(names, rows, kinds, kind, metadata or {}, alignment_bytes=alignment_bytes)
+    place_header(new, label)
+    placed = HeaderTensors(names, kinds, kind, new.starts)
+    return b"".join(new.pieces()), FileHeader(
+        label, new.metadata, placed, new.data_start_bytes, new.file_size_bytes
     )
-    kinds = tuple(numbers)
-    try:
-        check_metadata(label, metadata or {})
-        _check_names(label, names)
-        for number, (element, shape) in enumerate(kinds):
-            name = names[int(np.argmax(kind == number))]
-            if element.safetensors_tag is None:
-                raise UsageError(
-                    f"{label}: tensor {shown(name)}: safetensors has no tag for {element}. "
-                    f"Convert the tensor to another type, or store its bytes as uint8"
-                )
-            check_shape(name, element, shape)
-        counts = np.bincount(kind, minlength=len(kinds)).tolist()
-        sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
-        size_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        if size_bytes > LARGEST_OFFSET:
-            raise UsageError(f"{label}: {size_bytes} bytes of tensors, expected fewer than 2**63")
-        parts = [write_entries(names, kinds, kind)] if tensors else []
-        if metadata:
-            own = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
-            parts.insert(0, f'"__metadata__":{own}')
-        text = f"{{{','.join(parts)}}}".encode()
-        # Spaces behind the JSON put the data on a multiple of the alignment.
-        text += b" " * (-(LENGTH_BYTES + len(text)) % alignment_bytes)
-        if len(text) > LARGEST_HEADER_BYTES:
-            raise UsageError(
-                f"{label}: the header has {len(text)} bytes, expected at most "
-                f"{LARGEST_HEADER_BYTES} (100 MB)"
-            )
-        data_start_bytes = LENGTH_BYTES + len(text)
-        each = np.array(sizes or [0], dtype=np.int64)[kind]
-        placed = HeaderTensors(names, kinds, kind, data_start_bytes + np.cumsum(each) - each)
-        header = FileHeader(
-            label, metadata or {}, placed, data_start_bytes, data_start_bytes + size_bytes
-        )
-    except FormatError as error:
-        raise UsageError(str(error)) from error
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text, header
-
-
-def _check_names(label: str, names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    # All at once first: nearly always they are right.
-    if all(isinstance(name, str) for name in names) and is_text("".join(names)):
-        seen.update(names)
-        if len(seen) == len(names) and "__metadata__" not in seen:
-            return
-        seen.clear()
-    for name in names:
-        if not is_text(name) or name == "__metadata__" or name in seen:
-            raise UsageError(
-                f"{label}: tensor {shown(name)}: no name for a tensor here. Expected text "
-                f"that UTF-8 can say, not '__metadata__', and every name once"
-            )
-        seen.add(name)
 
 
 def _are_integers(value: object) -> bool:
     # type, not isinstance: True is an integer to Python and not to JSON.
     return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _check_alignment(alignment_bytes: int) -> None:
-    if alignment_bytes < 1:
-        raise UsageError(f"alignment_bytes {alignment_bytes}: expected at least 1, usually 4096")

@@ -111,11 +111,13 @@ def sorted_by_offset(tensors: HeaderTensors) -> HeaderTensors:
     return HeaderTensors(names, tensors.kinds, tensors.kind[order], tensors.starts[order])
 
 
-def write_entries(names: Sequence[str], kinds: Sequence[HeaderKind], kind: IntArray) -> str:
-    """The entries of tensors that follow each other from offset 0 on, as JSON text."""
+def write_entries(
+    names: Sequence[str], kinds: Sequence[HeaderKind], kind: IntArray, begin: int = 0
+) -> str:
+    """The entries of tensors that follow each other from offset `begin` on, as JSON text."""
     sizes = [tensor_size_bytes(element, shape) for element, shape in kinds]
-    stops = np.cumsum(np.array(sizes or [0], dtype=np.int64)[kind])
-    starts = [0, *stops[:-1].tolist()]
+    stops = begin + np.cumsum(np.array(sizes or [0], dtype=np.int64)[kind])
+    starts = [begin, *stops[:-1].tolist()]
     texts = [
         f'":{{"dtype":"{element.safetensors_tag}","shape":[{",".join(map(str, shape))}],'
         for element, shape in kinds

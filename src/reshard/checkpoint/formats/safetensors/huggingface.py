@@ -12,7 +12,7 @@ file where one would outgrow the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
-    NewFile,
     find_kinds,
     group_by_bytes,
 )
@@ -31,9 +30,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     OWN_METADATA,
     SUFFIX,
     FileHeader,
-    NamedTensor,
-    aligned_order,
-    build_header,
     drop_convention,
     list_files,
     read_header,
@@ -45,10 +41,18 @@ from reshard.checkpoint.formats.safetensors.index_files import (
     index_text,
     read_weight_map,
 )
+from reshard.checkpoint.formats.safetensors.new_header import (
+    HeaderFile,
+    NewHeader,
+    place_header,
+    place_rows,
+)
+from reshard.checkpoint.formats.safetensors.values import HeaderKind
 from reshard.checkpoint.manifest import Manifest
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
+from reshard.runs import IntArray
 
 SINGLE_FILE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -99,18 +103,14 @@ class HuggingFaceFormat(CheckpointFormat):
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Whole tensors in one file, or in files up to a limit."""
-        named = [(name, tensor.dtype, tensor.layout.shape) for name, tensor in new.tensors.items()]
         metadata = {"format": "pt", **drop_convention(new.metadata)}
-        rows = {name: row for row, name in enumerate(new.tensors)}
-        files, shards = [], []
-        for name, content, header in arrange_files(named, metadata, new.most_file_bytes):
-            files.append(NewFile(StoredFile(name, header.file_size_bytes, 0), content))
-            columns = header.columns
-            held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
-            shards.append((0, name, held, columns.starts))
         kinds, kind = find_kinds(new.tensors)
-        stored = bind_shards(tuple(new.tensors), kinds, kind, shards)
-        return Arrangement(self.name, None, stored, tuple(files))
+        names = tuple(new.tensors)
+        of_header = tuple((element, layout.shape) for element, layout, _ in kinds)
+        headers = arrange_files(names, of_header, kind, metadata, new.most_file_bytes)
+        files = tuple(HeaderFile.of(name, 0, header) for name, header in headers.items())
+        shards = [(0, name, header.rows, header.starts) for name, header in headers.items()]
+        return Arrangement(self.name, None, bind_shards(names, kinds, kind, shards), files)
 
     def final_files(self, arrangement: Arrangement) -> Iterator[tuple[str, bytes]]:
         """The index, where there are several files."""
@@ -167,18 +167,39 @@ def _checkpoint(folder: Path, headers: list[FileHeader], names: list[str]) -> Ch
 
 
 def arrange_files(
-    tensors: Iterable[NamedTensor], metadata: Mapping[str, str], most_bytes: int | None
-) -> tuple[tuple[str, bytes, FileHeader], ...]:
-    """The files of a new checkpoint: name, header bytes, header.
+    names: Sequence[str],
+    kinds: Sequence[HeaderKind],
+    kind: IntArray,
+    metadata: Mapping[str, str],
+    most_bytes: int | None,
+) -> dict[str, NewHeader]:
+    """The files of a new checkpoint: the header of each, by its name.
 
     Without `most_bytes` there is one file; with it, a file holds that many bytes of tensors,
-    or one tensor that alone is larger.
+    or one tensor that alone is larger. A header that would be too long is that of several files.
+
+    Args:
+        names: of the tensors; `kind` has the number in `kinds` of each, shape `(tensors,)`.
+        metadata: text for each file.
+        most_bytes: of the tensors of a file.
     """
-    groups = group_by_bytes(tensors, lambda one: tensor_size_bytes(one[1], one[2]), most_bytes)
-    many = len(groups)
-    files = []
-    for number, group in enumerate(groups, start=1):
-        name = SINGLE_FILE if many == 1 else f"model-{number:05d}-of-{many:05d}.safetensors"
-        content, header = build_header(aligned_order(group), dict(metadata), label=name)
-        files.append((name, content, header))
-    return tuple(files)
+    sizes, numbers = [tensor_size_bytes(*one) for one in kinds], kind.tolist()
+    groups = group_by_bytes(range(len(names)), lambda row: sizes[numbers[row]], most_bytes)
+    placed: list[NewHeader] = []
+    for group in groups:
+        rows = np.array(group, dtype=np.int64)
+        placed += place_rows(names, rows, kinds, kind[rows], metadata)
+    many = len(placed)
+    return {
+        name_file(number, many): place_header(header, name_file(number, many))
+        for number, header in enumerate(placed, start=1)
+    }
+
+
+def name_file(number: int, many: int) -> str:
+    """The name of file `number` of `many`, counted from 1.
+
+    >>> name_file(1, 1), name_file(2, 3)
+    ('model.safetensors', 'model-00002-of-00003.safetensors')
+    """
+    return SINGLE_FILE if many == 1 else f"model-{number:05d}-of-{many:05d}.safetensors"

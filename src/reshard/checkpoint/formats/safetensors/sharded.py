@@ -15,9 +15,10 @@ files also say how many they are (`RESHARD_FILES`); of others, a note says what 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ from reshard.checkpoint.contents import Checkpoint, StoredFile, StoredTensor
 from reshard.checkpoint.formats.arrangement import (
     Arrangement,
     NewCheckpoint,
-    NewFile,
     are_boxes,
     check_values,
     find_kinds,
@@ -43,16 +43,18 @@ from reshard.checkpoint.formats.safetensors.header import (
     SUFFIX,
     VERSION_KEY,
     FileHeader,
-    NamedTensor,
     TensorHeader,
-    aligned_order,
-    build_header,
     drop_convention,
     list_files,
     read_header,
     read_metadata,
 )
 from reshard.checkpoint.formats.safetensors.huggingface import INDEX_NAME
+from reshard.checkpoint.formats.safetensors.new_header import (
+    HeaderFile,
+    place_header,
+    place_rows,
+)
 from reshard.checkpoint.formats.safetensors.values import LARGEST_OFFSET, HeaderTensors
 from reshard.checkpoint.manifest import Manifest, ManifestTensor, ManifestTensors, can_describe
 from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeError
@@ -120,42 +122,56 @@ class ShardedFormat(CheckpointFormat):
                     "with interleaved, padded or halo elements, which a manifest can only "
                     "describe by a sharding; give rules instead"
                 )
-        storing = find_storing_ranks(tensors, new.replicas)
+        stored, storing = _number_storing(find_storing_ranks(tensors, new.replicas).values())
         # A checkpoint of no tensors has one file all the same.
-        ranks = sorted({slot for slots in storing.values() for slot in slots}) or [0]
+        ranks = sorted(frozenset().union(*storing)) or [0]
+        # Tensors that are cut alike and stored by the same ranks are alike in every file.
+        codes = kind * len(storing) + stored
+        _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
+        cuts = [(*kinds[int(kind[row])][:2], storing[int(stored[row])]) for row in first.tolist()]
         # One such tensor is enough: offsets for the others would make the checkpoint look readable.
-        interleaved = [
-            name for name, tensor in tensors.items() if not are_boxes(tensor.layout, storing[name])
-        ]
+        has_boxes = [are_boxes(layout, slots) for _, layout, slots in cuts]
+        interleaved = np.flatnonzero(~np.array(has_boxes or [True])[alike])
+        metadata, offsets_key = {"format": "pt", **metadata}, None
+        if not len(interleaved):
+            offsets_key = SHARDING_INFO_KEY
+            metadata |= {VERSION_KEY: "1.0", offsets_key: "", FILES_KEY: str(len(ranks))}
+        placed = {}
+        for rank in ranks:
+            has_shard = np.array([rank in slots for _, _, slots in cuts] or [False])
+            there = np.flatnonzero(has_shard)
+            rows = np.flatnonzero(has_shard[alike])
+            placed[rank] = place_rows(
+                names,
+                rows,
+                [(cuts[n][0], cuts[n][1].local_shapes[rank]) for n in there.tolist()],
+                np.searchsorted(there, alike[rows]),
+                metadata,
+                offsets_key,
+                [first_indices(cuts[n][1])[rank] for n in there.tolist()],
+            )
+        many, total = max(map(len, placed.values())), sum(map(len, placed.values()))
+        if total > len(ranks) and offsets_key:
+            metadata |= {FILES_KEY: str(total)}
+            placed = {
+                rank: [dataclasses.replace(header, metadata=metadata) for header in headers]
+                for rank, headers in placed.items()
+            }
         files, shards = [], []
-        rows = {name: row for row, name in enumerate(names)}
-        by_rank: dict[int, list[str]] = {rank: [] for rank in ranks}
-        for name in names:
-            for rank in storing[name]:
-                by_rank[rank].append(name)
-        # A file a rank: the header is built first, which places the tensors in it.
-        for rank, stored_names in by_rank.items():
-            named: list[NamedTensor] = []
-            begins: dict[str, tuple[int, ...]] = {}
-            for name in stored_names:
-                layout = tensors[name].layout
-                named.append((name, tensors[name].dtype, layout.local_shapes[rank]))
-                begins[name] = first_indices(layout)[rank]
-            file = shard_file_name(rank)
-            offsets = None if interleaved else begins
-            content, header = arrange_file(named, metadata, offsets, len(ranks), file)
-            files.append(NewFile(StoredFile(file, header.file_size_bytes, rank), content))
-            columns = header.columns
-            held = np.fromiter(map(rows.__getitem__, columns.names), np.int64)
-            shards.append((rank, file, held, columns.starts))
-        stored = bind_shards(names, kinds, kind, shards)
+        for rank, headers in placed.items():
+            for number, header in enumerate(headers, start=1):
+                file = shard_file_name(rank, number, many)
+                files.append(HeaderFile.of(file, rank, place_header(header, file)))
+                shards.append((rank, file, header.rows, header.starts))
+        stored_tensors = bind_shards(names, kinds, kind, shards)
         notes: tuple[str, ...] = ()
-        if interleaved:
+        if len(interleaved):
             notes = (
                 f"{len(interleaved)} tensors have shards that are no single box (first: "
-                f"{interleaved[0]}), so PyTorch's reader cannot read this checkpoint; reshard can",
+                f"{names[int(interleaved[0])]}), so PyTorch's reader cannot read this checkpoint; "
+                "reshard can",
             )
-        return Arrangement(self.name, new.mesh, stored, tuple(files), notes)
+        return Arrangement(self.name, new.mesh, stored_tensors, tuple(files), notes)
 
 
 FORMAT = ShardedFormat()
@@ -165,13 +181,13 @@ def _is_sharded(path: Path) -> bool:
     return SHARDING_INFO_KEY in read_metadata(path)
 
 
-def shard_file_name(rank: int) -> str:
-    """The name of a rank's file.
+def shard_file_name(rank: int, number: int = 1, many: int = 1) -> str:
+    """The name of file `number` of the `many` of a rank, counted from 1.
 
     >>> shard_file_name(0)
     'shard-00001-model-00001-of-00001.safetensors'
     """
-    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    return f"shard-{rank + 1:05d}-model-{number:05d}-of-{many:05d}.safetensors"
 
 
 def rank_of_file(name: str) -> int | None:
@@ -184,20 +200,13 @@ def rank_of_file(name: str) -> int | None:
     return int(match[1]) - 1 if match and int(match[1]) > 0 else None
 
 
-def arrange_file(
-    tensors: Iterable[NamedTensor],
-    metadata: Mapping[str, str],
-    offsets: Mapping[str, tuple[int, ...]] | None,
-    files: int,
-    label: str,
-) -> tuple[bytes, FileHeader]:
-    """The header of one rank's file of `files`; with `offsets`, in PyTorch's convention."""
-    own = {"format": "pt", **metadata}
-    ordered = aligned_order(tensors)
-    if offsets is not None:
-        info = {name: {"saved_offsets": offsets[name]} for name, _, _ in ordered}
-        own |= {VERSION_KEY: "1.0", SHARDING_INFO_KEY: json.dumps(info), FILES_KEY: str(files)}
-    return build_header(ordered, own, label=label)
+def _number_storing(
+    storing: Collection[frozenset[int]],
+) -> tuple[IntArray, list[frozenset[int]]]:
+    """The sets of ranks that there are, and the number of that of each tensor."""
+    numbers: dict[frozenset[int], int] = {}
+    of_each = (numbers.setdefault(slots, len(numbers)) for slots in storing)
+    return np.fromiter(of_each, np.int64, len(storing)), list(numbers)
 
 
 def read_with_manifest(folder: Path, manifest: Manifest) -> Checkpoint:

@@ -1,0 +1,276 @@
+"""The header of a file that is to be written, as columns; its text is made when it is asked for.
+
+A checkpoint of 100,000 tensors over 8 ranks has 8 headers of 20 MB each. A conversion makes them
+when it plans, to know how long they are, and again when it writes them, a piece at a time::
+
+    |length |{"__metadata__":{...,"DCP_SHARDING_INFO":"{\"w\": ... | \"x\": ..."},"w":{ | ...
+
+1. `place_header` checks what such a file can say, and finds where each tensor begins.
+2. `NewHeader.pieces` are the bytes, from columns alone: what equal tensors have in common is made
+   once.
+3. `HeaderFile` is a file of a new checkpoint that begins with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from json.encoder import encode_basestring, encode_basestring_ascii
+
+import numpy as np
+
+from reshard.checkpoint.contents import StoredFile
+from reshard.checkpoint.formats.arrangement import NewFile
+from reshard.checkpoint.formats.safetensors.header_text import write_entries
+from reshard.checkpoint.formats.safetensors.values import (
+    LARGEST_OFFSET,
+    LENGTH_BYTES,
+    HeaderKind,
+    check_metadata,
+    check_shape,
+    is_text,
+    shown,
+    tensor_size_bytes,
+)
+from reshard.errors import FormatError, UsageError
+from reshard.runs import IntArray
+
+#: What the safetensors package refuses to exceed, the 8 bytes of the length not counted.
+LARGEST_HEADER_BYTES = 100_000_000
+
+_ALIGNMENT_BYTES = 4096
+_TENSORS_A_PIECE = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class NewHeader:
+    """The header of a new file, whose tensors follow each other in this order.
+
+    Attributes:
+        names: of tensors, among which `rows` are those of the file: shape `(tensors,)`.
+        kinds: the kinds that there are; `kind` is the number of that of each tensor of the file.
+        metadata: text. That of the key `offsets_key` is made of `offsets`, which say for each
+            kind where in their tensors its shards begin.
+    """
+
+    names: Sequence[str]
+    rows: IntArray
+    kinds: tuple[HeaderKind, ...]
+    kind: IntArray
+    metadata: Mapping[str, str]
+    offsets_key: str | None = None
+    offsets: tuple[tuple[int, ...], ...] = ()
+    alignment_bytes: int = _ALIGNMENT_BYTES
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """Bytes of the JSON, without the spaces behind it."""
+        return sum(len(piece.encode()) for piece in self._text())
+
+    @property
+    def data_start_bytes(self) -> int:
+        """Where the first tensor begins: length, JSON and spaces end there."""
+        used_bytes = LENGTH_BYTES + self.text_bytes
+        return used_bytes + -used_bytes % self.alignment_bytes
+
+    @cached_property
+    def _kind_bytes(self) -> IntArray:
+        sizes = [tensor_size_bytes(element, shape) for element, shape in self.kinds]
+        return np.array(sizes or [0], dtype=np.int64)
+
+    @property
+    def starts(self) -> IntArray:
+        """Where in the file each tensor begins, in bytes: shape `(tensors,)`."""
+        each = self._kind_bytes[self.kind]
+        starts: IntArray = np.cumsum(each) - each + self.data_start_bytes
+        return starts
+
+    @property
+    def file_size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        counts = np.bincount(self.kind, minlength=len(self._kind_bytes)).tolist()
+        sizes = self._kind_bytes.tolist()
+        elements = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        return self.data_start_bytes + int(elements)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes that the file begins with, up to its first tensor."""
+        yield (self.data_start_bytes - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+        for piece in self._text():
+            yield piece.encode()
+        yield b" " * (self.data_start_bytes - LENGTH_BYTES - self.text_bytes)
+
+    def _text(self) -> Iterator[str]:
+        between = "{"
+        if self.metadata:
+            yield '{"__metadata__":{'
+            for number, (key, value) in enumerate(self.metadata.items()):
+                yield f"{',' if number else ''}{encode_basestring(key)}:"
+                if key == self.offsets_key:
+                    yield from self._offsets_text()
+                else:
+                    yield encode_basestring(value)
+            yield "}"
+            between = ","
+        end = 0
+        for names, kind in self._parts():
+            yield between + write_entries(names, self.kinds, kind, end)
+            end += int(self._kind_bytes[kind].sum())
+            between = ","
+        yield "}" if self.metadata or len(self.rows) else "{}"
+
+    def _parts(self) -> Iterator[tuple[list[str], IntArray]]:
+        """Names and kinds of some tensors after the other."""
+        for low in range(0, len(self.rows), _TENSORS_A_PIECE):
+            high = low + _TENSORS_A_PIECE
+            yield [self.names[row] for row in self.rows[low:high].tolist()], self.kind[low:high]
+
+    def _offsets_text(self) -> Iterator[str]:
+        """JSON in a JSON text: `{"w": {"saved_offsets": [0, 0]}, ...}` with escaped quotes."""
+        texts = [f': {{\\"saved_offsets\\": {json.dumps(offsets)}}}' for offsets in self.offsets]
+        between = '"{'
+        for names, kind in self._parts():
+            quoted = map(encode_basestring, map(encode_basestring_ascii, names))
+            pairs = zip(quoted, kind.tolist(), strict=True)
+            yield between + ", ".join([f"{name[1:-1]}{texts[of]}" for name, of in pairs])
+            between = ", "
+        yield '}"' if len(self.rows) else '"{}"'
+
+
+@dataclass(frozen=True)
+class HeaderFile(NewFile):
+    """A file that begins with a header, which is made anew whenever it is asked for."""
+
+    header: NewHeader | None = None
+
+    @classmethod
+    def of(cls, name: str, rank: int, header: NewHeader) -> HeaderFile:
+        """The file of that name with this header."""
+        return cls(StoredFile(name, header.file_size_bytes, rank), header=header)
+
+    def known_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """The header, in pieces."""
+        at = 0
+        for piece in self.header.pieces() if self.header else ():
+            yield at, piece
+            at += len(piece)
+
+
+def aligned_rows(
+    kinds: Sequence[HeaderKind], kind: IntArray, alignment_bytes: int = _ALIGNMENT_BYTES
+) -> IntArray:
+    """The rows of tensors in the order in which they lie well in a file.
+
+    Those whose size is a multiple of `alignment_bytes` come first, otherwise they stay as they are.
+    Each of the first then starts at such a multiple, and whole blocks of the file system can be
+    written without reading what is beside them.
+
+    >>> from reshard.dtypes import dtype
+    >>> aligned_rows([(dtype("F32"), (3,)), (dtype("F32"), (2, 1024))], np.array([0, 1])).tolist()
+    [1, 0]
+    """
+    if alignment_bytes < 1:
+        raise UsageError(f"alignment_bytes {alignment_bytes}: expected at least 1, usually 4096")
+    is_rest = [tensor_size_bytes(*one) % alignment_bytes > 0 for one in kinds]
+    rows: IntArray = np.argsort(np.array(is_rest or [False])[kind], kind="stable")
+    return rows
+
+
+def place_rows(
+    names: Sequence[str],
+    rows: IntArray,
+    kinds: Sequence[HeaderKind],
+    kind: IntArray,
+    metadata: Mapping[str, str],
+    offsets_key: str | None = None,
+    offsets: Sequence[tuple[int, ...]] = (),
+) -> list[NewHeader]:
+    """The headers of as many files as these rows need, since no header may be too long.
+
+    Args:
+        names: of tensors, of which those in `rows` are in the files.
+        rows: in the order of the files; within one, tensors of whole pages come first.
+        kinds: the kinds that there are, `kind` the number of that of each of the rows.
+        metadata, offsets_key, offsets: as in a `NewHeader`.
+    """
+    files = 1
+    while True:
+        placed = []
+        for part in np.array_split(np.arange(len(rows)), files):
+            used, of = np.unique(kind[part], return_inverse=True)
+            of_file = tuple(kinds[number] for number in used.tolist())
+            begins = tuple(offsets[number] for number in used.tolist()) if offsets else ()
+            order = aligned_rows(of_file, of)
+            own = rows[part[order]]
+            header = NewHeader(names, own, of_file, of[order], metadata, offsets_key, begins)
+            placed.append(header)
+        longest = max(header.data_start_bytes for header in placed)
+        # A page is left for metadata that follows from the number of files.
+        if longest <= LARGEST_HEADER_BYTES - _ALIGNMENT_BYTES or files >= len(rows):
+            return placed
+        files = min(len(rows), max(files + 1, -(-files * longest // LARGEST_HEADER_BYTES)))
+
+
+def number_kinds(kinds: Iterable[HeaderKind]) -> tuple[tuple[HeaderKind, ...], IntArray]:
+    """The kinds that there are, and the number of each one given."""
+    numbers: dict[HeaderKind, int] = {}
+    kind = [numbers.setdefault((element, tuple(shape)), len(numbers)) for element, shape in kinds]
+    return tuple(numbers), np.array(kind, dtype=np.int64)
+
+
+def place_header(header: NewHeader, label: str = "new file") -> NewHeader:
+    """The same header, of which it is known that such a file can say it.
+
+    Raises:
+        UsageError: a type without a tag, a name given twice or reserved, an impossible shape,
+            metadata that is not text, a header over 100 MB.
+    """
+    if header.alignment_bytes < 1:
+        raise UsageError(
+            f"alignment_bytes {header.alignment_bytes}: expected at least 1, usually 4096"
+        )
+    try:
+        check_metadata(label, header.metadata)
+        names = [header.names[row] for row in header.rows.tolist()]
+        _check_names(label, names)
+        for number, (element, shape) in enumerate(header.kinds):
+            name = names[int(np.argmax(header.kind == number))]
+            if element.safetensors_tag is None:
+                raise UsageError(
+                    f"{label}: tensor {shown(name)}: safetensors has no tag for {element}. "
+                    f"Convert the tensor to another type, or store its bytes as uint8"
+                )
+            check_shape(name, element, shape)
+    except FormatError as error:
+        raise UsageError(str(error)) from error
+    counts = np.bincount(header.kind, minlength=len(header.kinds)).tolist()
+    each = zip(header.kinds, counts, strict=False)
+    size_bytes = sum(tensor_size_bytes(*kind) * count for kind, count in each)
+    if size_bytes > LARGEST_OFFSET:
+        raise UsageError(f"{label}: {size_bytes} bytes of tensors, expected fewer than 2**63")
+    length = header.data_start_bytes - LENGTH_BYTES
+    if length > LARGEST_HEADER_BYTES:
+        raise UsageError(
+            f"{label}: the header has {length} bytes, expected at most {LARGEST_HEADER_BYTES} "
+            "(100 MB)"
+        )
+    return header
+
+
+def _check_names(label: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    # All at once first: nearly always they are right.
+    if all(isinstance(name, str) for name in names) and is_text("".join(names)):
+        seen.update(names)
+        if len(seen) == len(names) and "__metadata__" not in seen:
+            return
+        seen.clear()
+    for name in names:
+        if not is_text(name) or name == "__metadata__" or name in seen:
+            raise UsageError(
+                f"{label}: tensor {shown(name)}: no name for a tensor here. Expected text "
+                f"that UTF-8 can say, not '__metadata__', and every name once"
+            )
+        seen.add(name)
