@@ -86,7 +86,7 @@ def main() -> None:
         naming=recipe.naming("vllm", CONFIG),
         first_rank=ENGINES[0],
     )
-    refit = Refit.prepare(source, served, target_offset=ENGINES[0])
+    refit = Refit.prepare(source, served)
     refit.run()
 
     if target is not None:

@@ -445,7 +445,7 @@ def killed(when: str) -> None:
         kill = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         name = {"splits": "exchange_splits", "pieces": "convert_pieces"}[when]
         stop = mock.patch.object(partitioned_tensor, name, kill)
-    words = {"splits": "nothing was moved: a rank does not answer", "pieces": ""}[when]
+    words = {"splits": "nothing was moved: rank 1 (host ", "pieces": "rank 1 (host "}[when]
     with stop:
         expect_all_raise(RunError, words, tensor.to_aligned)
     assert torch.equal(tensor.local, kept)

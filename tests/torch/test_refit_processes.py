@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from live_processes import expect_all_end_well, run_ranks
+from live_processes import expect_all_end_well, free_port, run_ranks
 
 pytest.importorskip("torch")
 
@@ -81,3 +81,14 @@ def test_the_page_shows_what_the_examples_are() -> None:
     shown = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     for example in EXAMPLES:
         assert any(block in example.read_text() for block in shown), example
+
+
+def test_a_group_of_two_jobs() -> None:
+    ports = [free_port() for _ in range(4)]
+    ended = run_ranks("worlds_process.py", 4, *ports, timeout_s=100)
+    told = "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [0, 7, 0, 0], told
+
+
+def test_models_as_people_write_them() -> None:
+    expect_all_end_well(run_ranks("refit_sides_process.py", 4))

@@ -31,16 +31,10 @@ from reshard.plans.plan import Plan
 from reshard.plans.plan import plan as create_plan
 from reshard.plans.schedule.messages import limit_message_bytes
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import (
-    Intent,
-    agree,
-    check_member,
-    confirm,
-    device_of,
-    run_errors,
-)
+from reshard.torch.exchange.agreement import Intent, agree, confirm, device_of, share
 from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
+from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
@@ -84,7 +78,7 @@ class Redistribution:
     def __init__(
         self,
         prepared: _PreparedRedistribution,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
         in_background: bool = False,
     ) -> None:
         self._prepared = prepared
@@ -135,10 +129,11 @@ class Redistribution:
         an `out` is partly new and partly old then, and not to be used.
         """
         if not self._is_done:
-            self._finish()
+            with self._group.turn():
+                self._finish()
         return self._prepared.result()
 
-    def _finish(self) -> None:
+    def _finish(self) -> Any:
         prepared = self._prepared
         if self._run.has_failed:
             raise RunError("this redistribution failed; its result is not usable")
@@ -148,6 +143,7 @@ class Redistribution:
         except BaseException as error:
             self._run.has_failed = True
             self._mark_out(False)
+            self._group.break_off(error)
             if isinstance(error, ReshardError):
                 what = "the result"
                 if prepared.out is not None:
@@ -156,6 +152,7 @@ class Redistribution:
             raise
         self._mark_out(True)
         self._is_done = True
+        return prepared.result()
 
     def _mark_out(self, is_usable: bool) -> None:
         out, local = self._prepared.out, self._prepared.local
@@ -186,7 +183,8 @@ def redistribute(
     Args:
         tensor: a DTensor, or this rank's local tensor of `source`; None where it has none.
         target: `(torch DeviceMesh, placements)`, a `ShardingSpec` or a `Layout`, over the global
-            ranks.
+            ranks. In a group of several jobs, specs and layouts count ranks as the group does,
+            meshes as their own job.
         source: the same for a local tensor; a DTensor knows its own. A rank whose tensor is None
             may leave it out: the others tell it source, shape and dtype.
         shape: of the whole tensor, where neither a DTensor nor a `Layout` says it.
@@ -218,15 +216,17 @@ def redistribute(
     request = _Request(
         tensor, target, source, shape, dtype, out, extra_bytes, async_op, method, topology
     )
-    prepared = _agree_on_request(request, group)
-    if prepared.has_gradient:
-        return _with_gradient(tensor, prepared, group)
-    begun = Redistribution(prepared, group, async_op)
-    return begun if async_op else begun.wait()
+    among = rank_group(group)
+    with among.turn():
+        prepared = _agree_on_request(request, among)
+        if prepared.has_gradient:
+            return _with_gradient(tensor, prepared, among)
+        begun = Redistribution(prepared, among, async_op)
+        return begun if async_op else begun._finish()
 
 
 def _with_gradient(
-    tensor: torch.Tensor | None, prepared: _PreparedRedistribution, group: dist.ProcessGroup | None
+    tensor: torch.Tensor | None, prepared: _PreparedRedistribution, group: RankGroup
 ) -> Any:
     after, before = backward_sides(prepared.change, prepared.source)
     target: Description = before.layout
@@ -241,7 +241,7 @@ def _with_gradient(
             source, spec = None, sharding_of(gradient)
         program = None
         if prepared.program is not None:
-            ranks = dist.get_world_size(group)
+            ranks = len(group.ranks)
             ends = (spec, before.spec, before.layout.shape)
             program = find_gradient_program(*ends, prepared.dtype, ranks, prepared.extra_bytes)
         into = target
@@ -258,7 +258,7 @@ def _with_gradient(
             **options,
         )
 
-    return apply_with_gradient(tensor, lambda: Redistribution(prepared, group).wait(), back)
+    return apply_with_gradient(tensor, lambda: Redistribution(prepared, group)._finish(), back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +287,12 @@ class _Request:
         tensor = self.tensor
         return isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad
 
-    @property
-    def notes(self) -> tuple[int, ...]:
+    def notes(self, rank: int) -> tuple[int, ...]:
         """What all ranks must know of any: see `_agree_on_request`."""
         has_none = self.tensor is not None and not self.wants_gradient
         cannot = self.async_op or self.out is not None
         # The greatest note is learnt: minus the lowest rank that knows the source.
-        speaker = _NOBODY if self.is_open else -dist.get_rank()
+        speaker = _NOBODY if self.is_open else -rank
         return int(self.wants_gradient), int(has_none), int(cannot), int(self.is_open), speaker
 
 
@@ -318,9 +317,8 @@ class _PreparedRedistribution:
     program: Program | None
     has_gradient: bool = False
 
-    def run(self, group: dist.ProcessGroup | None) -> MessageExchange | ProgramRun:
+    def run(self, group: RankGroup) -> MessageExchange | ProgramRun:
         """This rank's part, to start and finish."""
-        rank = dist.get_rank()
         if self.program is not None:
             return ProgramRun(
                 self.program,
@@ -334,8 +332,8 @@ class _PreparedRedistribution:
         # No message has padding.
         if self.local is not None and self.change.target.is_padded:
             self.local.zero_()
-        tensor = RankTransfers.of(self.change, self.transfers, rank, self.own, self.local)
-        return MessageExchange([tensor], rank, group, self.device, self.extra_bytes)
+        tensor = RankTransfers.of(self.change, self.transfers, group.rank, self.own, self.local)
+        return MessageExchange([tensor], group.rank, group, self.device, self.extra_bytes)
 
     def result(self) -> Any:
         """What the caller gets."""
@@ -344,12 +342,10 @@ class _PreparedRedistribution:
         return self.target.wrap_local(self.local, self.device)
 
 
-def _agree_on_request(
-    request: _Request, group: dist.ProcessGroup | None
-) -> _PreparedRedistribution:
+def _agree_on_request(request: _Request, group: RankGroup) -> _PreparedRedistribution:
     """What all ranks mean. Raises on all of them where they differ, or where one cannot."""
     prepared, problem = (None, None) if request.is_open else _try_to_prepare(request, group)
-    notes = agree(_state_intent(prepared, problem, request), group)
+    notes = agree(_state_intent(prepared, problem, request, group.rank), group)
     has_gradient, lacks_gradient, cannot, someone_asks, speaker = notes
     # A rank without a source of its own learns it from one that has it; then all agree again.
     if someone_asks:
@@ -358,7 +354,7 @@ def _agree_on_request(
         request = _share_source(request, prepared, -speaker, group)
         if prepared is None:
             prepared, problem = _try_to_prepare(request, group)
-        agree(_state_intent(prepared, problem, request), group)
+        agree(_state_intent(prepared, problem, request, group.rank), group)
     if prepared is None:
         raise RunError("nothing was moved: ranks agreed upon nothing")
     if has_gradient and lacks_gradient:
@@ -375,7 +371,7 @@ def _agree_on_request(
 
 
 def _try_to_prepare(
-    request: _Request, group: dist.ProcessGroup | None
+    request: _Request, group: RankGroup
 ) -> tuple[_PreparedRedistribution | None, str | None]:
     try:
         return _prepare(request, group), None
@@ -385,7 +381,7 @@ def _try_to_prepare(
 
 
 def _state_intent(
-    prepared: _PreparedRedistribution | None, problem: str | None, request: _Request
+    prepared: _PreparedRedistribution | None, problem: str | None, request: _Request, rank: int
 ) -> Intent:
     parts = {}
     if prepared is not None:
@@ -396,36 +392,35 @@ def _state_intent(
             "extra_bytes": str(prepared.extra_bytes).encode(),
             "method": method_digest(prepared.program),
         }
-    return Intent(parts, problem, prepared is None and problem is None, request.notes)
+    return Intent(parts, problem, prepared is None and problem is None, request.notes(rank))
 
 
 def _share_source(
     request: _Request,
     prepared: _PreparedRedistribution | None,
     speaker: int,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> _Request:
     """The request with the source that one rank tells all others."""
-    message: list[Any] = [None]
+    message: Any = None
     if prepared is not None:
         before = prepared.source
-        message = [(before.spec or before.layout, before.layout.shape, prepared.dtype)]
-    with run_errors("nothing was moved"):
-        dist.broadcast_object_list(message, speaker, group)
+        message = before.spec or before.layout, before.layout.shape, prepared.dtype
+    message = share(message, speaker, group)
     if not request.is_open:
         return request
-    source, shape, dtype = message[0]
+    source, shape, dtype = message
     return replace(request, source=source, shape=shape, dtype=dtype)
 
 
-def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRedistribution:
-    rank = dist.get_rank()
+def _prepare(request: _Request, group: RankGroup) -> _PreparedRedistribution:
+    rank = group.rank
     # Both sides, and the type of the elements.
     tensor, dtype = request.tensor, request.dtype
     if isinstance(tensor, DTensor):
         if request.source is not None:
             raise UsageError("a DTensor knows its layout; leave out source=")
-        before = TensorSide.of_tensor(tensor)
+        before = TensorSide.of_tensor(tensor, group)
     elif request.source is None:
         raise UsageError(
             "a local tensor needs source=, the layout it is a part of: (torch DeviceMesh, "
@@ -435,8 +430,8 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRed
         shape = request.shape
         if shape is None:
             shape = shape_of(request.source, request.target)
-        before = TensorSide.of(request.source, shape, "source")
-    after = TensorSide.of(request.target, before.layout.shape, "target")
+        before = TensorSide.of(request.source, shape, "source", group)
+    after = TensorSide.of(request.target, before.layout.shape, "target", group)
     if isinstance(tensor, torch.Tensor):
         if not is_usable(tensor):
             raise ShardError(
@@ -462,14 +457,14 @@ def _prepare(request: _Request, group: dist.ProcessGroup | None) -> _PreparedRed
     # This rank's memory on both sides, and what moves between it and others.
     own = check_local(tensor, before, as_dtype(dtype), rank, "tensor")
     device = own.device if own is not None else device_of(group)
-    local = find_target_local(request.out, after, dtype, own, device)
+    local = find_target_local(request.out, after, dtype, own, device, group)
     transfers = transfers_of(change, as_dtype(dtype), rank)
     method = request.method
     if request.async_op and method == "auto" and request.topology is None:
         # A program would run in `wait`, and not in the background.
         method = "exchange"
     program = choose_program(
-        method, request.topology, before, after, dtype, group, request.extra_bytes
+        method, request.topology, before, after, dtype, group, device, request.extra_bytes
     )
     out, most_bytes = request.out, request.extra_bytes
     return _PreparedRedistribution(

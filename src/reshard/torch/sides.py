@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -25,6 +24,7 @@ from reshard.layout import Layout
 from reshard.notation.objects import sharding_of
 from reshard.sharding import ShardingSpec
 from reshard.torch.distributed_tensor import sharding_of_placements
+from reshard.torch.exchange.groups import RankGroup
 
 Description = tuple[Any, Sequence[Any]] | ShardingSpec | Layout
 
@@ -42,8 +42,12 @@ class TensorSide:
     spec: ShardingSpec | None = None
 
     @classmethod
-    def of(cls, described: Description, shape: Sequence[int] | None, what: str) -> TensorSide:
+    def of(
+        cls, described: Description, shape: Sequence[int] | None, what: str, group: RankGroup
+    ) -> TensorSide:
         """The side that is described; `what` says which it is.
+
+        A torch mesh has the ranks of its own job, all else those of the group.
 
         Raises:
             UsageError: something that describes no side, or that needs a shape and has none.
@@ -57,6 +61,7 @@ class TensorSide:
             mesh, placements = described
             if hasattr(mesh, "mesh_dim_names") and isinstance(placements, list | tuple):
                 spec = sharding_of_placements(mesh, placements, len(_require_shape(shape, what)))
+                spec = place_sharding(spec, group)
                 layout = spec.layout(_require_shape(shape, what))
                 if all(isinstance(one, TorchPlacement) for one in placements):
                     return cls(layout, mesh, tuple(placements), spec)
@@ -67,9 +72,9 @@ class TensorSide:
         )
 
     @classmethod
-    def of_tensor(cls, tensor: DTensor) -> TensorSide:
+    def of_tensor(cls, tensor: DTensor, group: RankGroup) -> TensorSide:
         """The side of a DTensor."""
-        spec = sharding_of(tensor)
+        spec = place_sharding(sharding_of(tensor), group)
         layout = spec.layout(tuple(tensor.shape))
         return cls(layout, tensor.device_mesh, tuple(tensor.placements), spec)
 
@@ -93,6 +98,18 @@ class TensorSide:
             shape=torch.Size(shape),
             stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))),
         )
+
+
+def place_sharding(spec: ShardingSpec, group: RankGroup) -> ShardingSpec:
+    """A sharding over the ranks of this process's job, over the numbers that they have in a group.
+
+    Raises ShardError where the group is of several jobs, and lacks ranks of the mesh.
+    """
+    if not group.is_across_jobs:
+        return spec
+    reduction = spec.reduction or "sum"
+    axes = (spec.replicated_axes, spec.partial_axes)
+    return ShardingSpec(group.place(spec.mesh), spec.dim_specs, *axes, reduction, spec.only)
 
 
 def shape_of(*described: Description | None) -> tuple[int, ...] | None:
@@ -171,13 +188,14 @@ def find_target_local(
     dtype: torch.dtype,
     own: torch.Tensor | None,
     device: torch.device,
+    group: RankGroup,
 ) -> torch.Tensor | None:
     """The local tensor of a target to write into: `out`, or a new one; None where none is held.
 
     Raises ShardError for an `out` that the target cannot be written into.
     """
-    shape = side.shape_on(dist.get_rank())
-    if isinstance(out, DTensor) and TensorSide.of_tensor(out).layout is not side.layout:
+    shape = side.shape_on(group.rank)
+    if isinstance(out, DTensor) and TensorSide.of_tensor(out, group).layout is not side.layout:
         raise ShardError(
             f"out is a DTensor of placements {list(out.placements)}, which is not the target"
         )
@@ -185,16 +203,16 @@ def find_target_local(
         return None
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    local = check_local(out, side, as_dtype(dtype), dist.get_rank(), "out")
+    local = check_local(out, side, as_dtype(dtype), group.rank, "out")
     if local is None or local.device != device:
         raise ShardError(f"out is on {out.device}, the tensor on {device}; give them one device")
     check_writable(local, own)
     return local
 
 
-def check_ranks(change: LayoutChange, group: dist.ProcessGroup | None) -> None:
+def check_ranks(change: LayoutChange, group: RankGroup) -> None:
     """Raise UsageError for a layout over ranks that are not in the group."""
-    members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    members = set(group.ranks)
     for what, layout in (("source", change.source), ("target", change.target)):
         missing = sorted(set(layout.holders) - members)
         if missing:

@@ -36,6 +36,7 @@ ROSTERS = [
         (
             Entry("a", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.a", spec=SPEC),
             Entry("b", "bfloat16", (2, 4), SPEC.layout((4, 4)), own_name="module.b", spec=SPEC),
+            Entry("c", "bfloat16", (2, 4), SPEC.layout((4, 4)), alias_of="b"),
             Entry("qkv", "int8", (8,), fusion=Fusion(("q", "k", "v"), (4, 2, 2), 2)),
             Entry("e", "int8", (3, 2), fusion=Fusion(("e.{}.down",), stacked=3, transposed=True)),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from reshard.megatron.rosters import LocalParameter  # noqa: E402
 from reshard.torch import BlockQuantized  # noqa: E402
 from reshard.torch.models.naming import renamed, serving_name  # noqa: E402
 from reshard.torch.models.parameters import member_layout, position_of  # noqa: E402
-from reshard.torch.models.rosters import Entry, ModelTensor, Roster, assemble, shift_ranks  # noqa: E402
+from reshard.torch.models.rosters import (  # noqa: E402
+    Entry,
+    ModelTensor,
+    Roster,
+    assemble,
+    shift_ranks,
+    unite_layouts,
+)
 from reshard.torch.refitting.matching import match_tensors  # noqa: E402
 from reshard.torch.refitting.planning import DIRECT, RefitPlan, staging_bytes  # noqa: E402
 
@@ -41,6 +49,52 @@ def test_layouts_that_ranks_agree_on() -> None:
     assert (held, problems) == ({"w": ModelTensor("int8", ROWS)}, [])
 
 
+def test_ranks_of_several_layouts_have_each_a_copy() -> None:
+    later = shift_ranks(COLUMNS, 2)
+    entries = [
+        [Entry("w", "int8", layout.local_shape(rank), layout)]
+        for rank, layout in ((0, ROWS), (1, ROWS), (2, later), (3, later))
+    ]
+    found, problems = assemble(rosters(*entries), "source")
+    assert not problems
+    layout = found["w"].layout
+    boxes = {rank: layout.boxes(rank) for rank in range(4)}
+    both = ROWS, ROWS, later, later
+    assert boxes == {rank: one.boxes(rank) for rank, one in enumerate(both)}
+    # Of equal parts there is one each, wherever they are.
+    again = unite_layouts([ROWS, shift_ranks(ROWS, 2)])
+    assert again is not None
+    assert again.tables == ROWS.tables
+    # Each rank is told what its own layout says.
+    entries[3] = [Entry("w", "int8", (1, 1), later)]
+    assert "w: rank 3 has local shape [1, 1]" in assemble(rosters(*entries), "source")[1][0]
+
+
+def test_what_is_no_copy_is_not_united() -> None:
+    mesh = reshard.DeviceMesh.of(x=2)
+    partial = reshard.spec(mesh, "-, - | sum(x)").layout((5, 4))
+    assert unite_layouts([ROWS, COLUMNS]) is None
+    assert unite_layouts([ROWS, shift_ranks(partial, 2)]) is None
+    assert unite_layouts([ROWS, shift_ranks(Layout.replicated((5, 3), 2), 2)]) is None
+
+
+def test_an_alias_is_filled_by_the_other_name() -> None:
+    tied = Entry("h", "int8", (3, 4), ROWS, alias_of="e")
+    there = [Entry("e", "int8", (3, 4), ROWS), tied]
+    other = replace(tied, shape=(2, 4))
+    elsewhere = [Entry("e", "int8", (2, 4), ROWS), Entry("h", None, None, ROWS)]
+    found, problems = assemble(rosters(there, [*elsewhere[:1], other], elsewhere[1:]), "target")
+    assert (list(found), problems) == (["e"], [])
+    # A rank where it has memory of its own needs its values.
+    own = replace(other, alias_of="")
+    found, problems = assemble(rosters(there, [*elsewhere[:1], own]), "target")
+    assert (list(found), problems) == (["e", "h"], [])
+    assert found["h"].layout is ROWS
+    plain = [Entry("h", "int8", (5, 4), alias_of="e")], [Entry("h", "int8", (5, 4))]
+    found, problems = assemble(rosters(*plain), "target")
+    assert (found["h"].layout.holders, problems) == ((1,), [])
+
+
 def test_a_rank_that_has_none_may_describe_it() -> None:
     whole = Layout.whole((5, 4), [1], 2)
     listed = [[Entry("w", None, None, whole)], [Entry("w", "int8", (5, 4), whole)]]
@@ -58,6 +112,10 @@ def test_plain_tensors_are_whole_where_they_are() -> None:
     [
         (
             [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (5, 2), COLUMNS)]],
+            "w: ranks 0 and 1 have different layouts of the source",
+        ),
+        (
+            [[Entry("w", "int8", (3, 4), ROWS)], [Entry("w", "int8", (5, 4))]],
             "w: ranks 0 and 1 have different layouts of the source",
         ),
         (

@@ -6,6 +6,8 @@ messages that nobody sends. One small all-reduce finds that out:
 1. Each rank brings the digest of what it means to do, and whether it can.
 2. The greatest and the least of all digests are found at once, as `max(d)` and `max(-d)`.
 3. Where they differ, or a rank cannot, the ranks tell each other why, and all raise.
+4. Where several threads use one group, calls that look alike may be different ones: then they also
+   compare which thread each rank calls from, by name.
 
 *Metadata.* What ranks say of their models is much alike: data-parallel copies say the same. Values
 travel as bytes, equal ones once::
@@ -24,15 +26,17 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import PlanError, RunError, UsageError
+from reshard.errors import PlanError, RunError
+from reshard.torch.exchange.groups import CPU, RankGroup, rank_group
 
 _SHOWN_RANKS = 8
 _SHOWN_PROBLEMS = 20
@@ -67,34 +71,21 @@ class Intent:
         return hasher.digest()
 
 
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors of a group's collectives have to lie."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+Group: TypeAlias = "dist.ProcessGroup | RankGroup | None"
 
 
-def check_member(group: dist.ProcessGroup | None) -> None:
-    """Raise UsageError where this process is not in the group, or there are no process groups."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise UsageError(
-            "no process group: torch.distributed is not initialised. Start the ranks with "
-            "torchrun, and call torch.distributed.init_process_group in each"
-        )
-    known = group in (None, dist.GroupMember.NON_GROUP_MEMBER)
-    if not (known or isinstance(group, dist.ProcessGroup)):
-        raise UsageError(f"group={group!r}; give a torch process group, or None for all ranks")
-    try:
-        is_member = dist.get_rank(group) >= 0
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"group={group!r} cannot be used: {_take_first_line(error)}") from error
-    if not is_member:
-        raise UsageError(
-            f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
-        )
+def device_of(group: Group) -> torch.device:
+    """Where tensors of a group's own collectives have to lie: on the CPU, where it can."""
+    if isinstance(group, RankGroup):
+        return CPU
+    given = group or dist.group.WORLD
+    types = [one.type for one in given._device_types]
+    if "cpu" in types or "cuda" not in types:
+        return CPU
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
+def agree(intent: Intent, group: Group = None) -> tuple[int, ...]:
     """Return where all ranks of `group` mean the same and can do it; raise on all otherwise.
 
     Returns:
@@ -105,65 +96,60 @@ def agree(intent: Intent, group: dist.ProcessGroup | None = None) -> tuple[int, 
         RunError: a rank that cannot, and the message says which and why; or one that does not
             answer within the group's timeout.
     """
+    return _compare(intent, rank_group(group), "nothing was moved")
+
+
+def confirm(group: Group = None, error: Exception | None = None) -> None:
+    """Return where all ranks of `group` come to this point, without error; raise on all otherwise.
+
+    A rank that fails and knows that no other waits for its messages comes here with its error. One
+    that fails otherwise does not come, and breaks the group's connections off.
+
+    Raises:
+        RunError: a rank that did not come, or came with an error; the message says which and why.
+        PlanError: a rank that is at another point, as where its threads call in another order.
+    """
+    problem = None if error is None else f"{type(error).__name__}: {error}"
+    _compare(Intent({"the end of a run": b""}, problem), rank_group(group), _UNFINISHED, error)
+
+
+def _compare(
+    intent: Intent, group: RankGroup, otherwise: str, cause: Exception | None = None
+) -> tuple[int, ...]:
     digest = intent.digest
     low, high = (int.from_bytes(half) for half in (digest[:7], digest[7:]))
     # Maxima of `d` and `-d` give the greatest and the least. Seven bytes fit in a signed word.
     digits = [_NOTHING] * 4 if intent.is_open else [low, high, -low, -high]
+    name = threading.current_thread().name
+    caller = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+    threads = [int(group.has_threads), caller, -caller]
     # Always as many numbers: ranks that call for different things still understand each other.
     notes = [*intent.notes, *[0] * (_MOST_NOTES - len(intent.notes))]
-    numbers = [int(intent.problem is not None), *digits, *notes]
-    most = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
-    with run_errors("nothing was moved"):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    numbers = [int(intent.problem is not None), *digits, *threads, *notes]
+    most = torch.tensor(numbers, dtype=torch.int64)
+    with group.errors(otherwise):
+        group.all_reduce(most, dist.ReduceOp.MAX)
         has_problem, *digits = most.tolist()[:5]
-        if has_problem:
-            _raise_problems(intent.problem, group, "nothing was moved")
+        has_threads, greatest, least = most.tolist()[5:8]
         # All are alike where the greatest is the least, and where all ranks are open.
-        if digits[:2] != [-digits[2], -digits[3]] and digits != [_NOTHING] * 4:
+        is_like = digits[:2] == [-digits[2], -digits[3]] or digits == [_NOTHING] * 4
+        if has_problem:
+            _raise_problems(intent.problem, group, otherwise, cause)
+        if not is_like:
             _raise_difference(intent, group)
-    return tuple(most.tolist()[5 : 5 + len(intent.notes)])
+        if has_threads and greatest != -least:
+            _raise_threads(name, group)
+    return tuple(most.tolist()[8 : 8 + len(intent.notes)])
 
 
-def confirm(group: dist.ProcessGroup | None = None, error: Exception | None = None) -> None:
-    """Return where all ranks of `group` come to this point, without error; raise on all otherwise.
-
-    A rank that fails and knows that no other waits for its messages comes here with its error. One
-    that fails otherwise does not come, and the others learn it when their group's timeout ends, or
-    at once where its process has ended.
-
-    Raises:
-        RunError: a rank that did not come, or came with an error; the message says which and why.
-    """
-    failed = torch.full((1,), error is not None, dtype=torch.int64, device=device_of(group))
-    with run_errors(_UNFINISHED):
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group)
-        # A collective on a device is only waited for by its stream.
-        if any(failed.tolist()):
-            problem = None if error is None else f"{type(error).__name__}: {error}"
-            _raise_problems(problem, group, _UNFINISHED, error)
-
-
-@contextmanager
-def run_errors(otherwise: str) -> Iterator[None]:
+def run_errors(otherwise: str, group: Group = None) -> AbstractContextManager[None]:
     """What torch raises where ranks do not answer becomes a RunError that begins `otherwise`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RunError(
-            f"{otherwise}: a rank does not answer ({_take_first_line(error)})"
-        ) from error
-
-
-def _take_first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return rank_group(group).errors(otherwise)
 
 
 def _raise_problems(
-    own_problem: str | None,
-    group: dist.ProcessGroup | None,
-    otherwise: str,
-    cause: Exception | None = None,
-) -> None:
+    own_problem: str | None, group: RankGroup, otherwise: str, cause: Exception | None = None
+) -> NoReturn:
     # Texts are gathered only when it is known that some rank has a problem.
     every = gather((own_problem or "").encode(), group).values
     ranks_with: dict[str, list[int]] = {}
@@ -174,10 +160,25 @@ def _raise_problems(
         f"{_name_ranks(of)}: {problem}"
         for problem, of in list(ranks_with.items())[:_SHOWN_PROBLEMS]
     ]
-    raise RunError(f"{otherwise}: " + "; ".join(lines)) from cause
+    group.raise_on_all(RunError(f"{otherwise}: " + "; ".join(lines)), cause)
 
 
-def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
+def _raise_threads(name: str, group: RankGroup) -> NoReturn:
+    every = gather(name.encode(), group).values
+    shown = ", ".join(
+        f"rank {rank} calls from {other.decode(errors='replace')!r}"
+        for rank, other in every.items()
+    )
+    group.raise_on_all(
+        PlanError(
+            f"several threads use one group, and not in one order on all ranks: {shown}. Nothing "
+            "was moved; let them call in one order, under the same names of threads, or give each "
+            "thread a process group of its own"
+        )
+    )
+
+
+def _raise_difference(intent: Intent, group: RankGroup) -> NoReturn:
     own = None if intent.is_open else [[name, part.hex()] for name, part in intent.parts.items()]
     every = gather(json.dumps(own).encode(), group).values
     told = {rank: json.loads(parts) for rank, parts in every.items()}
@@ -194,13 +195,17 @@ def _raise_difference(intent: Intent, group: dist.ProcessGroup | None) -> None:
                 else f"{_name_ranks(of)} another"
                 for position, (digest, of) in enumerate(by_digest.items())
             ]
-            raise PlanError(
-                f"the ranks do not mean the same by {name!r}: {', '.join(sides)}. Nothing was "
-                "moved; give every rank the same shapes, dtypes and layouts"
+            group.raise_on_all(
+                PlanError(
+                    f"the ranks do not mean the same by {name!r}: {', '.join(sides)}. Nothing was "
+                    "moved; give every rank the same shapes, dtypes and layouts, in one order"
+                )
             )
-    raise PlanError(
-        "the ranks name the same tensors in different orders; nothing was moved. Give every "
-        "rank the same order"
+    group.raise_on_all(
+        PlanError(
+            "the ranks name the same tensors in different orders; nothing was moved. Give every "
+            "rank the same order"
+        )
     )
 
 
@@ -225,18 +230,18 @@ class Gathered:
     received_bytes: int
 
 
-def gather(own: bytes, group: dist.ProcessGroup | None, to_first: bool = False) -> Gathered:
+def gather(own: bytes, group: Group, to_first: bool = False) -> Gathered:
     """The bytes of all ranks, on every rank; or on the group's first only, others get their own.
 
     Raises RunError where a rank does not answer.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    me = dist.get_rank()
+    among = rank_group(group)
+    ranks, me = among.ranks, among.rank
     first_with: dict[tuple[int, ...], int] = {}
     found: dict[tuple[int, ...], bytes] = {}
     received_bytes = 0
-    with run_errors(_UNANSWERED):
-        digests = _gather_digests(own, group)
+    with among.errors(_UNANSWERED):
+        digests = _gather_digests(own, among)
         for rank, digest in zip(ranks, digests, strict=True):
             # Equal values come from the first rank that has them.
             first_with.setdefault(digest, rank)
@@ -247,13 +252,13 @@ def gather(own: bytes, group: dist.ProcessGroup | None, to_first: bool = False) 
             if not digest[0]:
                 found[digest] = b""
                 continue
-            data = _as_tensor(own, group) if me == rank else _allocate(digest[0], group)
+            data = _as_tensor(own) if me == rank else torch.empty(digest[0], dtype=torch.uint8)
             if not to_first:
-                dist.broadcast(data, rank, group)
+                among.broadcast(data, rank)
             elif me == rank:
-                dist.send(data, ranks[0], group)
+                among.send(data, ranks[0]).wait()
             else:
-                dist.recv(data, rank, group)
+                among.receive(data, rank).wait()
             if me != rank:
                 received_bytes += len(data)
                 found[digest] = _as_bytes(data)
@@ -262,7 +267,19 @@ def gather(own: bytes, group: dist.ProcessGroup | None, to_first: bool = False) 
     return Gathered({rank: found.get(digest, own) for rank, digest in every}, received_bytes)
 
 
-def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tuple[Any, int]:
+def share(value: Any, sender: int, group: Group) -> Any:
+    """The value of one rank, on all. Raises RunError where a rank does not answer."""
+    among = rank_group(group)
+    own = pickle.dumps(value) if among.rank == sender else b""
+    length = torch.tensor([len(own)])
+    with among.errors(_UNANSWERED):
+        among.broadcast(length, sender)
+        data = _as_tensor(own) if own else torch.empty(int(length.item()), dtype=torch.uint8)
+        among.broadcast(data, sender)
+    return value if own else pickle.loads(_as_bytes(data))
+
+
+def scatter(parts: Iterable[Any] | None, group: Group) -> tuple[Any, int]:
     """This rank's part of what the group's first rank gives, and the bytes that it gave or got.
 
     Args:
@@ -270,49 +287,40 @@ def scatter(parts: Iterable[Any] | None, group: dist.ProcessGroup | None) -> tup
 
     Raises RunError where a rank does not answer.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    among = rank_group(group)
+    first = among.ranks[0]
     own: Any = None
     moved_bytes = 0
-    with run_errors(_UNANSWERED):
+    with among.errors(_UNANSWERED):
         if parts is None:
-            length = torch.zeros(1, dtype=torch.int64, device=device_of(group))
-            dist.recv(length, ranks[0], group)
+            length = torch.zeros(1, dtype=torch.int64)
+            among.receive(length, first).wait()
             moved_bytes = int(length.item())
-            data = _allocate(moved_bytes, group)
-            dist.recv(data, ranks[0], group)
+            data = torch.empty(moved_bytes, dtype=torch.uint8)
+            among.receive(data, first).wait()
             return pickle.loads(_as_bytes(data)), moved_bytes
-        for rank, part in zip(ranks, parts, strict=True):
-            if rank == dist.get_rank():
+        for rank, part in zip(among.ranks, parts, strict=True):
+            if rank == among.rank:
                 own = part
                 continue
-            data = _as_tensor(pickle.dumps(part), group)
-            length = torch.tensor([len(data)], dtype=torch.int64, device=device_of(group))
-            dist.send(length, rank, group)
-            dist.send(data, rank, group)
+            data = _as_tensor(pickle.dumps(part))
+            among.send(torch.tensor([len(data)]), rank).wait()
+            among.send(data, rank).wait()
             moved_bytes += len(data)
     return own, moved_bytes
 
 
-def _gather_digests(data: bytes, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+def _gather_digests(data: bytes, group: RankGroup) -> list[tuple[int, ...]]:
     """Length and digest of what every rank has."""
     digest = hashlib.blake2b(data, digest_size=8 * _DIGEST_WORDS).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_DIGEST_WORDS)]
-    # Every rank fills its own row, so that the sum is the table of all.
-    table = torch.zeros(
-        (dist.get_world_size(group), 1 + _DIGEST_WORDS), dtype=torch.int64, device=device_of(group)
-    )
-    table[dist.get_rank(group)] = torch.tensor([len(data), *words])
-    dist.all_reduce(table, dist.ReduceOp.SUM, group)
-    return [tuple(row) for row in table.tolist()]
+    found = group.all_gather(torch.tensor([len(data), *words]))
+    return [tuple(row.tolist()) for row in found]
 
 
-def _allocate(size_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device_of(group))
-
-
-def _as_tensor(data: bytes, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _as_bytes(data: torch.Tensor) -> bytes:
-    return bytes(data.cpu().numpy())
+    return bytes(data.numpy())

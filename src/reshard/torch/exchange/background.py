@@ -16,26 +16,22 @@ began it: what fits its memory is posted there, and the stream waits for it.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
-from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from reshard.errors import RunError
+from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.groups import rank_group
 
 # Tags begin where those that people choose rarely are, and come again only after as many.
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-def next_tag(group: dist.ProcessGroup | None) -> int:
+def next_tag(group: Group) -> int:
     """A tag for the messages of one exchange; the n-th of a group is the same on all its ranks."""
-    found = group or dist.distributed_c10d._get_default_group()
-    return _FIRST_TAG + next(_counts.setdefault(found, itertools.count())) % _TAGS
+    return _FIRST_TAG + rank_group(group).next_number() % _TAGS
 
 
 class BackgroundExchange:

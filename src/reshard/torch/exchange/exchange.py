@@ -33,11 +33,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from reshard.errors import RunError
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, limit_message_bytes
+from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.copies import combine, copier, empty_bytes, finish_contributions
+from reshard.torch.exchange.groups import rank_group
 from reshard.torch.exchange.messages import (
     LocalCopy,
     Piece,
@@ -103,7 +104,7 @@ class MessageExchange:
         device: where the staging memory is.
         extra_bytes: the most staging memory; the same on every rank.
         is_grouped: whether the messages of all pairs are posted together, step by step, as NCCL
-            needs it; by default where the group is one of NCCL.
+            needs it; by default where that is what carries the device's tensors.
         by_region: whether all contributions to a region travel before the next region does; for one
             tensor whose contributions are cut alike (`are_cut_alike`), likewise on every rank.
         memory: bytes to stage in, `extra_bytes` of them, that exchanges share which run one after
@@ -117,23 +118,24 @@ class MessageExchange:
         self,
         tensors: Sequence[RankTransfers],
         rank: int,
-        group: dist.ProcessGroup | None,
+        group: Group,
         device: torch.device,
         extra_bytes: int = DEFAULT_EXTRA_BYTES,
         is_grouped: bool | None = None,
         by_region: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
-        self._group = group
+        self._group = among = rank_group(group)
         self._device = device
-        self._is_grouped = dist.get_backend(group) == "nccl" if is_grouped is None else is_grouped
+        is_nccl = among.backend_of(device) == "nccl"
+        self._is_grouped = is_nccl if is_grouped is None else is_grouped
         # Grouped messages to and from all ranks are in memory at once.
-        peers = dist.get_world_size(group) - 1 if self._is_grouped else 1
+        peers = len(among.ranks) - 1 if self._is_grouped else 1
         message_bytes = limit_message_bytes(extra_bytes, peers)
         found = list_messages(
             tensors,
             rank,
-            dist.get_world_size(),
+            among.slots,
             message_bytes,
             1 if self._is_grouped else _IN_A_TURN,
             by_region,
@@ -203,8 +205,8 @@ class MessageExchange:
         """
         if self.has_failed:
             raise RunError(
-                "this exchange failed before, and its process group may still carry messages of "
-                "it; begin anew with a new group"
+                "this exchange failed before, and the connections of its ranks are closed; prepare "
+                "another"
             )
         if self._is_running:
             raise RunError("this exchange runs already; finish it before it starts again")
@@ -239,9 +241,16 @@ class MessageExchange:
             for tensor in self._partial:
                 cells = cells_of(tensor.change.target, self._rank, tensor.target)
                 finish_contributions(tensor.change, cells)
-        except BaseException:
-            self.has_failed = True
+        except BaseException as error:
+            self._fail()
+            self._group.break_off(error)
             raise
+
+    def _fail(self) -> None:
+        self.has_failed = True
+        # Messages that are under way keep the connections that they are on.
+        for step in self._steps:
+            step.works = []
 
     def _post_what_can_be(self) -> list[_ExchangeStep]:
         """The first step of each direction that still has to wait for a slot."""
@@ -257,18 +266,20 @@ class MessageExchange:
         return waiting
 
     def _post(self, step: _ExchangeStep) -> None:
-        operations = []
         for one in step.messages:
             if one.message.is_sent:
                 for pack in one.copies:
                     pack()
-            kind = dist.isend if one.message.is_sent else dist.irecv
+        try:
             if self._is_grouped:
-                operations.append(dist.P2POp(kind, one.buffer, one.message.peer, self._group))
-            else:
-                step.works.append(kind(one.buffer, one.message.peer, self._group, self.tag))
-        if operations:
-            step.works = dist.batch_isend_irecv(operations)
+                together = [(m.message.is_sent, m.buffer, m.message.peer) for m in step.messages]
+                step.works = self._group.post_together(together)
+                return
+            for one in step.messages:
+                begin = self._group.send if one.message.is_sent else self._group.receive
+                step.works.append(begin(one.buffer, one.message.peer, self.tag))
+        except RuntimeError as error:
+            raise _LostMessageError(str(error)) from error
 
     def _complete(self, step: _ExchangeStep) -> None:
         if step.order and not step.only_sends:
@@ -283,8 +294,11 @@ class MessageExchange:
         if step.is_done:
             return
         works, step.works = step.works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise _LostMessageError(str(error)) from error
         for one in step.messages:
             if not one.message.is_sent:
                 for unpack in one.copies:
@@ -292,6 +306,10 @@ class MessageExchange:
         for copy in step.copies:
             copy_or_combine(copy.target, copy.source, copy.reduction)
         step.is_done = True
+
+
+class _LostMessageError(Exception):
+    """A message that cannot be sent, or does not come."""
 
 
 class _Failure:
@@ -307,7 +325,11 @@ class _Failure:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        self._exchange.has_failed = True
+        self._exchange._fail()
+        group = self._exchange._group
+        if isinstance(error, _LostMessageError):
+            group.lose(self._what, error)
+        group.break_off(error)
         if isinstance(error, RuntimeError):
             raise RunError(f"{self._what}: {error}") from error
 

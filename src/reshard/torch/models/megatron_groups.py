@@ -11,11 +11,13 @@ No rank can count the experts of the whole model: they are `num_experts` of the 
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from reshard.errors import NotationError, ReshardError, ShardError, UsageError
@@ -24,6 +26,7 @@ from reshard.megatron.layers import PipelineLayers
 from reshard.megatron.names import MegatronNames
 from reshard.megatron.ranks import places_along
 from reshard.torch.exchange.agreement import gather
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.parameters import MegatronModel, Model, chunks_of, tensors_of
 
 # What Megatron calls the groups, by axis.
@@ -45,7 +48,9 @@ class ModelPair:
     def of(cls, source: Model, target: Model, num_experts: int | None) -> ModelPair:
         """Both, with the number of experts where their names lack it."""
         try:
-            both = [_set_num_experts(model, num_experts) for model in (source, target)]
+            both = [
+                _set_num_experts(_read_module(model), num_experts) for model in (source, target)
+            ]
         except ReshardError as error:
             return cls(source, target, num_experts, str(error))
         return cls(both[0], both[1], num_experts)
@@ -56,7 +61,7 @@ class ModelPair:
         both = [one for one in (self.source, self.target) if isinstance(one, MegatronModel)]
         return int(any(one.names is None for one in both)), int(bool(both))
 
-    def named(self, notes: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Model, Model]:
+    def named(self, notes: Sequence[int], group: RankGroup) -> tuple[Model, Model]:
         """Both models, with names also where they have process groups. All ranks call this.
 
         Args:
@@ -77,6 +82,13 @@ class ModelPair:
         if not lacks_names:
             return self.source, self.target
         return _gather_names(self.source, self.target, self.num_experts, group)
+
+
+def _read_module(model: Model) -> Model:
+    """A module that has Megatron's process groups is Megatron's."""
+    if isinstance(model, torch.nn.Module) and getattr(model, _ATTRIBUTE, None) is not None:
+        return MegatronModel(model)
+    return model
 
 
 def _set_num_experts(model: Model, num_experts: int | None) -> Model:
@@ -112,10 +124,10 @@ class _RankGroups:
 
 
 def _gather_names(
-    source: Model, target: Model, num_experts: int | None, group: dist.ProcessGroup | None
+    source: Model, target: Model, num_experts: int | None, group: RankGroup
 ) -> tuple[Model, Model]:
     described = [
-        asdict(_describe_groups(model))
+        asdict(_describe_groups(model, group))
         if isinstance(model, MegatronModel) and model.names is None
         else None
         for model in (source, target)
@@ -143,9 +155,12 @@ def _gather_names(
     return found[0], found[1]
 
 
-def _describe_groups(model: MegatronModel) -> _RankGroups:
+def _describe_groups(model: MegatronModel, group: RankGroup) -> _RankGroups:
     try:
-        return _RankGroups(_find_ranks(model), tuple(_count_layers(model)), model.stack)
+        found = {
+            axis: tuple(map(group.find_rank, ranks)) for axis, ranks in _find_ranks(model).items()
+        }
+        return _RankGroups(found, tuple(_count_layers(model)), model.stack)
     except ReshardError as error:
         problem = str(error)
     except Exception as error:
@@ -186,7 +201,8 @@ def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     for axis in GROUP_AXES:
         for called in (axis, _CALLED.get(axis, axis)):
             group = groups.get(called) if isinstance(groups, Mapping) else None
-            group = group or getattr(groups, called, None)
+            if group is None:
+                group = getattr(groups, called, None)
             if group is not None:
                 found[axis] = _list_members(axis, group)
     if not found:
@@ -198,12 +214,18 @@ def _find_ranks(model: MegatronModel) -> dict[str, tuple[int, ...]]:
 
 
 def _list_members(axis: str, group: Any) -> tuple[int, ...]:
-    if not isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(group))
+    try:
+        found = tuple(operator.index(rank) for rank in group)
+    except TypeError:
+        found = ()
+    if dist.get_rank() not in found:
         raise UsageError(
             f"the group along {axis} is {group!r}; give the torch process group that this rank is "
-            "in"
+            f"in, or a list of its ranks, rank {dist.get_rank()} among them"
         )
-    return tuple(dist.get_process_group_ranks(group))
+    return found
 
 
 def _count_layers(model: MegatronModel) -> list[int]:

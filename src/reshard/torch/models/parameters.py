@@ -32,9 +32,10 @@ from reshard.megatron.names import MegatronNames
 from reshard.megatron.rosters import LocalParameter
 from reshard.notation.objects import sharding_of
 from reshard.recipes.fusion import Fusion
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.naming import Naming, fitting, meaning, member_pattern, tied_root
 from reshard.torch.models.rosters import Entry, Roster, Shape, shift_ranks
-from reshard.torch.sides import check_writable, local_of
+from reshard.torch.sides import check_writable, local_of, place_sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,10 @@ class MegatronModel:
         parameters: what the attributes leave out, by local name or pattern: fields of
             `LocalParameter` such as `heads`, `true_length` or `is_expert`.
         groups: this rank's process groups, in place of names: an object or a table with those of
-            torch as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`, `expt_dp` (or `edp`), as
-            far as there are any. Without either, the `pg_collection` that the first chunk has.
-            They have global ranks, so no offset counts; the layers of all stages are counted.
+            torch, or lists of their ranks, as `tp`, `pp`, `ep`, `expt_tp` (or `etp`), `cp`, `dp`,
+            `expt_dp` (or `edp`), as far as there are any. Without either, the `pg_collection` that
+            the first chunk has. They have global ranks, so no offset counts; the layers of all
+            stages are counted.
         stack: the module whose numbered layers the pipeline shares out, where groups are given.
     """
 
@@ -67,10 +69,12 @@ class LaidModel(dict[str, Any]):
 
     `own_names` are the model's, where they differ. `problems` are why it cannot be used on this
     rank: a refit raises them on every rank, where an error of one would let the others wait.
+    `first_rank` is the rank of this process's job that the layouts call 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_rank: int = 0) -> None:
         super().__init__()
+        self.first_rank = first_rank
         self.own_names: dict[str, str] = {}
         self.problems: list[str] = []
 
@@ -108,7 +112,9 @@ def list_tensors(
     model: Model,
     naming: Naming | None = None,
     stacks: Mapping[str, str] | None = None,
-    first_rank: int = 0,
+    offset: int | None = None,
+    *,
+    group: RankGroup,
 ) -> LocalTensors:
     """What this rank has of a model. Problems are put into the roster, for all ranks to raise.
 
@@ -116,14 +122,16 @@ def list_tensors(
         model: see above.
         naming: from the model's names to common ones.
         stacks: patterns of stacked tensors and of their members, in common names.
-        first_rank: the global rank of the rank that layouts, or Megatron's ranks, call 0.
+        offset: the group's number of the rank that layouts, or Megatron's ranks, call 0; None for
+            the first of this process's job, or the one that the model says.
+        group: of all ranks that take part.
     """
-    found = _Lister(naming, stacks, first_rank)
+    found = _Lister(naming, stacks, group)
     names = model.names if isinstance(model, MegatronModel) else None
-    if names is not None and isinstance(names.ranks, MegatronGrids):
-        # Process groups have global ranks.
-        found.first_rank = first_rank = 0
     try:
+        if names is None or not isinstance(names.ranks, MegatronGrids):
+            # Process groups have the group's numbers already; others count from a first rank.
+            found.first_rank = _find_first_rank(model, offset, group)
         if isinstance(model, MegatronModel):
             found.add_megatron(model)
         elif model is not None:
@@ -136,17 +144,40 @@ def list_tensors(
     except Exception as error:
         # A function of the user's, such as one that gives names: the other ranks wait for this.
         found.problems.append(f"{type(error).__name__}: {error}")
-    roster = Roster(tuple(found.entries), names, first_rank, tuple(found.problems), found.unmatched)
+    problems, first_rank = tuple(found.problems), found.first_rank
+    roster = Roster(tuple(found.entries), names, first_rank, problems, found.unmatched)
     return LocalTensors(roster, found.tensors, found.locals, found.addresses)
+
+
+def _find_first_rank(model: Model, offset: int | None, group: RankGroup) -> int:
+    """The group's number of the rank that a model calls 0.
+
+    Raises ShardError where the model says another than the offset, or none can be.
+    """
+    counts = isinstance(model, MegatronModel) or (
+        isinstance(model, Mapping) and any(isinstance(one, tuple) for one in model.values())
+    )
+    laid = model if isinstance(model, LaidModel) else None
+    if not counts or (offset is not None and laid is None):
+        return offset or 0
+    home = laid.first_rank if laid is not None else 0
+    found = home + group.find_offset(home)
+    if offset not in (None, found):
+        raise ShardError(
+            f"an offset of {offset}, but by_recipe has first_rank={home}, which is {found} of the "
+            "group; leave the offset out"
+        )
+    return found
 
 
 class _Lister:
     def __init__(
-        self, naming: Naming | None, stacks: Mapping[str, str] | None, first_rank: int
+        self, naming: Naming | None, stacks: Mapping[str, str] | None, group: RankGroup
     ) -> None:
         self._naming = naming
         self._stacks = stacks
-        self.first_rank = first_rank
+        self._group = group
+        self.first_rank = 0
         self.entries: list[Entry] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.locals: dict[str, torch.Tensor] = {}
@@ -170,7 +201,7 @@ class _Lister:
             )
         spec = None
         if layout is None and isinstance(value, DTensor):
-            spec = sharding_of(value)
+            spec = place_sharding(sharding_of(value), self._group)
             layout = spec.layout(tuple(value.shape))
         local = self._local(name, value)
         if local is None:
@@ -179,7 +210,7 @@ class _Lister:
         if pattern is not None:
             self._add_members(name, own_name, pattern, value, local, layout)
             return
-        has_part = layout is None or _holds(layout)
+        has_part = layout is None or _holds(layout, self._group.rank)
         self._register(name, value, local if has_part else None)
         shape = tuple(local.shape) if has_part else None
         dtype = as_dtype(value.dtype).name
@@ -205,7 +236,7 @@ class _Lister:
             for entry in model.parameters
             if not any(fitting(name, {entry: True}) for name in own_names)
         )
-        rank = torch.distributed.get_rank() - self.first_rank
+        rank = self._group.rank - self.first_rank
         for number, chunk in enumerate(chunks_of(model)):
             for own_name, value in tensors_of(chunk):
                 whole = names.global_name(own_name, rank, number)
@@ -258,7 +289,7 @@ class _Lister:
         layout: Layout | None,
     ) -> None:
         """A stacked tensor as its members: each is a layout of its own, and a view of it here."""
-        rank = torch.distributed.get_rank()
+        rank = self._group.rank
         dtype = as_dtype(value.dtype).name
         if not value.ndim:
             self.problems.append(f"{name}: a stacked tensor without dimensions")
@@ -269,7 +300,7 @@ class _Lister:
                 self._register(member, value, view)
                 self._list_member(member, dtype, tuple(view.shape), None, own_name)
             return
-        expected = layout.local_shape(rank) if _holds(layout) else None
+        expected = layout.local_shape(rank) if _holds(layout, rank) else None
         if any(len(layout.cells_of(rank)) != 1 for rank in layout.holders):
             self.problems.append(f"{name}: a stacked tensor whose ranks have several boxes each")
             return
@@ -342,8 +373,7 @@ def _add_attributes(
     return replace(parameter, **says)
 
 
-def _holds(layout: Layout) -> bool:
-    rank = torch.distributed.get_rank()
+def _holds(layout: Layout, rank: int) -> bool:
     return rank < layout.slots and bool(layout.cells_of(rank))
 
 
@@ -395,12 +425,13 @@ def member_layout(layout: Layout, number: int) -> Layout:
 
 
 def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, str]) -> None:
-    """Note problems of a target's memory, and leave out names of tensors that are listed already.
+    """Note problems of a target's memory, and which of its names are of one tensor.
 
     A target must not lie where a source is. Targets that are one tensor must be declared tied;
-    they are filled once.
+    they are filled once. Others must not share memory.
     """
-    problems, again = [], set()
+    problems: list[str] = []
+    alias_of: dict[str, str] = {}
     at: dict[tuple[Any, ...], str] = {}
     for name, local in after.locals.items():
         try:
@@ -411,7 +442,7 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
         key = (local.device, local.data_ptr(), tuple(local.shape), local.stride())
         other = at.setdefault(key, name) if local.numel() else name
         if other != name and tied_root(name, ties) == tied_root(other, ties):
-            again.add(name)
+            alias_of[name] = other
         elif other != name:
             problems.append(
                 f"{name}: one tensor with {other} in the target; if it is to be, declare "
@@ -422,7 +453,12 @@ def check_memory(before: LocalTensors, after: LocalTensors, ties: Mapping[str, s
         problems.append(f"{shared} share memory; a target must not lie where a source is")
     after.roster = replace(
         after.roster,
-        entries=tuple(entry for entry in after.roster.entries if entry.name not in again),
+        entries=tuple(
+            replace(entry, alias_of=alias_of.get(entry.name, ""))
+            if entry.name in alias_of
+            else entry
+            for entry in after.roster.entries
+        ),
         problems=(*after.roster.problems, *problems),
     )
 

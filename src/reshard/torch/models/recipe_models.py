@@ -60,8 +60,8 @@ def by_recipe(
         naming: what the model's own names are in the recipe's, such as `recipe.naming("vllm",
             config)`.
         counts_from_zero: whether each rank numbers the layers and experts that it has from 0.
-        first_rank: the global rank of the rank that the mesh calls 0; the refit's
-            `source_offset` or `target_offset`.
+        first_rank: the rank of this process's job that the mesh calls 0. The refit knows it then,
+            and needs no offset.
         allow: see `reshard.recipes.assignment.assign`.
 
     Returns:
@@ -69,7 +69,7 @@ def by_recipe(
         parameter whose members lie in groups, is among its `problems`: it may be wrong on one
         rank only, so the refit raises it on all.
     """
-    found = LaidModel()
+    found = LaidModel(first_rank)
     try:
         whole = {name: _shape(name, shape) for name, shape in shapes.items()}
         assignment = assign(whole, mesh, rules, recipe, config, allow=allow)

@@ -76,11 +76,12 @@ def _kind_of(entry: Entry) -> tuple[Any, ...]:
         entry.chunk,
         entry.fusion,
         entry.spec,
+        entry.alias_of,
     )
 
 
 def _write_kind(kind: tuple[Any, ...], writer: DocumentWriter) -> dict[str, Any]:
-    dtype, shape, layout, parameter, chunk, fusion, spec = kind
+    dtype, shape, layout, parameter, chunk, fusion, spec, alias_of = kind
     written: dict[str, Any] = {"dtype": dtype, "shape": shape}
     if layout is not None:
         written["layout"] = writer.layout(layout)
@@ -92,6 +93,8 @@ def _write_kind(kind: tuple[Any, ...], writer: DocumentWriter) -> dict[str, Any]
         written["fusion"] = asdict(fusion)
     if spec is not None:
         written["spec"] = [writer.mesh(spec.mesh), str(spec)]
+    if alias_of:
+        written["alias_of"] = alias_of
     return written
 
 
@@ -133,7 +136,7 @@ def read_roster(text: str) -> Roster:
     return Roster(
         tuple(entries),
         megatron[0] if megatron else None,
-        whole_number(field("first_rank", int), "first_rank", 0),
+        whole_number(field("first_rank", int), "first_rank"),
         tuple(read_texts(field("problems", list), "problems")),
         tuple(read_texts(field("unmatched", list), "unmatched")),
     )
@@ -184,6 +187,8 @@ def _read_kind(reader: DocumentReader, value: Any, where: str) -> dict[str, Any]
         found["fusion"] = _read_fusion(value["fusion"], f"{where}.fusion")
     if "spec" in value:
         found["spec"] = _read_spec(reader, value["spec"], f"{where}.spec")
+    if "alias_of" in value:
+        (found["alias_of"],) = read_texts([value["alias_of"]], f"{where}.alias_of")
     return found
 
 

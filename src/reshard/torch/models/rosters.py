@@ -4,7 +4,8 @@ A rank lists what it has: names, types, local shapes, and how each tensor is cut
 knows. Put together, the lists of all ranks say what each tensor of the model is:
 
 1. a tensor that knows its layout (a DTensor, a tensor given with one) has that, and every rank
-   that lists it must say the same;
+   that lists it must say the same; or ranks of several layouts have each a copy of their own, as on
+   the parts `mesh["dp"]` of one mesh, which are others on every rank of `tp`;
 2. a parameter of Megatron says what one rank can know; the ranks' words together make the whole
    (`reshard.megatron.rosters`);
 3. any other tensor is whole on every rank that lists it.
@@ -14,8 +15,11 @@ Whatever does not fit is collected, not raised, so that people see all of it at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
 
 from reshard.errors import ReshardError
 from reshard.layout import Layout
@@ -23,6 +27,7 @@ from reshard.megatron.names import MegatronNames
 from reshard.megatron.parameters import MegatronParameter
 from reshard.megatron.rosters import LocalParameter, gather_parameters
 from reshard.recipes.fusion import Fusion
+from reshard.runs import RunTable
 from reshard.sharding import ShardingSpec
 
 Shape = tuple[int, ...]
@@ -43,6 +48,7 @@ class Entry:
         own_name: what the model calls it, before names become common; of Megatron's over the
             whole model.
         spec: the sharding that the layout is of, where the rank knows it.
+        alias_of: the name of another tensor, tied to this one, whose memory it is on this rank.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Entry:
     fusion: Fusion | None = None
     own_name: str = ""
     spec: ShardingSpec | None = None
+    alias_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,49 @@ def shift_ranks(layout: Layout, ranks: int) -> Layout:
         layout.contributions,
         layout.reduction,
     )
+
+
+def unite_layouts(layouts: Sequence[Layout]) -> Layout | None:
+    """The layout of ranks that have several layouts of one tensor; None where a rank is in two.
+
+    Parts of all of them overlap, so each has what the others have too.
+
+    >>> rows = Layout.replicated((4,), 1)
+    >>> unite_layouts([rows, shift_ranks(rows, 2)]).holders
+    (0, 2)
+    """
+    holders = [rank for layout in layouts for rank in layout.holders]
+    if len(set(holders)) != len(holders) or any(one.contributions > 1 for one in layouts):
+        return None
+    if len({layout.shape for layout in layouts}) > 1:
+        return None
+    tables, parts = [], [layout.cell_part.copy() for layout in layouts]
+    for dimension in range(layouts[0].ndim):
+        # Each way to cut the dimension once; the parts of the next one are counted behind it.
+        ways = list(dict.fromkeys(layout.tables[dimension] for layout in layouts))
+        begins = dict(zip(ways, accumulate((way.parts for way in ways), initial=0), strict=False))
+        for layout, part in zip(layouts, parts, strict=True):
+            part[:, dimension] += begins[layout.tables[dimension]]
+        tables.append(_join_tables(ways))
+    return Layout(
+        layouts[0].shape,
+        tables,
+        max(layout.slots for layout in layouts),
+        np.concatenate([layout.cell_slot for layout in layouts]),
+        np.concatenate(parts),
+    )
+
+
+def _join_tables(ways: Sequence[RunTable]) -> RunTable:
+    if len(ways) == 1:
+        return ways[0]
+    rows, parts = [], 0
+    for way in ways:
+        runs = way.single_runs()
+        rows.append((runs.part + parts, runs.start, runs.length, runs.local_start, runs.role))
+        parts += way.parts
+    columns = map(np.concatenate, zip(*rows, strict=True))
+    return RunTable.from_columns(ways[0].dimension_length, parts, *columns)
 
 
 def assemble(rosters: Mapping[int, Roster], side: str) -> tuple[dict[str, ModelTensor], list[str]]:
@@ -206,6 +256,12 @@ def _assemble_tensor(
     side: str,
     problems: list[str],
 ) -> ModelTensor | None:
+    if all(entry.alias_of or entry.shape is None for entry in by_rank.values()) and any(
+        entry.alias_of for entry in by_rank.values()
+    ):
+        # Wherever it is, it is another tensor's memory, which is filled by that one's name.
+        return None
+    by_rank = _without_aliases(by_rank)
     first = next(iter(by_rank.values()))
     dtypes = {entry.dtype: rank for rank, entry in by_rank.items() if entry.dtype is not None}
     if len(dtypes) != 1:
@@ -232,13 +288,17 @@ def _assemble_tensor(
         )
     # A DTensor, or one with a layout: all ranks must describe the same.
     layouts = {entry.layout: rank for rank, entry in by_rank.items()}
-    if len(layouts) > 1:
+    united = None
+    if len(layouts) > 1 and None not in layouts:
+        united = unite_layouts([layout for layout in layouts if layout is not None])
+    if len(layouts) > 1 and united is None:
         ranks = " and ".join(map(str, list(layouts.values())[:2]))
         problems.append(f"{name}: ranks {ranks} have different layouts of the {side}")
         return None
-    if first.layout is not None:
-        problems += _find_misfits(name, first.layout, by_rank, side)
-        return ModelTensor(dtype, first.layout, spec=first.spec)
+    known = united or first.layout
+    if known is not None:
+        problems += _find_misfits(name, known, by_rank, side)
+        return ModelTensor(dtype, known, spec=None if united is not None else first.spec)
     # A plain tensor: whole on each rank that has it.
     shapes = {entry.shape: rank for rank, entry in by_rank.items() if entry.shape is not None}
     if len(shapes) > 1:
@@ -253,6 +313,18 @@ def _assemble_tensor(
     (shape,) = shapes
     holders = [rank for rank, entry in by_rank.items() if entry.shape is not None]
     return ModelTensor(dtype, Layout.whole(shape, holders, max(holders) + 1))
+
+
+def _without_aliases(by_rank: Mapping[int, Entry]) -> Mapping[int, Entry]:
+    """The ranks where a plain tensor is none that is filled by another name.
+
+    One with a layout keeps all its ranks: where it is another's memory, both write the same.
+    """
+    return {
+        rank: entry
+        for rank, entry in by_rank.items()
+        if not entry.alias_of or entry.layout is not None or entry.parameter is not None
+    }
 
 
 def _find_misfits(name: str, layout: Layout, by_rank: Mapping[int, Entry], side: str) -> list[str]:

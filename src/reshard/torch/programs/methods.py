@@ -19,7 +19,6 @@ import hashlib
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
 from reshard.collectives.choice import choose
 from reshard.collectives.program import Program
@@ -28,6 +27,7 @@ from reshard.collectives.steps import Exchange
 from reshard.errors import PlanError, UsageError
 from reshard.sharding import ShardingSpec
 from reshard.topology import Link, Topology
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.programs.run import least_extra_bytes
 from reshard.torch.sides import TensorSide
 
@@ -46,7 +46,8 @@ def choose_program(
     source: TensorSide,
     target: TensorSide,
     dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
+    device: torch.device,
     extra_bytes: int,
 ) -> Program | None:
     """The program to run, or None for the exchange.
@@ -66,7 +67,7 @@ def choose_program(
         raise UsageError(problem)
     if method == "exchange":
         return None
-    ranks = dist.get_world_size(group)
+    ranks = len(group.ranks)
     if isinstance(method, Program):
         ends = [
             spec.layout(method.shape) is side.layout
@@ -96,7 +97,8 @@ def choose_program(
         return _check_memory(
             _require_program(source.spec, target.spec, shape), dtype, ranks, extra_bytes
         )
-    library = library_of(group)
+    # Whose collectives: a key of `reshard.cost.LIBRARIES`.
+    library = "gloo" if group.backend_of(device) == "gloo" else "nccl"
     is_known = topology is not None
     slots = max(source.layout.slots, target.layout.slots)
     topology = topology or assumed_topology(slots)
@@ -160,11 +162,6 @@ def _choose_quicker(
     if choice.method == "exchange" or not choice.program.steps or not (is_known or is_less):
         return None
     return choice.program
-
-
-def library_of(group: dist.ProcessGroup | None) -> str:
-    """Whose collectives a process group has: a key of `reshard.cost.LIBRARIES`."""
-    return "gloo" if dist.get_backend(group) == "gloo" else "nccl"
 
 
 @lru_cache(maxsize=64)

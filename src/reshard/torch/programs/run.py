@@ -29,17 +29,18 @@ ranks.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from reshard.collectives.program import Program
-from reshard.errors import RunError
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES
+from reshard.torch.exchange.agreement import Group
 from reshard.torch.exchange.all_gather import AllGatherRounds, is_all_gather
 from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.groups import rank_group
+from reshard.torch.exchange.meeting import timeout_of
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import Phase, ShardBuffers, phases_of
 
@@ -83,15 +84,15 @@ class ProgramRun:
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        group: Group,
         device: torch.device,
         extra_bytes: int,
         by_collectives: bool | None = None,
     ) -> None:
-        is_gloo = dist.get_backend(group) == "gloo"
+        self._group = among = rank_group(group)
+        is_gloo = among.backend_of(device) == "gloo"
         self._by_collectives = not is_gloo if by_collectives is None else by_collectives
-        self._rank = dist.get_rank()
-        self._group = group
+        self._rank = among.rank
         self._dtype = dtype
         self._device = device
         self._limit_bytes = extra_bytes
@@ -132,14 +133,15 @@ class ProgramRun:
             self.has_failed = True
             # What torch raises where a rank does not answer.
             if isinstance(error, RuntimeError):
-                raise RunError(f"{step} did not end: {error}") from error
+                self._group.lose(f"{step} did not end", error)
             raise
 
     def _find_group(self, phase: Phase) -> dist.ProcessGroup | None:
         """The process group of a phase; None where it needs none, or none can be made."""
-        if not self._by_collectives or phase.kind != "all-gather":
+        # Making a group takes all ranks of the job, and not only those of another group.
+        if not self._by_collectives or phase.kind != "all-gather" or not self._group.is_everyone:
             return None
-        return process_group(self._group, phase.step.groups, self._rank)
+        return process_group(None, phase.step.groups, self._rank)
 
     def _prepare(
         self,
@@ -196,17 +198,11 @@ def process_group(
         elif (everyone, members) in _MADE:
             made = _MADE[everyone, members]
         else:
-            made = dist.new_group(list(members), timeout=_timeout(everyone))
+            made = dist.new_group(list(members), timeout=timeout_of(everyone))
             made = made if rank in members else None
             _MADE[everyone, members] = made
         found = made if rank in members else found
     return found
-
-
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long a group waits for a rank: its parts wait as long."""
-    found = group._get_backend(group._device_types[0]).options._timeout
-    return found if isinstance(found, datetime.timedelta) else None
 
 
 def _forget_ended() -> None:

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from reshard.collectives.program import Program
 from reshard.dtypes import dtype as as_dtype
 from reshard.plans.schedule.messages import align
 from reshard.torch.exchange.agreement import confirm
 from reshard.torch.exchange.exchange import MessageExchange
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.messages import RankTransfers
 from reshard.torch.programs.phases import ShardBuffers, phases_of
 from reshard.torch.refitting.matching import Match
@@ -87,7 +87,7 @@ class RefitBatches:
         transforms: Mapping[str, Transform],
         device: torch.device,
         extra_bytes: int,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
     ) -> None:
         self._source, self._target, self._transforms = source, target, transforms
         self._group, self._device = group, device
@@ -110,7 +110,7 @@ class RefitBatches:
         self.batches = []
         for found in listed:
             exchanges = [
-                MessageExchange(tensors, dist.get_rank(), group, device, extra_bytes, memory=shared)
+                MessageExchange(tensors, group.rank, group, device, extra_bytes, memory=shared)
                 for tensors in found.stages
             ]
             self.batches.append(RefitBatch(exchanges, found.before, found.after))
@@ -124,7 +124,7 @@ class RefitBatches:
 
     def _list(self, item: PartItem, found: _BatchContents) -> None:
         """What is done for one tensor or piece, and where."""
-        match, rank = item.match, dist.get_rank()
+        match, rank = item.match, self._group.rank
         dtype = getattr(torch, as_dtype(match.dtype).name)
         source = self._source.get(match.source_name)
         target = self._target.get(match.target_name)
@@ -150,7 +150,7 @@ class RefitBatches:
         found: _BatchContents,
     ) -> None:
         """The steps of a program that move anything, each in a stage of its own."""
-        rank = dist.get_rank()
+        rank = self._group.rank
         ends = (source, target, dtype, self._device)
         buffers = ShardBuffers(phases_of(program, rank), rank, *ends, self._arena.tensor)
         for stage, (_, transfers) in enumerate(buffers.transfers()):
@@ -167,7 +167,7 @@ class RefitBatches:
         found: _BatchContents,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where a transform has what travels of a piece, and where its whole tensor arrives."""
-        name, rank = match.made_of, dist.get_rank()
+        name, rank = match.made_of, self._group.rank
         transform, index_range = self._transforms[name], match.source_range
         part = source if index_range is None else index_range.of(source, rank)
         sent = None

@@ -23,7 +23,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch.distributed as dist
 
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import ReshardError, ShardError, UsageError
@@ -34,6 +33,7 @@ from reshard.plans.job import Job
 from reshard.plans.job_item import JobItem
 from reshard.plans.schedule.messages import ALIGNMENT_BYTES, align, fill_batches
 from reshard.torch.exchange.agreement import gather, scatter
+from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.models.naming import fitting
 from reshard.torch.models.roster_documents import read_rosters, write_rosters
 from reshard.torch.models.rosters import Roster, assemble
@@ -261,7 +261,7 @@ class RefitPlanner:
         target, more = assemble(after, "target")
         problems += more
         # What a side has, but ranks describe differently, is reported once, and not as missing too.
-        unclear = _names(before) - source.keys(), _names(after) - target.keys()
+        unclear = _names(before) - source.keys(), _names(after) - target.keys() - _aliases(after)
         source = {name: tensor for name, tensor in source.items() if name not in unclear[1]}
         target = {name: tensor for name, tensor in target.items() if name not in unclear[0]}
         problems += [
@@ -287,18 +287,23 @@ def _names(rosters: Mapping[int, Roster]) -> set[str]:
     return {entry.name for roster in rosters.values() for entry in roster.entries}
 
 
+def _aliases(rosters: Mapping[int, Roster]) -> set[str]:
+    """Names of what is another tensor's memory somewhere."""
+    return {e.name for roster in rosters.values() for e in roster.entries if e.alias_of}
+
+
 def plan_part(
     matching: RefitPlanner,
     before: Roster,
     after: Roster,
     planning: Planning,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
 ) -> tuple[RefitPart, PlanningReport]:
     """This rank's part, and what finding it took."""
     begun_s, had_bytes = time.perf_counter(), _peak_memory_bytes()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = group.ranks
     is_central = planning == "centralized"
-    is_first = dist.get_rank() == ranks[0]
+    is_first = group.rank == ranks[0]
     # 1. Learn what all ranks have; where one rank plans for all, only that one does.
     gathered = gather(write_rosters(before, after), group, to_first=is_central)
     scattered_bytes = 0
@@ -308,7 +313,7 @@ def plan_part(
     if is_first or not is_central:
         found = plan_or_error(matching, gathered.values)
         if not is_central:
-            part = found if isinstance(found, ReshardError) else found.part(dist.get_rank())
+            part = found if isinstance(found, ReshardError) else found.part(group.rank)
         elif isinstance(found, ReshardError):
             parts = (found for _ in ranks)
         else:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, RunError, ShardError, UsageError
 from reshard.topology import Topology
-from reshard.torch.exchange.agreement import Intent, agree, check_member, device_of
+from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
+from reshard.torch.exchange.groups import RankGroup, rank_group
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.naming import Naming, tied_root
 from reshard.torch.models.parameters import LocalTensors, Model, check_memory, list_tensors
@@ -53,8 +54,8 @@ class RefitOptions(TypedDict, total=False):
     num_experts: int | None
     cast: CastOption
     strict: bool
-    source_offset: int
-    target_offset: int
+    source_offset: int | None
+    target_offset: int | None
     transforms: Mapping[str, Transform] | None
     planning: Planning
     method: RefitMethod
@@ -71,9 +72,7 @@ class Refit:
     of one run, and none of another.
     """
 
-    def __init__(
-        self, prepared: _PreparedRefit, batches: RefitBatches, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, prepared: _PreparedRefit, batches: RefitBatches, group: RankGroup) -> None:
         self._prepared = prepared
         self._group = group
         self._batches = batches
@@ -97,8 +96,8 @@ class Refit:
         num_experts: int | None = None,
         cast: CastOption = False,
         strict: bool = True,
-        source_offset: int = 0,
-        target_offset: int = 0,
+        source_offset: int | None = None,
+        target_offset: int | None = None,
         transforms: Mapping[str, Transform] | None = None,
         planning: Planning = "local",
         method: RefitMethod = "auto",
@@ -126,9 +125,9 @@ class Refit:
                 or the type that it has then. The narrower of both travels.
             strict: whether a source that fills nothing is an error. A target without a source
                 always is.
-            source_offset, target_offset: the global rank of the rank that layouts given with
-                tensors, or Megatron's ranks, call 0. DTensors and process groups have global
-                ranks already.
+            source_offset, target_offset: the rank that layouts given with tensors, or Megatron's
+                ranks, call 0, as the group numbers it; None for rank 0 of this process's job, or
+                the `first_rank` of `by_recipe`. DTensors and process groups say theirs.
             transforms: what makes targets of other elements, by their common names or patterns;
                 the first that fits counts.
             planning: whether every rank plans its own part, or the group's first rank plans all.
@@ -138,7 +137,8 @@ class Refit:
                 contributions that become replicas, where they move less.
             topology: the hosts of the ranks and the links between them; the same on all ranks.
             extra_bytes: the most memory beyond both models, on each rank.
-            group: of all ranks that have a part of either; all ranks when None.
+            group: of all ranks that have a part of either; all ranks when None. It may be a group
+                of several jobs: its ranks are then called by their places in it.
 
         Raises:
             ShardError: on every rank, all names, shapes and types that do not fit.
@@ -147,7 +147,50 @@ class Refit:
             LayoutError: on every rank, a topology without a rank or link that is needed.
             UsageError: a rank outside the group, or no process groups at all.
         """
-        check_member(group)
+        among = rank_group(group)
+        with among.turn():
+            return cls._prepare(
+                among,
+                source,
+                target,
+                source_names=source_names,
+                target_names=target_names,
+                ties=ties,
+                stacks=stacks,
+                num_experts=num_experts,
+                cast=cast,
+                strict=strict,
+                source_offset=source_offset,
+                target_offset=target_offset,
+                transforms=transforms,
+                planning=planning,
+                method=method,
+                topology=topology,
+                extra_bytes=extra_bytes,
+            )
+
+    @classmethod
+    def _prepare(
+        cls,
+        group: RankGroup,
+        source: Model,
+        target: Model,
+        *,
+        source_names: Naming | None,
+        target_names: Naming | None,
+        ties: Mapping[str, str] | None,
+        stacks: Mapping[str, str] | None,
+        num_experts: int | None,
+        cast: CastOption,
+        strict: bool,
+        source_offset: int | None,
+        target_offset: int | None,
+        transforms: Mapping[str, Transform] | None,
+        planning: Planning,
+        method: RefitMethod,
+        topology: Topology | None,
+        extra_bytes: int,
+    ) -> Refit:
         options = {
             "planning": planning,
             "method": method,
@@ -173,8 +216,8 @@ class Refit:
         # First agreement: on the arguments. The second is on the plan and the memory of each rank.
         notes = agree(Intent(parts, problem or given.problem, notes=given.notes), group)
         source, target = given.named(notes, group)
-        before = list_tensors(source, source_names, stacks, source_offset)
-        after = list_tensors(target, target_names, stacks, target_offset)
+        before = list_tensors(source, source_names, stacks, source_offset, group=group)
+        after = list_tensors(target, target_names, stacks, target_offset, group=group)
         check_memory(before, after, ties or {})
         methods = RefitMethods(method, topology)
         matching = RefitPlanner(ties or {}, cast, strict, transforms or {}, extra_bytes, methods)
@@ -182,9 +225,11 @@ class Refit:
         made_by = matching.transforms_of(
             dict.fromkeys(item.match.made_of for item in part.items if item.match.made_of)
         )
-        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report)
+        # Of refits that are alike, ranks must run the same one too.
+        digest = f"{part.digest} {group.generation} {group.next_number()}".encode()
+        prepared = _PreparedRefit(part, before, after, made_by, extra_bytes, report, digest)
         batches, problem = prepared.prepare_batches(group)
-        agree(Intent({"refit": part.digest.encode()}, problem), group)
+        agree(Intent({"refit": digest}, problem), group)
         if batches is None:
             raise RunError("nothing was moved: no messages could be prepared")
         return cls(prepared, batches, group)
@@ -197,8 +242,12 @@ class Refit:
                 Where that is after the first byte, the target is not usable.
             PlanError: on every rank, ranks that run different refits.
         """
+        with self._group.turn():
+            self._run()
+
+    def _run(self) -> None:
         # Before each run, since a rank may have failed, or its tensors may have moved.
-        agree(Intent({"refit": self._prepared.part.digest.encode()}, self._problem()), self._group)
+        agree(Intent({"refit": self._prepared.digest}, self._problem()), self._group)
         self.is_usable = False
         try:
             # An engine's tensors may be inference tensors, which only this mode may write.
@@ -208,6 +257,7 @@ class Refit:
             for tensor in self._prepared.after.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
                 mark_unusable(tensor)
+            self._group.break_off(error)
             if isinstance(error, ReshardError):
                 raise RunError(
                     f"{error}; the target is partly new and partly old, and not usable"
@@ -236,14 +286,18 @@ class Refit:
         return None
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare messages anew over another group of the same ranks, after a run that failed.
+        """Prepare messages anew over a group of the same ranks, after a run that failed.
+
+        It may be the same group, if all its ranks live: they connect anew.
 
         All ranks of the group call this. Raises RunError on all where one cannot.
         """
-        batches, problem = self._prepared.prepare_batches(group)
-        agree(Intent({"refit": self._prepared.part.digest.encode()}, problem), group)
+        among = rank_group(group)
+        with among.turn():
+            batches, problem = self._prepared.prepare_batches(among)
+            agree(Intent({"refit": self._prepared.digest}, problem), among)
         if batches is not None:
-            self._batches, self._group = batches, group
+            self._batches, self._group = batches, among
             self.is_usable = True
 
 
@@ -268,6 +322,8 @@ def _find_problem_of_names(stacks: object, *offsets: object) -> str | None:
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
         return f"stacks={stacks!r}; give a table of names, such as {{'*.up': '*.{{}}.up'}}"
     for offset in offsets:
+        if offset is None:
+            continue
         if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
             return f"an offset of {offset!r}; the first rank of a side is a whole number from 0 up"
     return None
@@ -298,10 +354,9 @@ class _PreparedRefit:
     transforms: Mapping[str, Transform]
     extra_bytes: int
     report: PlanningReport
+    digest: bytes
 
-    def prepare_batches(
-        self, group: dist.ProcessGroup | None
-    ) -> tuple[RefitBatches | None, str | None]:
+    def prepare_batches(self, group: RankGroup) -> tuple[RefitBatches | None, str | None]:
         """Memory and messages for every run; or None and why there are none."""
         try:
             devices = {t.device for side in (self.before, self.after) for t in side.locals.values()}
@@ -311,7 +366,7 @@ class _PreparedRefit:
                 )
             for item in self.part.items:
                 if item.match.made_at == "target" and item.match.made_of in self.after.locals:
-                    self._check_transform(item.match)
+                    self._check_transform(item.match, group.rank)
             batches = RefitBatches(
                 self.part,
                 self.before.locals,
@@ -328,9 +383,9 @@ class _PreparedRefit:
             return None, f"{type(error).__name__}: {error}"
         return batches, None
 
-    def _check_transform(self, match: Match) -> None:
+    def _check_transform(self, match: Match, rank: int) -> None:
         name, tensors = match.made_of, self.after.locals
         transform = self.transforms[name]
         made = {one: tensors[one] for one in transform.outputs(name) if one in tensors}
         whole = match.target if match.target_range is None else match.target_range.whole
-        transform.check(name, whole, dist.get_rank(), made)
+        transform.check(name, whole, rank, made)

@@ -1,0 +1,311 @@
+"""Groups of ranks that move tensors: who they are, and connections of their own between them.
+
+A torch process group says who takes part. The first time that one is used, all of its ranks meet
+at its store (`meeting`), and each learns of all others
+
+1. *its number*. Within one job that is the global rank. A group may also be of several jobs, which
+   were started apart and count from 0 each; its ranks have then the numbers that the group gives::
+
+       trainer's job      0  1        a rank of each job at home
+       engine's job             0  1
+       the group          0  1  2  3  what layouts, plans and errors call them
+
+2. *its host and process*, so that errors can name them.
+
+What lies on the CPU travels by connections (gloo) that nobody else has, so nothing of the user's
+own can come between. A rank that fails leaves a note at the store and closes its connections. Who
+waits for it learns that at once, closes its own, and reads the notes: all raise the same cause,
+long before the group's timeout. What lies on devices travels by the backend that the group has for
+them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ReshardError, RunError, ShardError, UsageError
+from reshard.mesh import DeviceMesh
+from reshard.torch.exchange.meeting import RankMeeting, meet
+
+CPU = torch.device("cpu")
+
+
+class RankGroup:
+    """The ranks of a group, as one of them sees them. Get it by `rank_group`.
+
+    Attributes:
+        ranks: their numbers, in the group's order.
+        rank: this one's.
+        hosts: of each, in the same order.
+        is_across_jobs: whether they are of several jobs, each of which counts its ranks from 0.
+        generation: how many groups met at the same store before.
+    """
+
+    def __init__(self, meeting: RankMeeting, given: dist.ProcessGroup | None) -> None:
+        self._meeting = meeting
+        self._given = given
+        cards = meeting.cards
+        self.position = meeting.position
+        self.hosts = tuple(card.host for card in cards)
+        self.generation = meeting.generation
+        self.is_across_jobs = len({card.job for card in cards}) > 1
+        is_numbered = given is not None and not self.is_across_jobs
+        self.ranks = tuple(card.home_rank if is_numbered else n for n, card in enumerate(cards))
+        self.rank = self.ranks[self.position]
+        self._positions = {rank: position for position, rank in enumerate(self.ranks)}
+        own_job = cards[self.position].job
+        self._at_home = {
+            card.home_rank: rank
+            for card, rank in zip(cards, self.ranks, strict=True)
+            if card.job == own_job
+        }
+        self._transport: Any = meeting.connect()
+        self._turn = threading.RLock()
+        self._is_in_turn = False
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._count = 0
+        self._known_error: BaseException | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its connections are closed, since a rank failed."""
+        return self._transport is None
+
+    @property
+    def slots(self) -> int:
+        """One more than the greatest number of a rank."""
+        return max(self.ranks) + 1
+
+    @property
+    def is_everyone(self) -> bool:
+        """Whether it is the group of all ranks of one job."""
+        return self._given is not None and self._given is dist.group.WORLD
+
+    def backend_of(self, device: torch.device) -> str:
+        """What carries tensors of a device: `gloo`, `nccl` or another of torch's backends."""
+        if device.type == "cpu" or self._given is None:
+            return "gloo"
+        return backend_of(self._given, device)
+
+    def find_rank(self, home_rank: int) -> int:
+        """The number, in this group, of a rank of this process's job.
+
+        Raises ShardError where the group is of several jobs, and that rank is not in it.
+        """
+        if not self.is_across_jobs:
+            return home_rank
+        if home_rank not in self._at_home:
+            raise ShardError(
+                f"rank {home_rank} of this job is not in the group, which has its ranks "
+                f"{sorted(self._at_home)}; make the group of all ranks that have a part"
+            )
+        return self._at_home[home_rank]
+
+    def find_offset(self, home_rank: int) -> int:
+        """What to add to ranks of this job, from `home_rank` on, to get their numbers here.
+
+        Raises ShardError where no one number does it.
+        """
+        if not self.is_across_jobs:
+            return 0
+        steps = {rank - home for home, rank in self._at_home.items() if home >= home_rank}
+        if len(steps) != 1:
+            raise ShardError(
+                f"the ranks {sorted(self._at_home)} of this job are "
+                f"{sorted(self._at_home.values())} of the group, which is another distance for "
+                "each; say where they begin by source_offset or target_offset, or give DTensors"
+            )
+        return steps.pop()
+
+    def place(self, mesh: DeviceMesh) -> DeviceMesh:
+        """A mesh of this process's job, over the numbers of this group. Raises as `find_rank`."""
+        if not self.is_across_jobs:
+            return mesh
+        devices = map(self.find_rank, mesh.devices)
+        return DeviceMesh(mesh.name, mesh.shape, mesh.axis_names, devices)
+
+    def next_number(self) -> int:
+        """A number that no other call of the group gets: the n-th is the same on all ranks."""
+        self._count += 1
+        return self._count
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """All that one call does: threads of a process that use one group follow one another.
+
+        Raises UsageError inside another call of the thread, such as in a transform.
+        """
+        with self._turn:
+            if self._is_in_turn:
+                raise UsageError(
+                    "this group is in the middle of a run, such as in a transform; other calls "
+                    "come before or after it, or have a group of their own"
+                )
+            self._threads.add(threading.current_thread())
+            self._is_in_turn = True
+            try:
+                yield
+            finally:
+                self._is_in_turn = False
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether several threads that live have used the group in this process."""
+        return sum(thread.is_alive() for thread in list(self._threads)) > 1
+
+    def all_reduce(self, tensor: torch.Tensor, operation: Any) -> None:
+        """Combine a CPU tensor of all ranks, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._connections().allreduce([tensor], options).wait()
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        """Give all ranks a CPU tensor of one of them, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = self._positions[sender]
+        self._connections().broadcast([tensor], options).wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A CPU tensor of every rank, of one shape, in the group's order."""
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        self._connections().allgather([found], [tensor]).wait()
+        return found
+
+    def send(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Any:
+        """Begin to send a tensor; what is returned has `wait()`."""
+        carrier = self._carrier(tensor.device)
+        return carrier.send([tensor], self._positions[receiver], tag)
+
+    def receive(self, tensor: torch.Tensor, sender: int, tag: int = 0) -> Any:
+        """Begin to receive into a tensor."""
+        carrier = self._carrier(tensor.device)
+        return carrier.recv([tensor], self._positions[sender], tag)
+
+    def post_together(self, messages: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Any]:
+        """Begin messages `(is_sent, tensor, other rank)` at once, as NCCL needs it."""
+        carriers = [self._carrier(tensor.device) for _, tensor, _ in messages]
+        if not carriers or carriers[0] is not self._given:
+            return [
+                (self.send if is_sent else self.receive)(tensor, rank)
+                for is_sent, tensor, rank in messages
+            ]
+        # On devices the group's own collectives take messages of all pairs together.
+        operations = [
+            dist.P2POp(
+                dist.isend if is_sent else dist.irecv,
+                tensor,
+                group=self._given,
+                group_peer=self._positions[rank],
+            )
+            for is_sent, tensor, rank in messages
+        ]
+        return list(dist.batch_isend_irecv(operations))
+
+    def _carrier(self, device: torch.device) -> Any:
+        return self._connections() if device.type == "cpu" else self._given
+
+    def _connections(self) -> Any:
+        found = self._transport
+        if found is None:
+            raise RunError("a rank of this group failed before")
+        return found
+
+    @contextmanager
+    def errors(self, otherwise: str) -> Iterator[None]:
+        """What torch raises where ranks do not answer becomes a RunError, begun by `otherwise`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lose(otherwise, error)
+
+    def lose(self, otherwise: str, error: BaseException) -> NoReturn:
+        """Raise why a rank does not answer, on this rank and soon on all others."""
+        # Behind the first sentence gloo advises people where to look.
+        line = (str(error).splitlines() or [type(error).__name__])[0].partition(". This is")[0]
+        self._close("")
+        causes = self._meeting.find_causes(self.ranks)
+        text = f"{causes} ({line})" if causes else f"a rank does not answer ({line})"
+        raise RunError(f"{otherwise}: {text}") from error
+
+    def break_off(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on. Nothing, where they know it already."""
+        cause: BaseException | None = error
+        while cause is not None and cause is not self._known_error:
+            cause = cause.__cause__
+        if cause is None:
+            kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
+            self._close(f"{kind}{error}" or type(error).__name__)
+
+    def raise_on_all(self, error: ReshardError, cause: BaseException | None = None) -> NoReturn:
+        """Raise what all ranks raise: after it the group goes on."""
+        self._known_error = error
+        raise error from cause
+
+    def _close(self, note: str) -> None:
+        if self._transport is not None:
+            self._meeting.leave_note(note)
+            # Without anybody who keeps them, connections are closed.
+            self._transport = None
+
+
+_MET: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
+
+
+def rank_group(group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
+    """The ranks of a torch process group; of all ranks when None.
+
+    The first time, and after a rank failed, all ranks of the group have to call this.
+
+    Raises:
+        UsageError: a rank outside the group, or no process groups at all.
+        RunError: a rank that does not come.
+    """
+    if isinstance(group, RankGroup):
+        return group
+    check_member(group)
+    given = group or dist.group.WORLD
+    found = _MET.get(given)
+    if found is None or found.has_failed:
+        found = _MET[given] = RankGroup(meet(given), given)
+    return found
+
+
+def check_member(group: dist.ProcessGroup | RankGroup | None) -> None:
+    """Raise UsageError where this process is not in the group, or there are no process groups."""
+    if isinstance(group, RankGroup):
+        return
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "no process group: torch.distributed is not initialised. Start the ranks with "
+            "torchrun, and call torch.distributed.init_process_group in each"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the group; only the group's ranks call this"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"group={group!r}; give a torch process group, or None for all ranks")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that a process group has for tensors of a device, such as `gloo`.
+
+    Groups may have several, such as `cpu:gloo,cuda:nccl`, also where none was named. Raises
+    UsageError where it has none for the device.
+    """
+    try:
+        found = group._get_backend(torch.device(device.type))
+    except RuntimeError as error:
+        types = sorted(one.type for one in group._device_types)
+        raise UsageError(
+            f"the group has no backend for tensors on {device.type}, but for {', '.join(types)}; "
+            "make it with backend='cpu:gloo,cuda:nccl', or with none named"
+        ) from error
+    return str(found.name()).lower()

@@ -1,0 +1,261 @@
+"""Meetings of ranks at a store: what each tells of itself, and notes of those that fail.
+
+A store is torch's, with which its process groups are made. A meeting has keys of its own there::
+
+    arrivals                  how many have come, so that later meetings get other keys
+    0/card/2                  rank 2 of meeting 0: its job, its rank there, its host and process
+    0/note/2                  why rank 2 failed; empty where it only lost others
+
+1. Every rank leaves its card, and waits for those of all others. Meanwhile the process group is
+   asked, which knows at once of a process that has ended.
+2. Ranks of one job have one name for it, which the first of them leaves at the job's own store.
+3. Where connections break, ranks leave notes. Who left none within a second has ended, or is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import RunError
+
+# How often somebody who waits looks for notes, and how long they are waited for.
+_LOOK_S, _NOTES_S = 0.05, 1.0
+_PREFIX = "reshard"
+_PATIENCE = datetime.timedelta(minutes=30)
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rank tells of itself. `job` is one name for all ranks of its job."""
+
+    job: str
+    home_rank: int
+    host: str
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeeting:
+    """A meeting that has all its ranks, as the one at `position` sees it.
+
+    `cards` are in the group's order. `store` is None where the group has none: then the group
+    itself connects its ranks, and nobody leaves notes.
+    """
+
+    cards: tuple[Card, ...]
+    position: int
+    generation: int
+    timeout: datetime.timedelta
+    store: Any = None
+    group: dist.ProcessGroup | None = None
+
+    def connect(self) -> Any:
+        """Connections between all ranks, for what lies on the CPU."""
+        if self.store is None:
+            return self.group
+        own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
+        try:
+            return dist.ProcessGroupGloo(own, self.position, len(self.cards), self.timeout)
+        except RuntimeError as error:
+            raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
+
+    def leave_note(self, note: str) -> None:
+        """Say why this rank fails; nothing where it only lost others."""
+        if self.store is not None:
+            _leave_note(self.store, self.generation, self.position, note)
+
+    def find_causes(self, ranks: Sequence[int]) -> str:
+        """Who of `ranks`, in the group's order, failed and why; empty where nobody knows."""
+        if self.store is None:
+            return ""
+        cards = dict(enumerate(self.cards))
+        return _find_causes(self.store, self.generation, self.position, ranks, cards)
+
+
+def meet(group: dist.ProcessGroup) -> RankMeeting:
+    """Meet the other ranks of a process group, all of which call this.
+
+    Raises RunError where one does not come within the group's timeout, or its process has ended.
+    """
+    position, timeout = group.rank(), timeout_of(group) or _PATIENCE
+    store = _find_store(group)
+    if store is None:
+        numbers = dist.get_process_group_ranks(group)
+        cards = tuple(Card("", number, "", 0) for number in numbers)
+        return RankMeeting(cards, position, 0, timeout, group=group)
+    probe = _Probe(group)
+    try:
+        generation = (store.add("arrivals", 1) - 1) // group.size()
+    except RuntimeError as error:
+        raise _describe_loss(error) from error
+    return meet_at(store, position, group.size(), timeout, generation, probe)
+
+
+def meet_at(
+    store: Any,
+    position: int,
+    ranks: int,
+    timeout: datetime.timedelta,
+    generation: int,
+    probe: _Probe | None = None,
+) -> RankMeeting:
+    """Meet at a store: all ranks call this, with one generation. Raises as `meet` does."""
+    own = Card(_name_job(), _find_home_rank(), socket.gethostname(), os.getpid())
+    cards: dict[int, Card] = {position: own}
+    keys = {number: f"{generation}/card/{number}" for number in range(ranks)}
+    begun_s, limit_s = time.monotonic(), timeout.total_seconds()
+    try:
+        store.set(keys[position], json.dumps(asdict(own)))
+        while len(cards) < ranks:
+            here = [n for n, key in keys.items() if n not in cards and store.check([key])]
+            cards |= {number: Card(**json.loads(store.get(keys[number]))) for number in here}
+            waited_s = time.monotonic() - begun_s
+            is_lost = probe is not None and bool(probe.error)
+            if not here and (is_lost or _has_notes(store, generation, ranks) or waited_s > limit_s):
+                _leave_note(store, generation, position, "")
+                causes = _find_causes(store, generation, position, range(ranks), cards)
+                raise RunError(f"nothing was moved: {causes}")
+            # Who comes late is waited for at leisure.
+            time.sleep(min(waited_s / 8, _LOOK_S))
+        if probe is not None:
+            probe.finish()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise _describe_loss(error) from error
+    found = tuple(cards[number] for number in range(ranks))
+    return RankMeeting(found, position, generation, timeout, store, probe and probe.group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long a process group waits for a rank; None where it does not say."""
+    try:
+        found = group._get_backend(group._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
+
+
+class _Probe:
+    """Asks a process group, beside what else is done, whether all its processes are there."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.error = ""
+        self.group = group
+        is_asked = any(one.type == "cpu" for one in group._device_types)
+        self._thread = threading.Thread(target=self._ask, name="reshard probe", daemon=True)
+        if is_asked:
+            self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            self.group.allreduce([torch.zeros(1)]).wait()
+        except RuntimeError as error:
+            self.error = str(error)
+
+    def finish(self) -> None:
+        """All have come, so all have asked: what comes next on the group follows it."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _find_store(group: dist.ProcessGroup) -> Any:
+    """A process group's store; None for one that was made without, or pretends."""
+    try:
+        found = group.get_group_store()
+        found.check([_PREFIX])
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+    return dist.PrefixStore(_PREFIX, found)
+
+
+def _name_job() -> str:
+    """One name for all ranks of this process's job, and of no other."""
+    own = uuid.uuid4().hex
+    if not dist.is_initialized():
+        return own
+    try:
+        # The first that comes gives the name.
+        found = dist.distributed_c10d._get_default_store().compare_set(f"{_PREFIX}/job", "", own)
+    except (RuntimeError, NotImplementedError):
+        return own
+    return str(found.decode())
+
+
+def _find_home_rank() -> int:
+    return int(dist.get_rank()) if dist.is_initialized() else 0
+
+
+def _leave_note(store: Any, generation: int, position: int, note: str) -> None:
+    # Where the store is gone with the rank that had it, others see that too.
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{generation}/note/{position}", json.dumps(note))
+
+
+def _has_notes(store: Any, generation: int, ranks: int) -> bool:
+    return any(store.check([f"{generation}/note/{number}"]) for number in range(ranks))
+
+
+def _find_causes(
+    store: Any,
+    generation: int,
+    position: int,
+    ranks: Sequence[int],
+    cards: Mapping[int, Card],
+) -> str:
+    """Wait a while for notes; who failed and why."""
+    notes: dict[int, str] = {position: ""}
+    deadline_s = time.monotonic() + _NOTES_S
+    silent: Sequence[int] = ()
+    try:
+        while True:
+            silent = [n for n in range(len(ranks)) if n not in notes]
+            for number in silent:
+                if store.check([key := f"{generation}/note/{number}"]):
+                    notes[number] = str(json.loads(store.get(key)))
+            if any(notes.values()) or not silent or time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+    except RuntimeError:
+        # It ended with the process that had it.
+        silent = [n for n, card in cards.items() if _has_ended(card)]
+    told = [f"{_describe(n, ranks, cards)}: {note}" for n, note in sorted(notes.items()) if note]
+    if told:
+        return "; ".join(told)
+    names = ", ".join(_describe(number, ranks, cards) for number in silent[:_SHOWN])
+    more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
+    return f"{names}{more} does not answer, or its process has ended" if silent else ""
+
+
+def _describe(number: int, ranks: Sequence[int], cards: Mapping[int, Card]) -> str:
+    card = cards.get(number)
+    where = "" if card is None else f" (host {card.host}, process {card.process})"
+    return f"rank {ranks[number]}{where}"
+
+
+def _has_ended(card: Card) -> bool:
+    """Whether a process of this host has ended; False where that cannot be seen."""
+    if card.host != socket.gethostname():
+        return False
+    try:
+        state = Path(f"/proc/{card.process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def _describe_loss(error: Exception) -> RunError:
+    return RunError(f"nothing was moved: a rank does not answer (the group's store: {error})")
