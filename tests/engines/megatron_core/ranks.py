@@ -16,6 +16,7 @@ RECORDINGS = Path(__file__).parents[2] / "golden" / "megatron_checkpoints"
 SMALL = {"layers": 2, "hidden": 8, "heads": 2, "groups": 2, "ffn": 8, "vocab": 8}
 # Buckets whose length is no multiple of what Megatron-core pads to are more than it can save.
 WIDER = {"hidden": 16, "heads": 4, "groups": 2, "ffn": 16, "vocab": 24}
+THEN = {"heads": 4, "groups": 2, "ffn": 12, "vocab": 16, "then": "then"}
 EVERY = ("legacy", "dp_reshardable", "dp_zero_gather_scatter")
 # By name: ranks, what the job says, and how else the same state is saved.
 RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -25,6 +26,10 @@ RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "undistributed": (2, {"sizes": {"tp": 2}, "distributed_optimizer": False}, ("legacy",)),
     "virtual": (2, {"sizes": {"pp": 2, "vp": 2}, "layers": 4}, ("legacy",)),
     "buckets": (2, {"bucket_size": 1000, "bias": True, "qk_norm": True, **WIDER}, EVERY),
+    # Models of the Hub's architectures, with what they compute and their next step.
+    "llama": (2, {"sizes": {"tp": 2}, "fp32": True, **THEN}, ()),
+    "mixtral": (2, {"sizes": {"ep": 2}, "fp32": True, "experts": 4, **THEN}, ()),
+    "halves": (2, {"sizes": {"tp": 2}, **THEN}, ()),
     "singleton": (2, {"sizes": {"ep": 2}, "experts": 4, "singleton": True}, ()),
 }
 
@@ -69,6 +74,9 @@ def save_run(name: str, folder: Path) -> dict[str, Path]:
         for how in others
     ]
     own = {**SMALL, **job, "steps": 2, "save": str(places["fully_reshardable"]), "more": more}
+    if "then" in own:
+        places["then"] = folder / own["then"]
+        own["then"] = str(places["then"])
     run_ranks(world, own, folder)
     return places
 

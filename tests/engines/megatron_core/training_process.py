@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "bias": False,
     "qk_norm": False,
     "fp32": False,
+    "optimizer": True,
     "distributed_optimizer": True,
     "sharding_type": "fully_reshardable",
     "bucket_size": None,
@@ -41,6 +42,8 @@ DEFAULTS: dict[str, Any] = {
     "save_format": "torch_dist",
     # The same state once more, each with a folder, and a format or type of sharding of its own.
     "more": [],
+    # What the saved model computes and its next step, in this folder.
+    "then": None,
     "batch": 4,
     "homogeneous": True,
     "singleton": False,
@@ -126,7 +129,11 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         )
         # Initial values are those of the whole model's names, whatever the parallelism.
         wrapped = Float16Module(config, model) if bf16 else model
-        chunks.append(DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0))
+        if job["optimizer"]:
+            wrapped = DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
+        chunks.append(wrapped)
+    if not job["optimizer"]:
+        return chunks, None, config
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -164,11 +171,12 @@ def state_of(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int, 
     for number, chunk in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
         state[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
-    state["optimizer"] = optimizer.sharded_state_dict(
-        {key: value for key, value in state.items() if key.startswith("model")},
-        is_loading=load,
-        metadata=metadata,
-    )
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            {key: value for key, value in state.items() if key.startswith("model")},
+            is_loading=load,
+            metadata=metadata,
+        )
     state["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": step * job["batch"]}
     pp, tp = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -229,15 +237,26 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(job: dict[str, Any], chunks: list[Any], optimizer: Any, step: int) -> None:
-    """Save the state as the job says."""
+def save(
+    job: dict[str, Any],
+    chunks: list[Any],
+    optimizer: Any,
+    step: int,
+    others: dict[int, Any] | None = None,
+) -> None:
+    """Save the state as the job says: and `others` for parameters, by where these begin."""
     import torch
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     if job["save_format"] == "torch_dist":
         folder = Path(job["save"])
         folder.mkdir(parents=True, exist_ok=True)
         state, metadata = state_of(job, chunks, optimizer, step, load=False)
+        for part in nested_values(state) if others else ():
+            if isinstance(data := getattr(part, "data", None), torch.Tensor):
+                part.data = others.get(data.data_ptr(), data)
+                part.dtype = part.data.dtype
         content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         dist_checkpointing.save(state, str(folder), content_metadata=content)
         return
@@ -294,34 +313,49 @@ def load(job: dict[str, Any], chunks: list[Any], optimizer: Any) -> int:
     for number, chunk in enumerate(chunks):
         key = "model" if len(chunks) == 1 else f"model{number}"
         unwrap(chunk).load_state_dict(found[key], strict=True)
-    optimizer.load_state_dict(found["optimizer"])
+    if optimizer is not None:
+        optimizer.load_state_dict(found["optimizer"])
     if job["load_format"] == "legacy" and job["distributed_optimizer"]:
         optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
     return int(found["iteration"])
 
 
-def train(job: dict[str, Any], chunks: list[Any], optimizer: Any, config: Any, step: int) -> None:
-    """One step: the same batch for every parallelism."""
+def batch_of(job: dict[str, Any], step: int) -> Any:
+    """The tokens of a step."""
     import torch
+
+    places = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(job["vocab"], (job["batch"], LENGTH + 1), generator=places)
+
+
+def inputs_of(rows: Any) -> tuple[Any, Any, Any]:
+    """What the model is called with: tokens, their positions, and what each may not look at."""
+    import torch
+
+    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+    return rows[:, :-1], torch.arange(LENGTH)[None].expand(len(rows), -1), mask
+
+
+def train(job: dict[str, Any], chunks: list[Any], optimizer: Any, config: Any, step: int) -> float:
+    """One step: the same batch for every parallelism. The norm of its gradients."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     dp = parallel_state.get_data_parallel_world_size()
     own = parallel_state.get_data_parallel_rank()
-    places = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(job["vocab"], (job["batch"], LENGTH + 1), generator=places)
-    mine = tokens[own * job["batch"] // dp : (own + 1) * job["batch"] // dp]
+    mine = batch_of(job, step)[own * job["batch"] // dp : (own + 1) * job["batch"] // dp]
 
     def forward(rows: Any, model: Any) -> Any:
         row = next(rows)[None]
-        positions = torch.arange(LENGTH)[None]
-        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        losses = model(row[:, :-1], positions, mask, labels=row[:, 1:])
+        losses = model(*inputs_of(row), labels=row[:, 1:])
         return losses, lambda losses: (losses.float().mean(), {})
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    # Megatron's scheduler does this before every step.
+    for group in getattr(optimizer, "param_groups", ()):
+        group["weight_decay"] = 0.1 * group.get("wd_mult", 1.0)
     config.finalize_model_grads_func = finalize
     rows = [iter(mine) for _ in chunks]
     get_forward_backward_func()(
@@ -332,7 +366,42 @@ def train(job: dict[str, Any], chunks: list[Any], optimizer: Any, config: Any, s
         seq_length=LENGTH,
         micro_batch_size=1,
     )
-    optimizer.step()
+    return float(optimizer.step()[1])
+
+
+def show_next(
+    job: dict[str, Any], chunks: list[Any], optimizer: Any, config: Any, step: int
+) -> None:
+    """Save what the model computes, then its next step: the gradients, and the weights after it.
+
+    `logits.pt` has tokens and logits; gradients are those that are stepped with, after clipping, in
+    `gradients` under the names of their parameters; the weights are in `next`. One stage only.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    folder = Path(job["then"])
+    tokens = batch_of(job, step)
+    with torch.no_grad():
+        own = chunks[0](*inputs_of(tokens)).float().contiguous()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+        torch.save({"tokens": tokens[:, :-1], "logits": torch.cat(parts, -1)}, folder / "logits.pt")
+    norm = train(job, chunks, optimizer, config, step)
+    # A distributed optimizer has reduced each rank's share of a bucket only.
+    for buffer in chunks[0].buffers + chunks[0].expert_parallel_buffers:
+        ranks = buffer.data_parallel_group.size()
+        for bucket in buffer.buckets if job["distributed_optimizer"] else []:
+            shares = list(bucket.grad_data.chunk(ranks))
+            mine = shares[buffer.data_parallel_group.rank()].clone()
+            torch.distributed.all_gather(shares, mine, group=buffer.data_parallel_group)
+    scale = min(1.0, 1.0 / (norm + 1e-6))
+    gradients = {one.data_ptr(): one.main_grad * scale for one in chunks[0].parameters()}
+    save({**job, "save": folder / "gradients"}, chunks, None, step, gradients)
+    save({**job, "save": folder / "next"}, chunks, None, step + 1)
 
 
 def finalize(*args: Any, **kwargs: Any) -> None:
@@ -387,6 +456,8 @@ def main(job: dict[str, Any]) -> None:
         train(job, chunks, optimizer, config, step + number)
     for other in [{}, *job["more"]] if job["save"] else []:
         save({**job, **other}, chunks, optimizer, step + job["steps"])
+    if job["then"]:
+        show_next(job, chunks, optimizer, config, step + job["steps"])
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
