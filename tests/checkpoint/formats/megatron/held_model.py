@@ -41,10 +41,8 @@ class HeldModel(torch.nn.Module):
         return sum(self.get_submodule(path)(own) for path, own in modules.items())
 
 
-def make_adamw(model: torch.nn.Module, decayed: Iterable[str]) -> torch.optim.AdamW:
-    """AdamW with two groups, as Megatron has them, whose rates are those of no training."""
+def make_adamw(model: torch.nn.Module, names: Iterable[Iterable[str]]) -> torch.optim.AdamW:
+    """AdamW with groups of parameters of these names, whose rates are those of no training."""
     named = dict(model.named_parameters())
-    first = [named[name] for name in named if name in set(decayed)]
-    second = [named[name] for name in named if name not in set(decayed)]
-    groups = [{"params": first}, {"params": second}]
+    groups = [{"params": [named[name] for name in own]} for own in names]
     return torch.optim.AdamW(groups, lr=1.0, weight_decay=0.5, betas=(0.1, 0.2))

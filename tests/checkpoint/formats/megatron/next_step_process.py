@@ -1,8 +1,8 @@
 """A rank of FSDP2 with AdamW that goes on from what Megatron saved, with the recorded gradients.
 
-Arguments: the folder of the distributed checkpoint, and a file with shapes, the names with weight
-decay, and gradients. What was loaded is saved again beside the folder, and the weights after the
-step.
+Arguments: the folder of the distributed checkpoint, and a file with the names of each group of the
+optimizer, and gradients. What was loaded is saved again beside the folder, and the weights after
+the step.
 """
 
 import sys
@@ -28,7 +28,7 @@ def main(folder: str, job: str) -> None:
     gradients = said["gradients"]
     model = HeldModel({name: tuple(one.shape) for name, one in gradients.items()})
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = make_adamw(model, said["decayed"])
+    optimizer = make_adamw(model, said["groups"])
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optim": state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

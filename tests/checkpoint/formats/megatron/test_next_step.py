@@ -32,13 +32,13 @@ def settings_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 def go_on(converted: Path, recording: Path, ranks: int) -> dict[str, np.ndarray]:
     """The weights that FSDP2 has after the recorded step."""
-    settings = settings_of(recording / "fully_reshardable")
+    groups = checkpoint.open(recording / "fully_reshardable").values["optimizer.param_groups"]
     gradients = state_of(recording / "then" / "gradients")
     job = converted.with_suffix(".job.pt")
     torch.save(
         {
             "gradients": {name: torch.from_numpy(one.copy()) for name, one in gradients.items()},
-            "decayed": [name for name, one in settings.items() if one["weight_decay"]],
+            "groups": [group["params"] for group in groups],
         },
         job,
     )
