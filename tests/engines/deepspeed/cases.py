@@ -30,4 +30,10 @@ PARALLEL = (
     ParallelCase(2, 2, "fp32", "experts"),
     ParallelCase(1, 4, "bf16", "pipeline"),
     ParallelCase(1, 2, "fp32", "pipelinetied"),
+    ParallelCase(0, 2, "fp32", "experts"),
+    ParallelCase(1, 4, "bf16", "slices"),
+    ParallelCase(3, 2, "fp32", "slices"),
+    ParallelCase(0, 2, "fp32", "slices"),
+    ParallelCase(1, 4, "bf16", "autotp"),
+    ParallelCase(3, 2, "fp32", "autotp"),
 )

@@ -1,4 +1,8 @@
-"""Models that are cut by DeepSpeed's other parallelisms: experts, stages, tensor-parallel ranks."""
+"""Models that are cut by DeepSpeed's other parallelisms: experts, stages, tensor-parallel ranks.
+
+Tensor-parallel ranks have their `Slices` from the model, as Megatron-DeepSpeed's do, or DeepSpeed
+cuts `Layers` for them (AutoTP).
+"""
 
 from __future__ import annotations
 
@@ -129,3 +133,38 @@ class Slices(nn.Module):
         for module in self.children():
             total = module(total, step)
         return total
+
+
+# How DeepSpeed's AutoTP cuts `Layers`.
+PARTITIONS = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.?down\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*\.?up\.weight$"], "partition_type": "column"},
+        {
+            "patterns": [r".*\.?gates\.weight$"],
+            "partition_type": "column",
+            "shape": [2, -1],
+            "partition_dim": 0,
+        },
+    ],
+}
+
+
+class Layers(nn.Module):
+    """Linear layers whole, as a user has them; two of them in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.LayerNorm(6)
+        self.gates = nn.Linear(6, 16)
+        self.down = nn.Linear(8, 6)
+        self.up = nn.Linear(6, 10)
+        self.last = nn.Linear(10, 3, bias=False)
+        self.register_buffer("seen", torch.tensor([3, 1, 4]))
+
+    def forward(self, step: Tensor) -> Tensor:
+        value = torch.arange(24.0).view(4, 6).to(step.dtype) / 16 + step
+        gate, value = self.gates(self.norm(value)).chunk(2, -1)
+        return (self.up(self.down(gate.tanh() * value)) ** 2).sum()

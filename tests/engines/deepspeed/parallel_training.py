@@ -33,7 +33,7 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     config = case.ds_config()
-    mpu = None
+    mpu: Any = None
     if case.kind == "experts":
         models.LOCAL_EXPERTS[0] = 4 // case.over
         model: Any = models.Experts(4, case.over)
@@ -44,6 +44,13 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
         )
         groups = [{"params": [*model.parameters()]}]
         config["train_batch_size"] = case.ranks // case.over
+    elif case.kind == "autotp":
+        model = models.Layers()
+        groups = [{"params": [*model.parameters()]}]
+        config["tensor_parallel"] = {
+            "autotp_size": case.over,
+            "partition_config": models.PARTITIONS,
+        }
     else:
         from deepspeed.runtime.pipe.topology import (
             PipelineParallelGrid,
@@ -56,6 +63,8 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
         groups = [{"params": [*model.parameters()]}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    if case.kind == "autotp":
+        from deepspeed.utils import groups as mpu
     return engine, mpu
 
 
@@ -80,7 +89,7 @@ def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int) -> No
     if case.kind == "experts":
         named = dict(engine.module.named_parameters())
         own = {models.in_whole_model(name, named[name]): states for name, states in own.items()}
-    slices = {} if mpu is None else {"slice": mpu.get_model_parallel_rank()}
+    slices = {} if mpu is None else {"slice": mpu.get_tensor_model_parallel_rank()}
     everyone: list[Any] = [None] * case.ranks
     torch.distributed.all_gather_object(everyone, (own, slices.get("slice", 0)))
     if rank == 0:
@@ -99,11 +108,11 @@ def join(slices: dict[int, dict[str, dict[str, torch.Tensor]]]) -> dict[str, Any
         found[name] = {}
         for key in slices[0][name]:
             parts = [slices[s][name][key] for s in sorted(slices)]
-            if name == "row.weight":
+            if name in ("row.weight", "down.weight"):
                 whole = torch.cat(parts, 1)
-            elif name in ("norm.weight", "row.bias"):
+            elif name in ("norm.weight", "norm.bias", "row.bias", "down.bias", "last.weight"):
                 whole = parts[0]
-            elif name == "gated.weight":
+            elif name in ("gated.weight", "gates.weight", "gates.bias"):
                 halves = zip(*(part.chunk(2) for part in parts), strict=True)
                 whole = torch.cat([torch.cat(half) for half in halves])
             else:

@@ -30,8 +30,11 @@ def run_ranks(
     what a rank printed where one of them fails or hangs.
     """
     os.environ.update(ENVIRONMENT)
-    import deepspeed  # noqa: F401
+    import deepspeed
 
+    # Its own collectives would be compiled when a job starts, behind a lock in the home folder that
+    # a rank which is killed leaves for good. Ranks speak over gloo without them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     folder.mkdir(parents=True, exist_ok=True)
     fork = multiprocessing.get_context("fork")
     port = free_port()

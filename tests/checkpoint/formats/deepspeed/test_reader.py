@@ -203,10 +203,12 @@ def test_experts_and_layers_have_the_names_of_the_model(name: str, tmp_path: Pat
     folder = unpack(name, tmp_path)
     checkpoint = reshard.checkpoint.open(folder)
     held = read_digests(folder, "held.json")
-    assert {*held} <= {*checkpoint}
-    for parameter in held:
+    # Under stage 3 weights are the float32 ones alone.
+    has_weights = checkpoint.format != "deepspeed-zero3"
+    assert ({*held} <= {*checkpoint}) == has_weights
+    for parameter in held if has_weights else ():
         weight = reshard.checkpoint.read_tensor(checkpoint, parameter)
-        assert list(weight.shape) == held[parameter]["master"][1]
+        assert list(weight.shape) == held[parameter]["exp_avg"][1]
     experts = [one for one in held if "deepspeed_experts" in one]
     assert len(experts) == (16 if "experts" in name else 0)
 

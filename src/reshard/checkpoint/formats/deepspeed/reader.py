@@ -15,6 +15,7 @@ files of their own (`pipelines`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 from reshard.checkpoint.contents import Checkpoint, StoredFile
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles, expect_complete
 from reshard.checkpoint.formats.deepspeed.parallel import experts, pipelines
+from reshard.checkpoint.formats.deepspeed.parallel.part_collector import PartCollector
+from reshard.checkpoint.formats.deepspeed.parallel.tensor_parts import INFO, Joiner
 from reshard.checkpoint.formats.deepspeed.partitions import (
     FlatPiece,
     deal_round_robin,
@@ -31,6 +34,7 @@ from reshard.checkpoint.formats.deepspeed.partitions import (
     part_size,
 )
 from reshard.checkpoint.formats.deepspeed.saved_states import (
+    ModelState,
     Partition,
     Shape,
     read_model_state,
@@ -40,16 +44,14 @@ from reshard.checkpoint.formats.deepspeed.saved_states import (
 from reshard.checkpoint.formats.deepspeed.state_names import GROUPS, MASTER, state_name
 from reshard.checkpoint.formats.deepspeed.stored_tensors import StoredPiece, TensorCollector
 from reshard.checkpoint.formats.deepspeed.values import SavedValues, add_model_values
-from reshard.checkpoint.formats.deepspeed.whole_optimizers import (
-    WholeOptimizer,
-    name_flat,
-    name_parameters,
-    read_whole_optimizer,
-)
+from reshard.checkpoint.formats.deepspeed.whole_states import WholeStates, merge_groups
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.errors import CheckpointError, FormatError
 from reshard.mesh import DeviceMesh
 from reshard.text.quantities import count_text
+
+# What a file of weights says of experts that DeepSpeed made itself of a model's layers.
+_AUTO_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
 class SaveReader:
@@ -73,10 +75,14 @@ class SaveReader:
         """
         self._read_files()
         self.collector = TensorCollector(self.saved.folder, self.slots, self.prefix)
+        self.parts = self._collect_parts()
         self.values = SavedValues()
         self._add_weights()
         self._add_states()
-        self._add_whole_optimizer()
+        self._add_whole_states()
+        if self.parts is not None:
+            self.parts.join()
+            self.notes += self.parts.notes
         self._expect_weights()
         self._add_values()
         collector = self.collector
@@ -104,13 +110,20 @@ class SaveReader:
         first = next(iter(self.models.values()), None)
         self.ranks = max(counts) if counts else first.ranks if first else 1
         degrees = first.degrees if first else None
-        self.stages, self.tensor_ranks = degrees or (1, saved.mp_ranks)
+        # Old versions say nothing; layers have a file of each tensor-parallel rank.
+        of_layers = max((rank + 1 for _, rank in saved.layers), default=saved.mp_ranks)
+        self.stages, self.tensor_ranks = degrees or (saved.mp_ranks // of_layers, of_layers)
         expect_complete(saved, self.ranks, max(saved.mp_ranks, self.stages * self.tensor_ranks))
         self.first = self.models[0, 0]
+        self.joining = self.first.rest.get(INFO)
         if self.tensor_ranks > 1:
+            # It tells of parts, which targets do not have.
+            rest = {key: value for key, value in self.first.rest.items() if key != INFO}
+            self.first = dataclasses.replace(self.first, rest=rest)
+        if self.tensor_ranks > 1 and saved.experts:
             raise FormatError(
-                f"{folder} is of {self.tensor_ranks} tensor-parallel ranks, whose parts are not "
-                "joined here; convert it with DeepSpeed's ds_to_universal, whose result is read"
+                f"{folder} has experts over {self.tensor_ranks} tensor-parallel ranks: nothing in "
+                "it tells how the parts of experts are joined. Save it without tensor parallelism"
             )
         if self.first.groups and not self.partitions:
             if self.is_stage3:
@@ -121,11 +134,19 @@ class SaveReader:
             self.notes.append(
                 "there is no file of optimizer state (*_optim_states.pt); the weights are read"
             )
-        if any("ds_zero_partition_groups" in one.rest for one in self.partitions.values()):
+        if any(self.first.rest.get(key) for key in _AUTO_EXPERTS):
             raise FormatError(
-                f"{folder} is of AutoEP under stage 3 of ZeRO, whose partitions are not read; "
-                "convert it with DeepSpeed's ds_to_universal"
+                f"{folder} is of AutoEP, whose experts are one tensor that its own program puts "
+                "together; convert it with DeepSpeed's ds_to_universal, whose result is read"
             )
+
+    def _collect_parts(self) -> PartCollector | None:
+        """What joins the parts of tensor-parallel ranks; None where there is one such rank."""
+        if self.tensor_ranks == 1:
+            return None
+        label = str(self.saved.folder / self.first.file)
+        joiner = Joiner(self.joining, self.tensor_ranks, label)
+        return PartCollector(self.saved.folder, self.collector, joiner)
 
     @property
     def slots(self) -> int:
@@ -166,18 +187,56 @@ class SaveReader:
                 # Partitioned weights have no elements here.
                 elements = math.prod(archived.shape)
                 if name not in partitioned or elements:
-                    self.collector.add_first(name, model.file, archived, self.slot(mp, 0))
+                    own = model.shared.get(name, name)
+                    self._add_weight(own, name, mp, model, archived)
             if self.is_stage3:
                 for name, shape in model.frozen.items():
                     self._add_frozen(mp, name, shape)
         for (_, _, mp), file in self.saved.experts.items():
             for name, archived in read_tensors(self.saved.folder, file).items():
                 self.collector.add_first(name, file, archived, self.slot(mp, 0))
-        shapes = {name: shape for one in self.models.values() for name, shape in one.shapes.items()}
-        for (layer, _), file in self.saved.layers.items():
+        for (layer, rank), file in self.saved.layers.items():
             found = read_tensors(self.saved.folder, file)
+            shapes = {
+                name: shape
+                for (mp, _), model in self.models.items()
+                if mp % self.tensor_ranks == rank
+                for name, shape in model.shapes.items()
+            }
             for name, archived in pipelines.name_layer(layer, found, shapes).items():
-                self.collector.add_first(name, file, archived, 0)
+                self._add_part(name, name, rank, file, archived)
+
+    def _add_weight(
+        self, parameter: str, name: str, mp: int, model: ModelState, archived: ArchivedTensor
+    ) -> None:
+        """A weight of the model's, or a buffer, which tensor-parallel ranks have alike."""
+        if name not in model.buffers:
+            self._add_part(parameter, name, mp, model.file, archived)
+            return
+        first = (self.models[0, 0].module or {}).get(name)
+        if self.parts is not None and first is not None and first.crc32 != archived.crc32:
+            why = "another than that of rank 0, which is taken"
+            self.values.unread.append((f"{name} in {model.file}", why))
+        self.collector.add_first(name, model.file, archived, self.slot(mp, 0))
+
+    def _add_part(
+        self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor
+    ) -> None:
+        """What a rank has of a tensor that is cut as `parameter` is, whole in a file."""
+        slot = self.slot(mp, 0)
+        if self.parts is None:
+            self.collector.add_first(name, file, archived, slot)
+        else:
+            self.parts.add_whole(parameter, name, mp, file, archived, slot)
+
+    def _add_pieces(
+        self, parameter: str, name: str, mp: int, shape: Shape, pieces: list[StoredPiece]
+    ) -> None:
+        """The same of one that lies in pieces."""
+        if self.parts is not None:
+            self.parts.add_pieces(parameter, name, mp, shape, pieces)
+        elif pieces and name not in self.collector.tensors:
+            self.collector.add_pieces(name, shape, pieces)
 
     def _expect_weights(self) -> None:
         """Raise CheckpointError where a layer or an expert has no file of weights."""
@@ -205,7 +264,7 @@ class SaveReader:
             if buffer is None or buffer.shape != (size,):
                 # Before a parameter is partitioned all of it is there.
                 if buffer is not None and buffer.shape == shape:
-                    self.collector.add_first(name, model.file, buffer, self.slot(mp, 0))
+                    self._add_part(name, name, mp, model.file, buffer)
                     return
                 found = "missing" if buffer is None else f"of shape {list(buffer.shape)}"
                 raise FormatError(
@@ -214,8 +273,7 @@ class SaveReader:
                 )
             slot = self.slot(mp, piece.rank)
             pieces.append(StoredPiece(slot, piece.start, piece.stop, model.file, buffer, 0))
-        if pieces and name not in self.collector.tensors:
-            self.collector.add_pieces(name, shape, pieces)
+        self._add_pieces(name, name, mp, shape, pieces)
 
     # Optimizer state.
 
@@ -226,7 +284,7 @@ class SaveReader:
             self._expect_alike(parts, groups)
             for number, shapes in enumerate(groups):
                 self._add_group(mp, number, shapes, parts)
-            self._add_hyper(parts[0], groups, is_first=mp == 0)
+            self._add_hyper(parts[0], groups)
 
     def _expect_alike(
         self, parts: list[Partition], groups: tuple[Mapping[str, Shape], ...]
@@ -296,7 +354,7 @@ class SaveReader:
     ) -> None:
         """The float32 weights and the state of one parameter."""
         buffers = [part.groups[number].master for part in parts]
-        self._add_flat(mp, state_name(name, MASTER), shape, pieces, parts, ranks, buffers)
+        self._add_flat(mp, name, MASTER, shape, pieces, parts, ranks, buffers)
         first = parts[0].groups[number]
         for key, value in first.states.items():
             own = state_name(name, str(key))
@@ -304,7 +362,7 @@ class SaveReader:
                 self.values.add(own, value, ("optimizer", "state", name, str(key)), parts[0].file)
             elif len(value.shape) == 1 and value.shape[0] >= first.master.shape[0]:
                 found = [part.groups[number].states.get(key) for part in parts]
-                self._add_flat(mp, own, shape, pieces, parts, ranks, found)
+                self._add_flat(mp, name, str(key), shape, pieces, parts, ranks, found)
             elif math.prod(value.shape) == 1:
                 self.collector.add_first(own, parts[0].file, value, self.slot(mp, ranks[0]))
             else:
@@ -315,7 +373,8 @@ class SaveReader:
     def _add_flat(
         self,
         mp: int,
-        name: str,
+        parameter: str,
+        key: str,
         shape: Shape,
         pieces: tuple[FlatPiece, ...],
         parts: list[Partition],
@@ -327,73 +386,38 @@ class SaveReader:
             buffer, part = buffers[piece.rank], parts[piece.rank]
             if not isinstance(buffer, ArchivedTensor) or len(buffer.shape) != 1:
                 raise FormatError(
-                    f"{self.saved.folder / part.file} has no flat tensor for {name!r}, which other "
-                    "ranks have; the files belong to different saves"
+                    f"{self.saved.folder / part.file} has no flat tensor for {key} of "
+                    f"{parameter!r}, which other ranks have; the files belong to different saves"
                 )
             slot = self.slot(mp, ranks[piece.rank])
             stored.append(
                 StoredPiece(slot, piece.start, piece.stop, part.file, buffer, piece.offset)
             )
-        if stored and name not in self.collector.tensors:
-            self.collector.add_pieces(name, shape, stored)
+        self._add_pieces(parameter, state_name(parameter, key), mp, shape, stored)
 
-    def _add_whole_optimizer(self) -> None:
-        """The state of an optimizer without partitions, which is in the file of weights."""
-        model = self.first
-        found = read_whole_optimizer(model, str(self.saved.folder / model.file))
-        if found is None:
-            return
+    def _add_whole_states(self) -> None:
+        """The state of optimizers without partitions."""
+        found = WholeStates(self.saved, self.models, self, self.values)
         self.whole_rest = found.rest
-        if found.flat:
-            self._add_fused(found)
-            return
-        names = name_parameters(found, model)
-        if names is None:
-            self.notes.append(
-                "optimizer state has the numbers of parameters: the shapes of the weights, in "
-                "their order, do not tell which one each is"
-            )
-            names = {}
-        for number in dict.fromkeys([*found.masters, *found.states]):
-            name = names.get(number, str(number))
-            kept: dict[Any, Any] = dict(found.states.get(number, {}))
-            if number in found.masters:
-                kept = {MASTER: found.masters[number], **kept}
-            for key, value in kept.items():
-                self._add_kept(name, str(key), value, model.file)
-        self.param_groups = [
-            {**group, "params": [names.get(n, n) for n in group["params"]]} for group in found.hyper
-        ]
+        self.notes += found.notes
+        if found.groups:
+            self.param_groups = found.groups
 
-    def _add_fused(self, found: WholeOptimizer) -> None:
-        """State in one flat buffer a group."""
-        model, named = self.first, name_flat(found, self.first)
-        if named is None:
-            self.values.unread.append(
-                ("optimizer", "its flat buffers are not told apart: they are of several groups")
-            )
-            return
-        sizes = [math.prod(shape) for _, shape in named]
-        pieces = flat_pieces(sizes, [0] * len(sizes), sum(sizes))
-        kept = {MASTER: found.flat[0], **next(iter(found.states.values()), {})}
-        for (name, shape), own in zip(named, pieces, strict=True):
-            for key, value in kept.items():
-                if not isinstance(value, ArchivedTensor) or value.shape != found.flat[0].shape:
-                    self._add_kept(name, str(key), value, model.file)
-                    continue
-                stored = [StoredPiece(0, p.start, p.stop, model.file, value, p.offset) for p in own]
-                if stored:
-                    self.collector.add_pieces(state_name(name, str(key)), shape, stored)
-        names = [name for name, _ in named]
-        self.param_groups = [{**group, "params": names} for group in found.hyper]
-
-    def _add_kept(self, parameter: str, key: str, value: Any, file: str) -> None:
-        """One thing that is kept of a parameter, whole."""
+    def add_whole_state(
+        self, parameter: str, key: str, mp: int, file: str, archived: ArchivedTensor
+    ) -> None:
+        """Add what is kept of a parameter, whole in a file."""
         name = state_name(parameter, key)
-        if isinstance(value, ArchivedTensor):
-            self.collector.add_first(name, file, value, 0)
+        if math.prod(archived.shape) == 1:
+            self.collector.add_first(name, file, archived, self.slot(mp, 0))
         else:
-            self.values.add(name, value, ("optimizer", "state", parameter, key), file)
+            self._add_part(parameter, name, mp, file, archived)
+
+    def add_flat_state(
+        self, parameter: str, key: str, mp: int, shape: Shape, pieces: list[StoredPiece]
+    ) -> None:
+        """The same, in pieces of flat buffers."""
+        self._add_pieces(parameter, state_name(parameter, key), mp, shape, pieces)
 
     # Groups, and what is no tensor.
 
@@ -402,9 +426,7 @@ class SaveReader:
         config = self.first.rest.get("ds_config")
         return isinstance(config, dict) and bool(config.get("use_data_before_expert_parallelism"))
 
-    def _add_hyper(
-        self, part: Partition, groups: tuple[Mapping[str, Shape], ...], *, is_first: bool
-    ) -> None:
+    def _add_hyper(self, part: Partition, groups: tuple[Mapping[str, Shape], ...]) -> None:
         names = [
             [name for copy in self._spread(group, part, i) for name in copy.names]
             for i, group in enumerate(groups)
@@ -413,16 +435,13 @@ class SaveReader:
             names = [self._in_own_order(one) for one in names]
         # An elastic checkpoint has no hyper-parameters.
         hypers = part.hyper or tuple({"params": [number]} for number in range(len(groups)))
+        found = []
         at = 0
-        for number, hyper in enumerate(hypers):
+        for hyper in hypers:
             buffers = len(hyper.get("params", ()))
-            own = [name for one in names[at : at + buffers] for name in one]
+            found.append({**hyper, "params": [n for one in names[at : at + buffers] for n in one]})
             at += buffers
-            if is_first:
-                self.param_groups.append({**hyper, "params": own})
-            elif number < len(self.param_groups):
-                known = self.param_groups[number]["params"]
-                known += [name for name in own if name not in known]
+        merge_groups(self.param_groups, found)
 
     def _spread(self, group: Mapping[str, Shape], part: Partition, number: int) -> Any:
         count = part.counts[number] if number < len(part.counts) else self.ranks
@@ -449,7 +468,9 @@ class SaveReader:
             values.add(GROUPS, self.param_groups, (), file)
         for (mp, rank), other in self.models.items():
             if (mp, rank) != (0, 0):
-                values.compare(model.rest, other.rest, other.file)
+                skipped = {INFO} if self.tensor_ranks > 1 else set()
+                rest = {key: value for key, value in other.rest.items() if key not in skipped}
+                values.compare(model.rest, rest, other.file)
 
 
 def _find_own(elements: list[int], count: int) -> list[tuple[FlatPiece, ...]]:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.binding import Binding, FileRange
+from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
@@ -43,6 +43,19 @@ class StoredPiece(NamedTuple):
     file: str
     buffer: ArchivedTensor
     offset: int
+
+
+class StoredCell(NamedTuple):
+    """A box of a tensor, whose elements lie in the file of `buffer` as `view` says.
+
+    The view counts from the first element of the buffer's storage.
+    """
+
+    slot: int
+    box: Box
+    view: View
+    file: str
+    buffer: ArchivedTensor
 
 
 class _Storage:
@@ -164,6 +177,37 @@ class TensorCollector:
             # One address is enough where all cells of a rank lie one behind the other.
             bound[slot] = ones[0] if len(addresses[slot]) == 1 else tuple(ones)
         self._add(name, first, Binding(layout, bound, {}))
+
+    def add_cells(self, name: str, shape: Shape, cells: Sequence[StoredCell]) -> None:
+        """Add a tensor that lies in boxes, some of them strided, in the order of ranks.
+
+        Raises:
+            FormatError: boxes of different element types.
+        """
+        first = cells[0].buffer
+        addresses: dict[int, list[FileRange]] = {}
+        views: dict[int, list[View]] = {}
+        for cell in cells:
+            buffer, itemsize_bytes = cell.buffer, first.dtype.itemsize_bytes
+            if buffer.dtype is not first.dtype:
+                raise FormatError(
+                    f"{self._folder / cell.file} has elements of {buffer.dtype} of {name!r}, and "
+                    f"other ranks have {first.dtype}; the files belong to different saves"
+                )
+            storage = self._storage(name, cell.file, buffer)
+            start_bytes = buffer.start_bytes + cell.view.offset * itemsize_bytes
+            if is_dense(cell.view, cell.box.shape):
+                end_bytes = start_bytes + cell.box.elements * itemsize_bytes
+                storage.ranges.append((start_bytes, end_bytes))
+            else:
+                storage.is_strided = True
+            address = FileRange(self._prefix + cell.file, start_bytes)
+            addresses.setdefault(cell.slot, []).append(address)
+            views.setdefault(cell.slot, []).append(View(0, cell.view.strides))
+        layout = Layout.from_boxes(shape, [(cell.slot, cell.box) for cell in cells], self._slots)
+        bound = {slot: own[0] if len(own) == 1 else tuple(own) for slot, own in addresses.items()}
+        seen = {slot: own[0] if len(own) == 1 else tuple(own) for slot, own in views.items()}
+        self._add(name, first, Binding(layout, bound, seen))
 
     def _storage(self, name: str, file: str, archived: ArchivedTensor) -> _Storage:
         key = (self._prefix + file, archived.start_bytes)

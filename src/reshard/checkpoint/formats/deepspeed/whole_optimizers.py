@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.checkpoint.formats.deepspeed.parallel.experts import is_expert
 from reshard.checkpoint.formats.deepspeed.saved_states import ModelState, SavedPart, Shape
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 
@@ -51,15 +52,15 @@ class WholeOptimizer:
         return max(kept, key=lambda shape: (len(shape), math.prod(shape)), default=None)
 
 
-def read_whole_optimizer(model: ModelState, label: str) -> WholeOptimizer | None:
-    """The optimizer that a file of weights has; None where it has none.
+def read_whole_optimizer(optimizer: Any, label: str) -> WholeOptimizer | None:
+    """The optimizer that a file has; None where it has none.
 
     Raises:
         FormatError: one that is not what DeepSpeed writes.
     """
-    if not isinstance(model.optimizer, dict):
+    if not isinstance(optimizer, dict):
         return None
-    part = SavedPart(model.optimizer, f"{label} optimizer")
+    part = SavedPart(optimizer, f"{label} optimizer")
     inner = part if part.get("state") is not None else part.within("optimizer_state_dict")
     groups = inner.take_list("param_groups")
     numbers = []
@@ -85,38 +86,45 @@ def read_whole_optimizer(model: ModelState, label: str) -> WholeOptimizer | None
     )
 
 
-def name_parameters(optimizer: WholeOptimizer, model: ModelState) -> dict[int, str] | None:
-    """The name of each number; None where shapes and order do not tell.
+def name_parameters(
+    optimizer: WholeOptimizer, weights: Sequence[tuple[str, Shape]]
+) -> dict[int, str] | None:
+    """The name of each number among the model's weights; None where shapes and order do not tell.
 
     Of flat buffers, whose parameters are all of the model's, one group is told.
     """
-    weights = _list_weights(model)
     found: dict[int, str] = {}
-    groups = [group["params"] for group in optimizer.hyper]
+    groups = [*optimizer.hyper]
     while groups:
         # What one group has no other has: each that is told leaves fewer ways for the others.
         for group in groups:
-            names = match_in_order([optimizer.shape(number) for number in group], weights)
+            shapes = [optimizer.shape(number) for number in group["params"]]
+            # Groups say so where they are of experts, and where they are not.
+            own = [
+                one for one in weights if group.get("moe", is_expert(one[0])) == is_expert(one[0])
+            ]
+            names = match_in_order(shapes, own)
             if names is not None:
                 break
         else:
             return None
         groups.remove(group)
-        found.update(zip(group, names, strict=True))
+        found.update(zip(group["params"], names, strict=True))
         weights = [(name, shape) for name, shape in weights if name not in names]
     return found
 
 
-def name_flat(optimizer: WholeOptimizer, model: ModelState) -> list[tuple[str, Shape]] | None:
-    """The parameters of one flat group, where they are all of the model's in order."""
-    weights = _list_weights(model)
+def name_flat(
+    optimizer: WholeOptimizer, weights: list[tuple[str, Shape]]
+) -> list[tuple[str, Shape]] | None:
+    """The parameters of one flat group, where they are all of the model's weights in order."""
     total = sum(math.prod(shape) for _, shape in weights)
     if len(optimizer.flat) == 1 and optimizer.flat[0].shape == (total,):
         return weights
     return None
 
 
-def _list_weights(model: ModelState) -> list[tuple[str, Shape]]:
+def list_weights(model: ModelState) -> list[tuple[str, Shape]]:
     """Weights in the order of the model, buffers and second names of tied ones left out."""
     found, seen = [], set()
     for name, archived in (model.module or {}).items():

@@ -15,6 +15,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from reshard.checkpoint.formats.deepspeed.files import SavedFiles
+from reshard.checkpoint.formats.deepspeed.saved_states import Shape, read_tensors
+
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
 
 
@@ -59,8 +62,39 @@ def spread(
     return tuple(found)
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 def _globalize(name: str, number: int, local: Mapping[str, int]) -> str:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return name
     return f"{match[1]}{number * local[match[1]] + int(match[2])}{match[3]}"
+
+
+def list_local_weights(
+    saved: SavedFiles, dense: list[tuple[str, Shape]], rank: int, mp: int
+) -> list[tuple[str, Shape]]:
+    """All weights of an expert-parallel rank in the order of the model, experts' behind their gate.
+
+    `dense` are those that all ranks have. The ranks share out the experts of a layer evenly.
+    """
+    ranks = 1 + max((rank for rank, own in saved.expert_optimizers if own == mp), default=0)
+    layers: dict[int, list[int]] = {}
+    for layer, expert, own in sorted(saved.experts):
+        if own == mp:
+            layers.setdefault(layer, []).append(expert)
+    found = [*dense]
+    for layer, numbers in layers.items():
+        local = len(numbers) // ranks
+        for expert in numbers[rank * local : (rank + 1) * local]:
+            tensors = read_tensors(saved.folder, saved.experts[layer, expert, mp])
+            for name, archived in tensors.items():
+                match = _EXPERT.fullmatch(name)
+                before = match[1].removesuffix("experts.deepspeed_experts.") if match else ""
+                places = [i for i, (one, _) in enumerate(found) if one.startswith(before)]
+                at = places[-1] + 1 if places else len(found)
+                found.insert(at, (name, archived.shape))
+    return found

@@ -1,0 +1,422 @@
+"""Parts of parameters on tensor-parallel ranks, and the parameters that they make together.
+
+What a job tells DeepSpeed of its layers is in the files of weights, as `universal_checkpoint_info`:
+patterns of names, or a map of each parameter (`affine_map`)::
+
+    tp_replicated_parameter_patterns            all ranks have the whole
+    parameter_to_average_patterns               the same, where their mean counts
+    parameter_with_row_parallelism_patterns     cut along dimension 1
+    parameter_with_2_sub_params_cat_dim_0       two halves, each cut along dimension 0
+    parameter_with_sub_params                   several parts, each cut along a dimension
+    vocabulary_parameter_patterns               padded rows behind `original_vocab_size`
+    (no pattern)                                cut along dimension 0
+
+1. From this follows of each rank's part which boxes of it are where in the parameter (`Joiner`).
+2. What a file has of a part is a range of its elements. Each of its boxes is met with those boxes;
+   what they share is a cell of the parameter (`find_cells`).
+
+Source: DeepSpeed's universal checkpoints, and what `ds_to_universal` makes of parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from reshard.binding import View
+from reshard.checkpoint.formats.torch_files.archived_tensors import as_sizes
+from reshard.checkpoint.formats.torch_files.pickle_terms import shortened
+from reshard.errors import FormatError
+from reshard.layout import Box, flat_range_boxes
+
+Shape = tuple[int, ...]
+
+INFO = "universal_checkpoint_info"
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_ROWS = "parameter_with_row_parallelism_patterns"
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_SUB_PARAMS = "parameter_with_sub_params"
+_WIDTHS = "sub_param_shard_widths"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_VOCABULARY_SIZE = "original_vocab_size"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_MAP = "affine_map"
+_LATEST_MAP = 1
+# From this version on the widths of sub-parameters are told, and sizes are no counts.
+_WIDTHS_VERSION = 0.4
+_LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
+
+# Patterns come with a file. With these they are tried in time that a long name does not blow up.
+_LONGEST_PATTERN = 2000
+_MOST_REPEATS = 4
+_REPEAT = re.compile(r"(?<!\\)[*+{]")
+_RISKY = re.compile(r"(?<!\\)\)[*+?{]|\(\?[^:]|\\[1-9]")
+
+
+class JoinedBox(NamedTuple):
+    """A box of a rank's part, of `shape` from `local` on, that is in the parameter from `start`."""
+
+    local: Shape
+    start: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the parts of ranks make a parameter.
+
+    Attributes:
+        shape: of the parameter.
+        parts: the shape of each rank's part.
+        boxes: of each rank, those that count.
+        copies: whether each rank has the whole: the first one's counts.
+        is_averaged: whether the mean of such copies counts.
+    """
+
+    shape: Shape
+    parts: tuple[Shape, ...]
+    boxes: tuple[tuple[JoinedBox, ...], ...]
+    copies: bool = False
+    is_averaged: bool = False
+
+
+class Cell(NamedTuple):
+    """A box of a parameter, and where in a range of a part its elements are.
+
+    The view counts from the range's first element.
+    """
+
+    box: Box
+    view: View
+
+
+def find_cells(join: Join, rank: int, start: int, stop: int) -> Iterator[Cell]:
+    """What elements `start:stop` of a rank's flattened part are of the parameter.
+
+    >>> halves = Join((4, 3), ((4, 1), (4, 2)), ((), (JoinedBox((0, 0), (0, 1), (4, 2)),)))
+    >>> [str(cell.box) for cell in find_cells(halves, 1, 1, 6)]
+    ['[0:1, 2:3]', '[1:3, 1:3]']
+    """
+    at = 0
+    for found in flat_range_boxes(join.parts[rank], start, stop):
+        strides = View.row_major(found.shape).strides
+        for local, whole, shape in join.boxes[rank]:
+            low = tuple(map(max, local, found.start))
+            high = tuple(
+                min(begin + size, end)
+                for begin, size, end in zip(local, shape, found.stop, strict=True)
+            )
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            moved = [w - b for w, b in zip(whole, local, strict=True)]
+            box = Box(
+                tuple(a + by for a, by in zip(low, moved, strict=True)),
+                tuple(b + by for b, by in zip(high, moved, strict=True)),
+            )
+            inside = sum(
+                (a - f) * stride for a, f, stride in zip(low, found.start, strides, strict=True)
+            )
+            yield Cell(box, View(at + inside, strides))
+        at += found.elements
+
+
+class Joiner:
+    """Says how parts make parameters, as `info` does; `label` names its file in errors.
+
+    Raises:
+        FormatError: nothing that tells how parts are joined, or what is not known.
+    """
+
+    def __init__(self, info: Any, ranks: int, label: str) -> None:
+        self.ranks, self.label = ranks, label
+        known = (*_LISTS, _SUB_PARAMS, _MAP)
+        if not isinstance(info, dict) or not any(key in info for key in known):
+            raise FormatError(
+                f"{label} is of {ranks} tensor-parallel ranks, and has no {INFO} that tells how "
+                f"their parts are joined ({_ROWS} and so on). Jobs of Megatron-DeepSpeed and of "
+                f"AutoTP save it; set it on the model as an attribute and save again, or join the "
+                "parts with the program that cut them"
+            )
+        self._lists = {key: self._read_list(info, key) for key in _LISTS}
+        self._sub_params = [
+            (pattern, *self._read_sub_params(one))
+            for one in self._list(info, _SUB_PARAMS)
+            for pattern in self._read_list(one, "patterns")
+        ]
+        self._widths = self._dict(info, _WIDTHS)
+        self._unsupported = {
+            self._check(pattern): reason
+            for pattern, reason in self._dict(info, _UNSUPPORTED).items()
+        }
+        self._vocabulary_size = info.get(_VOCABULARY_SIZE)
+        version = info.get("universal_checkpoint_version", 0.0)
+        self._has_widths = isinstance(version, int | float) and version >= _WIDTHS_VERSION
+        maps = self._dict(info, _MAP)
+        if maps and maps.get("version", _LATEST_MAP) != _LATEST_MAP:
+            raise self.wrong(f"{_MAP} of version {maps['version']!r}, expected {_LATEST_MAP}")
+        self._maps = {self._check(p): one for p, one in self._dict(maps, "params").items()}
+
+    def wrong(self, reason: str) -> FormatError:
+        """The error for what is not as it should be."""
+        return FormatError(
+            f"{self.label}: {INFO} has {reason}; it is damaged, or of a version of DeepSpeed that "
+            "is not known. Convert it with ds_to_universal, whose result is read"
+        )
+
+    def join(self, name: str, parts: Sequence[Shape]) -> Join:
+        """How the parts of a parameter, of these shapes, make it.
+
+        Raises:
+            FormatError: parts that do not make one.
+        """
+        for pattern, reason in self._unsupported.items():
+            if re.match(pattern, name):
+                raise FormatError(
+                    f"{self.label}: {name!r} cannot be joined: {shortened(str(reason))}, as "
+                    "DeepSpeed's AutoTP says of it"
+                )
+        if (found := self._match(self._maps, name)) is not None:
+            return self._join_map(name, self._maps[found], parts)
+        own = tuple(parts)
+        if self._is_in(_REPLICATED, name) or self._is_in(_AVERAGED, name):
+            self._expect_like(name, parts, None)
+            whole = own[0]
+            rest = ((),) * (self.ranks - 1)
+            first = (JoinedBox((0,) * len(whole), (0,) * len(whole), whole),)
+            averaged = not self._is_in(_REPLICATED, name)
+            join = Join(whole, own, (first, *rest), copies=True, is_averaged=averaged)
+        elif self._is_in(_HALVES, name):
+            self._expect_like(name, parts, 0)
+            if any(shape[0] % 2 for shape in parts):
+                raise self._unfit(name, parts, "two halves each")
+            halves = [shape[0] // 2 for shape in parts]
+            join = self._join_widths(name, own, 0, [halves, halves])
+        elif (sub := self._match([p for p, *_ in self._sub_params], name)) is not None:
+            shape, dim = next((s, d) for p, s, d in self._sub_params if p == sub)
+            own = self._view_parts(name, own, shape, dim)
+            join = self._join_widths(name, own, dim, self._find_widths(name, sub, shape, dim, own))
+        else:
+            dim = 1 if self._is_in(_ROWS, name) else 0
+            self._expect_like(name, parts, dim)
+            join = self._join_widths(name, own, dim, [[shape[dim] for shape in parts]])
+        return self._cut_vocabulary(name, join) if self._is_in(_VOCABULARY, name) else join
+
+    # What the files say.
+
+    def _list(self, value: Any, key: str) -> Sequence[Any]:
+        found = value.get(key) if isinstance(value, dict) else None
+        if found is None:
+            return ()
+        if not isinstance(found, list | tuple):
+            raise self.wrong(f"{key} as {shortened(repr(found))}, expected a list")
+        return found
+
+    def _dict(self, value: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
+        found = value.get(key)
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise self.wrong(f"{key} as {shortened(repr(found))}, expected a dict")
+        return found
+
+    def _read_list(self, value: Any, key: str) -> list[str]:
+        return [self._check(pattern) for pattern in self._list(value, key)]
+
+    def _check(self, pattern: Any) -> str:
+        """A pattern that can be tried on names."""
+        is_text = isinstance(pattern, str) and len(pattern) <= _LONGEST_PATTERN
+        if not is_text or _RISKY.search(pattern) or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
+            raise self.wrong(
+                f"the pattern {shortened(repr(pattern))}, expected a regular expression of at most "
+                f"{_LONGEST_PATTERN} characters with at most {_MOST_REPEATS} repetitions, none of "
+                "them of a group"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise self.wrong(f"the pattern {shortened(repr(pattern))} ({error})") from None
+        return str(pattern)
+
+    def _read_sub_params(self, value: Any) -> tuple[Sequence[Any], int]:
+        shape = self._list(value, "shape")
+        dim = value.get("partition_dim") if isinstance(value, dict) else None
+        if type(dim) is not int or not 0 <= dim < len(shape):
+            raise self.wrong(f"{_SUB_PARAMS} with the dimension {shortened(repr(dim))}")
+        return shape, dim
+
+    def _match(self, patterns: Mapping[str, Any] | Sequence[str], name: str) -> str | None:
+        found = [pattern for pattern in patterns if re.match(pattern, name)]
+        if len(found) > 1:
+            raise self.wrong(f"several patterns for {name!r}: {', '.join(map(repr, found[:4]))}")
+        return found[0] if found else None
+
+    def _is_in(self, key: str, name: str) -> bool:
+        return self._match(self._lists[key], name) is not None
+
+    # Parts along a dimension.
+
+    def _unfit(self, name: str, parts: Sequence[Shape], expected: str) -> FormatError:
+        shapes = ", ".join(str(list(shape)) for shape in parts[:8])
+        return FormatError(
+            f"{self.label}: the parts of {name!r} have shapes {shapes}, expected {expected}, as "
+            f"{INFO} says. The files belong to different saves, or it is of another model"
+        )
+
+    def _expect_like(self, name: str, parts: Sequence[Shape], dim: int | None) -> None:
+        """Raise FormatError for parts that differ elsewhere than in `dim`."""
+        kept = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in parts}
+        sizes = {len(shape) for shape in parts}
+        if len(kept) > 1 or len(sizes) > 1 or (dim is not None and min(sizes) <= dim):
+            where = "equal ones" if dim is None else f"ones that differ in dimension {dim} alone"
+            raise self._unfit(name, parts, where)
+
+    def _join_widths(
+        self, name: str, parts: tuple[Shape, ...], dim: int, widths: Sequence[Sequence[int]]
+    ) -> Join:
+        """A parameter of sub-parameters, each cut along `dim` in the widths of its parts."""
+        if any(sum(one[rank] for one in widths) != shape[dim] for rank, shape in enumerate(parts)):
+            raise self._unfit(name, parts, f"widths {[list(one) for one in widths][:4]}")
+        first = parts[0]
+        total = sum(shape[dim] for shape in parts)
+        boxes: list[list[JoinedBox]] = [[] for _ in parts]
+        inside = [0] * len(parts)
+        at = 0
+        for one in widths:
+            for rank, width in enumerate(one):
+                if width:
+                    zeros = [0] * len(first)
+                    local, start, shape = [*zeros], [*zeros], [*first]
+                    local[dim], start[dim], shape[dim] = inside[rank], at, width
+                    boxes[rank].append(JoinedBox(tuple(local), tuple(start), tuple(shape)))
+                inside[rank] += width
+                at += width
+        whole = (*first[:dim], total, *first[dim + 1 :])
+        return Join(whole, parts, tuple(map(tuple, boxes)))
+
+    def _view_parts(
+        self, name: str, parts: tuple[Shape, ...], shape: Sequence[Any], dim: int
+    ) -> tuple[Shape, ...]:
+        """Parts as they are: sub-parameters of another number of dimensions are not known."""
+        if any(len(part) != len(shape) for part in parts):
+            raise self._unfit(name, parts, f"{len(shape)} dimensions each")
+        self._expect_like(name, parts, dim)
+        return parts
+
+    def _find_widths(
+        self, name: str, pattern: str, shape: Sequence[Any], dim: int, parts: tuple[Shape, ...]
+    ) -> list[list[int]]:
+        """The widths of each sub-parameter's parts."""
+        total = sum(part[dim] for part in parts)
+        given = self._widths.get(pattern) if self._has_widths else None
+        if given is not None:
+            widths = [list(sizes) for one in self._as_list(given) if (sizes := as_sizes(one))]
+            is_whole = len(widths) == len(given) and all(len(w) == self.ranks for w in widths)
+            if not is_whole or sum(map(sum, widths)) != total:
+                raise self.wrong(f"{_WIDTHS} of {name!r} as {shortened(repr(given))}")
+            return widths
+        told = shape[dim]
+        sizes = as_sizes(told) if isinstance(told, list | tuple) else None
+        if sizes is None and type(told) is int and told > 0 and total % told == 0:
+            # A number of equal sub-parameters.
+            sizes = (total // told,) * told
+        if sizes is None or sum(sizes) != total:
+            raise self.wrong(f"sub-parameters of {name!r} as {shortened(repr(told))}, of {total}")
+        if any(size % self.ranks for size in sizes):
+            raise self.wrong(
+                f"no widths of the parts of {name!r}, whose sub-parameters of {list(sizes)} are "
+                f"not even over {self.ranks} ranks"
+            )
+        return [[size // self.ranks] * self.ranks for size in sizes]
+
+    def _as_list(self, value: Any) -> Sequence[Any]:
+        return value if isinstance(value, list | tuple) else ()
+
+    def _cut_vocabulary(self, name: str, join: Join) -> Join:
+        """Without the rows that pad a vocabulary."""
+        size = self._vocabulary_size
+        if type(size) is not int or not join.shape or not 0 < size <= join.shape[0]:
+            raise self.wrong(
+                f"{_VOCABULARY_SIZE} {shortened(repr(size))} for {name!r} of {list(join.shape)}"
+            )
+        boxes = tuple(
+            tuple(
+                one._replace(shape=(min(one.shape[0], size - one.start[0]), *one.shape[1:]))
+                for one in boxes
+                if one.start[0] < size
+            )
+            for boxes in join.boxes
+        )
+        return Join((size, *join.shape[1:]), join.parts, boxes, join.copies, join.is_averaged)
+
+    # Maps.
+
+    def _join_map(self, name: str, value: Any, parts: Sequence[Shape]) -> Join:
+        """A parameter whose parts are told box by box."""
+        whole = as_sizes(value.get("logical_shape")) if isinstance(value, dict) else None
+        ranks = self._dict(value, "ranks") if whole is not None else {}
+        if whole is None or {str(rank) for rank in ranks} != {*map(str, range(self.ranks))}:
+            raise self.wrong(f"a map of {name!r} that is not of {self.ranks} ranks")
+        by_rank = {int(rank): one for rank, one in ranks.items()}
+        seen: set[tuple[Shape, Shape]] = set()
+        boxes = []
+        for rank, part in enumerate(parts):
+            shape = as_sizes(by_rank[rank].get("shard_shape"))
+            if shape != part:
+                raise self._unfit(name, parts, f"{shape} on rank {rank}")
+            own = []
+            for piece in self._list(by_rank[rank], "pieces"):
+                box = self._read_piece(name, piece, part, whole)
+                # Of copies the first rank's counts.
+                if box is not None and (box.start, box.shape) not in seen:
+                    seen.add((box.start, box.shape))
+                    own.append(box)
+            boxes.append(tuple(own))
+        is_copied = all(part == whole for part in parts) and not any(boxes[1:])
+        return Join(whole, tuple(parts), tuple(boxes), copies=is_copied)
+
+    def _read_piece(self, name: str, piece: Any, part: Shape, whole: Shape) -> JoinedBox | None:
+        shape = as_sizes(piece.get("shape")) if isinstance(piece, dict) else None
+        if shape is None or len(shape) != len(whole) or piece.get("scale", 1.0) != 1.0:
+            raise self.wrong(f"a piece of {name!r} that is scaled, or has no shape of {whole}")
+        if 0 in shape:
+            return None
+        starts = []
+        for key, of in (("source", whole), ("dest", part)):
+            place = piece.get(key)
+            pair = place if isinstance(place, list | tuple) and len(place) == 2 else (None, None)
+            strides = as_sizes(pair[1])
+            own = View.row_major(of).strides
+            alike = strides is not None and len(strides) == len(own)
+            # Of one index alone the stride does not count.
+            if (
+                not alike
+                or type(pair[0]) is not int
+                or any(
+                    size > 1 and a != b
+                    for size, a, b in zip(shape, strides or (), own, strict=False)
+                )
+            ):
+                raise self.wrong(f"a piece of {name!r} that is no box")
+            rest, start = pair[0], []
+            for stride in own:
+                start.append(rest // stride if stride else 0)
+                rest -= start[-1] * stride
+            if any(a < 0 or a + n > size for a, n, size in zip(start, shape, of, strict=True)):
+                raise self.wrong(f"a piece of {name!r} outside of {list(of)}")
+            starts.append(tuple(start))
+        return JoinedBox(starts[1], starts[0], shape)
+
+
+def expect_elements(join: Join, label: str, name: str) -> None:
+    """Raise FormatError where the boxes of all ranks are not as many elements as the parameter."""
+    held = sum(math.prod(one.shape) for one in itertools.chain(*join.boxes))
+    if held != math.prod(join.shape):
+        raise FormatError(
+            f"{label}: the parts of {name!r} have {held} elements, expected "
+            f"{math.prod(join.shape)} of {list(join.shape)}; {INFO} is of another model, or damaged"
+        )
