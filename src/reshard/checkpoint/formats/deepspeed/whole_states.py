@@ -43,7 +43,7 @@ class AddState(Protocol):
         """The same, in pieces."""
 
 
-class _Source(NamedTuple):
+class _SavedOptimizer(NamedTuple):
     """An optimizer's state in a file, and the weights of the rank that saved it, in their order."""
 
     file: str
@@ -76,7 +76,7 @@ class WholeStates:
         for source in sources:
             self._add(source)
 
-    def _add(self, source: _Source) -> None:
+    def _add(self, source: _SavedOptimizer) -> None:
         label = str(self._folder / source.file)
         found = read_whole_optimizer(source.optimizer, label)
         if found is None:
@@ -106,7 +106,7 @@ class WholeStates:
         called = [[names.get(n, n) for n in group["params"]] for group in found.hyper]
         self._add_groups(found, called)
 
-    def _add_fused(self, source: _Source, found: WholeOptimizer) -> None:
+    def _add_fused(self, source: _SavedOptimizer, found: WholeOptimizer) -> None:
         """State in one flat buffer a group."""
         named = name_flat(found, source.weights)
         if named is None:
@@ -129,7 +129,7 @@ class WholeStates:
         names = [name for name, _ in named]
         self._add_groups(found, [names] * len(found.hyper))
 
-    def _add_kept(self, parameter: str, key: str, value: Any, source: _Source) -> None:
+    def _add_kept(self, parameter: str, key: str, value: Any, source: _SavedOptimizer) -> None:
         """One thing that is kept of a parameter, whole."""
         if isinstance(value, ArchivedTensor):
             self._target.add_whole_state(parameter, key, source.mp, source.file, value)
@@ -161,15 +161,15 @@ def merge_groups(known: list[dict[str, Any]], groups: list[dict[str, Any]]) -> N
 
 def _list_sources(
     saved: SavedFiles, models: Mapping[tuple[int, int], ModelState]
-) -> Iterator[_Source]:
+) -> Iterator[_SavedOptimizer]:
     """The optimizers of a save, with the weights of the ranks that they are of."""
     for (mp, rank), model in models.items():
         # Where experts' ranks have files, that of the weights has what the first of them has.
         of_experts = any(own == mp for _, own in saved.expert_optimizers)
         if not rank and not of_experts and isinstance(model.optimizer, dict):
-            yield _Source(model.file, mp, model.optimizer, list_weights(model))
+            yield _SavedOptimizer(model.file, mp, model.optimizer, list_weights(model))
     for (rank, mp), name in sorted(saved.expert_optimizers.items()):
         optimizer = read_file(saved.folder, name).get("optimizer")
         if isinstance(optimizer, dict):
             dense = list_weights(models[mp, 0])
-            yield _Source(name, mp, optimizer, list_local_weights(saved, dense, rank, mp))
+            yield _SavedOptimizer(name, mp, optimizer, list_local_weights(saved, dense, rank, mp))

@@ -34,7 +34,7 @@ from reshard.text.quantities import count_text
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _RankPart:
     """What a rank has of a tensor; `whole` is the tensor of its file, where that is all of it."""
 
     shape: Shape
@@ -50,7 +50,7 @@ class PartCollector:
 
     def __init__(self, folder: Path, collector: TensorCollector, joiner: Joiner) -> None:
         self._folder, self._collector, self._joiner = folder, collector, joiner
-        self._parts: dict[str, dict[tuple[int, int], _Part]] = {}
+        self._parts: dict[str, dict[tuple[int, int], _RankPart]] = {}
         self._parameters: dict[str, str] = {}
         self._differing: list[str] = []
         self.notes: list[str] = []
@@ -59,7 +59,7 @@ class PartCollector:
         self, parameter: str, name: str, mp: int, shape: Shape, pieces: Sequence[StoredPiece]
     ) -> None:
         """Note the pieces of a rank's part of a tensor, which is cut as `parameter` is."""
-        self._add(parameter, name, mp, _Part(shape, tuple(pieces)))
+        self._add(parameter, name, mp, _RankPart(shape, tuple(pieces)))
 
     def add_whole(
         self, parameter: str, name: str, mp: int, file: str, archived: ArchivedTensor, slot: int
@@ -75,9 +75,9 @@ class PartCollector:
             archived, shape=(elements,), view=View(archived.view.offset, (1,))
         )
         pieces = (StoredPiece(slot, 0, elements, file, flat, 0),) if elements else ()
-        self._add(parameter, name, mp, _Part(archived.shape, pieces, archived))
+        self._add(parameter, name, mp, _RankPart(archived.shape, pieces, archived))
 
-    def _add(self, parameter: str, name: str, mp: int, part: _Part) -> None:
+    def _add(self, parameter: str, name: str, mp: int, part: _RankPart) -> None:
         self._parameters[name] = parameter
         self._parts.setdefault(name, {}).setdefault(divmod(mp, self._joiner.ranks), part)
 
@@ -112,7 +112,7 @@ class PartCollector:
                 "are read"
             )
 
-    def _add_joined(self, name: str, join: Join, parts: Sequence[_Part]) -> None:
+    def _add_joined(self, name: str, join: Join, parts: Sequence[_RankPart]) -> None:
         if join.copies:
             self._compare(name, join, parts)
         cells = []
@@ -134,7 +134,7 @@ class PartCollector:
         cells.sort(key=lambda cell: cell.slot)
         self._collector.add_cells(name, join.shape, cells)
 
-    def _compare(self, name: str, join: Join, parts: Sequence[_Part]) -> None:
+    def _compare(self, name: str, join: Join, parts: Sequence[_RankPart]) -> None:
         """Note copies that differ; raise FormatError for those whose mean counts."""
         if not join.is_averaged:
             sums = {part.whole.crc32 for part in parts if part.whole is not None}
@@ -166,7 +166,7 @@ class PartCollector:
         return content
 
 
-def _is_alone(part: _Part) -> bool:
+def _is_alone(part: _RankPart) -> bool:
     whole = part.whole
     return (
         whole is not None
