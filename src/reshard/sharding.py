@@ -357,25 +357,7 @@ class ShardingSpec(Interned):
                 f"`{self}` is for tensors of {self.ndim} dimensions, not for shape {list(shape)}; "
                 "write one item a dimension, `-` for one that is not cut"
             )
-        mesh = self.mesh
-        tables = [_table(dim, mesh, size) for dim, size in zip(self.dim_specs, shape, strict=True)]
-        # For each dimension, the part that each device has of it.
-        parts = [_coordinates(mesh, dim.axes) for dim in self.dim_specs]
-        contributions = _parts(mesh, self.partial_axes)
-        # Devices at other coordinates than `only` gives hold nothing.
-        holds = np.ones(mesh.size, dtype=bool)
-        for axis, coordinates in self.only:
-            holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)
-        return Layout(
-            shape,
-            tables,
-            max(mesh.devices) + 1,
-            np.array(mesh.devices, dtype=np.int64)[holds],
-            np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T[holds],
-            _coordinates(mesh, self.partial_axes)[holds],
-            contributions,
-            self.reduction if contributions > 1 else None,
-        )
+        return _lay_out(self, shape)
 
     def __str__(self) -> str:
         text = ", ".join(map(str, self.dim_specs))
@@ -391,3 +373,27 @@ class ShardingSpec(Interned):
 
     def __repr__(self) -> str:
         return f"ShardingSpec({self.mesh!r}, {str(self)!r})"
+
+
+# Many tensors of a model are cut alike.
+@lru_cache(maxsize=1024)
+def _lay_out(sharding: ShardingSpec, shape: tuple[int, ...]) -> Layout:
+    mesh = sharding.mesh
+    tables = [_table(dim, mesh, size) for dim, size in zip(sharding.dim_specs, shape, strict=True)]
+    # For each dimension, the part that each device has of it.
+    parts = [_coordinates(mesh, dim.axes) for dim in sharding.dim_specs]
+    contributions = _parts(mesh, sharding.partial_axes)
+    # Devices at other coordinates than `only` gives hold nothing.
+    holds = np.ones(mesh.size, dtype=bool)
+    for axis, coordinates in sharding.only:
+        holds &= np.isin(_coordinates(mesh, (Axis(axis),)), coordinates)
+    return Layout(
+        shape,
+        tables,
+        max(mesh.devices) + 1,
+        np.array(mesh.devices, dtype=np.int64)[holds],
+        np.array(parts, dtype=np.int64).reshape(len(shape), mesh.size).T[holds],
+        _coordinates(mesh, sharding.partial_axes)[holds],
+        contributions,
+        sharding.reduction if contributions > 1 else None,
+    )

@@ -19,6 +19,7 @@ of equally long ranges::
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,8 @@ def read_box(
     if not target.size:
         return
     itemsize = target.dtype.itemsize
-    # Elements from the first to the last of the box in the file, both included.
-    reach = 1 + sum((n - 1) * s for n, s in zip(target.shape, view.strides, strict=True))
-    at_once = reach <= target.size * (1 + MOST_WASTE)
-    ranges, length = _ranges(view.strides, target.shape)
-    # A disk reads whole sectors: shorter ranges cost as much as all that is between them.
-    if not at_once and length * itemsize < SECTOR_BYTES:
-        at_once = True
-    needed_bytes = (reach if at_once else target.size) * itemsize
+    reach = reach_at_once(view.strides, target.shape, itemsize)
+    needed_bytes = (target.size if reach is None else reach) * itemsize
     if needed_bytes > BUFFER_BYTES and target.size > 1:
         d = next(d for d, n in enumerate(target.shape) if n > 1)
         half = target.shape[d] // 2
@@ -78,7 +73,7 @@ def read_box(
         return
     first = view.offset + sum(a * s for a, s in zip(local, view.strides, strict=True))
     at = start_bytes + first * itemsize
-    if at_once:
+    if reach is not None:
         # One read, of which the box is a strided view.
         region = buffer.region(at, needed_bytes)
         file.read_into(region, at)
@@ -87,6 +82,7 @@ def read_box(
         target[...] = as_strided(elements, target.shape, strides, writeable=False)
         return
     # Range by range, packed one behind the other: that is the box in row-major order.
+    ranges, length = _ranges(view.strides, target.shape)
     memory = buffer.region(0, needed_bytes).memory
     size = length * itemsize
     offsets = (at + ranges * itemsize).tolist()
@@ -97,7 +93,23 @@ def read_box(
     target[...] = np.frombuffer(memory, dtype=target.dtype).reshape(target.shape)
 
 
-def _ranges(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[IntArray, int]:
+def reach_at_once(strides: Sequence[int], shape: Sequence[int], itemsize_bytes: int) -> int | None:
+    """The elements from the first to the last of a box in a file, both included, if all are read.
+
+    None where the ranges of the box are read one by one, since too much lies between them.
+
+    >>> reach_at_once((100, 1), (3, 100), 8), reach_at_once((1000, 1), (3, 100), 8)
+    (300, None)
+    """
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if reach <= math.prod(shape) * (1 + MOST_WASTE):
+        return reach
+    # A disk reads whole sectors: shorter ranges cost as much as all that is between them.
+    _, length = _ranges(strides, shape)
+    return reach if length * itemsize_bytes < SECTOR_BYTES else None
+
+
+def _ranges(strides: Sequence[int], shape: Sequence[int]) -> tuple[IntArray, int]:
     """Where the contiguous ranges of a box begin, in row-major order, and their length.
 
     >>> _ranges((8, 1), (3, 2))

@@ -14,7 +14,8 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from reshard.binding import View
 from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.shard_reads import BUFFER_BYTES, read_box
+from reshard.checkpoint.blocks.tensor_columns import TensorColumns
 from reshard.checkpoint.contents import Checkpoint, StoredTensor
 from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
 from reshard.checkpoint.files.aligned_memory import AlignedBuffer
@@ -36,12 +38,14 @@ from reshard.checkpoint.files.progress import (
 )
 from reshard.checkpoint.files.source_file import SourceFile
 from reshard.checkpoint.formats.opening import open_checkpoint
+from reshard.checkpoint.loading.shared_reads import PieceKind, SharedReads, SharedTask
 from reshard.dtypes import DType
 from reshard.elements.casting import cast_elements, cast_type, is_castable
 from reshard.errors import InterruptedRunError, ShardError, UsageError
 from reshard.geometry.layout_change import LayoutChange
 from reshard.layout import Layout
 from reshard.log import LOGGER
+from reshard.runs import IntArray
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
@@ -91,7 +95,19 @@ class _Region:
     shape: tuple[int, ...]
     local: tuple[int, ...]
     part: tuple[int, tuple[int, ...]] | None
-    inside: Any
+    begin: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def part_of(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The part of a rank's array that it fills."""
+        if self.part is not None:
+            begin, shape = self.part
+            array = array[begin : begin + math.prod(shape)].reshape(shape)
+        elif self.lengths == array.shape:
+            return array
+        inside: Any = tuple(slice(a, a + n) for a, n in zip(self.begin, self.lengths, strict=True))
+        # The ellipsis makes it a view for a scalar too.
+        return array[(*inside, ...)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +122,61 @@ class _Read:
     local: tuple[int, ...]
     target: NDArray[Any]
     cast: DType | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file, and where in it the cell of the shard begins, in bytes."""
+        address = self.tensor.file_range(self.slot, self.number, self.offset)
+        return address.path, address.start_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Tensors of one kind that are loaded in one layout: their rows, and the rank's arrays.
+
+    `shape` is that of an array, None where the rank holds nothing of them; `loaded` is its type.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...] | None
+    loaded: DType
+    rows: list[int] = field(default_factory=list)
+    arrays: list[NDArray[Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, first: StoredTensor, layout: Layout, rank: int, wanted: DType | None) -> _Group:
+        """The group of a tensor, whose type becomes `wanted` if it is cast."""
+        is_cast = wanted is not None and is_castable(first.dtype)
+        loaded = wanted if wanted is not None and is_cast else first.dtype
+        return cls(layout, _find_local_shape(first, layout, rank), loaded)
+
+    def read(self, columns: TensorColumns, rank: int, shared: SharedReads) -> Iterator[_Read]:
+        """What is read to fill the arrays; small pieces are added to those that share reads."""
+        if not self.rows:
+            return
+        kind = columns.kinds[int(columns.kind[self.rows[0]])]
+        cast = None if self.loaded is kind.dtype else self.loaded
+        first = columns.first[np.array(self.rows)]
+        tensors: list[StoredTensor] = []
+        stored = columns.tensor(self.rows[0]).stored_layout
+        for one in _find_regions(stored, self.layout, rank):
+            view = kind.view(one.slot, one.number) or View.row_major(one.shape)
+            piece = PieceKind.of(kind.dtype, cast, view, one.local, one.lengths)
+            targets = map(one.part_of, self.arrays)
+            if piece is not None:
+                place, is_slot = kind.find_place(one.slot, one.number)
+                starts = columns.starts[first + place]
+                if is_slot:
+                    starts = starts + one.offset * kind.dtype.itemsize_bytes
+                names = [columns.names[row] for row in self.rows]
+                shared.add(piece, kind.files[place], starts, names, [*targets])
+                continue
+            tensors = tensors or list(map(columns.tensor, self.rows))
+            for tensor, target in zip(tensors, targets, strict=True):
+                read = _Read(
+                    tensor, one.slot, one.number, one.offset, one.shape, one.local, target, cast
+                )
+                yield from _split(read)
 
 
 def load_layouts(
@@ -146,59 +217,68 @@ def load_layouts(
     expect_stop(stop)
     wanted = None if dtype is None else cast_type(dtype)
     arrays: dict[str, NDArray[Any]] = {}
-    kinds: dict[str, DType] = {}
-    reads: list[_Read] = []
-    regions: dict[tuple[Layout, Layout], tuple[_Region, ...]] = {}
-    for name, layout in layouts.items():
-        tensor = checkpoint[name]
-        shape = _find_local_shape(tensor, layout, rank)
-        if shape is None:
+    groups: dict[tuple[int, int], _Group] = {}
+    columns = _take_columns(checkpoint, layouts)
+    rows = columns.rows(layouts)
+    for name, row, number in zip(layouts, rows.tolist(), columns.kind[rows].tolist(), strict=True):
+        layout = layouts[name]
+        # Many tensors of a model are cut alike. A group keeps its layout, so that no other gets
+        # its identity.
+        group = groups.get((number, id(layout)))
+        if group is None:
+            group = _Group.of(columns.tensor(row), layout, rank, wanted)
+            groups[number, id(layout)] = group
+        if group.shape is None:
             continue
-        is_cast = wanted is not None and is_castable(tensor.dtype)
-        kind = wanted if wanted is not None and is_cast else tensor.dtype
-        array = (
-            np.zeros(shape, dtype=kind.storage)
+        arrays[name] = (
+            np.zeros(group.shape, dtype=group.loaded.storage)
             if out is None
-            else _check_given(tensor, kind, out, shape)
+            else _check_given(name, group.loaded, out, group.shape)
         )
-        arrays[name], kinds[name] = array, kind
-        # Many tensors of a model are cut alike.
-        stored = tensor.stored_layout
-        if (stored, layout) not in regions:
-            regions[stored, layout] = _find_regions(stored, layout, rank)
-        for read in _list_reads(tensor, regions[stored, layout], array):
-            reads += _split(replace(read, cast=kind) if kind is not tensor.dtype else read)
-    for name in arrays if out is not None else ():
+        group.rows.append(row)
+        group.arrays.append(arrays[name])
+    shared = SharedReads()
+    reads: list[_Read] = []
+    for group in groups.values():
         # Only now does every array fit.
-        if layouts[name].is_padded:
-            arrays[name][...] = np.zeros((), dtype=arrays[name].dtype)
+        for array in group.arrays if out is not None and group.layout.is_padded else ():
+            array[...] = np.zeros((), dtype=array.dtype)
+        reads += group.read(columns, rank, shared)
     opened = open_sources(checkpoint) if files is None else files
 
     total_bytes = sum(array.nbytes for array in arrays.values())
     LOGGER.info("%s: %d bytes loaded as rank %d", checkpoint.folder, total_bytes, rank)
 
-    def work(read: _Read, buffer: AlignedBuffer) -> _Read:
-        path, start_bytes = _place(read)
-        view = read.tensor.view(read.slot, read.number) or View.row_major(read.shape)
-        target, kind = read.target, read.tensor.dtype
-        if read.cast is not None:
+    def work(task: _Read | SharedTask, buffer: AlignedBuffer) -> _Read | IntArray:
+        if isinstance(task, SharedTask):
+            return shared.read(task, opened, buffer)
+        path, start_bytes = task.place
+        view = task.tensor.view(task.slot, task.number) or View.row_major(task.shape)
+        target, kind = task.target, task.tensor.dtype
+        if task.cast is not None:
             target = np.empty(target.shape, dtype=kind.storage)
-        read_box(opened[path], start_bytes, view, read.local, target, buffer)
-        if read.cast is not None:
-            rounded = np.empty(target.size, dtype=read.cast.storage)
-            cast_elements(target.reshape(-1), kind, rounded, read.cast)
-            read.target[...] = rounded.reshape(target.shape)
-        return read
+        read_box(opened[path], start_bytes, view, task.local, target, buffer)
+        if task.cast is not None:
+            rounded = np.empty(target.size, dtype=task.cast.storage)
+            cast_elements(target.reshape(-1), kind, rounded, task.cast)
+            task.target[...] = rounded.reshape(target.shape)
+        return task
 
     # In the order of the files, so that a disk reads forward.
-    reads.sort(key=_place)
+    tasks: list[_Read | SharedTask] = [*reads, *shared.tasks()]
+    tasks.sort(key=lambda task: task.place)
     done_bytes = 0
     try:
         check_stop(stop)
-        for read in run_in_threads(reads, work, _make_buffer, threads):
-            done_bytes += read.target.nbytes
-            if progress is not None:
-                progress(Progress(done_bytes, total_bytes, 0, read.tensor.name))
+        for done in run_in_threads(tasks, work, _make_buffer, threads):
+            if isinstance(done, _Read):
+                filled: Iterable[tuple[str, int]] = ((done.tensor.name, done.target.nbytes),)
+            else:
+                filled = shared.describe(done)
+            for name, size_bytes in filled:
+                done_bytes += size_bytes
+                if progress is not None:
+                    progress(Progress(done_bytes, total_bytes, 0, name))
             check_stop(stop)
     except StoppedError:
         raise InterruptedRunError(
@@ -211,7 +291,21 @@ def load_layouts(
     LOGGER.info("%s: loaded, %d bytes", checkpoint.folder, done_bytes)
     if out is not None:
         return {name: out[name] for name in arrays}
-    return {name: array.view(kinds[name].numpy) for name, array in arrays.items()}
+    for group in groups.values():
+        kind = group.loaded.numpy
+        for row, array in zip(group.rows, group.arrays, strict=True):
+            arrays[columns.names[row]] = array.view(kind)
+    return arrays
+
+
+def _take_columns(checkpoint: Checkpoint, names: Iterable[str]) -> TensorColumns:
+    """The tensors of these names as columns, perhaps with others. Raises CheckpointError."""
+    if isinstance(checkpoint.tensors, TensorColumns):
+        for name in names:
+            if name not in checkpoint.tensors:
+                _ = checkpoint[name]
+        return checkpoint.tensors
+    return TensorColumns.of({name: checkpoint[name] for name in names})
 
 
 def _make_buffer() -> AlignedBuffer:
@@ -238,29 +332,30 @@ def _find_local_shape(tensor: StoredTensor, layout: Layout, rank: int) -> tuple[
 
 
 def _check_given(
-    tensor: StoredTensor, kind: DType, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
+    name: str, kind: DType, out: Mapping[str, NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[Any]:
-    array = out.get(tensor.name)
+    array = out.get(name)
     if array is None:
-        raise ShardError(f"`out` has no array for {tensor.name!r}")
+        raise ShardError(f"`out` has no array for {name!r}")
     if not isinstance(array, np.ndarray):
-        raise ShardError(f"`out` has {array!r} for {tensor.name!r}; expected a NumPy array")
+        raise ShardError(f"`out` has {array!r} for {name!r}; expected a NumPy array")
     if not array.flags.writeable:
-        raise ShardError(f"the array for {tensor.name!r} cannot be written; give one that can")
+        raise ShardError(f"the array for {name!r} cannot be written; give one that can")
     if tuple(array.shape) != shape or array.dtype.itemsize != kind.itemsize_bytes:
         raise ShardError(
-            f"the array for {tensor.name!r} is {array.dtype} {list(array.shape)}; the rank's part "
+            f"the array for {name!r} is {array.dtype} {list(array.shape)}; the rank's part "
             f"is {kind.name} {list(shape)}"
         )
     # Types of ml_dtypes are asked for last: without the package there are none.
     if array.dtype != kind.storage and array.dtype != kind.numpy:
         raise ShardError(
-            f"the array for {tensor.name!r} is {array.dtype}, the tensor {kind.name}; "
+            f"the array for {name!r} is {array.dtype}, the tensor {kind.name}; "
             "nothing is cast but by `dtype`"
         )
     return array.view(kind.storage)
 
 
+@lru_cache(maxsize=256)
 def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, ...]:
     """The boxes to read to fill a rank's array, from shards of `stored`."""
     cells = layout.cells_of(rank)
@@ -299,24 +394,11 @@ def _find_regions(stored: Layout, layout: Layout, rank: int) -> tuple[_Region, .
                     tuple(stored.cell_shape[cell].tolist()),
                     tuple(source for source, _, _ in product),
                     part,
-                    # The ellipsis makes it a view for a scalar too.
-                    (*(slice(at, at + length) for _, at, length in product), ...),
+                    tuple(at for _, at, _ in product),
+                    tuple(length for _, _, length in product),
                 )
             )
     return tuple(found)
-
-
-def _list_reads(
-    tensor: StoredTensor, regions: Iterable[_Region], array: NDArray[Any]
-) -> Iterator[_Read]:
-    """The reads that fill a rank's array."""
-    for one in regions:
-        part = array
-        if one.part is not None:
-            begin, shape = one.part
-            part = array[begin : begin + math.prod(shape)].reshape(shape)
-        target = part[one.inside]
-        yield _Read(tensor, one.slot, one.number, one.offset, one.shape, one.local, target)
 
 
 def _split(read: _Read) -> list[_Read]:
@@ -330,8 +412,3 @@ def _split(read: _Read) -> list[_Read]:
     low, high = np.split(read.target, [half], axis=d)
     behind = (*read.local[:d], read.local[d] + half, *read.local[d + 1 :])
     return _split(replace(read, target=low)) + _split(replace(read, target=high, local=behind))
-
-
-def _place(read: _Read) -> tuple[str, int]:
-    address = read.tensor.file_range(read.slot, read.number, read.offset)
-    return address.path, address.start_bytes

@@ -44,7 +44,8 @@ def load(
     """One rank's arrays, from a checkpoint of any format and cut.
 
     Only the bytes that the rank needs are read, and at most a twentieth more, but where what
-    is needed lies in pieces of less than 512 bytes.
+    is needed of a tensor lies in pieces of less than 512 bytes, or of many tensors in pieces of at
+    most a page (4 KiB) each: those that are near together are read with what lies between them.
 
     Args:
         checkpoint: a checkpoint, or where it is.
