@@ -21,6 +21,7 @@
     │   ├── CoverageError      shards that overlap, disagree or leave part of a tensor out
     │   └── DigestError        bytes that are not the bytes that were written
     └── RunError               a failure while running; what was there before is untouched
+        ├── LinkError          jobs that cannot meet, or lose each other
         ├── SourceChangedError a source that changed under the run
         └── InterruptedRunError  stopped by the user
 
@@ -109,6 +110,10 @@ class RunError(ReshardError):
 
 class SourceChangedError(RunError):
     """A source file that is not what it was when the run began."""
+
+
+class LinkError(RunError):
+    """Jobs that cannot meet, or lose each other."""
 
 
 class InterruptedRunError(RunError):

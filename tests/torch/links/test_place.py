@@ -1,0 +1,67 @@
+"""Addresses of links, their secrets and their stores."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from reshard.errors import LinkError, UsageError  # noqa: E402
+from reshard.torch.links.place import Place  # noqa: E402
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://a:1", "tcp://a", "tcp://:1", "tcp://a:b", "tcp://a:99999", "tcp://a:1/x", 7]
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:29400"):
+        Place.of(url)
+
+
+def test_an_address_without_its_scheme() -> None:
+    assert Place.of("trainer:29400") == Place("trainer", 29400)
+
+
+def test_loopback() -> None:
+    assert Place.of("tcp://127.0.0.1:1").is_loopback
+    assert Place.of("tcp://localhost:1").is_loopback
+    assert Place.of("tcp://[::1]:1").is_loopback
+    assert not Place.of("tcp://10.0.0.1:1").is_loopback
+    assert Place.of("tcp://127.0.0.1:1").own_address() == "127.0.0.1"
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESHARD_LINK_SECRET", raising=False)
+    here, there = Place("127.0.0.1", 1), Place("10.0.0.1", 1)
+    assert here.find_secret(None) == ""
+    with pytest.raises(UsageError, match="RESHARD_LINK_SECRET"):
+        there.find_secret(None)
+    assert there.find_secret("a") == "a"
+    with pytest.raises(UsageError, match="empty"):
+        here.find_secret("")
+    monkeypatch.setenv("RESHARD_LINK_SECRET", "b")
+    assert there.find_secret(None) == "b"
+
+
+def test_a_store_is_served_and_reached() -> None:
+    place = Place("127.0.0.1", free_port())
+    served = place.open_store(True, "s", 5)
+    served.set("a", "1")
+    assert place.open_store(False, "s", 5).get("a") == b"1"
+    with pytest.raises(LinkError, match="another secret"):
+        place.open_store(False, "t", 5)
+    with pytest.raises(LinkError, match="cannot be served"):
+        place.open_store(True, "s", 1)
+
+
+def test_nobody_serves_it() -> None:
+    with pytest.raises(LinkError, match="nobody serves"):
+        Place("127.0.0.1", free_port()).open_store(False, "s", 0.3)
