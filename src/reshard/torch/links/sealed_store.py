@@ -82,17 +82,17 @@ class SealedStore(dist.Store):  # type: ignore[misc]
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
         self._store = store
-        self._key = key
+        self.key = key
 
     def _seal_key(self, key: str) -> str:
-        return code_of(self._key, b"key", key.encode()).hex()
+        return code_of(self.key, b"key", key.encode()).hex()
 
     def _seal_value(self, key: str, value: bytes) -> bytes:
-        return code_of(self._key, b"value", key.encode(), value) + value
+        return code_of(self.key, b"value", key.encode(), value) + value
 
     def _open_value(self, key: str, sealed: bytes) -> bytes:
         code, value = sealed[:_CODE_BYTES], sealed[_CODE_BYTES:]
-        if not hmac.compare_digest(code, code_of(self._key, b"value", key.encode(), value)):
+        if not hmac.compare_digest(code, code_of(self.key, b"value", key.encode(), value)):
             raise LinkError(f"what stands at {key!r} of the link's store was not written by it")
         return value
 

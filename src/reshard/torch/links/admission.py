@@ -1,0 +1,186 @@
+"""Admission: who belongs to a link, and how processes find that out at its store.
+
+A side is all ranks of a trainer or of one engine. Its first rank gives it a number, which no other
+has, also where an engine of the same name was there before; the other ranks ask it to be let in,
+since a number may be one of ranks that have died::
+
+    first rank   number = 3   current = 3            sees the claim, welcomes it, announces 3
+    rank 1                    reads 3, claims: token             finds its token: belongs to 3
+
+The announcement says which release and how many ranks a side has. Between two sides, all ranks meet
+(`reshard.torch.exchange.meeting`), and each proves to every other, over the connection that they
+have, that it knows the secret: it answers a number that nobody used before with a code of it.
+
+Source: challenge and response as in RFC 2195.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from reshard import __version__
+from reshard.errors import LinkError
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.links.sealed_store import SealedStore, code_of
+
+# Of what both sides say to each other; releases of one protocol understand each other.
+PROTOCOL = 1
+TRAINER = "trainer"
+_LOOK_S = 0.05
+_NONCE_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A side as its first rank tells of it."""
+
+    number: int
+    name: str
+    ranks: int
+    protocol: int = PROTOCOL
+    release: str = __version__
+
+    @classmethod
+    def read(cls, text: bytes) -> Announcement:
+        """Raises LinkError for what is no announcement."""
+        try:
+            found = cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise LinkError(f"{text[:80]!r} announces no side of a link") from error
+        numbers = (found.number, found.ranks, found.protocol)
+        if not all(type(one) is int and one >= 0 for one in numbers):
+            raise LinkError(f"{text[:80]!r} announces no side of a link")
+        return found
+
+    def check_protocol(self) -> None:
+        """Raises LinkError where that side speaks another protocol."""
+        if self.protocol != PROTOCOL:
+            raise LinkError(
+                f"{self.name} runs reshard {self.release}, whose links speak protocol "
+                f"{self.protocol}; this is {__version__}, of protocol {PROTOCOL}. Give both sides "
+                "one release"
+            )
+
+
+def announce(
+    store: SealedStore, name: str, rank: int, ranks: int, timeout_s: float
+) -> Announcement:
+    """The announcement of the side that this process is `rank` of. All of its ranks call this.
+
+    Raises LinkError where a rank does not come in time, or has another number of ranks.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    if rank:
+        return _ask_to_be_let_in(store, name, rank, ranks, deadline_s)
+    number = store.add("sides", 1) - 1
+    store.set(f"side/{name}", str(number))
+    for other in range(1, ranks):
+        claim = f"claim/{number}/{other}"
+        _wait_until(
+            lambda claim=claim: store.check([claim]),  # type: ignore[misc]
+            deadline_s,
+            f"rank {other} of {name} did not come within {timeout_s:g} s",
+        )
+        token, its_ranks = json.loads(store.get(claim))
+        if its_ranks != ranks:
+            problem = f"rank 0 of {name} has ranks={ranks}, rank {other} has ranks={its_ranks}"
+            store.set(f"welcome/{number}/{other}", json.dumps(["", problem]))
+            raise LinkError(f"{problem}; give all ranks of a side the same")
+        store.set(f"welcome/{number}/{other}", json.dumps([token, ""]))
+    found = Announcement(number, name, ranks)
+    store.set(f"announcement/{number}", json.dumps(asdict(found)))
+    return found
+
+
+def _ask_to_be_let_in(
+    store: SealedStore, name: str, rank: int, ranks: int, deadline_s: float
+) -> Announcement:
+    token, claimed = uuid.uuid4().hex, ""
+    current = f"side/{name}"
+    welcome = ""
+    while True:
+        if store.check([current]) and (number := store.get(current).decode()) != claimed:
+            # A number of ranks that are no more is followed by another, once they come again.
+            claimed, welcome = number, f"welcome/{number}/{rank}"
+            store.set(f"claim/{number}/{rank}", json.dumps([token, ranks]))
+        if welcome and store.check([welcome]):
+            found, problem = json.loads(store.get(welcome))
+            if problem:
+                raise LinkError(f"{problem}; give all ranks of a side the same")
+            if found == token:
+                break
+        if time.monotonic() > deadline_s:
+            raise LinkError(f"rank 0 of {name} did not let rank {rank} in; start it as well")
+        time.sleep(_LOOK_S)
+    key = f"announcement/{claimed}"
+    _wait_until(lambda: store.check([key]), deadline_s, f"rank 0 of {name} did not announce it")
+    return Announcement.read(store.get(key))
+
+
+def find_trainer(store: SealedStore, timeout_s: float) -> Announcement:
+    """The trainer's announcement. Raises LinkError where it does not come, or does not fit."""
+    deadline_s, told = time.monotonic() + timeout_s, f"no trainer came within {timeout_s:g} s"
+    _wait_until(lambda: store.check([f"side/{TRAINER}"]), deadline_s, told)
+    key = f"announcement/{int(store.get(f'side/{TRAINER}'))}"
+    _wait_until(lambda: store.check([key]), deadline_s, told)
+    found = Announcement.read(store.get(key))
+    found.check_protocol()
+    return found
+
+
+def find_engines(store: SealedStore, seen: set[int]) -> list[Announcement]:
+    """Engines that have announced themselves and are not among `seen`, in order."""
+    found = []
+    for number in range(store.add("sides", 0)):
+        if number not in seen and store.check([key := f"announcement/{number}"]):
+            one = Announcement.read(store.get(key))
+            if one.name != TRAINER and one.protocol == PROTOCOL:
+                found.append(one)
+    return found
+
+
+def prove_secret(group: RankGroup, key: bytes) -> None:
+    """Return where all ranks know the secret that `key` is derived from. All ranks call this.
+
+    Raises LinkError, naming the rank that does not.
+    """
+    own = group.rank
+    nonces = {other: os.urandom(_NONCE_BYTES) for other in group.ranks if other != own}
+    theirs = _exchange(group, nonces)
+    answers = {
+        other: code_of(key, b"proof", nonce, f"{own} to {other}".encode())
+        for other, nonce in theirs.items()
+    }
+    for other, answer in _exchange(group, answers).items():
+        expected = code_of(key, b"proof", nonces[other], f"{other} to {own}".encode())
+        if not hmac.compare_digest(answer, expected):
+            raise LinkError(f"rank {other} of the link does not know its secret")
+
+
+def _exchange(group: RankGroup, given: dict[int, bytes]) -> dict[int, bytes]:
+    """Give every other rank its bytes, and get theirs; all of one length."""
+    received = {other: torch.zeros(_NONCE_BYTES, dtype=torch.uint8) for other in given}
+    with group.errors("the link was not made"):
+        works: list[Any] = []
+        for other, data in given.items():
+            works.append(group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), other))
+            works.append(group.receive(received[other], other))
+        for work in works:
+            work.wait()
+    return {other: bytes(data.numpy()) for other, data in received.items()}
+
+
+def _wait_until(is_there: Callable[[], bool], deadline_s: float, otherwise: str) -> None:
+    while not is_there():
+        if time.monotonic() > deadline_s:
+            raise LinkError(otherwise)
+        time.sleep(_LOOK_S)

@@ -1,0 +1,371 @@
+"""Links between jobs that were started apart: a trainer, and engines that come and go.
+
+::
+
+    trainer, 2 ranks          store at tcp://...            engine, 2 ranks
+    connect(url, "trainer")  ---- sides, cards ----  connect(url, "engine")
+    link.prepare(model)      ---- names, layouts ---  link.prepare(model)
+    sync.run()               ======= weights ======>  sync.run()
+
+1. Each side tells of itself at the store that the trainer's first rank serves (`admission`).
+2. With each engine the trainer has a group of its own, of its ranks and then the engine's: layouts
+   of either side count that side's ranks, and the group gives them numbers
+   (`reshard.torch.exchange.groups`).
+3. A sync is a refit within each of these groups (`sync`). Engines that came are admitted between
+   runs, and only what concerns them is prepared.
+
+Nothing that arrives is unpickled. Weights are not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from reshard.errors import LinkError, ReshardError, UsageError
+from reshard.integers import as_integer
+from reshard.torch.exchange.agreement import gather
+from reshard.torch.exchange.groups import RankGroup
+from reshard.torch.exchange.meeting import meet_at
+from reshard.torch.links.admission import (
+    TRAINER,
+    Announcement,
+    announce,
+    find_engines,
+    find_trainer,
+    prove_secret,
+)
+from reshard.torch.links.place import Place
+from reshard.torch.links.sealed_store import SealedStore
+from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync, tell_header
+from reshard.torch.models.naming import Naming
+from reshard.torch.models.parameters import Model
+from reshard.torch.refitting.refit import Refit
+from reshard.torch.refitting.transforms import Transform
+
+Side = Literal["trainer", "engine"]
+_PATIENCE_S = 1800.0
+_LOOK_S = 0.05
+
+
+class Link:
+    """One process's end of a link. Get it by `connect`; close it, or use it in a `with`.
+
+    Attributes:
+        side: `"trainer"` or `"engine"`.
+        name: of the engine; of the trainer, `"trainer"`.
+        rank, ranks: this process among those of its side.
+        url: where the store is.
+    """
+
+    def __init__(
+        self,
+        own: Announcement,
+        trainer: Announcement,
+        rank: int,
+        place: Place,
+        store: SealedStore,
+        timeout_s: float,
+    ) -> None:
+        self._own, self._trainer = own, trainer
+        self._place, self._store, self._timeout_s = place, store, timeout_s
+        self.side: Side = "trainer" if own == trainer else "engine"
+        self.name, self.rank, self.ranks = own.name, rank, own.ranks
+        self.url = str(place)
+        self.is_closed = False
+        # Of a trainer: its engines by number, with the group of each; of an engine, the one group.
+        self._groups: dict[int, tuple[str, RankGroup]] = {}
+        self._seen: set[int] = set()
+        self._lost: dict[str, str] = {}
+        self._syncs: list[TrainerSync] = []
+        self._steps = 0
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that the trainer has, by name; an engine knows of itself only."""
+        return tuple(name for name, _ in self._groups.values())
+
+    def prepare(
+        self,
+        model: Model,
+        *,
+        names: Naming | None = None,
+        transforms: Mapping[str, Transform] | None = None,
+        topology: Any = None,
+        **options: Any,
+    ) -> WeightSync:
+        """Compare the model with the other side's, and prepare what every run needs.
+
+        All processes of all sides call this, each with its own model.
+
+        Args:
+            model: as this process has it: see `reshard.torch.refit`. Layouts and DTensors count
+                the ranks of this side's own job.
+            names: what its names are in names common to both sides.
+            transforms: see `reshard.torch.refit`; the same on both sides.
+            topology: the hosts of the ranks, the trainer's before the engine's.
+            options: of the trainer: `ties`, `stacks`, `num_experts`, `cast`, `strict`, `method`,
+                `extra_bytes` of `reshard.torch.refit`. An engine learns them.
+
+        Raises:
+            ShardError: on every process, all that does not fit.
+            LinkError: the other side is gone.
+            UsageError: an option that there is not, or one on an engine.
+        """
+        self._check_open()
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
+            raise UsageError(f"options {unknown}; a link takes {', '.join(_OPTIONS)}")
+        if self.side == "engine" and options:
+            raise UsageError(f"options {sorted(options)} on an engine; the trainer says them")
+        given = {"transforms": transforms, "topology": topology}
+        if self.side == "engine":
+            (group,) = (group for _, group in self._groups.values())
+            read = _read_options(gather(b"", group).values[group.ranks[0]])
+            refit = Refit.prepare(None, model, target_names=names, group=group, **read, **given)
+            return EngineSync(refit, group)
+        said = _write_options(options)
+
+        def prepare_with(group: RankGroup) -> Refit:
+            gather(said if self.rank == 0 else b"", group)
+            read = _read_options(said)
+            return Refit.prepare(model, None, source_names=names, group=group, **read, **given)
+
+        sync = TrainerSync(prepare_with, self._begin_run, self._give_up, self._take_lost)
+        for number, (_, group) in self._groups.items():
+            sync.prepare_for(number, group)
+        self._syncs.append(sync)
+        return sync
+
+    def close(self) -> None:
+        """Leave. A trainer's engines learn it in their next run; an engine is missed by nobody."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        with contextlib.suppress(RuntimeError, ReshardError):
+            if self.side == "engine":
+                self._store.set(f"left/{self._own.number}/{self.rank}", "")
+            for _, group in self._groups.values():
+                if self.side == "trainer" and not group.has_failed:
+                    tell_header(group, 0, is_closed=True)
+        self._groups.clear()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise LinkError("this end of the link is closed; connect again")
+
+    def _begin_run(self) -> Iterator[tuple[int, str, RankGroup]]:
+        """Admit engines that came and leave out those that left; all that are there then."""
+        self._check_open()
+        self._admit(0)
+        yield from [(number, *both) for number, both in self._groups.items()]
+
+    def _admit(self, fewest: int) -> None:
+        """All ranks of the trainer learn from the first which engines come and go."""
+        key = f"step/{self._steps}"
+        self._steps += 1
+        with self._store_errors():
+            if self.rank == 0:
+                came = self._wait_for_engines(fewest)
+                left = [n for n in self._groups if self._store.check([f"left/{n}/0"])]
+                numbers = [one.number for one in came]
+                self._store.set(key, json.dumps({"came": numbers, "left": left}))
+            step = json.loads(self._store.get(key))
+            told = [self._store.get(f"announcement/{number}") for number in step["came"]]
+        came = [Announcement.read(text) for text in told]
+        for number in step["left"]:
+            self._give_up(number, "it left")
+        for one in came:
+            self._seen.add(one.number)
+            # One that comes again stands for the one that was there.
+            for number, (name, _) in list(self._groups.items()):
+                if name == one.name:
+                    self._drop(number, "it came again")
+            try:
+                self._groups[one.number] = (one.name, self._meet(one))
+                for sync in self._syncs:
+                    sync.prepare_for(one.number, self._groups[one.number][1])
+            except ReshardError as error:
+                self._give_up(one.number, str(error), one.name)
+
+    def _wait_for_engines(self, fewest: int) -> list[Announcement]:
+        deadline = _Deadline(self._timeout_s)
+        while True:
+            found = find_engines(self._store, self._seen)
+            if len({one.name for one in found}) >= fewest:
+                return found
+            deadline.check(f"{len(found)} of {fewest} engines came")
+
+    def _join(self, engines: int) -> None:
+        """Meet the other side."""
+        if self.side == "trainer":
+            self._admit(engines)
+            if engines and not self._groups:
+                told = "; ".join(f"{name}: {why}" for name, why in self._take_lost().items())
+                raise LinkError(f"no engine could be linked: {told}")
+            return
+        self._groups[self._own.number] = (TRAINER, self._meet(self._own))
+
+    def _meet(self, engine: Announcement) -> RankGroup:
+        """The group of the trainer's ranks and then an engine's."""
+        meeting = meet_at(
+            dist.PrefixStore(f"pair/{engine.number}", self._store),
+            self.rank + (self._trainer.ranks if self.side == "engine" else 0),
+            self._trainer.ranks + engine.ranks,
+            datetime.timedelta(seconds=self._timeout_s),
+            job=f"{self.name}/{self._own.number}",
+            home_rank=self.rank,
+            address=self._place.own_address(),
+        )
+        group = RankGroup(meeting, None)
+        prove_secret(group, self._store.key)
+        return group
+
+    def _give_up(self, number: int, why: str, name: str = "") -> None:
+        found = self._groups.get(number)
+        with contextlib.suppress(RuntimeError):
+            # Its connections are closed before the store says that it left.
+            if self._store.check([f"left/{number}/0"]):
+                why = f"it left; {why}"
+        self._lost[name or (found[0] if found else str(number))] = why
+        self._drop(number, why)
+
+    def _drop(self, number: int, why: str) -> None:
+        found = self._groups.pop(number, None)
+        for sync in self._syncs:
+            sync.refits.pop(number, None)
+        if found is not None and not found[1].has_failed:
+            found[1].break_off(LinkError(f"the trainer gave the engine up: {why}"))
+
+    def _take_lost(self) -> dict[str, str]:
+        lost, self._lost = self._lost, {}
+        return lost
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LinkError(f"the store at {self.url} does not answer: {line}") from error
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._limit_s, self._end_s = seconds, time.monotonic() + seconds
+
+    def check(self, what: str) -> None:
+        """Wait a little. Raises LinkError where all time is spent."""
+        if time.monotonic() > self._end_s:
+            raise LinkError(f"{what} within {self._limit_s:g} s")
+        time.sleep(_LOOK_S)
+
+
+# What the trainer says of a refit, and an engine learns: the JSON types of each.
+_OPTIONS: dict[str, tuple[type, ...]] = {
+    "ties": (dict,),
+    "stacks": (dict,),
+    "num_experts": (int,),
+    "cast": (bool, str, dict),
+    "strict": (bool,),
+    "method": (str,),
+    "extra_bytes": (int,),
+}
+
+
+def _write_options(options: Mapping[str, Any]) -> bytes:
+    said = {name: value for name, value in options.items() if value is not None}
+    try:
+        return json.dumps(said).encode()
+    except TypeError as error:
+        raise UsageError(f"options {said!r}: {error}; give numbers, texts and tables") from error
+
+
+def _read_options(said: bytes) -> dict[str, Any]:
+    """Raises LinkError for what is no trainer's word."""
+    try:
+        found = json.loads(said)
+    except ValueError as error:
+        raise LinkError(f"{said[:80]!r} are no options of a trainer") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(value, _OPTIONS.get(name, ())) for name, value in found.items()
+    ):
+        raise LinkError(f"{said[:80]!r} are no options of a trainer")
+    return found
+
+
+def connect(
+    url: str,
+    side: Side,
+    *,
+    rank: int,
+    ranks: int,
+    name: str = "engine",
+    engines: int = 1,
+    secret: str | None = None,
+    timeout_s: float = _PATIENCE_S,
+) -> Link:
+    """Connect this process with the other side, which is a job of its own.
+
+    All processes of a side call this. The trainer's waits for the first engines; engines that come
+    later are admitted when the trainer runs next, and their `connect` returns then.
+
+    Args:
+        url: the address of the store, such as `tcp://10.0.0.1:29400`. The trainer's first rank
+            serves it; all processes of both sides reach it there.
+        side: `"trainer"`, whose weights are sent, or `"engine"`, whose are filled.
+        rank, ranks: this process among the `ranks` of its side.
+        name: of the engine, on all of its processes; engines that run side by side have different
+            ones. One that comes again under its name takes the place of the one before.
+        engines: how many engines the trainer waits for.
+        secret: what only processes of the link know; the environment variable
+            RESHARD_LINK_SECRET when None. It is needed unless the address is the loopback's.
+        timeout_s: how long to wait for others, here and in every run.
+
+    Raises:
+        LinkError: the other side does not come, has another secret, or does not fit.
+        UsageError: arguments that cannot be, or an address for all without a secret.
+    """
+    if side not in ("trainer", "engine"):
+        raise UsageError(f"side={side!r}; it is 'trainer' or 'engine'")
+    ranks = as_integer(ranks, "ranks", least=1)
+    rank = as_integer(rank, "rank")
+    engines = as_integer(engines, "engines")
+    if rank >= ranks:
+        raise UsageError(f"rank={rank} of ranks={ranks}; give a rank from 0 to {ranks - 1}")
+    if not isinstance(name, str) or not name or (side == "engine" and name == TRAINER):
+        raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise UsageError(f"timeout_s={timeout_s!r}; give a number of seconds above 0")
+    place = Place.of(url)
+    is_server = side == "trainer" and rank == 0
+    store = place.open_store(is_server, place.find_secret(secret), timeout_s)
+    try:
+        trainer = None if side == "trainer" else find_trainer(store, timeout_s)
+        own = announce(store, TRAINER if side == "trainer" else name, rank, ranks, timeout_s)
+        link = Link(own, trainer or own, rank, place, store, timeout_s)
+        link._join(engines)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ReshardError):
+            raise
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LinkError(f"the store at {place} does not answer: {line}") from error
+    return link

@@ -1,0 +1,259 @@
+"""One process of a link: a trainer of two ranks, an engine of two, and another of one.
+
+Each is a job of its own that counts its ranks from 0; the last has no process group at all.
+Arguments: a case, and three free ports.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
+from reshard.errors import LinkError, ShardError, UsageError
+from reshard.torch import connect
+from reshard.torch.links.link import Link
+from reshard.torch.links.sync import WeightSync
+
+NUMBER = int(os.environ["RANK"])
+NAME = ("trainer", "trainer", "a", "a", "b")[NUMBER]
+SIDE = "trainer" if NAME == "trainer" else "engine"
+RANK, RANKS = (NUMBER, 2) if SIDE == "trainer" else ((NUMBER - 2, 2) if NAME == "a" else (0, 1))
+CASE = sys.argv[1]
+PORTS = dict(zip(("link", "trainer", "a"), map(int, sys.argv[2:]), strict=True))
+URL = f"tcp://127.0.0.1:{PORTS['link']}"
+TIMEOUT_S = 60.0
+ROWS = {name: [Shard(0)] for name in CUTS}
+COLUMNS = {name: [Replicate()] if "," not in CUTS[name] else [Shard(1)] for name in CUTS}
+
+
+def begin_job() -> None:
+    """The job of this process, in which it is rank 0 or 1; none where it is alone."""
+    if NAME not in PORTS:
+        return
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", PORTS[NAME], RANKS, RANK == 0, timeout)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timeout)
+
+
+def link(engines: int = 2, **options: Any) -> Link:
+    """This process's end."""
+    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, **options}
+    if SIDE == "trainer":
+        return connect(URL, "trainer", rank=RANK, ranks=RANKS, engines=engines, **given)
+    return connect(URL, "engine", rank=RANK, ranks=RANKS, name=NAME, **given)
+
+
+def own_model(seed: int = 0) -> Any:
+    """What this process has: rows of the trainer, columns of engine a, all of engine b."""
+    given = values(seed) if SIDE == "trainer" else zeros(values())
+    return given if NAME == "b" else cut(given)
+
+
+def cut(given: Any) -> Any:
+    """As DTensors of this job."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    return distributed(given, mesh, ROWS if SIDE == "trainer" else COLUMNS)
+
+
+def set_values(model: Any, seed: int) -> None:
+    """The trainer's weights after a step."""
+    for name, tensor in cut(values(seed)).items():
+        model[name].to_local().copy_(tensor.to_local())
+
+
+def expect_values(model: Any, seed: int) -> None:
+    """An engine's are the trainer's."""
+    expected = values(seed)
+    expect_same(model, expected if NAME == "b" else cut(expected), f"weights {seed} of {NAME}")
+
+
+def steps() -> None:
+    """Two engines, three steps; versions, reports, and the trainer's end."""
+    with link() as end:
+        if SIDE == "trainer":
+            expect(sorted(end.engines) == ["a", "b"], f"engines {end.engines}")
+        model = own_model()
+        sync = end.prepare(model)
+        expect(sync.version is None, "no version yet")
+        for step in range(3):
+            if SIDE == "trainer":
+                set_values(model, step)
+            report = sync.run(10 * step if SIDE == "trainer" and step else None)
+            expect(report is not None and report.version == 10 * step, f"report {report}")
+            expect(sync.version == 10 * step and sync.is_usable, "version")
+            if SIDE == "trainer":
+                expect(set(report.engines) == {"a", "b"} and not report.lost, f"{report}")
+            else:
+                expect_values(model, step)
+        if SIDE == "engine":
+            refused(sync.run, LinkError, "still has version 20: the trainer closed the link")
+            expect(sync.version == 20 and sync.is_usable, "version after the end")
+            expect_values(model, 2)
+
+
+def beside() -> None:
+    """Runs in the background; two models in one link."""
+    with link() as end:
+        models = [own_model(), own_model()]
+        syncs: list[WeightSync] = [end.prepare(model) for model in models]
+        for step in range(2):
+            for number, (model, sync) in enumerate(zip(models, syncs, strict=True)):
+                if SIDE == "trainer":
+                    set_values(model, 7 * number + step)
+                expect(sync.run(async_op=True) is None, "a run beside")
+                report = sync.wait()
+                expect(report is not None and report.version == step, f"{report}")
+                expect(sync.is_done, "done")
+                if SIDE == "engine":
+                    expect_values(model, 7 * number + step)
+
+
+def options() -> None:
+    """What the trainer says, the engines do: other types, ties, and quantised weights."""
+    with link() as end:
+        given = values()
+        if SIDE == "trainer":
+            model = cut(given)
+            refused(lambda: end.prepare(model, unknown=1), UsageError, "'unknown'")
+            sync = end.prepare(model, cast=True, ties={"head.weight": "embed.weight"})
+        else:
+            refused(lambda: end.prepare({}, cast=True), UsageError, "the trainer says them")
+            narrow = zeros(values(dtype=torch.bfloat16))
+            narrow["head.weight"] = torch.zeros_like(narrow["embed.weight"])
+            model = narrow
+            sync = end.prepare(model if NAME == "b" else narrow)
+        sync.run()
+        if SIDE == "engine":
+            expected = values(dtype=torch.bfloat16)
+            expected["head.weight"] = expected["embed.weight"]
+            expect_same(model, expected, "cast and tied")
+
+
+def misfits() -> None:
+    """What does not fit is raised on both sides; of an engine that comes later, on its own."""
+    if NAME == "b":
+        return
+    with link(engines=1) as end:
+        model = own_model()
+        lacking = {name: tensor for name, tensor in model.items() if name != "norm"}
+        if SIDE == "trainer":
+            refused(lambda: end.prepare(model), ShardError, "norm: in the source only")
+            sync = end.prepare(model)
+            sync.run()
+            told = ""
+            while "norm" not in told:
+                # The engine leaves, then there is none, then it comes again with less.
+                told = refused(sync.run, LinkError, "no engine has version 1")
+                time.sleep(0.05)
+            return
+        refused(lambda: end.prepare(lacking), ShardError, "norm: in the source only")
+        end.prepare(model).run()
+        expect_values(model, 0)
+        end.close()
+        with link() as again:
+            refused(lambda: again.prepare(lacking), ShardError, "norm: in the source only")
+
+
+def later() -> None:
+    """An engine that comes while the trainer runs, leaves, and comes again."""
+    if NAME == "b":
+        for _ in range(2):
+            with link() as end:
+                model = own_model()
+                sync = end.prepare(model)
+                for _ in range(2):
+                    report = sync.run()
+                    expect_values(model, report.version)
+        return
+    with link(engines=1) as end:
+        model = own_model()
+        sync = end.prepare(model)
+        seen, step = 0, 0
+        while True:
+            if SIDE == "trainer":
+                set_values(model, step)
+                report = sync.run()
+                seen += "b" in report.engines
+                expect("a" in report.engines, f"{report}")
+                # All ranks of the trainer see the same engines.
+                if seen == 4:
+                    break
+                time.sleep(0.05)
+            else:
+                try:
+                    report = sync.run()
+                except LinkError as error:
+                    expect("closed" in str(error), str(error))
+                    break
+                expect_values(model, report.version)
+            step += 1
+
+
+def engine_dies() -> None:
+    """An engine that is killed is given up, and the other goes on."""
+    with link() as end:
+        model = own_model()
+        sync = end.prepare(model)
+        sync.run()
+        if NUMBER == 3:
+            os._exit(9)
+        begun_s = time.monotonic()
+        if NAME == "a":
+            refused(sync.run, LinkError, "still has version 0")
+            expect(sync.is_usable and sync.version == 0, "old weights")
+            return
+        for step in (1, 2):
+            if SIDE == "trainer":
+                set_values(model, step)
+            report = sync.run()
+            if SIDE == "trainer":
+                expect(list(report.engines) == ["b"], f"{report}")
+                expect(list(report.lost) == (["a"] if step == 1 else []), f"{report}")
+            else:
+                expect_values(model, step)
+        expect(time.monotonic() - begun_s < 10, "in time")
+
+
+def trainer_dies() -> None:
+    """The engines have their old weights, and say which."""
+    end = link()
+    model = own_model()
+    sync = end.prepare(model)
+    sync.run()
+    if SIDE == "trainer":
+        if RANK == 1:
+            time.sleep(0.3)
+        os._exit(9)
+    begun_s = time.monotonic()
+    refused(sync.run, LinkError, "still has version 0")
+    expect(sync.is_usable and sync.version == 0, "old weights")
+    expect_values(model, 0)
+    expect(time.monotonic() - begun_s < 10, "in time")
+
+
+def secrets() -> None:
+    """Who has another secret is turned away, and disturbs nobody."""
+    if NAME == "b":
+        refused(lambda: link(secret="other", timeout_s=20), LinkError, "another secret")
+        return
+    with link(engines=1, secret="right") as end:
+        model = own_model()
+        sync = end.prepare(model)
+        sync.run()
+        if NAME == "a":
+            expect_values(model, 0)
+
+
+begin_job()
+globals()[CASE]()
+# Now and then torch 2.13 aborts while the interpreter takes its threads down.
+os._exit(0)

@@ -1,0 +1,128 @@
+"""Sides find their ranks, engines are found, and who lacks the secret is found out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from reshard.errors import LinkError  # noqa: E402
+from reshard.torch.exchange.groups import RankGroup  # noqa: E402
+from reshard.torch.exchange.meeting import meet_at  # noqa: E402
+from reshard.torch.links.admission import (  # noqa: E402
+    PROTOCOL,
+    TRAINER,
+    Announcement,
+    announce,
+    find_engines,
+    find_trainer,
+    prove_secret,
+)
+from reshard.torch.links.sealed_store import SealedStore, seal  # noqa: E402
+
+
+@pytest.fixture
+def store() -> SealedStore:
+    return seal(dist.HashStore(), "s", b"0123456789abcdef")
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return or raise that run side by side."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_of_a_side_find_one_number(store: SealedStore) -> None:
+    found = together(*[lambda rank=rank: announce(store, "a", rank, 3, 20) for rank in (2, 1, 0)])
+    assert found == [Announcement(0, "a", 3)] * 3
+    assert find_engines(store, set()) == [Announcement(0, "a", 3)]
+    assert find_engines(store, {0}) == []
+
+
+def test_a_side_that_comes_again_has_another_number(store: SealedStore) -> None:
+    # The first rank of the first time died before it saw the other one's claim.
+    lost = store.add("sides", 1) - 1
+    store.set("side/a", str(lost))
+    late = threading.Timer(0.2, lambda: announce(store, "a", 0, 2, 20))
+    late.start()
+    found = announce(store, "a", 1, 2, 20)
+    late.join()
+    assert found.number == lost + 1
+
+
+def test_ranks_that_count_their_side_otherwise(store: SealedStore) -> None:
+    found = together(lambda: announce(store, "a", 0, 2, 20), lambda: announce(store, "a", 1, 3, 20))
+    assert all(isinstance(one, LinkError) and "rank 1 has ranks=3" in str(one) for one in found)
+
+
+def test_ranks_that_do_not_come(store: SealedStore) -> None:
+    with pytest.raises(LinkError, match="rank 1 of a did not come"):
+        announce(store, "a", 0, 2, 0.2)
+    with pytest.raises(LinkError, match="rank 0 of b did not let rank 1 in"):
+        announce(store, "b", 1, 2, 0.2)
+    with pytest.raises(LinkError, match="no trainer came"):
+        find_trainer(store, 0.2)
+
+
+def test_releases_that_do_not_understand_each_other(store: SealedStore) -> None:
+    trainer = announce(store, TRAINER, 0, 1, 1)
+    assert find_trainer(store, 1) == trainer
+    other = replace(trainer, protocol=PROTOCOL + 1, release="9.9")
+    store.set(f"announcement/{trainer.number}", json.dumps(asdict(other)))
+    with pytest.raises(LinkError, match=r"reshard 9\.9"):
+        find_trainer(store, 1)
+    engine = announce(store, "a", 0, 1, 1)
+    store.set(f"announcement/{engine.number}", json.dumps(asdict(replace(engine, protocol=0))))
+    assert find_engines(store, set()) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"number": "0", "name": "a", "ranks": 1}'])
+def test_what_announces_nothing(text: bytes) -> None:
+    with pytest.raises(LinkError, match="announces no side"):
+        Announcement.read(text)
+
+
+@pytest.mark.parametrize("keys", [(b"k", b"k", b"k"), (b"k", b"k", b"other")])
+def test_the_secret_is_proven(keys: tuple[bytes, ...]) -> None:
+    shared = dist.HashStore()
+    patience = datetime.timedelta(seconds=20)
+
+    def prove(position: int) -> None:
+        meeting = meet_at(
+            shared,
+            position,
+            len(keys),
+            patience,
+            job="j",
+            home_rank=position,
+            address="127.0.0.1",
+        )
+        prove_secret(RankGroup(meeting, None), keys[position])
+
+    found = together(*[lambda p=position: prove(p) for position in range(len(keys))])
+    if len(set(keys)) == 1:
+        assert found == [None] * len(keys)
+    else:
+        assert all(isinstance(one, LinkError) and "secret" in str(one) for one in found)
+        assert "rank 2" in str(found[0]) and "rank 2" in str(found[1])
