@@ -24,7 +24,7 @@ from reshard.layout import Layout
 from reshard.topology import Link, Topology
 from reshard.torch import is_usable, redistribute
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
-from reshard.torch.usability import mark_unusable
+from reshard.torch.exchange.usability import mark_unusable
 
 TIMEOUT_S = 3
 # Where a rank fails, nobody waits for that long.

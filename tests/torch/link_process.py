@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from refit_models import CUTS, distributed, expect, expect_same, refused, values, zeros
 from reshard.errors import LinkError, ShardError, UsageError
 from reshard.torch import connect
-from reshard.torch.links.link import Link
+from reshard.torch.links.link import WeightLink
 from reshard.torch.links.sync import WeightSync
 
 NUMBER = int(os.environ["RANK"])
@@ -44,7 +44,7 @@ def begin_job() -> None:
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timeout)
 
 
-def link(engines: int = 2, **options: Any) -> Link:
+def link(engines: int = 2, **options: Any) -> WeightLink:
     """This process's end."""
     given: dict[str, Any] = {"timeout_s": TIMEOUT_S, **options}
     if SIDE == "trainer":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from live_processes import expect_all_end_well, free_port, run_ranks
+from live_processes import TESTS, expect_all_end_well, free_port, run_ranks
 
 pytest.importorskip("torch")
 
@@ -28,3 +32,30 @@ def test_a_trainer_and_two_engines(case: str) -> None:
     killed = KILLED.get(case, set())
     assert {rank for rank, one in enumerate(ended) if one.code == 9} == killed
     expect_all_end_well([one for rank, one in enumerate(ended) if rank not in killed])
+
+
+def test_the_example_runs() -> None:
+    """The example of the documents, whose two jobs end by themselves."""
+    url, ports = f"tcp://127.0.0.1:{free_port()}", [free_port(), free_port()]
+    example = str(TESTS.parent / "examples" / "link.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    jobs = [
+        subprocess.Popen(
+            [*launch, "--master-addr=127.0.0.1", f"--master-port={port}", example, side, url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+        )
+        for side, port in zip(("trainer", "engine"), ports, strict=True)
+    ]
+    told = [job.communicate(timeout=150)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(told)
+    of_side = [
+        [line.partition(" ")[2] for line in text.splitlines() if line.startswith(f"{side} ")]
+        for side, text in zip(("trainer", "engine"), told, strict=True)
+    ]
+    # After each step the engine predicts what the trainer does.
+    assert len(of_side[0]) == 3 and of_side[0] == of_side[1]
+    assert "still has version 2" in told[1]

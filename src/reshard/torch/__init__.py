@@ -5,6 +5,9 @@ torch is imported here, so this package is only for programs that have it.
 
 from reshard.notation.objects import sharding_of
 from reshard.torch.distributed_tensor import layout_of, rank_of
+from reshard.torch.exchange.usability import is_usable
+from reshard.torch.links.link import WeightLink, connect
+from reshard.torch.links.sync import SyncReport, WeightSync
 from reshard.torch.loaders.module_layouts import module_layouts
 from reshard.torch.loaders.tracing import trace_loading
 from reshard.torch.models.naming import renamed
@@ -17,7 +20,6 @@ from reshard.torch.refitting.transforms import BlockQuantized, Cast, Transform
 from reshard.torch.storage.loading import LoadReport, load
 from reshard.torch.storage.reader import StorageReader
 from reshard.torch.storage.writer import StorageWriter
-from reshard.torch.usability import is_usable
 
 __all__ = [
     "BlockQuantized",
@@ -31,8 +33,12 @@ __all__ = [
     "RefitOptions",
     "StorageReader",
     "StorageWriter",
+    "SyncReport",
     "Transform",
+    "WeightLink",
+    "WeightSync",
     "by_recipe",
+    "connect",
     "is_usable",
     "layout_of",
     "load",

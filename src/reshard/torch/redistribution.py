@@ -36,6 +36,7 @@ from reshard.torch.exchange.background import BackgroundExchange, next_tag
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES, MessageExchange
 from reshard.torch.exchange.groups import RankGroup, check_member, rank_group
 from reshard.torch.exchange.messages import RankTransfers, transfers_of
+from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.gradients import apply_with_gradient, backward_sides, replicated_spec
 from reshard.torch.programs.methods import (
     Method,
@@ -52,7 +53,6 @@ from reshard.torch.sides import (
     find_target_local,
     shape_of,
 )
-from reshard.torch.usability import is_usable, mark_unusable, mark_usable
 
 
 class RedistributionOptions(TypedDict, total=False):

@@ -54,7 +54,8 @@ class RankMeeting:
     """A meeting that has all its ranks, as the one at `position` sees it.
 
     `cards` are in the group's order. `store` is None where the group has none: then the group
-    itself connects its ranks, and nobody leaves notes.
+    itself connects its ranks, and nobody leaves notes. `address` is the one of this rank, by which
+    others reach it; the one of its host's name when empty.
     """
 
     cards: tuple[Card, ...]
@@ -63,14 +64,22 @@ class RankMeeting:
     timeout: datetime.timedelta
     store: Any = None
     group: dist.ProcessGroup | None = None
+    address: str = ""
 
     def connect(self) -> Any:
         """Connections between all ranks, for what lies on the CPU."""
         if self.store is None:
             return self.group
         own = dist.PrefixStore(f"{self.generation}/gloo", self.store)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self.timeout
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=self.address)
+            if self.address
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
         try:
-            return dist.ProcessGroupGloo(own, self.position, len(self.cards), self.timeout)
+            return dist.ProcessGroupGloo(own, self.position, len(self.cards), options)
         except RuntimeError as error:
             raise RunError(f"nothing was moved: ranks cannot connect ({error})") from error
 
@@ -111,11 +120,23 @@ def meet_at(
     position: int,
     ranks: int,
     timeout: datetime.timedelta,
-    generation: int,
+    generation: int = 0,
     probe: _Probe | None = None,
+    *,
+    job: str | None = None,
+    home_rank: int = 0,
+    address: str = "",
 ) -> RankMeeting:
-    """Meet at a store: all ranks call this, with one generation. Raises as `meet` does."""
-    own = Card(_name_job(), _find_home_rank(), socket.gethostname(), os.getpid())
+    """Meet at a store: all ranks call this, with one generation. Raises as `meet` does.
+
+    Args:
+        job, home_rank: one name for all ranks of this process's job, and its rank there, where
+            torch does not know them.
+        address: by which other ranks reach this one.
+    """
+    if job is None or dist.is_initialized():
+        home_rank = _find_home_rank()
+    own = Card(job or _name_job(), home_rank, socket.gethostname(), os.getpid())
     cards: dict[int, Card] = {position: own}
     keys = {number: f"{generation}/card/{number}" for number in range(ranks)}
     begun_s, limit_s = time.monotonic(), timeout.total_seconds()
@@ -137,7 +158,8 @@ def meet_at(
     except (RuntimeError, ValueError, TypeError) as error:
         raise _describe_loss(error) from error
     found = tuple(cards[number] for number in range(ranks))
-    return RankMeeting(found, position, generation, timeout, store, probe and probe.group)
+    given = probe and probe.group
+    return RankMeeting(found, position, generation, timeout, store, given, address)
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

@@ -7,9 +7,10 @@ since a number may be one of ranks that have died::
     first rank   number = 3   current = 3            sees the claim, welcomes it, announces 3
     rank 1                    reads 3, claims: token             finds its token: belongs to 3
 
-The announcement says which release and how many ranks a side has. Between two sides, all ranks meet
-(`reshard.torch.exchange.meeting`), and each proves to every other, over the connection that they
-have, that it knows the secret: it answers a number that nobody used before with a code of it.
+The announcement says how many ranks a side has, and which protocol it speaks. Between two sides,
+all ranks meet (`reshard.torch.exchange.meeting`), and each proves to every other, over the
+connection that they have, that it knows the secret: it answers a number that nobody used before by
+a code of it.
 
 Source: challenge and response as in RFC 2195.
 """
@@ -27,7 +28,6 @@ from typing import Any
 
 import torch
 
-from reshard import __version__
 from reshard.errors import LinkError
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.links.sealed_store import SealedStore, code_of
@@ -47,7 +47,6 @@ class Announcement:
     name: str
     ranks: int
     protocol: int = PROTOCOL
-    release: str = __version__
 
     @classmethod
     def read(cls, text: bytes) -> Announcement:
@@ -65,9 +64,8 @@ class Announcement:
         """Raises LinkError where that side speaks another protocol."""
         if self.protocol != PROTOCOL:
             raise LinkError(
-                f"{self.name} runs reshard {self.release}, whose links speak protocol "
-                f"{self.protocol}; this is {__version__}, of protocol {PROTOCOL}. Give both sides "
-                "one release"
+                f"{self.name} has a release of reshard whose links speak protocol {self.protocol}, "
+                f"and this one's speak protocol {PROTOCOL}; give both sides one release"
             )
 
 

@@ -34,6 +34,7 @@ from reshard.integers import as_integer
 from reshard.torch.exchange.agreement import gather
 from reshard.torch.exchange.groups import RankGroup
 from reshard.torch.exchange.meeting import meet_at
+from reshard.torch.links.address import LinkAddress
 from reshard.torch.links.admission import (
     TRAINER,
     Announcement,
@@ -42,7 +43,6 @@ from reshard.torch.links.admission import (
     find_trainer,
     prove_secret,
 )
-from reshard.torch.links.place import Place
 from reshard.torch.links.sealed_store import SealedStore
 from reshard.torch.links.sync import EngineSync, TrainerSync, WeightSync, tell_header
 from reshard.torch.models.naming import Naming
@@ -55,7 +55,7 @@ _PATIENCE_S = 1800.0
 _LOOK_S = 0.05
 
 
-class Link:
+class WeightLink:
     """One process's end of a link. Get it by `connect`; close it, or use it in a `with`.
 
     Attributes:
@@ -70,15 +70,15 @@ class Link:
         own: Announcement,
         trainer: Announcement,
         rank: int,
-        place: Place,
+        address: LinkAddress,
         store: SealedStore,
         timeout_s: float,
     ) -> None:
         self._own, self._trainer = own, trainer
-        self._place, self._store, self._timeout_s = place, store, timeout_s
+        self._address, self._store, self._timeout_s = address, store, timeout_s
         self.side: Side = "trainer" if own == trainer else "engine"
         self.name, self.rank, self.ranks = own.name, rank, own.ranks
-        self.url = str(place)
+        self.url = str(address)
         self.is_closed = False
         # Of a trainer: its engines by number, with the group of each; of an engine, the one group.
         self._groups: dict[int, tuple[str, RankGroup]] = {}
@@ -157,7 +157,7 @@ class Link:
                     tell_header(group, 0, is_closed=True)
         self._groups.clear()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> WeightLink:
         return self
 
     def __exit__(
@@ -233,7 +233,7 @@ class Link:
             datetime.timedelta(seconds=self._timeout_s),
             job=f"{self.name}/{self._own.number}",
             home_rank=self.rank,
-            address=self._place.own_address(),
+            address=self._address.own_address(),
         )
         group = RankGroup(meeting, None)
         prove_secret(group, self._store.key)
@@ -322,7 +322,7 @@ def connect(
     engines: int = 1,
     secret: str | None = None,
     timeout_s: float = _PATIENCE_S,
-) -> Link:
+) -> WeightLink:
     """Connect this process with the other side, which is a job of its own.
 
     All processes of a side call this. The trainer's waits for the first engines; engines that come
@@ -355,17 +355,17 @@ def connect(
         raise UsageError(f"name={name!r}; give a name for the engine, other than {TRAINER!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise UsageError(f"timeout_s={timeout_s!r}; give a number of seconds above 0")
-    place = Place.of(url)
+    address = LinkAddress.of(url)
     is_server = side == "trainer" and rank == 0
-    store = place.open_store(is_server, place.find_secret(secret), timeout_s)
+    store = address.open_store(is_server, address.find_secret(secret), timeout_s)
     try:
         trainer = None if side == "trainer" else find_trainer(store, timeout_s)
         own = announce(store, TRAINER if side == "trainer" else name, rank, ranks, timeout_s)
-        link = Link(own, trainer or own, rank, place, store, timeout_s)
+        link = WeightLink(own, trainer or own, rank, address, store, timeout_s)
         link._join(engines)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ReshardError):
             raise
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LinkError(f"the store at {place} does not answer: {line}") from error
+        raise LinkError(f"the store at {address} does not answer: {line}") from error
     return link

@@ -26,6 +26,7 @@ from reshard.topology import Topology
 from reshard.torch.exchange.agreement import Intent, agree, device_of
 from reshard.torch.exchange.exchange import DEFAULT_EXTRA_BYTES
 from reshard.torch.exchange.groups import RankGroup, rank_group
+from reshard.torch.exchange.usability import is_usable, mark_unusable, mark_usable
 from reshard.torch.models.megatron_groups import ModelPair
 from reshard.torch.models.naming import Naming, tied_root
 from reshard.torch.models.parameters import LocalTensors, Model, check_memory, list_tensors
@@ -41,7 +42,6 @@ from reshard.torch.refitting.planning import (
     plan_part,
 )
 from reshard.torch.refitting.transforms import Transform
-from reshard.torch.usability import is_usable, mark_unusable, mark_usable
 
 
 class RefitOptions(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Places where the processes of a link meet: a store at an address, and who serves it.
+"""Addresses where the processes of a link meet: whose the store there is, and who may use it.
 
 An address is `tcp://host:port`. One process serves the store there, all others reach it. Its own
 address, by which the others reach a process, is the one of the network that leads to the store:
@@ -27,14 +27,14 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinkAddress:
     """The address of a link's store.
 
     Raises UsageError for what is no address, or no port of one.
 
-    >>> Place.of("tcp://127.0.0.1:29400")
-    Place(host='127.0.0.1', port=29400)
-    >>> str(Place.of("tcp://[::1]:29400"))
+    >>> LinkAddress.of("tcp://127.0.0.1:29400")
+    LinkAddress(host='127.0.0.1', port=29400)
+    >>> str(LinkAddress.of("tcp://[::1]:29400"))
     'tcp://[::1]:29400'
     """
 
@@ -42,8 +42,8 @@ class Place:
     port: int
 
     @classmethod
-    def of(cls, url: str) -> Place:
-        """The place of a URL."""
+    def of(cls, url: str) -> LinkAddress:
+        """The address that a URL is."""
         expected = "give an address such as 'tcp://10.0.0.1:29400'"
         if not isinstance(url, str):
             raise UsageError(f"url={url!r}; {expected}")
@@ -87,7 +87,7 @@ class Place:
     def find_secret(self, secret: str | None) -> str:
         """The secret that is given, or the environment's; empty where none is needed.
 
-        Raises UsageError where there is none, and the place is not this host's alone.
+        Raises UsageError where there is none, and the address is not this host's alone.
         """
         if secret is not None and not (isinstance(secret, str) and secret):
             raise UsageError("secret is empty, or no text; give some text that only the link knows")

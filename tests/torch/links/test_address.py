@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from reshard.errors import LinkError, UsageError  # noqa: E402
-from reshard.torch.links.place import Place  # noqa: E402
+from reshard.torch.links.address import LinkAddress  # noqa: E402
 
 
 def free_port() -> int:
@@ -23,24 +23,24 @@ def free_port() -> int:
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:29400"):
-        Place.of(url)
+        LinkAddress.of(url)
 
 
 def test_an_address_without_its_scheme() -> None:
-    assert Place.of("trainer:29400") == Place("trainer", 29400)
+    assert LinkAddress.of("trainer:29400") == LinkAddress("trainer", 29400)
 
 
 def test_loopback() -> None:
-    assert Place.of("tcp://127.0.0.1:1").is_loopback
-    assert Place.of("tcp://localhost:1").is_loopback
-    assert Place.of("tcp://[::1]:1").is_loopback
-    assert not Place.of("tcp://10.0.0.1:1").is_loopback
-    assert Place.of("tcp://127.0.0.1:1").own_address() == "127.0.0.1"
+    assert LinkAddress.of("tcp://127.0.0.1:1").is_loopback
+    assert LinkAddress.of("tcp://localhost:1").is_loopback
+    assert LinkAddress.of("tcp://[::1]:1").is_loopback
+    assert not LinkAddress.of("tcp://10.0.0.1:1").is_loopback
+    assert LinkAddress.of("tcp://127.0.0.1:1").own_address() == "127.0.0.1"
 
 
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RESHARD_LINK_SECRET", raising=False)
-    here, there = Place("127.0.0.1", 1), Place("10.0.0.1", 1)
+    here, there = LinkAddress("127.0.0.1", 1), LinkAddress("10.0.0.1", 1)
     assert here.find_secret(None) == ""
     with pytest.raises(UsageError, match="RESHARD_LINK_SECRET"):
         there.find_secret(None)
@@ -52,7 +52,7 @@ def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_is_served_and_reached() -> None:
-    place = Place("127.0.0.1", free_port())
+    place = LinkAddress("127.0.0.1", free_port())
     served = place.open_store(True, "s", 5)
     served.set("a", "1")
     assert place.open_store(False, "s", 5).get("a") == b"1"
@@ -64,4 +64,4 @@ def test_a_store_is_served_and_reached() -> None:
 
 def test_nobody_serves_it() -> None:
     with pytest.raises(LinkError, match="nobody serves"):
-        Place("127.0.0.1", free_port()).open_store(False, "s", 0.3)
+        LinkAddress("127.0.0.1", free_port()).open_store(False, "s", 0.3)
