@@ -20,12 +20,14 @@ MIB = 1 << 20
 class Turn:
     """What one turn took: of several ranks, the slowest's time and all ranks' bytes together.
 
-    `peak_bytes` is resident memory, with the imports. `read_bytes` are what read calls returned.
+    `peak_bytes` is resident memory, with the imports. `read_bytes` are what read calls returned,
+    `processor_s` is the time of all processors together.
     """
 
     seconds_s: float
     peak_bytes: int
     read_bytes: int
+    processor_s: float = 0.0
 
 
 def in_a_process(script: str, *arguments: object) -> Turn:
@@ -43,15 +45,21 @@ def in_a_process(script: str, *arguments: object) -> Turn:
 
 def timed(action: Callable[[], object]) -> Turn:
     """Do it and see what it took, in this process and those that it started."""
-    before_bytes = _read_bytes()
+    before_bytes, before_s = _read_bytes(), _processor_s()
     start_s = time.perf_counter()
     action()
     seconds_s = time.perf_counter() - start_s
+    processor_s = _processor_s() - before_s
     peak_kib = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return Turn(seconds_s, peak_kib * 1024, _read_bytes() - before_bytes)
+    return Turn(seconds_s, peak_kib * 1024, _read_bytes() - before_bytes, processor_s)
+
+
+def _processor_s() -> float:
+    found = os.times()
+    return found.user + found.system + found.children_user + found.children_system
 
 
 def show(turn: Turn) -> None:

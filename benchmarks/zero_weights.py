@@ -6,11 +6,11 @@ of safetensors in two ways that take turns, each in a process of its own:
     reshard        `convert --to full --include '*.master'`
     zero_to_fp32   DeepSpeed's `get_fp32_state_dict_from_zero_checkpoint`, saved by safetensors
 
-`read` is the bytes that read calls returned, over those of the float32 weights; what is mapped, as
-DeepSpeed's script does with partitions, is not counted. Memory is the peak that the kernel counted,
-with imports. DeepSpeed is needed:
+The last column is the bytes that read calls returned, over those of the float32 weights; what is
+mapped, as partitions are by DeepSpeed's script, is not counted. Memory is the peak that the kernel
+counted, with imports. DeepSpeed is needed:
 
-    .engines/deepspeed/bin/python benchmarks/zero_weights.py [--weights-mib 1024] [--stage 3]
+    .engines/deepspeed/bin/python benchmarks/zero_weights.py [--weights-mib 2048] [--stage 3]
         [--repeat 3] [--folder FOLDER]
 """
 
@@ -37,26 +37,21 @@ def write(folder: Path, layers: int, stage: int) -> None:
     """A checkpoint with random elements, as DeepSpeed lays it out."""
     import numpy as np
 
-    from reshard.checkpoint import convert
+    from reshard.checkpoint import convert, describe_ranks
 
     state: dict[str, object] = {}
     rng = np.random.default_rng(0)
     shapes = {"up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH), "norm": (WIDTH,)}
+    # Layers have the same elements, so that no more than one of them is in memory.
+    elements = {name: rng.random(shape, dtype=np.float32) for name, shape in shapes.items()}
     for layer in range(layers):
-        for name, shape in shapes.items():
+        for name, value in elements.items():
             own = f"layers.{layer}.{name}.weight"
             for key in ("master", "exp_avg", "exp_avg_sq"):
-                state[f"optimizer.state.{own}.{key}"] = rng.random(shape, dtype=np.float32)
+                state[f"optimizer.state.{own}.{key}"] = value
             state[f"optimizer.state.{own}.step"] = np.array(2, np.float32)
-    import torch
-    from safetensors.torch import save_file
-
-    source = folder / "source"
-    source.mkdir()
-    save_file({n: torch.from_numpy(v) for n, v in state.items()}, source / "model.safetensors")
-    to = f"dp={RANKS}"
-    convert(source, folder / "zero", to=to, format=f"deepspeed-zero{stage}")
-    shutil.rmtree(source)
+    source = describe_ranks({0: state}, "dp=1", rules=["*=..."])
+    convert(source, folder / "zero", to=f"dp={RANKS}", format=f"deepspeed-zero{stage}")
 
 
 def by_reshard(source: Path, target: Path) -> Turn:
@@ -93,7 +88,7 @@ def main() -> None:
     """Write the checkpoint, let the ways take turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turn", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--weights-mib", type=int, default=1024)
+    parser.add_argument("--weights-mib", type=int, default=2048)
     parser.add_argument("--stage", type=int, choices=(1, 3), default=3)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", type=Path)
@@ -122,7 +117,10 @@ def main() -> None:
         seconds = statistics.median(one.seconds_s for one in found)
         peak = max(one.peak_bytes for one in found) / MIB
         read = max(one.read_bytes for one in found) / needed
-        print(f"{way:14}{seconds:8.2f} s{peak:10.0f} MiB{read:8.2f} read")
+        processor_s = statistics.median(one.processor_s for one in found)
+        print(
+            f"{way:14}{seconds:8.2f} s{processor_s:8.2f} s of processors{peak:8.0f} MiB{read:8.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -47,10 +47,11 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
     elif case.kind == "autotp":
         model = models.Layers()
         groups = [{"params": [*model.parameters()]}]
-        config["tensor_parallel"] = {
-            "autotp_size": case.over,
-            "partition_config": models.PARTITIONS,
-        }
+        if case.over > 1:
+            config["tensor_parallel"] = {
+                "autotp_size": case.over,
+                "partition_config": models.PARTITIONS,
+            }
     else:
         from deepspeed.runtime.pipe.topology import (
             PipelineParallelGrid,
@@ -63,7 +64,7 @@ def make_parallel_engine(case: ParallelCase) -> tuple[Any, Any]:
         groups = [{"params": [*model.parameters()]}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
-    if case.kind == "autotp":
+    if case.kind == "autotp" and case.over > 1:
         from deepspeed.utils import groups as mpu
     return engine, mpu
 
@@ -75,8 +76,8 @@ def batches(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield value, value.flip(1)
 
 
-def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int) -> None:
-    """Train, save, and write what all ranks hold; of tensor-parallel ranks, what each holds."""
+def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int, more: int = 0) -> None:
+    """Train, save, train `more`, and write what all ranks held together then and then."""
     engine, mpu = make_parallel_engine(case)
     data = batches(case)
     for step in range(steps):
@@ -85,6 +86,29 @@ def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int) -> No
         else:
             take_steps(engine, case, step, 1)
     engine.save_checkpoint(folder, client_state=client_state())
+    found = {"saved": held_together(engine, mpu, case)}
+    if more:
+        take_steps(engine, case, steps, more)
+        found["later"] = held_together(engine, mpu, case)
+    if rank == 0:
+        torch.save(found, folder / "held.pt")
+        (folder / "held.json").write_text(json.dumps(digests(found["saved"]), indent=0))
+
+
+def resume_parallel(rank: int, case: ParallelCase, folder: Path, first: int, target: Path) -> None:
+    """Load a checkpoint, and take one more step; what is held before and after is written."""
+    engine, mpu = make_parallel_engine(case)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None, f"nothing was loaded from {folder}"
+    loaded = held_together(engine, mpu, case)
+    take_steps(engine, case, first, 1)
+    after = held_together(engine, mpu, case)
+    if rank == 0:
+        torch.save({"loaded": loaded, "after": after}, target)
+
+
+def held_together(engine: Any, mpu: Any, case: ParallelCase) -> dict[str, Any]:
+    """What all ranks hold, under the names of the whole model; tensors are whole."""
     own = held(engine, STATES[case.optimizer])
     if case.kind == "experts":
         named = dict(engine.module.named_parameters())
@@ -92,13 +116,10 @@ def save_parallel(rank: int, case: ParallelCase, folder: Path, steps: int) -> No
     slices = {} if mpu is None else {"slice": mpu.get_tensor_model_parallel_rank()}
     everyone: list[Any] = [None] * case.ranks
     torch.distributed.all_gather_object(everyone, (own, slices.get("slice", 0)))
-    if rank == 0:
-        found = {s: {} for _, s in everyone}
-        for states, s in everyone:
-            found[s].update(states)
-        merged = found[0] if mpu is None else join(found)
-        torch.save({"saved": merged}, folder / "held.pt")
-        (folder / "held.json").write_text(json.dumps(digests(merged), indent=0))
+    found = {s: {} for _, s in everyone}
+    for states, s in everyone:
+        found[s].update(states)
+    return found[0] if mpu is None else join(found)
 
 
 def join(slices: dict[int, dict[str, dict[str, torch.Tensor]]]) -> dict[str, Any]:

@@ -86,6 +86,21 @@ def test_what_is_no_tensor_is_kept(name: str, tmp_path: Path) -> None:
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", [one for one in NAMES if "sgd" not in one])
+def test_steps_are_those_of_the_run(name: str, tmp_path: Path) -> None:
+    """Two of each parameter, wherever its optimizer keeps them."""
+    folder = unpack(name, tmp_path)
+    # Without ZeRO the optimizers for 16 bits take a step of zeros first, to make the state.
+    taken = 3 if name.startswith(("zero0-bf16", "zero0-fp16")) else 2
+    checkpoint = reshard.checkpoint.open(folder)
+    for parameter in read_digests(folder, "held.json"):
+        own = f"optimizer.state.{parameter}.step"
+        if own in checkpoint:
+            assert reshard.checkpoint.read_tensor(checkpoint, own).item() == taken
+        else:
+            assert checkpoint.values[own] == taken
+
+
 def test_groups_are_in_the_order_of_the_model(tmp_path: Path) -> None:
     """Whatever order gradients are dealt out in."""
     dealt, plain = (

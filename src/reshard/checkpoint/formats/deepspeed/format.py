@@ -12,12 +12,17 @@ from reshard.checkpoint.contents import Checkpoint
 from reshard.checkpoint.formats.arrangement import Arrangement, NewCheckpoint
 from reshard.checkpoint.formats.deepspeed.arrangements.flat_plans import place_parts
 from reshard.checkpoint.formats.deepspeed.arrangements.new_states import NewValues
-from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import find_parts
+from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
+    TrainingParts,
+    find_parts,
+)
 from reshard.checkpoint.formats.deepspeed.arrangements.zero import (
+    EXPERT_AXIS,
     ZeroArranger,
     find_copies,
     find_low,
     plan_partitions,
+    share_experts,
 )
 from reshard.checkpoint.formats.deepspeed.files import (
     LATEST,
@@ -113,24 +118,35 @@ class CutByRanks(DeepSpeedFormat):
         """Flat pieces of parameters and their state; what else there is, where its files are.
 
         Raises:
-            UsageError: a mesh of several axes, or a state that ZeRO does not keep.
+            UsageError: a mesh of several axes but that of experts, or a state that ZeRO does not
+                keep.
         """
-        if mesh is not None and len([size for size in mesh.shape if size > 1]) > 1:
-            raise UsageError(
-                f"{self.name} is cut over data-parallel ranks alone, not over {mesh.text}; give "
-                f"--to dp={ranks}"
-            )
         shapes = _list_shapes(checkpoint)
         parts = find_parts(shapes, checkpoint.values)
+        if mesh is not None and not _is_own(mesh, parts):
+            raise UsageError(
+                f"{self.name} is cut over data-parallel ranks alone, not over {mesh.text}; give "
+                f"--to dp={ranks}, or of a model with experts --to dp=D,{EXPERT_AXIS}=E, where E "
+                "ranks share them out"
+            )
         dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
         low = find_low(parts, dtypes, checkpoint.values)
         values = NewValues(checkpoint.values, checkpoint.paths, low)
-        plan = plan_partitions(parts, self.stage, ranks, values, low)
+        shared = share_experts(ranks, mesh, values)
+        plan = plan_partitions(parts, self.stage, shared, values, low)
         return place_parts(parts, plan, shapes, is_stage3=self.stage == 3)
 
     def arrange(self, new: NewCheckpoint) -> Arrangement:
         """Files of weights, and a file of each rank's partitions."""
         return ZeroArranger(new, self.stage).arrange(self.name)
+
+
+def _is_own(mesh: DeviceMesh, parts: TrainingParts) -> bool:
+    """Whether a mesh is of data-parallel ranks, and of those that share out experts behind."""
+    axes = [name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
+    if EXPERT_AXIS not in axes:
+        return len(axes) < 2
+    return bool(parts.experts) and axes.index(EXPERT_AXIS) == len(axes) - 1 and len(axes) < 3
 
 
 def _list_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -89,6 +89,7 @@ class DeepSpeedUniversalFormat(DeepSpeedFormat):
         """Every tensor whole; those that stage 3 looks for elsewhere in two files."""
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         parts = find_parts(shapes, checkpoint.values)
+        parts.expect_no_experts("universal checkpoints")
         twice = {state_name(parts.groups[0].names[0], STEP), *parts.others}
         return {
             name: Layout.replicated(shape, 2) if name in twice else Layout.whole(shape, [0], 2)
@@ -226,6 +227,22 @@ class _UniversalReader:
         if groups is not None:
             named = [*_name_groups(part, groups, [list(group) for group in model.groups])]
             self.values.add(GROUPS, named, (), UNIVERSAL_STATE)
+        self._add_steps(part, model)
+
+    def _add_steps(self, part: SavedPart, model: ModelState) -> None:
+        """The numbers of steps where parameters have none: those of stage 3 are kept here alone."""
+        base = part.get("optimizer_state_dict")
+        states = base.get("state") if isinstance(base, dict) else None
+        for number, group in enumerate(model.groups):
+            state = states.get(number) if isinstance(states, dict) else None
+            step = state.get(STEP) if isinstance(state, dict) else None
+            for name in group:
+                own = state_name(name, STEP)
+                if isinstance(step, ArchivedTensor) and own not in self.values.values:
+                    self.collector.add_first(own, UNIVERSAL_STATE, step)
+                elif type(step) in (int, float) and own not in self.collector.tensors:
+                    path = ("optimizer", "state", name, STEP)
+                    self.values.add(own, step, path, UNIVERSAL_STATE)
 
 
 def _name_groups(

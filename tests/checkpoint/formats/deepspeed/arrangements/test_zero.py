@@ -141,6 +141,21 @@ def test_pytorch_loads_the_files(format: str, tmp_path: Path) -> None:
     assert elements <= total <= elements + 3 * sum(len(group) for group in shapes)
 
 
+@pytest.mark.parametrize("name", [one for one in recorded() if "fp16" in one])
+@pytest.mark.parametrize("format", [*STAGES, "deepspeed-universal"])
+def test_the_loss_scaler_goes_on(name: str, format: str, tmp_path: Path) -> None:
+    """Its scale and counters, also of an optimizer without ZeRO, which keeps them elsewhere."""
+    source, target = unpack(name, tmp_path), tmp_path / "new"
+    to = "full" if format == "deepspeed-universal" else "dp=2"
+    reshard.checkpoint.convert(source, target, to=to, format=format)
+    values = reshard.checkpoint.open(target).values
+    found = {key: values[f"optimizer.loss_scaler.{key}"] for key in ("cur_scale", "cur_iter")}
+    # The runs begin with 2 to the power of 4, and took two steps.
+    assert found == {"cur_scale": 16, "cur_iter": 2}
+    assert values["optimizer.loss_scaler.last_overflow_iter"] == -1
+    assert values["optimizer.dynamic_loss_scale"] is True
+
+
 def test_a_users_tensors_are_no_buffers(tmp_path: Path) -> None:
     """Of a model without buffers too: DeepSpeed refuses weights that the model does not have."""
     source = reshard.checkpoint.open(unpack("zero1-bf16-2-groups-data", tmp_path))
@@ -203,9 +218,41 @@ def test_what_fsdp_saved_becomes_zero(tmp_path: Path) -> None:
     assert groups[2]["params"] == ["head.weight"]
 
 
-def test_experts_are_not_written(tmp_path: Path) -> None:
-    """The error says what holds the same state."""
+@pytest.mark.parametrize("name", [one for one in recorded() if "experts" in one])
+@pytest.mark.parametrize("to", ["dp=1", "dp=4", "dp=2,ep=2", "ep=4", "dp=3,ep=2"])
+def test_experts_over_other_ranks(name: str, to: str, tmp_path: Path) -> None:
+    """Weights, float32 weights and moments of every expert, and groups that say whose they are."""
+    source = reshard.checkpoint.open(unpack(name, tmp_path))
+    reshard.checkpoint.convert(source, tmp_path / "new", to=to, format="deepspeed-zero1")
+    new = reshard.checkpoint.open(tmp_path / "new")
+    before, after = values_of(source), values_of(new)
+    assert all(after[one] == value for one, value in before.items())
+    # A source without ZeRO computes with its float32 weights.
+    assert all(one.endswith(".master") for one in {*after} - {*before})
+    groups = new.values["optimizer.param_groups"]
+    assert [group.get("moe", False) for group in groups] == [False, True]
+    assert sorted(one for group in groups for one in group["params"]) == sorted(
+        one for group in source.values["optimizer.param_groups"] for one in group["params"]
+    )
+    assert new.values["num_experts"] == [4, 4]
+    assert not reshard.checkpoint.check_digests(new).damaged
+
+
+def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Numbers of ranks that cannot share them out, and what DeepSpeed has no experts in."""
     source = unpack("zero1-bf16-4-experts-over2", tmp_path)
-    with pytest.raises(UsageError, match=r"read, not written. Choose the format torch-dcp"):
-        reshard.checkpoint.convert(source, tmp_path / "n", to="dp=2", format="deepspeed-zero1")
-    reshard.checkpoint.convert(source, tmp_path / "dcp", to=2, format="torch-dcp")
+
+    def convert(to: str, format: str) -> None:
+        reshard.checkpoint.convert(source, tmp_path / "n", to=to, format=format)
+
+    with pytest.raises(UsageError, match=r"which 3 sets of ranks cannot share out .*`ep`"):
+        convert("ep=3", "deepspeed-zero1")
+    with pytest.raises(UsageError, match="MoE layers have no stage 3"):
+        convert("dp=2", "deepspeed-zero3")
+    with pytest.raises(UsageError, match="MoE layers have no universal checkpoints"):
+        convert("full", "deepspeed-universal")
+    with pytest.raises(UsageError, match=r"--to dp=D,ep=E"):
+        convert("ep=2,dp=2", "deepspeed-zero1")
+    plain = unpack("zero1-bf16-2-plain", tmp_path)
+    with pytest.raises(UsageError, match="data-parallel ranks alone"):
+        reshard.checkpoint.convert(plain, tmp_path / "n", to="dp=2,ep=2", format="deepspeed-zero1")

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import TrainingParts
+from reshard.checkpoint.formats.deepspeed.parallel.experts import ExpertRanks, GroupCopy, deal
 from reshard.checkpoint.formats.deepspeed.partitions import (
     FlatPiece,
     deal_round_robin,
@@ -39,7 +40,8 @@ class FlatPlan:
 
     Attributes:
         ranks: how many there are.
-        names: the parameters of each buffer in its order; of each sub-group for stage 3.
+        copies: of each buffer, the ranks that have the same parameters, and these in order. All
+            ranks have, but for experts'; a buffer of stage 3 is a sub-group's.
         owners: the group of hyper-parameters that each buffer belongs to.
         sizes: elements of each buffer, padding included.
         pieces: of each parameter.
@@ -47,7 +49,7 @@ class FlatPlan:
     """
 
     ranks: int
-    names: tuple[tuple[str, ...], ...]
+    copies: tuple[tuple[GroupCopy, ...], ...]
     owners: tuple[int, ...]
     sizes: tuple[int, ...]
     pieces: Mapping[str, tuple[FlatPiece, ...]]
@@ -62,34 +64,63 @@ class FlatPlan:
                 found[piece.rank][name] = piece
         return tuple(found)
 
+    def copy(self, buffer: int, rank: int) -> GroupCopy:
+        """What of a buffer a rank has, with the other ranks that have the same."""
+        return next(copy for copy in self.copies[buffer] if rank in copy.ranks)
+
+    def names(self, buffer: int, rank: int) -> tuple[str, ...]:
+        """The parameters of a rank's buffer, in its order."""
+        return self.copy(buffer, rank).names
+
+    @cached_property
+    def holders(self) -> Mapping[str, tuple[int, ...]]:
+        """The ranks that have a part of each parameter's buffer."""
+        every = [copy for copies in self.copies for copy in copies]
+        return {name: copy.ranks for copy in every for name in copy.names}
+
     def used(self, buffer: int, rank: int, shapes: Mapping[str, Shape]) -> int:
         """Elements of a rank's buffer before the padding at its end, stages 1 and 2."""
-        own = sum(math.prod(shapes[name]) for name in self.names[buffer])
+        copy = self.copy(buffer, rank)
+        own = sum(math.prod(shapes[name]) for name in copy.names)
         total = own + sum(self.paddings[buffer])
-        return min(max(total - rank * self.sizes[buffer], 0), self.sizes[buffer])
+        before = copy.ranks.index(rank) * self.sizes[buffer]
+        return min(max(total - before, 0), self.sizes[buffer])
 
 
 def plan_flat(
-    parts: TrainingParts, ranks: int, zero: Mapping[str, Any], itemsize_bytes: int
+    parts: TrainingParts, shared: ExpertRanks, zero: Mapping[str, Any], itemsize_bytes: int
 ) -> FlatPlan:
-    """The partitions of stages 1 and 2; `zero` is the configuration of it."""
-    names, sizes, paddings = [], [], []
+    """The partitions of stages 1 and 2; `zero` is the configuration of it.
+
+    Raises:
+        UsageError: experts that the ranks cannot share out evenly.
+    """
+    copies, sizes, paddings = [], [], []
     pieces: dict[str, tuple[FlatPiece, ...]] = {}
+    everyone = tuple(range(shared.ranks))
     for group in parts.groups:
-        own = [*group.names]
-        if zero.get("round_robin_gradients"):
-            own = [own[number] for number in deal_round_robin(len(own), ranks)]
-        elements = [math.prod(parts.shapes[name]) for name in own]
-        padding = [0] * len(own)
-        if zero.get("parameter_alignment"):
-            padding = parameter_paddings(elements, itemsize_bytes)
-        size = partition_size(sum(elements) + sum(padding), ranks)
-        pieces.update(zip(own, flat_pieces(elements, padding, size), strict=True))
-        names.append(tuple(own))
+        if group.is_of_experts:
+            dealt = deal(group.names, shared)
+        else:
+            dealt = (GroupCopy(everyone, group.names),)
+        size, padding, found = 0, [], []
+        for copy in dealt:
+            own, ranks = [*copy.names], copy.ranks
+            if zero.get("round_robin_gradients"):
+                own = [own[number] for number in deal_round_robin(len(own), len(ranks))]
+            elements = [math.prod(parts.shapes[name]) for name in own]
+            padding = [0] * len(own)
+            if zero.get("parameter_alignment"):
+                padding = parameter_paddings(elements, itemsize_bytes)
+            size = partition_size(sum(elements) + sum(padding), len(ranks))
+            for name, flat in zip(own, flat_pieces(elements, padding, size), strict=True):
+                pieces[name] = tuple(one._replace(rank=ranks[one.rank]) for one in flat)
+            found.append(GroupCopy(ranks, tuple(own)))
+        copies.append(tuple(found))
         sizes.append(size)
         paddings.append(tuple(padding))
     owners = tuple(range(len(parts.groups)))
-    return FlatPlan(ranks, tuple(names), owners, tuple(sizes), pieces, tuple(paddings))
+    return FlatPlan(shared.ranks, tuple(copies), owners, tuple(sizes), pieces, tuple(paddings))
 
 
 def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatPlan:
@@ -97,7 +128,9 @@ def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatP
     most = zero.get("sub_group_size", _DEFAULT_SUB_GROUP)
     if not isinstance(most, int | float) or most <= 0:
         most = _DEFAULT_SUB_GROUP
-    names, owners, sizes = [], [], []
+    everyone = tuple(range(ranks))
+    copies: list[tuple[GroupCopy, ...]] = []
+    owners, sizes = [], []
     pieces: dict[str, tuple[FlatPiece, ...]] = {}
     for number, group in enumerate(parts.groups):
         elements = [math.prod(parts.shapes[name]) for name in group.names]
@@ -106,11 +139,11 @@ def plan_own(parts: TrainingParts, ranks: int, zero: Mapping[str, Any]) -> FlatP
             for member in members:
                 pieces[group.names[member]] = own_pieces(elements[member], ranks, offset)
                 offset += part_size(elements[member], ranks)
-            names.append(tuple(group.names[member] for member in members))
+            copies.append((GroupCopy(everyone, tuple(group.names[one] for one in members)),))
             owners.append(number)
             sizes.append(offset)
-    paddings = tuple((0,) * len(own) for own in names)
-    return FlatPlan(ranks, tuple(names), tuple(owners), tuple(sizes), pieces, paddings)
+    paddings = tuple((0,) * len(copy.names) for (copy,) in copies)
+    return FlatPlan(ranks, tuple(copies), tuple(owners), tuple(sizes), pieces, paddings)
 
 
 def place_parts(
@@ -147,7 +180,7 @@ def _place_state(
             f"{state_name(parameter, MASTER)} {list(parts.shapes[parameter])}: ZeRO cuts state of "
             "its parameter's shape, and keeps numbers; --exclude it, or choose the format torch-dcp"
         )
-    return Layout.replicated(shape, plan.ranks)
+    return Layout.whole(shape, plan.holders[parameter], plan.ranks)
 
 
 def is_flat(key: str, shape: Shape, parameter: Shape) -> bool:

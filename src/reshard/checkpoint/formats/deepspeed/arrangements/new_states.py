@@ -9,6 +9,7 @@ from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     CONFIG,
     TrainingParts,
 )
+from reshard.checkpoint.formats.deepspeed.parallel.experts import list_layers
 from reshard.checkpoint.formats.deepspeed.state_names import GROUPS
 from reshard.checkpoint.formats.deepspeed.values import SCALER_CLASS
 from reshard.checkpoint.formats.torch_files.nested_states import StatePath, unflatten_state
@@ -24,6 +25,7 @@ _SCALER = "loss_scaler"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 # Values that say how a source was cut, or what its reader added.
 _OWN_VALUES = frozenset({"shared_params", "buffer_names", "frozen_params", GROUPS})
+_CURRENT_SCALE = "cur_scale"
 # What DeepSpeed's dynamic loss scaler begins with.
 _NEW_SCALER: dict[str, Any] = {
     "cur_scale": 2.0**16,
@@ -95,6 +97,11 @@ class NewValues:
         prefix = f"{CONFIG}.zero_optimization."
         return {n.removeprefix(prefix): v for n, v in self._rest.items() if n.startswith(prefix)}
 
+    @property
+    def is_data_first(self) -> bool:
+        """Whether ranks with the same experts have numbers one behind the other."""
+        return self._rest.get(f"{CONFIG}.use_data_before_expert_parallelism") is True
+
     def model_state(
         self,
         parts: TrainingParts,
@@ -117,6 +124,7 @@ class NewValues:
         }
         found |= {name: path for name, path in {**self._paths, **paths}.items() if name in leaves}
         nested = unflatten_state(leaves, found)
+        experts = list_layers(parts.experts)
         config = nested.get(CONFIG)
         config = dict(config) if isinstance(config, dict) else {}
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
@@ -141,6 +149,7 @@ class NewValues:
             "global_steps": 0,
             "global_samples": 0,
             "ds_version": VERSION,
+            **({"num_experts": [*map(len, experts.values())]} if experts else {}),
             **nested,
             "dp_world_size": ranks,
             "mp_world_size": 1,
@@ -155,6 +164,12 @@ class NewValues:
             for name, value in self._optimizer.items()
             if name.startswith(f"{_SCALER}.")
         }
+        if not scaler and _CURRENT_SCALE in self._optimizer:
+            # Optimizers without partitions have these beside the rest of their state.
+            own = {key: self._optimizer[key] for key in _NEW_SCALER if key in self._optimizer}
+            is_dynamic = bool(self._optimizer.get("dynamic_loss_scale", True))
+            first = _NEW_SCALER if is_dynamic else {}
+            scaler = {**first, **own, "dynamic": is_dynamic}
         is_half = self.low.name == "float16"
         if not scaler:
             scaler = dict(_NEW_SCALER) if is_half else {"cur_scale": 1.0, "dynamic": False}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.checkpoint.formats.deepspeed.parallel.experts import is_expert
 from reshard.checkpoint.formats.deepspeed.state_names import (
     GROUPS,
     MASTER,
@@ -34,6 +35,11 @@ class ParameterGroup:
 
     names: tuple[str, ...]
     hyper: Mapping[str, Any]
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether all of them are experts'."""
+        return is_expert(self.names[0])
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,19 @@ class TrainingParts:
     notes: tuple[str, ...] = ()
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """The parameters of experts, which DeepSpeed has in files of their own."""
+        return tuple(name for group in self.groups if group.is_of_experts for name in group.names)
+
+    def expect_no_experts(self, target: str) -> None:
+        """Raise UsageError for experts, where DeepSpeed has none in such checkpoints."""
+        if self.experts:
+            raise UsageError(
+                f"{self.experts[0]!r} is an expert's: DeepSpeed's MoE layers have no {target}. "
+                "Choose deepspeed-zero1, whose stages 1 and 2 have experts"
+            )
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Everything that is kept of some parameter, but for the weights."""
         found = dict.fromkeys(key for keys in self.states.values() for key in keys)
@@ -75,8 +94,8 @@ def find_parts(shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> Traini
     """The parts of a checkpoint with tensors of `shapes` and these `values`.
 
     Raises:
-        UsageError: no optimizer state, or none with float32 weights; experts, which are not
-            written; groups that name other parameters.
+        UsageError: no optimizer state, or none with float32 weights; groups that name other
+            parameters, or experts beside others.
     """
     states = _find_states(shapes)
     parameters = {name: shapes[state_name(name, MASTER)] for name in states}
@@ -121,12 +140,6 @@ def _find_states(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
             f"and neither weights nor float32 ones ({state_name(without[0], MASTER)}), which "
             "DeepSpeed goes on from"
         )
-    experts = [name for name in states if ".deepspeed_moe.experts." in name]
-    if experts:
-        raise UsageError(
-            f"{experts[0]!r} is an expert's; DeepSpeed's files of experts are read, not written. "
-            "Choose the format torch-dcp, which holds the same state"
-        )
     return states
 
 
@@ -164,7 +177,15 @@ def _find_groups(
             f"{'the first' if len(groups) > 1 else 'AdamW of PyTorch, lr 0.001'}"
         )
     # DeepSpeed takes groups without parameters away.
-    return tuple(group for group in groups if group.names)
+    found = tuple(group for group in groups if group.names)
+    for group in found:
+        other = [name for name in group.names if is_expert(name) != group.is_of_experts]
+        if other:
+            raise UsageError(
+                f"a group of {GROUPS} of the source has {group.names[0]!r} and {other[0]!r}; "
+                "DeepSpeed wants experts in groups of their own"
+            )
+    return found
 
 
 def _sort_rest(

@@ -26,6 +26,7 @@ class UniversalArranger(Arranger):
 
     def __init__(self, new: NewCheckpoint) -> None:
         super().__init__(new)
+        self.parts.expect_no_experts("universal checkpoints")
         self.tag = f"{self.tag}_universal"
 
     def arrange(self, format_name: str) -> Arrangement:

@@ -33,6 +33,11 @@ from reshard.checkpoint.formats.deepspeed.arrangements.training_parts import (
     TrainingParts,
     find_parts,
 )
+from reshard.checkpoint.formats.deepspeed.parallel.experts import (
+    ExpertRanks,
+    list_layers,
+    local_names,
+)
 from reshard.checkpoint.formats.deepspeed.partitions import own_pieces, part_size
 from reshard.checkpoint.formats.deepspeed.state_names import (
     MASTER,
@@ -48,7 +53,10 @@ from reshard.checkpoint.formats.torch_files.new_files import (
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import UsageError
+from reshard.mesh import DeviceMesh
 
+#: The axis of a mesh along which ranks share out experts.
+EXPERT_AXIS = "ep"
 _FLOAT32 = as_dtype("float32")
 Shape = tuple[int, ...]
 # Where a tensor goes: the file, and the place of its first element in a tensor of that file.
@@ -164,7 +172,8 @@ class ZeroArranger(Arranger):
         super().__init__(new)
         self.stage = stage
         self.ranks = max(tensor.layout.slots for tensor in new.tensors.values())
-        self.plan = plan_partitions(self.parts, stage, self.ranks, self.values, self.low)
+        self.shared = share_experts(self.ranks, new.mesh, self.values)
+        self.plan = plan_partitions(self.parts, stage, self.shared, self.values, self.low)
         self.prefix = "bf16_" if self.low.name == "bfloat16" else ""
 
     def arrange(self, format_name: str) -> Arrangement:
@@ -174,6 +183,11 @@ class ZeroArranger(Arranger):
         for rank in range(self.ranks):
             self._write_partition(rank)
         notes = [*self.parts.notes, *describe_order(self.parts)]
+        if self.parts.experts:
+            notes.append(
+                f"experts are shared out over {self.shared.sets} of {self.ranks} ranks (`ep` in "
+                "--to): the run that goes on must have that as its ep_size"
+            )
         unwritten = [name for name in self.parts.weights if self.stage == 3]
         if unwritten:
             notes.append(
@@ -186,6 +200,7 @@ class ZeroArranger(Arranger):
 
     def _write_weights(self, rank: int) -> None:
         parts, is_stage3 = self.parts, self.stage == 3
+        experts = {*parts.experts}
         name = "mp_rank_00_model_states.pt"
         if is_stage3:
             name = f"zero_pp_rank_{rank}_{name}"
@@ -195,6 +210,8 @@ class ZeroArranger(Arranger):
         for own in (*parts.buffers, *parts.shapes, *parts.shared, *parts.frozen):
             if is_stage3 and own not in parts.buffers:
                 module[own] = NewTensor.of(self.low, (0,))
+                continue
+            if own in experts:
                 continue
             module[own] = self._tensor(own)
             self.files.put(own, rank, file, module[own])
@@ -209,10 +226,25 @@ class ZeroArranger(Arranger):
         others, paths = self._put_others(file, rank)
         # DeepSpeed takes what is listed as frozen for all that is.
         frozen = fragments if is_stage3 or parts.is_sure else None
+        names = [self.plan.names(buffer, rank) for buffer in range(len(self.plan.copies))]
         state = self.values.model_state(
-            parts, self.stage, self.ranks, self.plan.names, module, frozen, others, paths
+            parts, self.stage, self.ranks, names, module, frozen, others, paths
         )
         self.files.write(file, state, rank)
+        if experts:
+            self._write_experts()
+
+    def _write_experts(self) -> None:
+        """A file for the weights of each expert of each layer."""
+        layers = list_layers(self.parts.experts)
+        for (layer, experts), expert in (
+            (pair, expert) for pair in enumerate(layers.values()) for expert in sorted(pair[1])
+        ):
+            file = f"{self.tag}/layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            tensors = {name: self._tensor(name) for name in experts[expert]}
+            for name, tensor in tensors.items():
+                self.files.put(name, 0, file, tensor)
+            self.files.write(file, tensors, 0)
 
     # Partitions.
 
@@ -221,7 +253,7 @@ class ZeroArranger(Arranger):
         file = f"{self.tag}/{name}"
         masters = []
         states: dict[int, dict[str, Any]] = {}
-        for buffer in range(len(self.plan.names)):
+        for buffer in range(len(self.plan.copies)):
             masters.append(self._put_flat(file, rank, buffer, MASTER))
             states[buffer] = self._states(file, rank, buffer)
         groups = self._hyper()
@@ -236,7 +268,7 @@ class ZeroArranger(Arranger):
                 "fp32_flat_groups": masters,
             }
         else:
-            buffers = range(len(self.plan.names))
+            buffers = range(len(self.plan.copies))
             state = {
                 **values,
                 "base_optimizer_state": base,
@@ -246,7 +278,7 @@ class ZeroArranger(Arranger):
                     self.plan.sizes[b] - self.plan.used(b, rank, self.parts.shapes) for b in buffers
                 ],
                 "param_alignment_paddings": [[*own] for own in self.plan.paddings],
-                "partition_count": [self.ranks for _ in buffers],
+                "partition_count": [len(self.plan.copy(b, rank).ranks) for b in buffers],
                 "ds_version": VERSION,
                 "param_slice_mappings": [self._fragments(rank, b) for b in buffers],
             }
@@ -261,7 +293,7 @@ class ZeroArranger(Arranger):
         size = self.plan.sizes[buffer]
         if key == MASTER and self.stage != 3:
             size = self.plan.used(buffer, rank, self.parts.shapes)
-        names = [n for n in self.plan.names[buffer] if key in self.parts.states[n]]
+        names = [n for n in self.plan.names(buffer, rank) if key in self.parts.states[n]]
         kinds = {self.new.tensors[state_name(name, key)].dtype for name in names}
         if len(kinds) != 1:
             raise UsageError(
@@ -278,7 +310,7 @@ class ZeroArranger(Arranger):
     def _states(self, file: str, rank: int, buffer: int) -> dict[str, Any]:
         """What a rank's optimizer keeps of a flat buffer."""
         found: dict[str, Any] = {}
-        names = self.plan.names[buffer]
+        names = self.plan.names(buffer, rank)
         for key in self.parts.keys:
             own = [name for name in names if key in self.parts.states[name]]
             if not own:
@@ -299,18 +331,23 @@ class ZeroArranger(Arranger):
     def _hyper(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each group, with the numbers of its buffers."""
         owners = self.plan.owners
-        return [
-            {**group.hyper, "params": [b for b, owner in enumerate(owners) if owner == number]}
-            for number, group in enumerate(self.parts.groups)
-        ]
+        found = []
+        for number, group in enumerate(self.parts.groups):
+            own = [buffer for buffer, owner in enumerate(owners) if owner == number]
+            # By these DeepSpeed knows groups of experts.
+            mark = {"moe": True, "name": f"ep_size_{self.shared.sets}"}
+            more = mark if group.is_of_experts else {}
+            found.append({**group.hyper, **more, "params": own})
+        return found
 
     def _fragments(self, rank: int, buffer: int) -> Any:
         """Where the parts of parameters lie in a rank's partition, by name."""
         pieces = self.plan.by_rank[rank]
+        (local,) = local_names([self.plan.copy(buffer, rank)])
         own = {
-            name: pieces[name]
+            local[name]: pieces[name]
             for name in self.parts.groups[self.plan.owners[buffer]].names
-            if name in pieces
+            if name in local and name in pieces
         }
         return ordered(
             {name: fragment(one.stop - one.start, one.offset) for name, one in own.items()}
@@ -327,13 +364,24 @@ def find_plain_states(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def share_experts(ranks: int, mesh: DeviceMesh | None, values: NewValues) -> ExpertRanks:
+    """Which ranks have the same experts: those of one index along the axis `ep` of the mesh."""
+    sizes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return ExpertRanks(ranks, sizes.get(EXPERT_AXIS, 1), values.is_data_first)
+
+
 def plan_partitions(
-    parts: TrainingParts, stage: int, ranks: int, values: NewValues, low: DType
+    parts: TrainingParts, stage: int, shared: ExpertRanks, values: NewValues, low: DType
 ) -> FlatPlan:
-    """The flat buffers of a stage."""
+    """The flat buffers of a stage.
+
+    Raises:
+        UsageError: experts under stage 3, or that the ranks cannot share out.
+    """
     if stage == 3:
-        return plan_own(parts, ranks, values.zero)
-    return plan_flat(parts, ranks, values.zero, low.itemsize_bytes)
+        parts.expect_no_experts("stage 3")
+        return plan_own(parts, shared.ranks, values.zero)
+    return plan_flat(parts, shared, values.zero, low.itemsize_bytes)
 
 
 def describe_order(parts: TrainingParts) -> list[str]:

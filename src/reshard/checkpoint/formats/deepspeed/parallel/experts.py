@@ -12,13 +12,36 @@ have the expert's number on its rank::
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reshard.checkpoint.formats.deepspeed.files import SavedFiles
 from reshard.checkpoint.formats.deepspeed.saved_states import Shape, read_tensors
+from reshard.errors import UsageError
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Which of `ranks` have the same experts: `sets` of them have different ones.
+
+    `is_data_first` numbers the ranks of one set of experts before the next set's.
+
+    >>> ExpertRanks(4, 2).members(1), ExpertRanks(4, 2, is_data_first=True).members(1)
+    ((1, 3), (2, 3))
+    """
+
+    ranks: int
+    sets: int = 1
+    is_data_first: bool = False
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """The ranks of a set."""
+        each = self.ranks // self.sets
+        if self.is_data_first:
+            return tuple(range(number * each, (number + 1) * each))
+        return tuple(range(number, self.sets * each, self.sets))
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,7 @@ def spread(
     (1, 3) 1.up
     """
     sets = max(1, ranks // max(1, partitions))
+    shared = ExpertRanks(ranks, sets, is_data_first)
     if sets == 1:
         return (GroupCopy(tuple(range(ranks)), tuple(names)),)
     local: dict[str, int] = {}
@@ -54,12 +78,55 @@ def spread(
             local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
     found = []
     for number in range(sets):
-        if is_data_first:
-            own = range(number * partitions, (number + 1) * partitions)
-        else:
-            own = range(number, sets * partitions, sets)
-        found.append(GroupCopy(tuple(own), tuple(_globalize(n, number, local) for n in names)))
+        own = tuple(_move(name, number * local.get(_layer(name), 0)) for name in names)
+        found.append(GroupCopy(shared.members(number), own))
     return tuple(found)
+
+
+def deal(names: Sequence[str], shared: ExpertRanks) -> tuple[GroupCopy, ...]:
+    """The copies of a group of all experts' parameters: one for each set of ranks.
+
+    Each has its experts of a layer, then those of the next, as a model has them.
+
+    Raises:
+        UsageError: a layer whose experts cannot be shared out evenly.
+
+    >>> of = "moe.deepspeed_moe.experts.deepspeed_experts."
+    >>> names = [of + "0.up", of + "2.up", of + "1.up", of + "3.up"]
+    >>> [[n[-4:] for n in copy.names] for copy in deal(names, ExpertRanks(4, 2))]
+    [['0.up', '1.up'], ['2.up', '3.up']]
+    """
+    layers = list_layers(names)
+    found: list[list[str]] = [[] for _ in range(shared.sets)]
+    for layer, experts in layers.items():
+        if len(experts) % shared.sets or sorted(experts) != [*range(len(experts))]:
+            raise UsageError(
+                f"{layer}* has the experts {', '.join(map(str, sorted(experts)[:8]))} "
+                f"({len(experts)} in all), which {shared.sets} sets of ranks cannot share out "
+                "evenly; give another number for `ep` in --to"
+            )
+        local = len(experts) // shared.sets
+        for expert in sorted(experts):
+            found[expert // local] += experts[expert]
+    return tuple(GroupCopy(shared.members(number), tuple(own)) for number, own in enumerate(found))
+
+
+def list_layers(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
+    """The parameters of each expert of each layer, by what stands before their numbers."""
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
+    return layers
+
+
+def local_names(copies: Sequence[GroupCopy]) -> list[dict[str, str]]:
+    """The names of each copy's parameters on its ranks, by those of the whole model."""
+    found = []
+    for copy in copies:
+        least = {layer: min(experts) for layer, experts in list_layers(copy.names).items()}
+        found.append({name: _move(name, -least.get(_layer(name), 0)) for name in copy.names})
+    return found
 
 
 def is_expert(name: str) -> bool:
@@ -67,11 +134,15 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
-def _globalize(name: str, number: int, local: Mapping[str, int]) -> str:
+def _layer(name: str) -> str:
     match = _EXPERT.fullmatch(name)
-    if match is None:
-        return name
-    return f"{match[1]}{number * local[match[1]] + int(match[2])}{match[3]}"
+    return match[1] if match else ""
+
+
+def _move(name: str, by: int) -> str:
+    """An expert's parameter, whose expert has a number more by so much."""
+    match = _EXPERT.fullmatch(name)
+    return f"{match[1]}{int(match[2]) + by}{match[3]}" if match else name
 
 
 def list_local_weights(
