@@ -10,7 +10,8 @@ ours take turns, each in processes of its own:
 Cases are the weights alone in bfloat16 (`weights`), and with the state of the distributed optimizer
 (`training`), whose 32-bit weights and moments are six sevenths of the bytes. Seconds begin behind
 imports, and for Megatron-core behind the making of the model. Memory is the peak of the processes
-together with their imports; the line `begun` is what those of Megatron-core have before they load.
+together from then on; the line `begun` is what those of Megatron-core have before they load, with
+the model, which is as large as the checkpoint, and imports.
 `read` is the bytes that read calls returned, over those of the tensors.
 
 Run it in the environment that `make engines ENGINES=megatron` makes:
@@ -104,6 +105,8 @@ def be_loader(case: str, layers: int, source: str, target: str) -> None:
         program.save(job, chunks, optimizer, step)
         os.sync()
 
+    # What making the model took at its peak does not count.
+    Path("/proc/self/clear_refs").write_text("5")
     begun_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     turns.show(turns.timed_together(run))
     Path(f"{target}.begun{turns.this_rank()}").write_text(str(begun_bytes))

@@ -7,7 +7,9 @@ does nothing.
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +35,17 @@ class _Stream:
         return lambda *args, **kwargs: self
 
 
+def _multiply_grouped(rows: Any, weights: Any, counts: Any, trans_b: bool = False) -> Any:
+    """The rows of each expert by its weights, as the package `grouped_gemm` has it for CUDA."""
+    parts = zip(torch.split(rows, counts.tolist()), weights, strict=True)
+    return torch.cat([part @ (one.T if trans_b else one) for part, one in parts])
+
+
 def install() -> None:
     """Make the CPU stand for CUDA in this process."""
+    grouped = ModuleType("grouped_gemm")
+    grouped.ops = SimpleNamespace(gmm=_multiply_grouped)
+    sys.modules["grouped_gemm"] = grouped
     # Optimizers import it, and it looks at functions of `torch` by identity.
     import torch._dynamo
 

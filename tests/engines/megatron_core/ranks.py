@@ -23,8 +23,13 @@ RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor": (4, {"sizes": {"tp": 2}}, EVERY),
     "stages": (4, {"sizes": {"pp": 2}, "tied": True, **WIDER}, EVERY),
     "experts": (2, {"sizes": {"ep": 2}, "experts": 4}, EVERY),
+    "grouped": (2, {"sizes": {"ep": 2}, "experts": 4, "grouped": True}, EVERY[:2]),
+    "grouped_parts": (
+        *(2, {"sizes": {"tp": 2}, "experts": 2, "grouped": True, "distributed_optimizer": False}),
+        ("legacy",),
+    ),
     "undistributed": (2, {"sizes": {"tp": 2}, "distributed_optimizer": False}, ("legacy",)),
-    "virtual": (2, {"sizes": {"pp": 2, "vp": 2}, "layers": 4}, ("legacy",)),
+    "virtual": (2, {"sizes": {"pp": 2, "vp": 2}, "layers": 4}, EVERY),
     "buckets": (2, {"bucket_size": 1000, "bias": True, "qk_norm": True, **WIDER}, EVERY),
     # Models of the Hub's architectures, with what they compute and their next step.
     "llama": (2, {"sizes": {"tp": 2}, "fp32": True, **THEN}, ()),

@@ -19,6 +19,8 @@ DEFAULTS: dict[str, Any] = {
     # Parallelism: tp, pp, ep, etp, vp (stages of a rank); what is left is dp.
     "sizes": {},
     "experts": None,
+    # The weights of all experts in one, as `GroupedMLP` has them.
+    "grouped": False,
     "layers": 4,
     "hidden": 32,
     "heads": 4,
@@ -88,6 +90,7 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         ffn_hidden_size=job["ffn"],
         moe_ffn_hidden_size=job["ffn"] // 2 if experts else None,
         num_moe_experts=experts,
+        moe_grouped_gemm=job["grouped"],
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
         gated_linear_unit=True,
@@ -105,7 +108,10 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         **parallel,
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=experts, normalization="RMSNorm", qk_layernorm=job["qk_norm"]
+        num_experts=experts,
+        moe_grouped_gemm=job["grouped"],
+        normalization="RMSNorm",
+        qk_layernorm=job["qk_norm"],
     )
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -128,6 +134,9 @@ def build(job: dict[str, Any]) -> tuple[list[Any], Any, Any]:
             **stage,
         )
         # Initial values are those of the whole model's names, whatever the parallelism.
+        if experts and sizes.get("tp", 1) > 1:
+            # Megatron-core refuses to train it without sequence parallelism, which needs kernels.
+            model.eval()
         wrapped = Float16Module(config, model) if bf16 else model
         if job["optimizer"]:
             wrapped = DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
@@ -216,6 +225,7 @@ def arguments(job: dict[str, Any]) -> dict[str, Any]:
         "num_query_groups": job["groups"],
         "kv_channels": job["hidden"] // job["heads"],
         "num_experts": job["experts"],
+        "moe_grouped_gemm": job["grouped"],
         "swiglu": True,
         "add_bias_linear": job["bias"],
         "qk_layernorm": job["qk_norm"],
@@ -423,8 +433,11 @@ def initialize(chunks: list[Any], optimizer: Any) -> None:
 
     for part in nested_values(state):
         tensors = [part] if isinstance(part, ShardedTensor) else []
+        # Of stacked experts these are copies: they have the values that Megatron-core gives them.
         if hasattr(part, "build"):
-            tensors = [one for one in nested_values(part.build()) if isinstance(one, ShardedTensor)]
+            tensors = [
+                one for one in nested_values([part.build()]) if isinstance(one, ShardedTensor)
+            ]
         for one in tensors:
             seed = sum(ord(letter) * (at + 1) for at, letter in enumerate(one.key))
             whole = torch.randn(one.global_shape, generator=torch.Generator().manual_seed(seed))

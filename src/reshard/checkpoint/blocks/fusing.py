@@ -86,7 +86,7 @@ def split_into_members(tensor: StoredTensor, fusion: Fusion) -> Iterator[StoredT
     shares = _find_shares(tensor.name, fusion, whole[at])
     boxes = list(list_stored_boxes(tensor))
     for number, of_number in enumerate(_unstack(boxes, itemsize_bytes, fusion)):
-        own = [_swap(one) for one in of_number] if fusion.transposed else of_number
+        own = [swap_last_dimensions(one) for one in of_number] if fusion.transposed else of_number
         for member, share in zip(fusion.members, shares, strict=True):
             shape = (*whole[:at], share.length, *whole[at + 1 :])
             moved = (p for one in own for p in _take_share(one, itemsize_bytes, at, share))
@@ -131,7 +131,7 @@ def fuse_members(name: str, fusion: Fusion, members: Sequence[StoredTensor]) -> 
         for number in range(len(members) // together):
             of_number = members[number * together : (number + 1) * together]
             for one in _put_shares(of_number, at, shares):
-                swapped = _swap(one) if fusion.transposed else one
+                swapped = swap_last_dimensions(one) if fusion.transposed else one
                 yield _stack(swapped, number) if fusion.stacked else swapped
 
     return bind_boxes(name, first, fusion.shape_with(whole), move_all())
@@ -193,7 +193,14 @@ def _unstack(boxes: list[StoredBox], itemsize_bytes: int, fusion: Fusion) -> lis
     """The boxes of each number of a stack, without its dimension; all of them where it is none."""
     if not isinstance(fusion.stacked, int) or not fusion.stacked:
         return [boxes]
-    found: list[list[StoredBox]] = [[] for _ in range(fusion.stacked)]
+    return split_stack(boxes, itemsize_bytes, fusion.stacked)
+
+
+def split_stack(
+    boxes: Iterable[StoredBox], itemsize_bytes: int, count: int
+) -> list[list[StoredBox]]:
+    """The boxes of each of `count` numbers of a stack, without its dimension, the first one."""
+    found: list[list[StoredBox]] = [[] for _ in range(count)]
     for one in boxes:
         box, first = Box(one.box.start[1:], one.box.stop[1:]), one.box.start[0]
         for number in range(first, one.box.stop[0]):
@@ -208,7 +215,7 @@ def _stack(one: StoredBox, number: int) -> StoredBox:
     return one.moved(box, strides=(math.prod(one.box.shape), *one.strides))
 
 
-def _swap(one: StoredBox) -> StoredBox:
+def swap_last_dimensions(one: StoredBox) -> StoredBox:
     """A box with its last two dimensions swapped."""
     box = Box(_swap_last(one.box.start), _swap_last(one.box.stop))
     return one.moved(box, strides=_swap_last(one.strides))

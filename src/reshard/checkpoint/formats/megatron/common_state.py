@@ -179,6 +179,13 @@ def is_expert(name: str) -> bool:
     return ".local_experts." in name or re.search(r"\.experts\.(?!local)", name) is not None
 
 
+def has_stacked_experts(arguments: Mapping[str, Any]) -> bool:
+    """Whether a layer's experts are one weight (`GroupedMLP`), by Megatron's arguments."""
+    is_local = arguments.get("transformer_impl") == "local"
+    is_stacked = is_local or bool(arguments.get("moe_use_legacy_grouped_gemm"))
+    return bool(arguments.get("moe_grouped_gemm")) and is_stacked
+
+
 def find_groups(
     groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
 ) -> list[int]:

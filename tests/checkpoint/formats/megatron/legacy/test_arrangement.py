@@ -22,6 +22,9 @@ CASES = [
     ("undistributed", "tp=2"),
     ("undistributed", "pp=2,tp=2"),
     ("virtual", "pp=4"),
+    ("virtual", "pp=2,vp=2"),
+    ("virtual", "dp=2,pp=2,tp=2,vp=2"),
+    ("stages", "full"),
     ("buckets", "tp=2"),
 ]
 
@@ -58,7 +61,13 @@ def nested(value: Any, path: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [("tensor", "tp=2"), ("stages", "pp=2"), ("experts", "ep=2"), ("undistributed", "tp=2")],
+    [
+        ("tensor", "tp=2"),
+        ("stages", "pp=2"),
+        ("experts", "ep=2"),
+        ("undistributed", "tp=2"),
+        ("virtual", "pp=2,vp=2"),
+    ],
 )
 def test_files_are_those_of_megatron(name: str, to: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -89,10 +98,20 @@ def test_files_are_those_of_megatron(name: str, to: str, tmp_path: Path) -> None
 def test_what_cannot_be_cut(tmp_path: Path) -> None:
     source = unpack("tensor", tmp_path) / "fully_reshardable"
     for to, kind, says in [
-        ("pp=3", RecipeError, "2 layers on 3 stages"),
+        ("pp=3", RecipeError, "2 layers on 3 stages; choose a pp that divides 2"),
+        ("pp=2,vp=2", RecipeError, "2 layers on 2 stages of 2 chunks each; choose a pp times vp"),
+        ("vp=2", UsageError, "vp=2 with one stage; virtual stages are chunks of several"),
         ("tp=3", RecipeError, "tensor-parallel ranks; dimension 0 does not divide by"),
         ("fsdp=2", UsageError, "the axis 'fsdp'"),
         ("4", UsageError, "4 ranks for Megatron's folders"),
     ]:
         with pytest.raises(kind, match=says):
             checkpoint.plan_conversion(source, tmp_path / "x", to=to, format="megatron-legacy")
+
+
+def test_stacked_experts_are_not_written(tmp_path: Path) -> None:
+    folder = unpack("grouped", tmp_path)
+    with pytest.raises(RecipeError, match=r"one weight \(GroupedMLP\), which is not written"):
+        checkpoint.plan_conversion(
+            folder / "legacy", tmp_path / "x", to="ep=2", format="megatron-legacy"
+        )

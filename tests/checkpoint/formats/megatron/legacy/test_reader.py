@@ -12,8 +12,12 @@ from checkpoint.formats.megatron.recordings import expect_same, state_of, unpack
 from reshard import checkpoint
 from reshard.errors import CheckpointError, CoverageError, FormatError
 
+NAMES = [
+    *("tensor", "stages", "experts", "undistributed", "virtual", "grouped", "grouped_parts"),
+]
 
-@pytest.mark.parametrize("name", ["tensor", "stages", "experts", "undistributed", "virtual"])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_state_that_torch_dist_has(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
     legacy = checkpoint.open(folder / "legacy")
@@ -76,3 +80,21 @@ def test_files_that_were_cut_off(file: str, tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(FormatError, match=file):
             checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (None, r"weight1', all experts of a layer in one weight \(GroupedMLP\), and no "),
+        (6, r"weight1' is \[8, 16\], expected the weights of 3 experts one behind another"),
+    ],
+)
+def test_stacked_experts_of_unknown_number(experts: int | None, says: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = unpack("grouped", tmp_path) / "legacy" / "iter_0000002"
+    for path in folder.rglob("model_optim_rng.pt"):
+        state = torch.load(path, weights_only=False)
+        state["args"].num_experts = experts
+        torch.save(state, path)
+    with pytest.raises((CheckpointError, FormatError), match=says):
+        checkpoint.open(folder)

@@ -15,7 +15,7 @@ from reshard.checkpoint.formats.torch_files.new_files import saved_bytes
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_file
 from reshard.errors import CheckpointError, FormatError
 
-NAMES = ["tensor", "stages", "experts", "undistributed", "virtual", "singleton"]
+NAMES = ["tensor", "stages", "experts", "undistributed", "virtual", "singleton", "grouped"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,7 @@ def test_single_experts_are_those_of_the_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["dp_reshardable", "dp_zero_gather_scatter"])
-@pytest.mark.parametrize("name", ["tensor", "stages", "experts", "buckets"])
+@pytest.mark.parametrize("name", ["tensor", "stages", "experts", "buckets", "virtual"])
 def test_buckets_without_names_are_the_same_state(name: str, how: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
     found, legacy = checkpoint.open(folder / how), checkpoint.open(folder / "legacy")
@@ -72,6 +72,12 @@ def test_buckets_that_do_not_fit_are_unread(tmp_path: Path) -> None:
     assert not [name for name in found if name.startswith("optimizer.")]
     assert found.unread[-1][0] == "the optimizer's buckets"
     assert "which part is which cannot be told" in found.unread[-1][1]
+
+
+def test_buckets_of_stacked_experts_are_unread(tmp_path: Path) -> None:
+    found = checkpoint.open(unpack("grouped", tmp_path) / "dp_reshardable")
+    assert not [name for name in found if name.startswith("optimizer.")]
+    assert "in one weight (GroupedMLP) are not read" in found.unread[-1][1]
 
 
 def test_plain_values_and_groups(tmp_path: Path) -> None:

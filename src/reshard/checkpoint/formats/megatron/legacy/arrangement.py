@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.binding import Binding, FileRange
 from reshard.checkpoint.contents import StoredTensor
@@ -32,6 +32,7 @@ from reshard.checkpoint.formats.megatron.common_state import (
     arguments_of,
     find_groups,
     groups_of,
+    has_stacked_experts,
     is_expert,
     nest_values,
     split_groups,
@@ -66,8 +67,8 @@ _EXTRA = "_extra_state"
 
 
 @dataclass
-class _RankParts:
-    """What one rank's files have: parameters by name there, in the order of the modules."""
+class _ChunkParts:
+    """What a rank's files have of a chunk: parameters by name there, in the order of modules."""
 
     place: RankPlace
     slot: int
@@ -75,8 +76,17 @@ class _RankParts:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-# Where a cell of a tensor is: of which new tensor, and how many elements behind its first.
-_Target = tuple[NewTensor, int]
+class _Target(NamedTuple):
+    """Where a rank's part of a tensor is: `offset` elements behind the first of a new one."""
+
+    name: str
+    slot: int
+    made: NewTensor
+    offset: int = 0
+
+
+# A parameter of a rank: its chunk, and its name there.
+_Own = tuple[_ChunkParts, str]
 
 
 def arrange(new: NewCheckpoint) -> Arrangement:
@@ -100,6 +110,11 @@ class _Arranger:
         self.grid = RankGrid(new.mesh)
         shapes = {name: tensor.layout.shape for name, tensor in new.tensors.items()}
         self.stages = StageLayouts(self.grid, shapes, self.arguments)
+        if self.stages.experts and has_stacked_experts(self.arguments):
+            raise RecipeError(
+                "args.moe_grouped_gemm says that a layer's experts are one weight (GroupedMLP), "
+                "which is not written; convert to torch-dist, which GroupedMLP loads"
+            )
         self.is_local = self.arguments.get("transformer_impl") == "local"
         self.is_grouped = bool(self.arguments.get("moe_grouped_gemm"))
         self.is_distributed = bool(self.arguments.get("use_distributed_optimizer", True))
@@ -121,8 +136,12 @@ class _Arranger:
         has_state = any(len(own) > 1 for own in self.of.values())
         ordered = self._sort(has_state)
         files: list[NewFile] = []
-        for place, slot in self.grid.folders.items():
-            files += self._arrange_rank(self._parts(place, slot, ordered), has_state)
+        for place, slots in self.grid.folders.items():
+            chunks = [
+                self._parts(place._replace(vp=number), slot, ordered)
+                for number, slot in enumerate(slots)
+            ]
+            files += self._arrange_rank(chunks, has_state)
         tensors = {
             name: StoredTensor(
                 name, tensor.dtype, Binding(tensor.layout, self._bind(name, tensor.layout), {})
@@ -157,8 +176,8 @@ class _Arranger:
         last = (1 << 30,)
         return sorted(self.of, key=lambda name: keys[name] or last)
 
-    def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _RankParts:
-        found = _RankParts(place, slot)
+    def _parts(self, place: RankPlace, slot: int, ordered: list[str]) -> _ChunkParts:
+        found = _ChunkParts(place, slot)
         for name in self.stages.held(ordered, place):
             own = self.stages.rank_name(name, place)
             own = local_name(own) if self.is_local else own
@@ -169,40 +188,47 @@ class _Arranger:
                 found.shapes[own] = self.stages.block(name, whole, place).block_shape
         return found
 
-    def _arrange_rank(self, rank: _RankParts, has_state: bool) -> Iterator[NewFile]:
-        path = f"{self.folder}/{self.grid.sizes.folder_name(rank.place)}"
+    def _arrange_rank(self, chunks: list[_ChunkParts], has_state: bool) -> Iterator[NewFile]:
+        first = chunks[0]
+        path = f"{self.folder}/{self.grid.sizes.folder_name(first.place)}"
+        targets: list[_Target] = []
+        state = self._common()
+        for number, chunk in enumerate(chunks):
+            key = "model" if len(chunks) == 1 else f"model{number}"
+            state[key] = self._model_state(chunk, targets)
+        flat: dict[Any, Any] | list[Any] | None = None
+        flat_targets: list[_Target] = []
+        if has_state and self.is_distributed:
+            state["optimizer"] = self._groups()
+            flat = self._flat_state(chunks, flat_targets)
+        elif has_state:
+            state["optimizer"] = self._number_state(chunks, targets)
+        file = new_torch_file(f"{path}/{MODEL_NAMES[0]}", state, first.slot)
+        self._place(file, targets)
+        yield file
+        if flat is not None:
+            file = new_torch_file(f"{path}/{OPTIMIZER_NAME}", flat, first.slot)
+            self._place(file, flat_targets)
+            yield file
+
+    def _model_state(self, chunk: _ChunkParts, targets: list[_Target]) -> dict[str, Any]:
         model: dict[str, Any] = {}
-        targets: list[tuple[str, _Target]] = []
-        for own, parameter in rank.parameters.items():
+        for own, parameter in chunk.parameters.items():
             name = self.of[parameter].get("")
             if name is None:
                 continue
-            made = NewTensor.of(self.new.tensors[name].dtype, rank.shapes[own])
+            made = NewTensor.of(self.new.tensors[name].dtype, chunk.shapes[own])
             model[own] = made
-            targets.append((name, (made, 0)))
+            targets.append(_Target(name, chunk.slot, made))
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
             if last == "weight" and (kind.startswith("linear_") or kind == "output_layer"):
                 model[f"{module}.{_EXTRA}"] = None
-        state = self._common()
-        state["model"] = model
-        flat: dict[Any, Any] | list[Any] | None = None
-        if has_state and self.is_distributed:
-            state["optimizer"] = self._groups()
-            flat, flat_targets = self._flat_state(rank)
-        elif has_state:
-            state["optimizer"] = self._number_state(rank, targets)
-        file = new_torch_file(f"{path}/{MODEL_NAMES[0]}", state, rank.slot)
-        self._place(file, rank.slot, targets)
-        yield file
-        if flat is not None:
-            file = new_torch_file(f"{path}/{OPTIMIZER_NAME}", flat, rank.slot)
-            self._place(file, rank.slot, flat_targets)
-            yield file
+        return model
 
-    def _place(self, file: Any, slot: int, targets: list[tuple[str, _Target]]) -> None:
+    def _place(self, file: Any, targets: list[_Target]) -> None:
         """Note where in a file the cells of tensors are."""
-        for name, (made, offset) in targets:
+        for name, slot, made, offset in targets:
             tensor: PlannedTensor = self.new.tensors[name]
             itemsize_bytes = tensor.dtype.itemsize_bytes
             at = file.start_bytes(made) + offset * itemsize_bytes
@@ -214,18 +240,24 @@ class _Arranger:
     def _common(self) -> dict[str, Any]:
         values = {n: v for n, v in self.values.items() if not n.startswith("optimizer.")}
         sizes = self.grid.sizes
-        own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": None}
+        own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp}
+        own |= {"vp": sizes.vp if sizes.vp > 1 else None}
         state = nest_values(with_parallelism(values, own), self.new.paths)
         state.setdefault("checkpoint_version", 3.0)
         state.setdefault("iteration", 0)
         return state
 
-    def _split(self, rank: _RankParts) -> list[list[str]]:
-        """The parameters of each optimizer of the chain, by their names on the rank."""
-        own = [name for name, known in rank.parameters.items() if len(self.of[known]) > 1]
+    def _split(self, chunks: list[_ChunkParts]) -> list[list[_Own]]:
+        """The parameters of each optimizer of the chain."""
+        own = [
+            (chunk, name)
+            for chunk in chunks
+            for name, known in chunk.parameters.items()
+            if len(self.of[known]) > 1
+        ]
         if not self.stages.has_expert_optimizer:
             return [own]
-        return [[name for name in own if is_expert(name) == flag] for flag in (False, True)]
+        return [[one for one in own if is_expert(one[1]) == flag] for flag in (False, True)]
 
     def _all_groups(self, of_experts: bool) -> list[dict[str, Any]]:
         groups = groups_of(self.values)
@@ -237,35 +269,34 @@ class _Arranger:
         found = [{"optimizer": {"param_groups": self._all_groups(flag)}} for flag in chain]
         return found if len(found) > 1 else found[0]
 
-    def _flat_state(self, rank: _RankParts) -> tuple[Any, list[tuple[str, _Target]]]:
-        """The flat buffers of a distributed optimizer, and where in them each tensor is."""
-        targets: list[tuple[str, _Target]] = []
+    def _flat_state(self, chunks: list[_ChunkParts], targets: list[_Target]) -> Any:
+        """The flat buffers of a distributed optimizer, and in `targets` where each tensor is."""
         found: list[Any] = []
-        for number, names in enumerate(self._split(rank)):
+        for number, own in enumerate(self._split(chunks)):
             # Dense parameters are those of all expert-parallel ranks: the first saves them.
-            if number == 0 and self.stages.has_expert_optimizer and rank.place.ep > 0:
+            if number == 0 and self.stages.has_expert_optimizer and chunks[0].place.ep > 0:
                 found.append(None)
                 continue
-            found.append(self._buffers(rank, names, targets))
-        return (found if len(found) > 1 else found[0]), targets
+            found.append(self._buffers(own, targets))
+        return found if len(found) > 1 else found[0]
 
-    def _buffers(
-        self, rank: _RankParts, names: list[str], targets: list[tuple[str, _Target]]
-    ) -> dict[Any, Any]:
+    def _buffers(self, own: list[_Own], targets: list[_Target]) -> dict[Any, Any]:
         parameters = []
-        for own in names:
-            weight = self.of[rank.parameters[own]].get("")
+        chunks = {chunk.place.vp: chunk for chunk, _ in own}
+        for chunk, name in own:
+            weight = self.of[chunk.parameters[name]].get("")
             if weight is None:
                 raise RecipeError(
-                    f"{rank.parameters[own]!r} has optimizer state and no weight, whose type says "
-                    "which buffer it is in; convert to torch-dist"
+                    f"{chunk.parameters[name]!r} has optimizer state and no weight, whose type "
+                    "says which buffer it is in; convert to torch-dist"
                 )
             dtype = self.new.tensors[weight].dtype
-            parameters.append(RankParameter(0, own, dtype, rank.shapes[own]))
+            parameters.append(RankParameter(chunk.place.vp, name, dtype, chunk.shapes[name]))
         is_shared = self.grid.sizes.pp > 1 and self.stages.is_tied
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(list_buffers(parameters, is_embedding_shared=is_shared)):
-            plan = plan_buffer([buffered for _, buffered in buffer], self._bucket_size(rank))
+            chunk = chunks[buffer[0][0].chunk]
+            plan = plan_buffer([buffered for _, buffered in buffer], self._bucket_size(chunk))
             wide = as_dtype("float32")
             kept = {
                 key: NewTensor.of(wide, (plan.coalesced_length,)) for key in _FLAT_KEYS.values()
@@ -273,11 +304,11 @@ class _Arranger:
             types = (Global("torch", buffer[0][0].dtype.name), Global("torch", "float32"))
             state[number] = {types: {**kept, "numel_unpadded": plan.coalesced_length}}
             for buffered, start in plan.coalesced():
-                of = self.of[rank.parameters[buffered.name]]
+                of = self.of[chunk.parameters[buffered.name]]
                 for key, flat in _FLAT_KEYS.items():
                     if key in of:
                         self._expect_wide(of[key])
-                        targets.append((of[key], (kept[flat], start)))
+                        targets.append(_Target(of[key], chunk.slot, kept[flat], start))
         return state
 
     def _expect_wide(self, name: str) -> None:
@@ -288,29 +319,30 @@ class _Arranger:
                 "convert to torch-dist"
             )
 
-    def _bucket_size(self, rank: _RankParts) -> int | None:
-        # Only where it is so has a buffer several buckets: on the first stage.
-        if not self.arguments.get("overlap_grad_reduce") or rank.place.pp > 0:
+    def _bucket_size(self, chunk: _ChunkParts) -> int | None:
+        # Only where it is so has a buffer several buckets: in the first chunk of the first stage.
+        is_first = (chunk.place.pp, chunk.place.vp) == (0, 0)
+        if not self.arguments.get("overlap_grad_reduce") or not is_first:
             return None
         return bucket_sizes(self.arguments)[0]
 
-    def _number_state(self, rank: _RankParts, targets: list[tuple[str, _Target]]) -> Any:
+    def _number_state(self, chunks: list[_ChunkParts], targets: list[_Target]) -> Any:
         """The state of an optimizer that is not distributed, whose parameters have numbers."""
         chain = []
-        for flag, names in enumerate(self._split(rank)):
+        for flag, parameters in enumerate(self._split(chunks)):
             groups = self._all_groups(bool(flag))
-            in_group: list[list[str]] = [[] for _ in groups]
-            for own in names:
-                for number in find_groups(groups, own, rank.shapes[own])[:1]:
-                    in_group[number].append(own)
+            in_group: list[list[_Own]] = [[] for _ in groups]
+            for chunk, name in parameters:
+                for number in find_groups(groups, name, chunk.shapes[name])[:1]:
+                    in_group[number].append((chunk, name))
             state: dict[int, dict[str, Any]] = {}
             masters: list[list[NewTensor]] = []
             kept_groups = []
             for group, members in zip(groups, in_group, strict=True):
                 first = len(state)
                 masters.append([])
-                for own in members:
-                    state[len(state)] = self._state_of(rank, own, masters[-1], targets)
+                for chunk, name in members:
+                    state[len(state)] = self._state_of(chunk, name, masters[-1], targets)
                 kept_groups.append({**group, "params": [*range(first, len(state))]})
             # Megatron makes no group without parameters.
             kept = [n for n, members in enumerate(in_group) if members]
@@ -323,20 +355,16 @@ class _Arranger:
         return chain if len(chain) > 1 else chain[0]
 
     def _state_of(
-        self,
-        rank: _RankParts,
-        own: str,
-        masters: list[NewTensor],
-        targets: list[tuple[str, _Target]],
+        self, chunk: _ChunkParts, own: str, masters: list[NewTensor], targets: list[_Target]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for key, name in self.of[rank.parameters[own]].items():
+        for key, name in self.of[chunk.parameters[own]].items():
             if not key:
                 continue
             tensor = self.new.tensors[name]
-            shape = rank.shapes[own] if tensor.layout.shape else ()
+            shape = chunk.shapes[own] if tensor.layout.shape else ()
             made = NewTensor.of(tensor.dtype, shape)
-            targets.append((name, (made, 0)))
+            targets.append(_Target(name, chunk.slot, made))
             if key == "master":
                 masters.append(made)
             else:

@@ -24,11 +24,12 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank in tensor, pipeline and expert parallelism."""
+    """The place of a rank in tensor, pipeline and expert parallelism; `vp` is a chunk of it."""
 
     tp: int = 0
     pp: int = 0
     ep: int = 0
+    vp: int = 0
 
 
 @dataclass(frozen=True, slots=True)

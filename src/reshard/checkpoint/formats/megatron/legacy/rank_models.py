@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from reshard.binding import View
+from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import RankPlace
 from reshard.checkpoint.formats.torch_files.archived_tensors import ArchivedTensor
 from reshard.checkpoint.formats.torch_files.saved_values import explain
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError, FormatError
 
 _LAYER = re.compile(r"^((?:.*?\.)?layers\.)(\d+)(\..+)$")
 _LOCAL = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
-_STACKED = re.compile(r"\.experts\.weight[12]$")
+_STACKED = re.compile(r"^(.*\.experts)\.weight([12])$")
 # What stands among the parameters of a state and is none.
 _BUFFERS = re.compile(r"(?:^|\.)(?:expert_bias|local_tokens_per_expert|inv_freq|_extra_state\d*)$")
 
@@ -38,6 +41,9 @@ class RankChunk:
     path: str
     tensors: dict[str, ArchivedTensor]
     others: dict[str, Any] = field(default_factory=dict)
+    # The weights of all experts of a layer in one, in the order of the file: by its name, those
+    # of `tensors` that it is made of.
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The first layer and the first expert in the whole model.
     first_layers: Mapping[str, int] = field(default_factory=dict)
     first_expert: int = 0
@@ -62,11 +68,20 @@ class RankChunk:
         ]
         return max(numbers, default=-1) + 1
 
-    def parameters(self) -> Iterator[tuple[str, ArchivedTensor]]:
-        """The parameters in the order of the modules."""
+    def parameters(self) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
+        """The parameters in the order of the modules: name, type and shape.
+
+        Experts that are one weight are that one, with a dimension of experts in front.
+        """
+        stack_of = {members[0]: name for name, members in self.stacks.items()}
+        inside = {one for members in self.stacks.values() for one in members}
         for name, tensor in self.tensors.items():
-            if not _BUFFERS.search(name):
-                yield name, tensor
+            stack = stack_of.get(name)
+            if stack is not None:
+                shape = (len(self.stacks[stack]), *reversed(tensor.shape))
+                yield stack, tensor.dtype, shape
+            elif name not in inside and not _BUFFERS.search(name):
+                yield name, tensor.dtype, tensor.shape
 
     def whole_name(self, name: str) -> str:
         """The name in the whole model."""
@@ -95,12 +110,14 @@ class RankFiles:
     chunks: list[RankChunk] = field(default_factory=list)
 
 
-def chunks_of(state: Mapping[str, Any], place: RankPlace, path: str) -> list[RankChunk]:
-    """The chunks of the model in a rank's file.
+def chunks_of(
+    state: Mapping[str, Any], place: RankPlace, path: str, experts: int | None = None
+) -> list[RankChunk]:
+    """The chunks of the model in a rank's file; `experts` are those of a layer on the rank.
 
     Raises:
-        CheckpointError: experts in a form that is not read.
-        FormatError: a file without a model.
+        CheckpointError: experts of which it is not known how many they are.
+        FormatError: a file without a model; experts that are not those of the arguments.
     """
     keys = ["model"] if "model" in state else sorted(k for k in state if _is_chunk(k))
     if not keys:
@@ -112,16 +129,51 @@ def chunks_of(state: Mapping[str, Any], place: RankPlace, path: str) -> list[Ran
         if key not in ("model", f"model{number}"):
             raise FormatError(f"{path} has {key!r}, but no `model{number}`; a chunk is missing")
         parts = dict(_flatten(state[key], "", path))
-        stacked = next((name for name in parts if _STACKED.search(name)), None)
-        if stacked is not None:
-            raise CheckpointError(
-                f"{path} has {stacked!r}, all experts of a layer in one weight (GroupedMLP), which "
-                "is not read; save it as torch_dist with Megatron-core"
-            )
-        tensors = {n: v for n, v in parts.items() if isinstance(v, ArchivedTensor)}
-        others = {n: v for n, v in parts.items() if n not in tensors}
-        found.append(RankChunk(place, number, path, tensors, others))
+        stored = {n: v for n, v in parts.items() if isinstance(v, ArchivedTensor)}
+        others = {n: v for n, v in parts.items() if n not in stored}
+        tensors: dict[str, ArchivedTensor] = {}
+        stacks: dict[str, tuple[str, ...]] = {}
+        for name, tensor in stored.items():
+            match = _STACKED.match(name)
+            own = {name: tensor}
+            if match is not None:
+                own = dict(_unstack(match, stored, path, experts))
+                stacks[name] = tuple(own)
+            tensors |= own
+        found.append(RankChunk(place, number, path, tensors, others, stacks))
     return found
+
+
+def _unstack(
+    match: re.Match[str], stored: Mapping[str, ArchivedTensor], path: str, experts: int | None
+) -> Iterator[tuple[str, ArchivedTensor]]:
+    """The weights of experts that are one (`GroupedMLP`), as views of it.
+
+    It is the memory of all experts one behind another, each with as many rows as it has inputs, so
+    a linear layer's weight is transposed; its shape does not say how many experts these are::
+
+        weight1 (inputs, experts * outputs)      weight2 (experts * inputs, outputs)
+    """
+    name, tensor = match[0], stored[match[0]]
+    if experts is None:
+        raise CheckpointError(
+            f"{path} has {name!r}, all experts of a layer in one weight (GroupedMLP), and no "
+            "args.num_experts that says how many these are; save it as torch_dist with "
+            "Megatron-core"
+        )
+    along = 1 if match[2] == "1" else 0
+    is_whole = len(tensor.shape) == 2 and is_dense(tensor.view, tensor.shape)
+    if not is_whole or tensor.shape[along] % experts:
+        raise FormatError(
+            f"{path}: {name!r} is {list(tensor.shape)}, expected the weights of {experts} experts "
+            f"one behind another, along dimension {along}, by args.num_experts"
+        )
+    rows, columns = tensor.shape
+    rows, columns = (rows, columns // experts) if along else (rows // experts, columns)
+    for number in range(experts):
+        view = View(tensor.view.offset + number * rows * columns, (1, columns))
+        own = f"{match[1]}.local_experts.{number}.linear_fc{match[2]}.weight"
+        yield own, replace(tensor, shape=(columns, rows), view=view)
 
 
 def _is_chunk(key: object) -> bool:

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from reshard.checkpoint.blocks.fusing import StoredBox
+from reshard.binding import View
+from reshard.checkpoint.blocks.fusing import StoredBox, split_stack, swap_last_dimensions
+from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, find_plan
 from reshard.checkpoint.formats.megatron.common_state import chain_of, find_groups, is_expert
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism
@@ -97,10 +99,15 @@ class RankOptimizer:
             sizes.pp > 1 and arguments.get("untie_embeddings_and_output_weights") is False
         )
         self._parameters = [
-            RankParameter(chunk.number, name, tensor.dtype, tensor.shape)
+            RankParameter(chunk.number, name, dtype, shape)
             for chunk in rank.chunks
-            for name, tensor in chunk.parameters()
+            for name, dtype, shape in chunk.parameters()
         ]
+        self._stacks = {
+            (chunk.number, name): members
+            for chunk in rank.chunks
+            for name, members in chunk.stacks.items()
+        }
 
     def blocks(self) -> Iterator[StateBlock]:
         """Every block of state."""
@@ -157,7 +164,7 @@ class RankOptimizer:
             for buffered, start in plan.coalesced():
                 one = chunk_of[buffered]
                 for key, tensor in flat.items():
-                    yield _make_flat(self._rank.slot, one, key, tensor, path, start)
+                    yield from self._make_flat(one, key, tensor, path, start)
 
     def _list_numbered(self) -> Iterator[StateBlock]:
         members = [*chain_of(self._rank.state.get("optimizer"))]
@@ -203,19 +210,51 @@ class RankOptimizer:
     def _make_blocks(self, one: RankParameter, key: str, tensor: Any) -> Iterator[StateBlock]:
         if not isinstance(tensor, ArchivedTensor):
             return
-        path, slot = self._rank.name, self._rank.slot
+        path = self._rank.name
+        if (one.chunk, one.name) in self._stacks:
+            # In the shape of the file, whose memory is that of the experts.
+            if math.prod(tensor.shape) != math.prod(one.shape) or not is_dense(
+                tensor.view, tensor.shape
+            ):
+                self._skip(f"{key} of {one.name!r}", "it is not of the weight's shape")
+                return
+            yield from self._split(one, key, tensor, path, self._boxes(one, tensor, path, 0))
+            return
         start_bytes = tensor.start_bytes + tensor.view.offset * tensor.dtype.itemsize_bytes
-        box = dense_block(slot, path, start_bytes, tensor.shape, tensor.view)
+        box = dense_block(self._rank.slot, path, start_bytes, tensor.shape, tensor.view)
         yield StateBlock(one.chunk, one.name, key, tensor.dtype, tensor.shape, path, (box,), tensor)
 
+    def _make_flat(
+        self, one: RankParameter, key: str, tensor: ArchivedTensor, path: str, start: int
+    ) -> Iterator[StateBlock]:
+        """The block of a parameter in a flat buffer of its state."""
+        boxes = self._boxes(one, tensor, path, start)
+        yield from self._split(one, common_key(key), tensor, path, boxes)
 
-def _make_flat(
-    slot: int, one: RankParameter, key: str, tensor: ArchivedTensor, path: str, start: int
-) -> StateBlock:
-    """The block of a parameter in a flat buffer of its state."""
-    itemsize_bytes = tensor.dtype.itemsize_bytes
-    start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
-    whole = dense_block(slot, path, start_bytes, tensor.shape, tensor.view)
-    boxes = tuple(flat_block([whole], start, one.shape, itemsize_bytes))
-    kind = common_key(key)
-    return StateBlock(one.chunk, one.name, kind, tensor.dtype, one.shape, path, boxes)
+    def _boxes(
+        self, one: RankParameter, tensor: ArchivedTensor, path: str, start: int
+    ) -> tuple[StoredBox, ...]:
+        """The parameter's state, flat from index `start` on of the memory of a tensor."""
+        itemsize_bytes = tensor.dtype.itemsize_bytes
+        start_bytes = tensor.start_bytes + tensor.view.offset * itemsize_bytes
+        length = math.prod(tensor.shape)
+        whole = dense_block(self._rank.slot, path, start_bytes, (length,), View(0, (1,)))
+        return tuple(flat_block([whole], start, one.shape, itemsize_bytes))
+
+    def _split(
+        self,
+        one: RankParameter,
+        key: str,
+        tensor: ArchivedTensor,
+        path: str,
+        boxes: tuple[StoredBox, ...],
+    ) -> Iterator[StateBlock]:
+        """State as the block of its parameter; of stacked experts, transposed, that of each."""
+        members = self._stacks.get((one.chunk, one.name))
+        if members is None:
+            yield StateBlock(one.chunk, one.name, key, tensor.dtype, one.shape, path, boxes)
+            return
+        split = split_stack(boxes, tensor.dtype.itemsize_bytes, len(members))
+        for name, own in zip(members, split, strict=True):
+            shape, swapped = one.shape[:0:-1], tuple(map(swap_last_dimensions, own))
+            yield StateBlock(one.chunk, name, key, tensor.dtype, shape, path, swapped)

@@ -148,7 +148,9 @@ def _read_rank(
         f"{ahead}{own.name}/{OPTIMIZER_NAME}" if has_optimizer else None,
         read_torch_file(optimizer) if has_optimizer else None,
     )
-    found.chunks = chunks_of(state, place, name)
+    experts = arguments.get("num_experts")
+    each = experts // sizes.ep if type(experts) is int and experts >= sizes.ep else None
+    found.chunks = chunks_of(state, place, name, each)
     if len(found.chunks) != sizes.vp:
         raise FormatError(
             f"{path} has {len(found.chunks)} chunks of the model, expected {sizes.vp}, the virtual "

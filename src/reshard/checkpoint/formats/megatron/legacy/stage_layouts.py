@@ -3,6 +3,8 @@
     mesh         tp, pp, ep; dp and cp have copies, which have no folder
     stage        decoder layers in equal stretches; embeddings on the first, what is behind the
                  layers on the last, with the embedding once more where it is tied
+    vp           a stage has so many stretches, its chunks: the first of all stages, then the second
+                 ones. A chunk counts as a rank here; those of a stage are in one folder
     ep           experts in equal stretches; everything else on every rank
     tp           by the cut of the parameter (`parameter_cuts`)
 
@@ -28,7 +30,8 @@ from reshard.errors import RecipeError, UsageError
 from reshard.layout import Layout
 from reshard.mesh import DeviceMesh
 
-AXES = ("tp", "pp", "ep", "dp", "cp")
+AXES = ("tp", "pp", "ep", "vp", "dp", "cp")
+_PLACED = RankPlace._fields
 _LAYER = re.compile(r"^((?:.*?\.)?layers\.)(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -48,6 +51,11 @@ class RankGrid:
                     f"the axis {axis!r}; Megatron's ranks have {', '.join(AXES)}, so give a mesh "
                     "such as tp=2,pp=4"
                 )
+        if self.sizes.vp > 1 and self.sizes.pp == 1:
+            raise UsageError(
+                f"vp={self.sizes.vp} with one stage; virtual stages are chunks of several, so give "
+                f"a mesh such as pp=2,vp={self.sizes.vp}"
+            )
 
     @cached_property
     def sizes(self) -> Parallelism:
@@ -55,14 +63,14 @@ class RankGrid:
         names = self.mesh.axis_names if self.mesh is not None else ()
         found = dict(zip(names, self.mesh.shape if self.mesh is not None else (), strict=True))
         tp = found.get("tp", 1)
-        return Parallelism(tp, found.get("pp", 1), found.get("ep", 1), tp)
+        return Parallelism(tp, found.get("pp", 1), found.get("ep", 1), tp, found.get("vp", 1))
 
     @cached_property
     def places(self) -> dict[int, RankPlace]:
         """The place of each rank."""
         if self.mesh is None:
             return {0: RankPlace()}
-        own = [axis for axis in ("tp", "pp", "ep") if axis in self.mesh.axis_names]
+        own = [axis for axis in _PLACED if axis in self.mesh.axis_names]
         columns = {axis: self.mesh.coordinates([axis]) for axis in own}
         return {
             rank: RankPlace(**{axis: int(columns[axis][n]) for axis in own})
@@ -70,12 +78,16 @@ class RankGrid:
         }
 
     @cached_property
-    def folders(self) -> dict[RankPlace, int]:
-        """The first rank of each place, which saves it."""
+    def folders(self) -> dict[RankPlace, tuple[int, ...]]:
+        """The places that have a folder, with the first rank of each chunk, which saves it."""
         found: dict[RankPlace, int] = {}
         for rank, place in sorted(self.places.items()):
             found.setdefault(place, rank)
-        return {place: found[place] for place in self.sizes.places()}
+        chunks = range(self.sizes.vp)
+        return {
+            place: tuple(found[place._replace(vp=chunk)] for chunk in chunks)
+            for place in self.sizes.places()
+        }
 
 
 @dataclass
@@ -102,22 +114,24 @@ class StageLayouts:
         self.weights: dict[str, tuple[int, ...]] = {
             self.engine[name]: self.shapes[name] for name in weights
         }
-        self.layers = self._count(_LAYER, "layers", self.grid.sizes.pp)
+        self.layers = self._count_layers()
         self.experts = self._count_experts()
         self.is_tied = OUTPUT not in self.weights and EMBEDDING in self.weights
         self._made: dict[Any, Layout] = {}
 
-    def _count(self, pattern: re.Pattern[str], what: str, parts: int) -> dict[str, int]:
+    def _count_layers(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for name in self.weights:
-            match = pattern.match(name)
+            match = _LAYER.match(name)
             if match is not None:
                 found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
-        for row, count in found.items():
-            if row == "decoder.layers." and count % parts:
-                raise RecipeError(
-                    f"{count} {what} on {parts} stages; choose a pp that divides {count}"
-                )
+        pp, vp = self.grid.sizes.pp, self.grid.sizes.vp
+        count = found.get("decoder.layers.", 0)
+        if count % (pp * vp):
+            stages, choice = f"{pp} stages", "pp"
+            if vp > 1:
+                stages, choice = f"{pp} stages of {vp} chunks each", "pp times vp"
+            raise RecipeError(f"{count} layers on {stages}; choose a {choice} that divides {count}")
         return found
 
     def _count_experts(self) -> int:
@@ -168,7 +182,7 @@ class StageLayouts:
             each = self.experts // self.grid.sizes.ep
             if int(expert[1]) // each != place.ep:
                 return False
-        return place.pp in self.stages(parameter)
+        return (place.pp, place.vp) in self.stages(parameter)
 
     def held(self, ordered: Iterable[str], place: RankPlace) -> list[str]:
         """Those of the parameters, in the order of modules, that the rank at a place has."""
@@ -176,22 +190,25 @@ class StageLayouts:
         # The second place of a tied embedding is behind everything else.
         return sorted(found, key=lambda name: self.rank_name(name, place).startswith(OUTPUT))
 
-    def stages(self, parameter: str) -> tuple[int, ...]:
-        """The stages that have a parameter."""
-        last = self.grid.sizes.pp - 1
+    def stages(self, parameter: str) -> tuple[tuple[int, int], ...]:
+        """The stages that have a parameter, each with the number of its chunk."""
+        sizes = self.grid.sizes
+        first, last = (0, 0), (sizes.pp - 1, sizes.vp - 1)
         match = _LAYER.match(parameter)
         if match is not None and match[1] == "decoder.layers.":
-            return (int(match[2]) // (self.layers[match[1]] // self.grid.sizes.pp),)
+            stretch = int(match[2]) // (self.layers[match[1]] // (sizes.pp * sizes.vp))
+            return ((stretch % sizes.pp, stretch // sizes.pp),)
         if parameter.startswith("embedding."):
-            is_twice = self.is_tied and parameter == EMBEDDING and last > 0
-            return (0, last) if is_twice else (0,)
+            is_twice = self.is_tied and parameter == EMBEDDING and last != first
+            return (first, last) if is_twice else (first,)
         return (last,)
 
-    def first_layer(self, row: str, stage: int) -> int:
-        """The first layer of a stage, in the whole model."""
+    def first_layer(self, row: str, place: RankPlace) -> int:
+        """The first layer of a chunk of a stage, in the whole model."""
         if row != "decoder.layers.":
             return 0
-        return stage * (self.layers[row] // self.grid.sizes.pp)
+        sizes = self.grid.sizes
+        return (place.vp * sizes.pp + place.pp) * (self.layers[row] // (sizes.pp * sizes.vp))
 
     def cut(self, parameter: str, shape: tuple[int, ...]) -> tuple[int | None, int]:
         """The dimension that tensor parallelism cuts, and the stretches of each part."""
@@ -230,7 +247,7 @@ class StageLayouts:
             return OUTPUT
         match = _LAYER.match(parameter)
         if match is not None:
-            number = int(match[2]) - self.first_layer(match[1], place.pp)
+            number = int(match[2]) - self.first_layer(match[1], place)
             parameter = f"{match[1]}{number}.{parameter[match.end() :]}"
         expert = _LOCAL_EXPERT.search(parameter)
         if expert is not None:

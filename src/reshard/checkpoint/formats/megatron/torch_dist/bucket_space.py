@@ -27,7 +27,12 @@ from typing import Any
 from reshard.checkpoint.blocks.fusing import StoredBox, list_stored_boxes
 from reshard.checkpoint.contents import Checkpoint, StoredItem, StoredTensor
 from reshard.checkpoint.formats.megatron.buckets import BufferedParameter, BufferPlan, find_plan
-from reshard.checkpoint.formats.megatron.common_state import CommonState, arguments_of
+from reshard.checkpoint.formats.megatron.common_state import (
+    CommonState,
+    arguments_of,
+    has_stacked_experts,
+    is_expert,
+)
 from reshard.checkpoint.formats.megatron.legacy.rank_folders import Parallelism, RankPlace
 from reshard.checkpoint.formats.megatron.legacy.rank_optimizers import (
     RankParameter,
@@ -146,12 +151,17 @@ class BucketSpace:
                 "is of which parameter cannot be told"
             )
         sizes = Parallelism.of_arguments(arguments, str(self._folder))
-        if sizes.vp > 1 or sizes.etp != sizes.tp:
+        if sizes.etp != sizes.tp:
             raise RecipeError(
                 f"buckets of {sizes} are not read; load it with Megatron-core and save it with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
-        mesh = DeviceMesh.of(pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
+        if any(map(is_expert, weights)) and has_stacked_experts(arguments):
+            raise RecipeError(
+                "buckets with all experts of a layer in one weight (GroupedMLP) are not read; load "
+                "it with Megatron-core and save it with --dist-ckpt-optim-fully-reshardable"
+            )
+        mesh = DeviceMesh.of(vp=sizes.vp, pp=sizes.pp, ep=sizes.ep, tp=sizes.tp)
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         stages = StageLayouts(RankGrid(mesh), shapes, arguments)
         ordered = _sort(stages, arguments)
@@ -231,11 +241,13 @@ def _list_parameters(
     weights: Mapping[str, StoredTensor],
 ) -> list[RankParameter]:
     dtypes = {stages.engine[name]: tensor.dtype for name, tensor in weights.items()}
+    chunks = [place._replace(vp=chunk) for chunk in range(stages.grid.sizes.vp)]
     return [
         RankParameter(
-            0, name, dtypes[name], stages.block(name, stages.weights[name], place).block_shape
+            own.vp, name, dtypes[name], stages.block(name, stages.weights[name], own).block_shape
         )
-        for name in stages.held(ordered, place)
+        for own in chunks
+        for name in stages.held(ordered, own)
     ]
 
 
