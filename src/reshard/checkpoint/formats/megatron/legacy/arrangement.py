@@ -76,7 +76,7 @@ class _ChunkParts:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-class _Target(NamedTuple):
+class _PartPlace(NamedTuple):
     """Where a rank's part of a tensor is: `offset` elements behind the first of a new one."""
 
     name: str
@@ -191,13 +191,13 @@ class _Arranger:
     def _arrange_rank(self, chunks: list[_ChunkParts], has_state: bool) -> Iterator[NewFile]:
         first = chunks[0]
         path = f"{self.folder}/{self.grid.sizes.folder_name(first.place)}"
-        targets: list[_Target] = []
+        targets: list[_PartPlace] = []
         state = self._common()
         for number, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
             state[key] = self._model_state(chunk, targets)
         flat: dict[Any, Any] | list[Any] | None = None
-        flat_targets: list[_Target] = []
+        flat_targets: list[_PartPlace] = []
         if has_state and self.is_distributed:
             state["optimizer"] = self._groups()
             flat = self._flat_state(chunks, flat_targets)
@@ -211,7 +211,7 @@ class _Arranger:
             self._place(file, flat_targets)
             yield file
 
-    def _model_state(self, chunk: _ChunkParts, targets: list[_Target]) -> dict[str, Any]:
+    def _model_state(self, chunk: _ChunkParts, targets: list[_PartPlace]) -> dict[str, Any]:
         model: dict[str, Any] = {}
         for own, parameter in chunk.parameters.items():
             name = self.of[parameter].get("")
@@ -219,14 +219,14 @@ class _Arranger:
                 continue
             made = NewTensor.of(self.new.tensors[name].dtype, chunk.shapes[own])
             model[own] = made
-            targets.append(_Target(name, chunk.slot, made))
+            targets.append(_PartPlace(name, chunk.slot, made))
             module, _, last = own.rpartition(".")
             kind = module.rpartition(".")[2]
             if last == "weight" and (kind.startswith("linear_") or kind == "output_layer"):
                 model[f"{module}.{_EXTRA}"] = None
         return model
 
-    def _place(self, file: Any, targets: list[_Target]) -> None:
+    def _place(self, file: Any, targets: list[_PartPlace]) -> None:
         """Note where in a file the cells of tensors are."""
         for name, slot, made, offset in targets:
             tensor: PlannedTensor = self.new.tensors[name]
@@ -240,8 +240,8 @@ class _Arranger:
     def _common(self) -> dict[str, Any]:
         values = {n: v for n, v in self.values.items() if not n.startswith("optimizer.")}
         sizes = self.grid.sizes
-        own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp}
-        own |= {"vp": sizes.vp if sizes.vp > 1 else None}
+        chunks = sizes.vp if sizes.vp > 1 else None
+        own = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "etp": sizes.etp, "vp": chunks}
         state = nest_values(with_parallelism(values, own), self.new.paths)
         state.setdefault("checkpoint_version", 3.0)
         state.setdefault("iteration", 0)
@@ -269,7 +269,7 @@ class _Arranger:
         found = [{"optimizer": {"param_groups": self._all_groups(flag)}} for flag in chain]
         return found if len(found) > 1 else found[0]
 
-    def _flat_state(self, chunks: list[_ChunkParts], targets: list[_Target]) -> Any:
+    def _flat_state(self, chunks: list[_ChunkParts], targets: list[_PartPlace]) -> Any:
         """The flat buffers of a distributed optimizer, and in `targets` where each tensor is."""
         found: list[Any] = []
         for number, own in enumerate(self._split(chunks)):
@@ -280,7 +280,7 @@ class _Arranger:
             found.append(self._buffers(own, targets))
         return found if len(found) > 1 else found[0]
 
-    def _buffers(self, own: list[_Own], targets: list[_Target]) -> dict[Any, Any]:
+    def _buffers(self, own: list[_Own], targets: list[_PartPlace]) -> dict[Any, Any]:
         parameters = []
         chunks = {chunk.place.vp: chunk for chunk, _ in own}
         for chunk, name in own:
@@ -308,7 +308,7 @@ class _Arranger:
                 for key, flat in _FLAT_KEYS.items():
                     if key in of:
                         self._expect_wide(of[key])
-                        targets.append(_Target(of[key], chunk.slot, kept[flat], start))
+                        targets.append(_PartPlace(of[key], chunk.slot, kept[flat], start))
         return state
 
     def _expect_wide(self, name: str) -> None:
@@ -326,7 +326,7 @@ class _Arranger:
             return None
         return bucket_sizes(self.arguments)[0]
 
-    def _number_state(self, chunks: list[_ChunkParts], targets: list[_Target]) -> Any:
+    def _number_state(self, chunks: list[_ChunkParts], targets: list[_PartPlace]) -> Any:
         """The state of an optimizer that is not distributed, whose parameters have numbers."""
         chain = []
         for flag, parameters in enumerate(self._split(chunks)):
@@ -355,7 +355,7 @@ class _Arranger:
         return chain if len(chain) > 1 else chain[0]
 
     def _state_of(
-        self, chunk: _ChunkParts, own: str, masters: list[NewTensor], targets: list[_Target]
+        self, chunk: _ChunkParts, own: str, masters: list[NewTensor], targets: list[_PartPlace]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, name in self.of[chunk.parameters[own]].items():
@@ -364,7 +364,7 @@ class _Arranger:
             tensor = self.new.tensors[name]
             shape = chunk.shapes[own] if tensor.layout.shape else ()
             made = NewTensor.of(tensor.dtype, shape)
-            targets.append(_Target(name, chunk.slot, made))
+            targets.append(_PartPlace(name, chunk.slot, made))
             if key == "master":
                 masters.append(made)
             else:
