@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import RecipeError
-from reshard.recipes.rules import Rule
+from reshard.recipes.rules import Rule, RuleList
 
 PRINTED = st.text(st.sampled_from("ab*?.-_[]|, @"), min_size=1).filter(
     lambda text: text == text.strip() and text != ""
@@ -137,3 +137,41 @@ def test_a_condition_that_cannot_be_read() -> None:
 def test_the_equals_sign_inside_braces_and_parentheses_divides_nothing() -> None:
     rule = Rule.parse("a=b=tp@blocks[{(q + (k * 2)) * d},{k}], - | only(pp=0)")
     assert rule.pattern == "a=b" and Rule.parse(str(rule)) == rule
+
+
+PIECES = st.sampled_from(
+    ["*", "?", "{a}", "{b}", "w1", "[kv]", "[12]", "[!0]", "0", "12", ".", ".", "w", "*.", "_1"]
+)
+NAMES = st.lists(st.sampled_from(["w", "w1", "k", "0", "12", "1", "007", "w12", "_1"]), max_size=5)
+
+
+@given(st.lists(st.lists(PIECES, min_size=1, max_size=6), max_size=4), st.lists(NAMES, max_size=8))
+def test_a_list_finds_what_its_rules_say(patterns: list[list[str]], names: list[list[str]]) -> None:
+    texts = ["".join(pieces) for pieces in patterns]
+    # A number is named once, and not beside another.
+    texts = [
+        text
+        for text in texts
+        if text.count("{a}") < 2 and text.count("{b}") < 2 and text.strip() and "}{" not in text
+    ]
+    rules = [Rule(text, "-") for text in texts]
+    listed = RuleList(rules)
+    for parts in names:
+        name = ".".join(parts)
+        for first in (0, 1):
+            one_by_one = [
+                (number, rule.numbers_in(name))
+                for number, rule in enumerate(rules)
+                if number >= first and rule.matches(name)
+            ]
+            assert listed.find(name, first) == (one_by_one[0] if one_by_one else None)
+
+
+def test_rules_count_by_the_numbers_of_each_name() -> None:
+    rules = [Rule("layers.{layer}.w", "tp", when="kinds[layer]=dense"), Rule("layers.*", "-")]
+    listed = RuleList(rules, {"kinds": ["dense", "sparse", "dense"]})
+    assert [listed.find(f"layers.{layer}.w") for layer in range(3)] == [
+        (0, {"layer": 0}),
+        (1, {}),
+        (0, {"layer": 2}),
+    ]

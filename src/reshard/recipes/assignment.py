@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ from reshard.recipes.coupling.inspection import Inspection
 from reshard.recipes.quantization.folding import FoldedWeights
 from reshard.recipes.quantization.weights import find_quantized
 from reshard.recipes.recipe import Recipe
-from reshard.recipes.rules import Rule
+from reshard.recipes.rules import Rule, RuleList
 from reshard.recipes.shardings.adapters import LowRankAdapters
 from reshard.recipes.shardings.axis_mapping import (
     AxisMapping,
@@ -61,6 +62,8 @@ from reshard.sharding_text import spec
 
 # For each number of a recipe the coordinates, along the axis that deals it out.
 _Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
+_Cut = tuple[ShardingSpec, Layout]
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class _AssignmentBuilder:
             if (one := rule.condition) is None or one.index_names or one.holds(config)
         ]
         self.rules = (*rules, *from_recipe)
+        self.listed = RuleList(self.rules, config)
         self.by_hand = len(rules)
         self.mapping = recipe.map_axes(mesh) if recipe else {}
         sizes = [joint_size(mesh, self.mapping[axis]) for axis in recipe.axes] if recipe else []
@@ -165,9 +169,7 @@ class _AssignmentBuilder:
         where = f"recipe {self.recipe.name!r}, " if self.recipe and number >= self.by_hand else ""
         return f"{where}rule `{self.rules[number]}`"
 
-    def naming(
-        self, name: str, shape: tuple[int, ...], match: _Match
-    ) -> AbstractContextManager[None]:
+    def naming(self, name: str, shape: _Shape, match: _Match) -> AbstractContextManager[None]:
         """Say of an error which tensor and which rule it is about."""
         return _name_in_errors(
             f"tensor {name!r} of shape {list(shape)}, {self.name_of(match.number)}"
@@ -175,16 +177,15 @@ class _AssignmentBuilder:
 
     def match(self, name: str, first: int = 0) -> _Match | None:
         """The first rule that matches a tensor, from rule number `first` on."""
-        names = (name, self.aliases[name]) if name in self.aliases else (name,)
-        for number in range(first, len(self.rules)):
-            rule = self.rules[number]
-            for called in names:
-                found = rule.numbers_in(called)
-                if found is not None and rule.counts(self.config, found):
-                    numbers = self.recipe.numbers if self.recipe else {}
-                    behind = [w for w in found if w in numbers and numbers[w].is_behind(called)]
-                    return _Match(number, tuple(found.items()), frozenset(behind))
-        return None
+        called = (name, self.aliases[name]) if name in self.aliases else (name,)
+        found = [(*one, text) for text in called if (one := self.listed.find(text, first))]
+        # Where one rule matches both, it is by the name itself.
+        number, own, text = min(found, key=itemgetter(0), default=(-1, {}, ""))
+        if number < 0:
+            return None
+        numbers = self.recipe.numbers if self.recipe else {}
+        behind = [what for what in own if what in numbers and numbers[what].is_behind(text)]
+        return _Match(number, tuple(own.items()), frozenset(behind))
 
     def match_all(self, folded: FoldedWeights) -> dict[str, _Match]:
         """The rules of all tensors that one matches; stored ones of a weight that none matches."""
@@ -233,10 +234,10 @@ class _AssignmentBuilder:
     def _lay_out(
         self,
         number: int,
-        shape: tuple[int, ...],
+        shape: _Shape,
         lives: _Coordinates,
         asked: tuple[tuple[str, int], ...],
-    ) -> tuple[ShardingSpec, Layout]:
+    ) -> _Cut:
         sharding = self.sharding(number, len(shape), lives, dict(asked))
         return sharding, sharding.layout(shape)
 
@@ -245,12 +246,12 @@ class _AssignmentBuilder:
         names = self.asked_names[match.number]
         return tuple(pair for pair in match.numbers if pair[0] in names) if names else ()
 
-    def cut(self, match: _Match, shape: tuple[int, ...]) -> tuple[ShardingSpec, Layout]:
-        """What its rule makes of a tensor."""
-        return self.lay_out(match.number, shape, self.lives(match), self.asked(match))
+    def cut(self, match: _Match, shape: _Shape, lives: _Coordinates) -> _Cut:
+        """What its rule makes of a tensor that lives there."""
+        return self.lay_out(match.number, shape, lives, self.asked(match))
 
     def held_blocks(
-        self, name: str, match: _Match, shape: tuple[int, ...], sharding: ShardingSpec
+        self, name: str, match: _Match, lives: _Coordinates, shape: _Shape, sharding: ShardingSpec
     ) -> tuple[_Match | None, tuple[HeldBlock, ...]]:
         """What ranks hold of the blocks of a tensor that the recipe cuts by names.
 
@@ -259,15 +260,15 @@ class _AssignmentBuilder:
         own = match if match.number >= self.by_hand else self.match(name, self.by_hand)
         if own is None or not self.marks[own.number]:
             return own, ()
-        lives, asked = self.lives(own), self.asked(own)
         # By a rule given by hand, or moved to groups of a quantised weight.
-        is_other = own is not match or sharding is not self.cut(match, shape)[0]
+        is_other = own is not match or sharding is not self.cut(match, shape, lives)[0]
+        lives, asked = lives if own is match else self.lives(own), self.asked(own)
         return own, self.hold(own.number, shape, lives, asked, sharding if is_other else None)
 
     def _hold(
         self,
         number: int,
-        shape: tuple[int, ...],
+        shape: _Shape,
         lives: _Coordinates,
         asked: tuple[tuple[str, int], ...],
         instead: ShardingSpec | None,
@@ -350,7 +351,7 @@ class _AssignmentBuilder:
             if numbers is None and not ends:
                 continue
             with self.naming(name, shapes[name], match):
-                _, layout = self.cut(match, shapes[name])
+                _, layout = self.cut(match, shapes[name], self.lives(match))
             elements = float(layout.cell_shape.prod(axis=1).sum())
             weight = elements * (itemsizes_bytes[name] if itemsizes_bytes else 1)
             if numbers is not None:
@@ -425,7 +426,7 @@ def assign(
     builder.find_places(
         whole, matches, folded.itemsizes_bytes(itemsizes_bytes) if itemsizes_bytes else None
     )
-    cut: dict[str, tuple[ShardingSpec, Layout]] = {}
+    cut: dict[str, _Cut] = {}
     decided: dict[str, Rule] = {}
     cut_through: list[str] = []
     inspection = Inspection(mesh, recipe.coupled if recipe else {}, config)
@@ -436,13 +437,14 @@ def assign(
             cut[name] = replicated(len(shape)), replicated(len(shape)).layout(shape)
             continue
         with builder.naming(name, shape, match):
-            found = {name: builder.cut(match, shape)}
+            lives = builder.lives(match)
+            found = {name: builder.cut(match, shape, lives)}
             sharding, _ = found[name]
             if name in folded.weights:
                 sharding = folded.align(name, sharding)
                 cut_through += folded.describe_cut_groups(name, sharding)
                 found = folded.spread(name, sharding)
-        own, blocks = builder.held_blocks(name, match, shape, sharding)
+        own, blocks = builder.held_blocks(name, match, lives, shape, sharding)
         if own is not None:
             inspection.add(name, (own.numbers, own.behind), blocks)
         cut |= found

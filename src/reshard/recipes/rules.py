@@ -15,10 +15,12 @@ recipe says what it numbers, and that chooses where on the mesh the tensor lives
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from reshard.errors import RecipeError, UsageError
 from reshard.recipes.config.conditions import Condition, parse_condition
@@ -27,6 +29,13 @@ from reshard.recipes.config.variables import variables
 
 ENDS = ("first", "last")
 _NUMBER = re.compile(r"\{([^{}]*)\}")
+_SET = re.compile(r"\[!?\]?[^\]]*\]")
+
+
+class _Component(NamedTuple):
+    """The place of a number in a name, among what dots divide."""
+
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +181,103 @@ def parse_rules(rules: Iterable[str | Rule]) -> tuple[Rule, ...]:
             raise UsageError(f"the rule {rule!r}; expected a text pattern=spec, or a Rule")
         parsed.append(rule if isinstance(rule, Rule) else Rule.parse(rule))
     return tuple(parsed)
+
+
+class RuleList:
+    """Rules in the order in which they are asked, for very many names.
+
+    Layers and experts repeat: which rules match a name, and where in it their numbers are, is the
+    same for all names that differ only in components that are numbers::
+
+        layers.12.mlp.experts.3.up   ->   layers.0.mlp.experts.0.up, with 12 and 3
+
+    Where a pattern tells such numbers apart (`layers.0.*`, `layers.[0-3].*`), names are asked one
+    by one.
+    """
+
+    def __init__(self, rules: Iterable[Rule], config: Config | None = None) -> None:
+        self.rules, self.config = tuple(rules), config
+        self._are_alike = not any(_tells_numbers(rule.pattern) for rule in self.rules)
+        self._known: dict[tuple[str, int], list[tuple[int, dict[str, int | _Component]]]] = {}
+
+    def find(self, name: str, first: int = 0) -> tuple[int, dict[str, int]] | None:
+        """The first rule that matches a name and counts, from number `first` on.
+
+        Returns:
+            Its number, and the numbers that it has in the name; None where there is none.
+
+        >>> rules = RuleList([Rule("*.{layer}.up", "tp"), Rule("*", "...")])
+        >>> rules.find("layers.12.up"), rules.find("layers.12.up", first=1)
+        ((0, {'layer': 12}), (1, {}))
+        """
+        for number, found in self._list_matching(name, first):
+            if self.rules[number].counts(self.config, found):
+                return number, found
+        return None
+
+    def _list_matching(self, name: str, first: int) -> Iterator[tuple[int, dict[str, int]]]:
+        if not self._are_alike:
+            for number in range(first, len(self.rules)):
+                numbers = self.rules[number].numbers_in(name)
+                if numbers is not None:
+                    yield number, numbers
+            return
+        parts = name.split(".")
+        alike = ".".join(["0" if _is_number(part) else part for part in parts])
+        known = self._known.get((alike, first))
+        if known is None:
+            known = self._known[alike, first] = list(self._match_alike(alike, first))
+        for number, places in known:
+            yield (
+                number,
+                {
+                    what: int(parts[at.place]) if isinstance(at, _Component) else at
+                    for what, at in places.items()
+                },
+            )
+
+    def _match_alike(
+        self, alike: str, first: int
+    ) -> Iterator[tuple[int, dict[str, int | _Component]]]:
+        parts = alike.split(".")
+        begins = [0, *itertools.accumulate(len(part) + 1 for part in parts)]
+        components = {
+            (begin, begin + len(part)): _Component(index)
+            for index, (begin, part) in enumerate(zip(begins, parts, strict=False))
+            if _is_number(part)
+        }
+        for number in range(first, len(self.rules)):
+            match = _compile_pattern(self.rules[number].pattern).match(alike)
+            if match is not None:
+                yield (
+                    number,
+                    {
+                        what: components.get(match.span(what), int(text))
+                        for what, text in match.groupdict().items()
+                    },
+                )
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdecimal()
+
+
+def _tells_numbers(pattern: str) -> bool:
+    """Whether a pattern may match one component that is a number, and not another.
+
+    A digit behind a letter is in no such component.
+
+    >>> [_tells_numbers(text) for text in ("*.w1.{layer}.norm[12]", "*.0.w", "*.[0-3].w", "a.?")]
+    [False, True, True, True]
+    """
+
+    def replace_set(found: re.Match[str]) -> str:
+        has_digit = any(fnmatch.fnmatchcase(digit, found[0]) for digit in "0123456789")
+        has_dot = fnmatch.fnmatchcase(".", found[0])
+        return "?" if has_digit and has_dot else "1" if has_digit else "." if has_dot else "_"
+
+    text = _SET.sub(replace_set, _NUMBER.sub("*", pattern))
+    return re.search(r"\?|(?<![A-Za-z_0-9])[0-9]", text) is not None
 
 
 def _find_divider(text: str) -> int | None:

@@ -191,3 +191,20 @@ def test_shapes_that_do_not_fit_are_refused(stored: Shapes, message: str) -> Non
 def test_ordinary_weights_are_none() -> None:
     assert find_quantized({"a.weight": (8, 8), "a.bias": (8,), "b.scale": ()}) == {}
     assert quantization_config(None) == {}
+
+
+@pytest.mark.parametrize("published", FOUND)
+def test_layers_alike_are_found_as_each_alone(published: str) -> None:
+    shapes, config, *_ = FOUND[published]
+    many = {
+        name.replace(".0.", f".{layer}."): shape
+        for layer in (0, 7, 12)
+        for name, shape in shapes.items()
+    }
+    given = {"quantization_config": config}
+    alone = {}
+    for layer in (0, 7, 12):
+        own = {name: shape for name, shape in many.items() if f".{layer}." in name}
+        alone |= find_quantized(own, given)
+    assert find_quantized(many, given) == alone
+    assert len(alone) == 3

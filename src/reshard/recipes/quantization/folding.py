@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from reshard.layout import Layout
-from reshard.mesh import DeviceMesh
 from reshard.recipes.quantization.group_cuts import (
     StoredDimension,
     at_groups,
@@ -125,18 +124,17 @@ class FoldedWeights:
 
     def describe_cut_groups(self, name: str, sharding: ShardingSpec) -> Iterator[str]:
         """Where a weight's sharding goes through groups, with what would do."""
-        weight, mesh = self.weights[name], sharding.mesh
-        for d, (dim, length) in enumerate(zip(sharding.dim_specs, weight.shape, strict=True)):
-            parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
-            if d in weight.uncut and parts > 1:
+        weight = self.weights[name]
+        for d, cause, found in _find_cut_groups(
+            sharding, weight.shape, weight.groups, tuple(weight.uncut)
+        ):
+            if cause:
                 yield (
-                    f"{name!r}: dimension {d} is cut over {' '.join(map(str, dim.axes))} of "
-                    f"{parts}, and {weight.uncut[d]!r} ({weight.method}) ties its {length} "
-                    "elements together; it cannot be cut, take a size of 1 there"
+                    f"{name!r}: dimension {d} is cut over {cause}, and {weight.uncut[d]!r} "
+                    f"({weight.method}) ties its {weight.shape[d]} elements together; it cannot be "
+                    "cut, take a size of 1 there"
                 )
-                continue
-            found = _describe(dim, mesh, length, weight.groups[d])
-            if found is not None:
+            else:
                 yield (
                     f"{name!r}: dimension {d}: {found}. The groups are those of "
                     f"{weight.grouped_by[d]!r} ({weight.method})"
@@ -178,8 +176,23 @@ def _align(sharding: ShardingSpec, groups: tuple[int, ...]) -> ShardingSpec:
 
 
 @lru_cache(maxsize=1024)
-def _describe(dim: DimSpec, mesh: DeviceMesh, length: int, group: int) -> str | None:
-    return describe_cut_group(dim, mesh, length, group)
+def _find_cut_groups(
+    sharding: ShardingSpec, shape: Shape, groups: tuple[int, ...], uncut: tuple[int, ...]
+) -> tuple[tuple[int, str, str], ...]:
+    """The dimensions that a sharding cuts through groups: over what, or how, as text.
+
+    The first is said of dimensions that cannot be cut at all, the second of the others.
+    """
+    mesh, found = sharding.mesh, []
+    for d, (dim, length) in enumerate(zip(sharding.dim_specs, shape, strict=True)):
+        parts = math.prod(mesh.axis_size(axis) for axis in dim.axes)
+        if d in uncut and parts > 1:
+            found.append((d, f"{' '.join(map(str, dim.axes))} of {parts}", ""))
+            continue
+        text = describe_cut_group(dim, mesh, length, groups[d])
+        if text is not None:
+            found.append((d, "", text))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,8 @@ from reshard.recipes.quantization.methods import KNOWN_QUANT_METHODS, METHODS, M
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+#: The end of a stored tensor's name, and that of the logical weight's in its place.
+End = tuple[str, str]
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _BIT_KEYS = ("bits", "num_bits", "w_bit")
@@ -56,6 +58,18 @@ class QuantizedWeight:
     groups: tuple[int, ...]
     grouped_by: tuple[str, ...]
     uncut: Mapping[int, str]
+
+    def renamed(self, names: Mapping[str, str]) -> QuantizedWeight:
+        """The same of other names, by those that it has."""
+        return QuantizedWeight(
+            names[self.name],
+            self.shape,
+            self.method,
+            {names[name]: dims for name, dims in self.members.items()},
+            self.groups,
+            tuple(map(names.__getitem__, self.grouped_by)),
+            {d: names[name] for d, name in self.uncut.items()},
+        )
 
 
 def quantization_config(config: Mapping[str, object] | None) -> Mapping[str, Any]:
@@ -104,13 +118,17 @@ def find_quantized(
     finder = _Finder(shapes, given, itemsizes_bytes or {}, logical_shapes or {})
     found: dict[str, QuantizedWeight] = {}
     failed: dict[str, str] = {}
+    anchors = tuple(method.forms[0].suffix for method in METHODS)
+    anchored = [name for name in shapes if name.endswith(anchors)]
     for method in METHODS:
         anchor = method.forms[0]
-        for name in shapes:
+        needed = _find_ends(method, method.needs)
+        lacking = _find_ends(method, method.lacks)
+        for name in anchored:
             if not name.endswith(anchor.suffix):
                 continue
             logical = name.removesuffix(anchor.suffix) + anchor.logical
-            if logical in found or not finder.is_of(method, logical):
+            if logical in found or not finder.is_of(logical, needed, lacking):
                 continue
             weight = finder.resolve(method, logical)
             if isinstance(weight, QuantizedWeight):
@@ -192,22 +210,37 @@ class _Finder:
         self.blocks: list[tuple[int, ...]] = [tuple(pair) for pair in blocks if len(pair) == 2]
         self.blocks.append((128, 128))
         self.keeps_order = given.get("desc_act") is False
+        # Of each method and list of shapes the first weight, with the names of its tensors.
+        self._known: dict[tuple[Any, ...], tuple[QuantizedWeight, tuple[str, ...]]] = {}
 
-    def is_of(self, method: Method, logical: str) -> bool:
+    def is_of(self, logical: str, needed: Collection[End], lacking: Collection[End]) -> bool:
         """Whether all that a method needs is there, and nothing that it lacks."""
-        return all(
-            name is not None and name in self.shapes
-            for name in (_find_stored_name(logical, end, method) for end in method.needs)
-        ) and not any(
-            _find_stored_name(logical, end, method) in self.shapes for end in method.lacks
+        return all(_make_stored_name(logical, *end) in self.shapes for end in needed) and not any(
+            _make_stored_name(logical, *end) in self.shapes for end in lacking
         )
 
     def resolve(self, method: Method, logical: str) -> QuantizedWeight | str:
         """The weight, or why its stored tensors do not fit together."""
+        # Layers repeat: weights whose stored tensors have equal shapes differ in names only.
+        ends = [(form.suffix, form.logical) for form in method.forms]
+        ends += _find_ends(method, [end for end, _ in method.uncut])
+        names = (logical, *(_make_stored_name(logical, *end) or "" for end in ends))
+        key = (
+            method.name,
+            tuple(map(self.shapes.get, names)),
+            tuple(map(self.itemsizes_bytes.get, names)),
+            self.logical_shapes.get(logical),
+        )
+        known = self._known.get(key)
+        if known is not None:
+            weight, others = known
+            return weight.renamed(dict(zip(others, names, strict=True)))
         try:
-            return self._resolve(method, logical)
+            weight = self._resolve(method, logical)
         except _Unresolved as error:
             return str(error)
+        self._known[key] = weight, names
+        return weight
 
     def _resolve(self, method: Method, logical: str) -> QuantizedWeight:
         # 1. Which stored tensors there are, and which of the alternatives each is.
@@ -250,8 +283,10 @@ class _Finder:
                         by[one.dimension] = name
                     groups[one.dimension] = math.lcm(groups[one.dimension], one.elements)
         uncut: dict[int, str] = {}
-        for end, word in method.uncut:
-            table = _find_stored_name(logical, end, method)
+        for (_, word), end in zip(
+            method.uncut, _find_ends(method, [end for end, _ in method.uncut]), strict=True
+        ):
+            table = _make_stored_name(logical, *end)
             if table is not None and table in self.shapes and not self.keeps_order:
                 uncut[leading + method.order.index(word)] = table
         if any(item.startswith("flat") for texts in items.values() for item in texts):
@@ -409,12 +444,10 @@ def _make_stored_name(logical: str, suffix: str, replaced: str) -> str | None:
     return logical.removesuffix(replaced) + suffix if logical.endswith(replaced) else None
 
 
-def _find_stored_name(logical: str, suffix: str, method: Method) -> str | None:
-    """The name of the stored tensor of a method that ends so."""
-    replaced = next((f.logical for f in method.forms if f.suffix == suffix), "")
-    if suffix.startswith(".") and not any(f.suffix == suffix for f in method.forms):
-        replaced = ".weight"
-    return _make_stored_name(logical, suffix, replaced)
+def _find_ends(method: Method, suffixes: Iterable[str]) -> list[End]:
+    """The ends of the stored tensors of a method that end so, with what they stand in place of."""
+    replaced = {form.suffix: form.logical for form in reversed(method.forms)}
+    return [(end, replaced.get(end, ".weight" if end[:1] == "." else "")) for end in suffixes]
 
 
 def _split(text: str) -> list[str]:
