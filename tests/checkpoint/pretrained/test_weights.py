@@ -99,3 +99,10 @@ def test_what_cannot_be_a_model(tmp_path: Path) -> None:
         take_weights(saved(tmp_path, "optim.state.a.w.exp_avg", "optim.state.a.w.step"))
     with pytest.raises(RecipeError, match=r"would both be 'a\.w'"):
         take_weights(saved(tmp_path, "module.a.w", "a.w"))
+
+
+def test_weights_of_flax_are_refused(tmp_path: Path) -> None:
+    """Their matrices are the other way round, which other names do not mend."""
+    opened = saved(tmp_path, "params.model.layers.0.mlp.up_proj.kernel", "params.model.norm.weight")
+    with pytest.raises(CheckpointError, match="1 weight of Flax's modules, such as"):
+        take_weights(opened)

@@ -38,7 +38,7 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
     """The weights of a training checkpoint, without wrappers in their names.
 
     Raises:
-        CheckpointError: no weights, or adapters that are not merged into them.
+        CheckpointError: no weights, adapters that are not merged into them, or weights of Flax.
         RecipeError: two weights of one name.
     """
     state = find_training_state(checkpoint)
@@ -64,6 +64,13 @@ def take_weights(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.folder} has {count_text(len(adapters), 'tensor')} of adapters beside the "
             f"weights, such as {adapters[0]!r}; merge them into the weights first "
             "(`merge_and_unload` of peft), or leave them out with --exclude"
+        )
+    kernels = [name for name in weights if name.endswith(".kernel")]
+    if kernels:
+        raise CheckpointError(
+            f"{checkpoint.folder} has {count_text(len(kernels), 'weight')} of Flax's modules, such "
+            f"as {kernels[0]!r}: they have inputs first, and those of PyTorch last; write "
+            "the weights from the program that has the model, by the names of the architecture"
         )
     saved = {_SAVED_MODULE.sub(".", name) for name in weights if _SAVED_MODULE.search(name)}
     new: dict[str, str | None] = dict.fromkeys(

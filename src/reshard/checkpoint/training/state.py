@@ -61,7 +61,7 @@ _WRAPPER = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(_WRAPPERS))})\.")
 # What else programs save on the top level of a state.
 _ELSEWHERE = re.compile(
     r"(?:rng|cuda_rng|random|numpy_rng|torch_rng)(?:_\w+)?|\w*scheduler\w*|lr_schedulers?|"
-    r"data_?loader\w*|train_state|\w*scaler|loops|callbacks|\w*rng_state\w*"
+    r"data_?loader\w*|train_state|\w*scaler|loops|callbacks|\w*rng_state\w*|rank_\d+"
 )
 
 
