@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint.changes.merged_weights import compare_weights
 from checkpoint.checkpoint_files import tensor, write_file
+from cli.command_runs import run_here
 from reshard import checkpoint
 from reshard.errors import FormatError, ReshardError, UsageError
 
@@ -186,7 +187,6 @@ def test_what_is_no_config(saved: Path, tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bf16"},
         {"dequantize": True},
         {"quantize": "fp8-block128"},
         {"target_names": "megatron", "recipe": "llama"},
@@ -201,6 +201,39 @@ def test_one_thing_at_a_time(saved: Path, tmp_path: Path, options: dict[str, Any
             adapters=[saved / "plain" / "adapter"],
             **options,
         )
+
+
+@pytest.mark.parametrize("case", ["plain", "dora", "save"])
+def test_merged_and_cast(saved: Path, tmp_path: Path, case: str, small_blocks: int) -> None:
+    """The same as the one after the other: what is merged is rounded to its type first."""
+    base, adapters = saved / case / "base", [saved / case / "adapter"]
+    own = {one.dtype.name for one in checkpoint.open(base).tensors.values()}
+    dtype = "fp32" if own == {"bfloat16"} else "bf16"
+    checkpoint.convert(base, tmp_path / "merged", to="full", adapters=adapters)
+    checkpoint.convert(tmp_path / "merged", tmp_path / "two steps", to="full", dtype=dtype)
+    checkpoint.convert(
+        base, tmp_path / "cut", to="tp=2", rules=["*=tp, ..."], adapters=adapters, dtype=dtype
+    )
+    assert {one.dtype.name for one in checkpoint.open(tmp_path / "cut").tensors.values()} != own
+    assert checkpoint.compare(tmp_path / "two steps", tmp_path / "cut").is_same
+    assert not checkpoint.check_digests(checkpoint.open(tmp_path / "cut")).damaged
+    verify = ["verify", base, tmp_path / "cut", "--adapter", adapters[0]]
+    assert run_here(*verify, "--dtype", dtype).code == 0
+    assert run_here(*verify).code == 1
+    assert run_here("verify", base, tmp_path / "cut", "--dtype", dtype).code == 1
+
+
+def test_a_base_in_names_of_another_program(saved: Path, tmp_path: Path) -> None:
+    base, adapters = saved / "plain" / "base", [saved / "plain" / "adapter"]
+    names = {"recipe": "llama", "to": "tp=2"}
+    checkpoint.convert(
+        base, tmp_path / "megatron", target_names="megatron", format="torch-dcp", **names
+    )
+    checkpoint.convert(
+        tmp_path / "megatron", tmp_path / "out", source_names="megatron", adapters=adapters, **names
+    )
+    checkpoint.convert(base, tmp_path / "merged", to="full", adapters=adapters)
+    assert checkpoint.compare(tmp_path / "merged", tmp_path / "out").is_same
 
 
 @pytest.mark.parametrize("adapters", ["path", 3, [3]])

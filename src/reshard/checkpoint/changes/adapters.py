@@ -231,6 +231,8 @@ def merge_adapters(
     merge = _Merge(checkpoint)
     for path in paths:
         merge.add(path)
+    if not merge.adapters:
+        return checkpoint, {}
     computed: dict[str, ComputedTensor] = {}
     tensors = dict(checkpoint.tensors)
     for name, tensor in merge.replaced.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.binding import Binding, FileRange
-from reshard.checkpoint.changes.casts import CastTensor
+from reshard.checkpoint.changes.casts import CastComputed, CastTensor
 from reshard.checkpoint.changes.computed import ComputedTensor
 from reshard.checkpoint.changes.dequantized import DequantizedWeight
 from reshard.checkpoint.changes.quantized import BLOCK, Float8Weight
@@ -72,6 +72,7 @@ def change_elements(
     dequantize: bool = False,
     quantize: str | None = None,
     kept: Collection[str] = (),
+    made: Mapping[str, ComputedTensor] | None = None,
 ) -> ChangedElements:
     """A checkpoint with the changes that were asked for.
 
@@ -83,6 +84,7 @@ def change_elements(
         quantize: one of `QUANTIZATIONS`.
         kept: names of optimizer state, which stays as it is. Weights beside it are cast, also where
             config.json says that the model is of 16 bits: training keeps them in 32.
+        made: tensors that are computed already, by name, such as merged ones.
 
     Raises:
         UsageError: an unknown type or quantisation; nothing to dequantise, or what cannot be;
@@ -90,8 +92,8 @@ def change_elements(
         RecipeError: a method of quantisation that is not known.
     """
     if dtype_name is None and not dequantize and quantize is None:
-        return ChangedElements(checkpoint, config=config)
-    return _Change(checkpoint, config, dtype_name, kept).make(dequantize, quantize)
+        return ChangedElements(checkpoint, made or {}, config)
+    return _Change(checkpoint, config, dtype_name, kept, made or {}).make(dequantize, quantize)
 
 
 class _Change:
@@ -103,6 +105,7 @@ class _Change:
         config: Mapping[str, Any] | None,
         dtype_name: str | None,
         kept: Collection[str],
+        made: Mapping[str, ComputedTensor],
     ) -> None:
         self.checkpoint, self.config, self.kept = checkpoint, config, {*kept}
         self.dtype = None if dtype_name is None else cast_type(dtype_name)
@@ -116,7 +119,7 @@ class _Change:
         self.member_of = {
             member: name for name, weight in self.weights.items() for member in weight.members
         }
-        self.computed: dict[str, ComputedTensor] = {}
+        self.computed: dict[str, ComputedTensor] = {**made}
         self.tensors: dict[str, StoredTensor] = {}
         self.notes: list[str] = []
 
@@ -151,7 +154,7 @@ class _Change:
                     kept.append(name)
                     self.tensors[name] = tensor
                 else:
-                    self._add(name, CastTensor(tensor, self._expect_dtype()), tensor.binding)
+                    self._add(name, self._cast(tensor, self._expect_dtype()), tensor.binding)
             else:
                 self.tensors[name] = tensor
         if kept:
@@ -169,6 +172,10 @@ class _Change:
             and is_castable(tensor.dtype)
             and (tensor.dtype is not self.dtype)
         )
+
+    def _cast(self, tensor: StoredTensor, to: DType) -> ComputedTensor:
+        made = self.computed.get(tensor.name)
+        return CastTensor(tensor, to) if made is None else CastComputed(made, to)
 
     def _expect_dtype(self) -> DType:
         if self.dtype is None:
@@ -260,7 +267,7 @@ class _Change:
     def _finish(self, config: dict[str, Any] | None) -> ChangedElements:
         old = self.checkpoint
         read = {one.name for computed in self.computed.values() for one in computed.sources}
-        if any(old.tensors[name].digest for name in read):
+        if any(old.tensors[name].digest for name in read if name in old.tensors):
             self.notes.append(
                 f"{count_text(len(read), 'tensor')} get other elements and other digests: they are "
                 f"not compared with the digests of {old.folder}. `reshard inspect --digest` "

@@ -196,9 +196,7 @@ def _translate(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedEle
 def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> ChangedElements:
     if not request.changes_elements:
         return ChangedElements(checkpoint)
-    if request.adapters:
-        merged, computed = merge_adapters(checkpoint, request.adapters)
-        return ChangedElements(merged, computed)
+    checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     return change_elements(
         checkpoint,
         read_config(checkpoint),
@@ -206,6 +204,7 @@ def _change_elements(request: ConversionRequest, checkpoint: Checkpoint) -> Chan
         dequantize=request.dequantize,
         quantize=request.quantize,
         kept=_list_optimizer_state(checkpoint),
+        made=merged,
     )
 
 

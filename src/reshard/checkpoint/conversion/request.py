@@ -203,14 +203,17 @@ class ConversionRequest:
         paths = tuple(os.fspath(one) for one in given)
         object.__setattr__(self, "adapters", paths)
         others = {
-            "names of other programs": self.source_names or self.target_names,
-            "dtype": self.dtype,
+            "names of other programs in the target": self.target_names,
             "dequantize": self.dequantize,
             "quantize": self.quantize,
             "an engine's layout": self.layout,
         }
         for what, other in others.items():
-            _refuse(bool(paths) and other is not None and other is not False, what, "adapters")
+            if paths and other is not None and other is not False:
+                raise UsageError(
+                    f"adapters cannot go together with {what}; convert twice, with the adapters "
+                    "first"
+                )
 
     def _read_layout(self) -> None:
         if self.layout is None:
