@@ -52,6 +52,7 @@ from reshard.checkpoint.loading.arrays import read_tensor
 from reshard.checkpoint.loading.background import BackgroundWork
 from reshard.checkpoint.loading.rank_arrays import describe_ranks
 from reshard.checkpoint.loading.requested import load
+from reshard.checkpoint.pretrained.comparison import compare_pretrained
 from reshard.checkpoint.pretrained.conversion import plan_for_pretrained
 from reshard.checkpoint.training.state import TrainingState, find_training_state
 from reshard.errors import UsageError
@@ -82,6 +83,7 @@ __all__ = [
     "apply",
     "check_digests",
     "compare",
+    "compare_pretrained",
     "convert",
     "convert_async",
     "describe_ranks",

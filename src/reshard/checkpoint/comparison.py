@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,8 +26,9 @@ from reshard.binding import FileRange
 from reshard.checkpoint.blocks.block_io import BlockReader, OpenFiles, Workspace, open_sources
 from reshard.checkpoint.blocks.grid import BlockGrid, block_digest, tensor_digest
 from reshard.checkpoint.blocks.tiles import target_tiles
+from reshard.checkpoint.changes.computed import ComputedReader
 from reshard.checkpoint.contents import Checkpoint, StoredChecksum
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
 from reshard.checkpoint.conversion.file_checksums import (
     damaged_ranges,
     item_digest,
@@ -41,6 +42,8 @@ from reshard.checkpoint.formats.opening import open_checkpoint
 from reshard.checkpoint.formats.registry import find_format
 from reshard.checkpoint.training.plain_state import decode_items, in_plain_values
 from reshard.errors import FormatError
+
+Compared = str | os.PathLike[str] | Checkpoint | Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,58 +102,88 @@ class DigestReport:
 class _PairWorkspace:
     """The memory of one thread that reads two checkpoints."""
 
-    def __init__(self, new_workspace: Callable[[], Workspace]) -> None:
-        self.left = new_workspace()
-        self.right = new_workspace()
+    def __init__(self, left: Workspace, right: Workspace) -> None:
+        self.left = left
+        self.right = right
 
     def close(self) -> None:
         self.left.close()
         self.right.close()
 
 
+class _Side:
+    """One of two that are compared: a checkpoint, or what a conversion would write."""
+
+    def __init__(self, given: Compared) -> None:
+        self._conversion = given if isinstance(given, Conversion) else None
+        if isinstance(given, Conversion):
+            self.checkpoint = given.source
+        else:
+            self.checkpoint = given if isinstance(given, Checkpoint) else open_checkpoint(given)
+        self.files = open_sources(self.checkpoint)
+        self.reader = lru_cache(maxsize=64)(self._open_reader)
+
+    def _open_reader(self, name: str) -> BlockReader | ComputedReader:
+        if self._conversion is not None and name in self._conversion.computed:
+            return ComputedReader(self._conversion.computed[name], self.files)
+        return BlockReader(self.checkpoint[name], self.files)
+
+    def read(self, name: str, block: int, memory: Workspace) -> memoryview:
+        """The bytes of a block, valid until the next call."""
+        reader = self.reader(name)
+        if isinstance(reader, ComputedReader):
+            return reader.read_checked(block, memory)[0]
+        return reader.read(block, memory)
+
+    def new_workspace(self, names: list[str]) -> Workspace:
+        """The memory of one thread that reads these tensors."""
+        if self._conversion is not None:
+            return self._conversion.new_workspace(0)
+        return Workspace(*_find_workspace_sizes(self.checkpoint, names))
+
+
 def compare(
-    left: str | os.PathLike[str] | Checkpoint,
-    right: str | os.PathLike[str] | Checkpoint,
+    left: Compared,
+    right: Compared,
     *,
     threads: int = DEFAULT_THREADS,
     progress: ProgressFunction | None = None,
 ) -> Comparison:
     """Compare two checkpoints bit for bit, and what is no tensor if both can hold such.
 
+    Args:
+        left, right: checkpoints, or where they are; a planned conversion stands for the tensors
+            that it would write, other elements included.
+        threads: at most so many at a time.
+        progress: called after every block.
+
     Raises:
         CheckpointError: one of them cannot be used.
         RunError: a file cannot be read.
     """
-    a = left if isinstance(left, Checkpoint) else open_checkpoint(left)
-    b = right if isinstance(right, Checkpoint) else open_checkpoint(right)
+    sides = (_Side(left), _Side(right))
+    a, b = sides[0].checkpoint, sides[1].checkpoint
     differences = _compare_descriptions(a, b)
     unequal = {difference.name for difference in differences}
     names = [name for name in a.tensors if name in b.tensors and name not in unequal]
     total = sum(a[name].size_bytes for name in names)
-    files_a, files_b = open_sources(a), open_sources(b)
-    readers = lru_cache(maxsize=64)(
-        lambda name: (BlockReader(a[name], files_a), BlockReader(b[name], files_b))
-    )
-    sizes = _find_workspace_sizes([a, b], names)
+    files_a, files_b = sides[0].files, sides[1].files
 
     def work(task: tuple[str, int], memory: _PairWorkspace) -> tuple[str, int, bytes, int, int]:
         name, block = task
-        reader_a, reader_b = readers(name)
-        bytes_a = reader_a.read(block, memory.left)
-        bytes_b = reader_b.read(block, memory.right)
+        bytes_a = sides[0].read(name, block, memory.left)
+        bytes_b = sides[1].read(name, block, memory.right)
         digest = block_digest(bytes_a)
         if bytes_a == bytes_b:
             return name, block, digest, 0, -1
         # Bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself. A row below is an
         # element.
-        differ = reader_a.array(bytes_a, (-1,)).view(np.uint8) != reader_b.array(
-            bytes_b, (-1,)
-        ).view(np.uint8)
-        elements = differ.reshape(-1, reader_a.grid.itemsize_bytes).any(axis=1)
+        differ = np.frombuffer(bytes_a, np.uint8) != np.frombuffer(bytes_b, np.uint8)
+        elements = differ.reshape(-1, a[name].dtype.itemsize_bytes).any(axis=1)
         return name, block, digest, int(elements.sum()), int(np.argmax(elements))
 
     def new_memory() -> _PairWorkspace:
-        return _PairWorkspace(lambda: Workspace(*sizes))
+        return _PairWorkspace(*(side.new_workspace(names) for side in sides))
 
     blocks: dict[str, dict[int, bytes]] = {name: {} for name in names}
     found: dict[str, tuple[int, int, int]] = {}
@@ -172,7 +205,7 @@ def compare(
                 before, first_block, first_at = found.get(name, (0, math.inf, 0))
                 earliest = min((first_block, first_at), (block, first))
                 found[name] = (before + count, int(earliest[0]), int(earliest[1]))
-            done += readers(name)[0].grid.size_bytes(block)
+            done += sides[0].reader(name).grid.size_bytes(block)
             if progress is not None:
                 progress(Progress(done, total, 0, name))
     finally:
@@ -221,14 +254,13 @@ def _list_tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str,
             yield name, block
 
 
-def _find_workspace_sizes(checkpoints: list[Checkpoint], names: list[str]) -> tuple[int, int]:
+def _find_workspace_sizes(checkpoint: Checkpoint, names: list[str]) -> tuple[int, int]:
     block = span = 0
-    for checkpoint in checkpoints:
-        files = open_sources(checkpoint)
-        for name in names:
-            reader = BlockReader(checkpoint[name], files)
-            block = max(block, reader.grid.largest_bytes)
-            span = max(span, reader.span_bytes)
+    files = open_sources(checkpoint)
+    for name in names:
+        reader = BlockReader(checkpoint[name], files)
+        block = max(block, reader.grid.largest_bytes)
+        span = max(span, reader.span_bytes)
     return block, span
 
 
@@ -270,7 +302,7 @@ def check_digests(
     seen = source_checksums(own)
     watch = seen.add if own else None
     readers = lru_cache(maxsize=64)(lambda name: BlockReader(checkpoint[name], files, watch))
-    sizes = _find_workspace_sizes([checkpoint], names)
+    sizes = _find_workspace_sizes(checkpoint, names)
     total = sum(checkpoint[name].size_bytes for name in names)
 
     def work(task: tuple[str, int], memory: Workspace) -> tuple[str, int, bytes]:

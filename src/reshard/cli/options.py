@@ -142,6 +142,20 @@ allow_option = click.option(
     help="What is an error otherwise: cuts that ranks cannot compute with, tensors that no rule "
     "matches (every rank gets them whole). Repeatable.",
 )
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
+    help="Cast floating-point tensors; not those of quantised weights, nor float32 ones of a "
+    "model of 16 bits.",
+)
+adapter_option = click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="PATH",
+    help="Merge the changes of an adapter of PEFT into the weights: a folder with "
+    "adapter_config.json. Repeatable, one after another.",
+)
 _SELECTION_OPTIONS = (
     click.option(
         "--include",
@@ -198,12 +212,7 @@ _CONVERSION_OPTIONS = (
         "megatron. [default: the recipe's own, Hugging Face's]",
     ),
     click.option("--target-names", metavar="NAME", help="The same of the target: megatron, vllm."),
-    click.option(
-        "--dtype",
-        type=click.Choice([name for name in CAST_TYPES if len(name) < 5]),
-        help="Cast floating-point tensors; not those of quantised weights, nor float32 ones of a "
-        "model of 16 bits.",
-    ),
+    dtype_option,
     click.option(
         "--dequantize",
         is_flag=True,
@@ -220,14 +229,7 @@ _CONVERSION_OPTIONS = (
         help="Make the model's own tensors of what an engine's ranks hold (sharded_state): a file "
         "that `reshard recipe derive` wrote. [default: the one beside the source]",
     ),
-    click.option(
-        "--adapter",
-        "adapters",
-        multiple=True,
-        metavar="PATH",
-        help="Merge the changes of an adapter of PEFT into the weights: a folder with "
-        "adapter_config.json. Repeatable, one after another.",
-    ),
+    adapter_option,
     click.option(
         "--strategy",
         metavar="NAME",

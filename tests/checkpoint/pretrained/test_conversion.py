@@ -1,6 +1,7 @@
 """Model folders of small training checkpoints, by the command and from Python.
 
-That transformers loads them is tried in `tests/engines/transformers_loading/test_pretrained.py`.
+That transformers loads them is tried in `tests/engines`: `transformers_loading/test_pretrained.py`
+and, of what other programs saved, `pretrained/test_records.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint.checkpoint_files import Tensor, read_file, tensor, write_file
 from cli.command_runs import run_here
+from engines.pretrained.small_llama import SAVED, read_record
 from reshard import checkpoint
 from reshard.errors import CheckpointError, FormatError, RecipeError, UsageError
 
@@ -242,3 +244,81 @@ def test_config_of_the_folder_of_verl(tmp_path: Path) -> None:
     make(source, tmp_path / "hf")
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     assert (tmp_path / "hf" / "config.json").exists()
+
+
+@pytest.mark.parametrize(("name", "saved"), [(n, one) for n, of in SAVED.items() for one in of])
+def test_what_real_programs_saved(name: str, saved: str, tmp_path: Path) -> None:
+    """DeepSpeed, FSDP2, Megatron-core, Orbax and torch: the live model's weights, bit for bit."""
+    record = read_record(name, tmp_path)
+    live = torch.load(record / "live.pt")
+    # A universal checkpoint has 32-bit weights alone.
+    dtype = ("--dtype", "bf16") if saved == "universal" else ()
+    run = run_here(
+        "convert", record / saved, tmp_path / "hf", "--for", "hf",
+        "--config", record / "config.json", *dtype,
+    )  # fmt: skip
+    assert run.code == 0, run.errors
+    made = checkpoint.open(tmp_path / "hf")
+    assert made.tensors.keys() == live.keys() - ({"lm_head.weight"} if is_tied(record) else set())
+    for key in made:
+        expected = live[key].contiguous()
+        assert made[key].dtype.name == str(expected.dtype).removeprefix("torch."), key
+        bits = np.asarray(checkpoint.read_tensor(made, key)).tobytes()
+        assert bits == expected.view(torch.uint8).numpy().tobytes(), key
+
+
+def is_tied(record: Path) -> bool:
+    found = json.loads((record / "config.json").read_text())
+    return bool(found["tie_word_embeddings"])
+
+
+def test_verified_without_being_written(tmp_path: Path) -> None:
+    """`verify --for hf`: as the folder that `convert --for hf` would write."""
+    record = read_record("megatron-tp", tmp_path)
+    config = ("--config", record / "config.json")
+    made = run_here("convert", record / "legacy", tmp_path / "hf", "--for", "hf", *config)
+    assert made.code == 0, made.errors
+    same = run_here("verify", record / "torch_dist", tmp_path / "hf", "--for", "hf")
+    assert (same.code, "the same 21 tensors" in same.output) == (0, True), same.errors
+    assert checkpoint.compare_pretrained(record / "legacy", tmp_path / "hf").is_same
+    cast = tmp_path / "bf16"
+    run_here("convert", record / "legacy", cast, "--for", "hf", *config, "--dtype", "bf16")
+    differs = run_here("verify", record / "legacy", cast, "--for", "hf")
+    assert (differs.code, "has dtypes float32 and bfloat16" in differs.output) == (1, True)
+    assert run_here("verify", record / "legacy", cast, "--for", "hf", "--dtype", "bf16").code == 0
+    # One element of one tensor.
+    path = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    differs = run_here("verify", record / "torch_dist", tmp_path / "hf", "--for", "hf", "--json")
+    found = json.loads(differs.output)
+    assert (differs.code, [one["elements"] for one in found["differences"]]) == (1, [1])
+
+
+def test_a_model_that_ties_and_stores_both_is_the_same(tmp_path: Path) -> None:
+    """As a program without ties wrote it: the model is the same."""
+    same = weights(**{"lm_head.weight": weights()["model.embed_tokens.weight"]})
+    state = {f"module.{name}": one for name, one in weights().items() if name != "lm_head.weight"}
+    ours = write_state(tmp_path / "a", state, tie_word_embeddings=True)
+    model = write_state(tmp_path / "b", same, tie_word_embeddings=True)
+    assert checkpoint.compare_pretrained(ours, model).is_same
+    norm = weights()["model.norm.weight"]
+    other = {**same, "model.norm.weight": Tensor(norm.dtype, norm.bits + 1)}
+    model = write_state(tmp_path / "c", other, tie_word_embeddings=True)
+    found = checkpoint.compare_pretrained(ours, model)
+    assert [(one.name, one.elements) for one in found.differences] == [("model.norm.weight", 4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--right-names", "megatron", "--for", "hf"], "--right-names with --for hf"),
+        (["--config", "c"], "--config is for --for hf"),
+        (["--for", "vllm"], "'vllm' is not 'hf'"),
+    ],
+)
+def test_what_cannot_be_verified(tmp_path: Path, options: list[str], error: str) -> None:
+    state = write_state(tmp_path / "a", weights())
+    run = run_here("verify", state, state, *options)
+    assert (run.code, error in run.errors) == (2, True), run.errors

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from reshard.checkpoint.blocks.fusing import take_rows
 from reshard.checkpoint.changes.adapters import merge_adapters
@@ -54,6 +54,20 @@ from reshard.text.quantities import count_text
 #: Files are begun anew beyond so many bytes, as `save_pretrained` does.
 MOST_FILE_BYTES = 5_000_000_000
 _MOST_LISTED = 8
+
+
+class PretrainedArguments(TypedDict, total=False):
+    """The keywords of `plan_for_pretrained` that say what the weights are."""
+
+    config: str | os.PathLike[str] | None
+    recipe: RecipeName | None
+    source_names: str | None
+    dtype: str | None
+    adapters: Iterable[str | os.PathLike[str]]
+    include: Iterable[str]
+    exclude: Iterable[str]
+    strip_prefix: Iterable[str]
+    rename: Iterable[str]
 
 
 def plan_for_pretrained(
@@ -254,18 +268,14 @@ def _expect_all_numbers(checkpoint: Checkpoint, recipe: Recipe, config: Mapping[
 def _change_elements(
     checkpoint: Checkpoint, config: Mapping[str, Any], request: ConversionRequest
 ) -> ChangedElements:
-    if request.adapters:
-        merged, computed = merge_adapters(checkpoint, request.adapters)
-        return ChangedElements(merged, computed)
-    if request.dtype is None:
-        return ChangedElements(checkpoint)
+    checkpoint, merged = merge_adapters(checkpoint, request.adapters)
     kinds = {one.dtype for one in checkpoint.tensors.values() if is_castable(one.dtype)}
     # Of a model that is trained in one type, none is kept in float32 on purpose.
     if len(kinds) == 1:
         config = {
             key: value for key, value in config.items() if not key.endswith(("dtype", "_config"))
         }
-    return change_elements(checkpoint, config, dtype_name=request.dtype)
+    return change_elements(checkpoint, config, dtype_name=request.dtype, made=merged)
 
 
 def _describe_place(files: ModelFiles, checkpoint: Checkpoint) -> list[str]:

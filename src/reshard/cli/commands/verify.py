@@ -9,15 +9,19 @@ import click
 
 from reshard.checkpoint.comparison import Comparison, compare
 from reshard.checkpoint.contents import Checkpoint
-from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
+from reshard.checkpoint.conversion.planning import plan_conversion
 from reshard.checkpoint.conversion.source_names import find_recipe
 from reshard.checkpoint.conversion.source_selection import select_from
 from reshard.checkpoint.formats.opening import open_checkpoint, read_config
 from reshard.checkpoint.naming.renaming import find_stacked_names, in_recipe_names, names_of
 from reshard.checkpoint.naming.selection import TensorSelection
+from reshard.checkpoint.pretrained.comparison import compare_pretrained
 from reshard.cli.failures import DIFFERS, DONE
 from reshard.cli.options import (
+    adapter_option,
     as_path,
+    dtype_option,
     json_option,
     quiet_option,
     selection_options,
@@ -27,6 +31,8 @@ from reshard.cli.options import (
 from reshard.cli.output import printable, write, write_json
 from reshard.cli.progress import shown_progress
 from reshard.cli.sources import open_source
+from reshard.cli.targets import config_option
+from reshard.errors import UsageError
 from reshard.recipes.library import choose_recipe
 from reshard.text.quantities import bytes_text, count_text, duration_text
 
@@ -45,6 +51,16 @@ from reshard.text.quantities import bytes_text, count_text, duration_text
     metavar="NAME|FILE|auto",
     help="Of the names. [default: auto, by config.json]",
 )
+@click.option(
+    "--for",
+    "target_kind",
+    type=click.Choice(("hf",)),
+    help="Compare LEFT as the model folder that `convert --for hf` would write with the one that "
+    "RIGHT is: names, ties and what pads the vocabulary as there.",
+)
+@config_option
+@dtype_option
+@adapter_option
 @selection_options
 @source_cut_options
 @threads_option
@@ -56,6 +72,10 @@ def verify(
     left_names: str | None,
     right_names: str | None,
     recipe: str | None,
+    target_kind: str | None,
+    config: str | None,
+    dtype: str | None,
+    adapters: tuple[str, ...],
     threads: int | None,
     as_json: bool,
     quiet: bool,
@@ -75,6 +95,9 @@ def verify(
 
     --source-mesh, --source-rule and --source-recipe say how LEFT is cut, where its files do not.
 
+    --dtype and --adapter are for LEFT, as in the conversion that made RIGHT of it; so are all
+    options of names with --for hf, which takes config.json of RIGHT unless --config is given.
+
     --strip-prefix and --rename are for the names of LEFT, as in the conversion that made RIGHT of
     it, and --include and --exclude choose of LEFT then. Without the former they choose of both.
 
@@ -84,6 +107,7 @@ def verify(
       reshard verify llama-3-8b llama-megatron --right-names megatron
       reshard verify llama-3-8b llama-tp4 --quiet && echo same
       reshard verify llama-3-8b llama-tp4 --recipe auto
+      reshard verify llama-megatron llama-3-8b --for hf
 
     \b
     Keys of --json:
@@ -92,12 +116,33 @@ def verify(
       digests {tensor: digest} (of those that are the same)
     """
     began_s = time.monotonic()
-    selection = TensorSelection(**selection_arguments)
     first = open_source(left, source_mesh, source_rules, source_recipe)
-    a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
-    are_named = any(one is not None for one in (left_names, right_names, recipe))
-    with shown_progress("comparing", quiet) as progress:
-        found = compare(a, b, threads=threads or DEFAULT_THREADS, progress=progress)
+    are_named = any(one is not None for one in (left_names, right_names, recipe, target_kind))
+    workers = threads or DEFAULT_THREADS
+    if target_kind is not None:
+        if right_names is not None:
+            raise UsageError("--right-names with --for hf: RIGHT has the architecture's own names")
+        with shown_progress("comparing", quiet) as progress:
+            found = compare_pretrained(
+                first,
+                right,
+                threads=workers,
+                progress=progress,
+                config=config,
+                recipe=recipe,
+                source_names=left_names,
+                dtype=dtype,
+                adapters=adapters,
+                **selection_arguments,
+            )
+    else:
+        if config is not None:
+            raise UsageError("--config is for --for hf; --recipe auto reads that of RIGHT or LEFT")
+        selection = TensorSelection(**selection_arguments)
+        a, b = _name_both(_select_both(first, right, selection), left_names, right_names, recipe)
+        changed = _change(a, dtype, adapters)
+        with shown_progress("comparing", quiet) as progress:
+            found = compare(changed, b, threads=workers, progress=progress)
     seconds_s = time.monotonic() - began_s
     if as_json:
         write_json(_as_json(left, right, found, seconds_s))
@@ -120,6 +165,19 @@ def _select_both(
         return [first, opened[1]]
     # What has the names of one side only is a difference, and no slip.
     return [first, select_from(opened[1], selection, is_expected=False)]
+
+
+def _change(
+    checkpoint: str | Checkpoint, dtype: str | None, adapters: tuple[str, ...]
+) -> str | Checkpoint | Conversion:
+    """The checkpoint, or what a conversion would write of it that changes elements."""
+    if dtype is None and not adapters:
+        return checkpoint
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    place = opened.folder.resolve()
+    # It is not run: its target is a name alone.
+    target = place.with_name(f"{place.name}.compared")
+    return plan_conversion(opened, target, to="full", dtype=dtype, adapters=adapters)
 
 
 def _name_both(

@@ -1,0 +1,59 @@
+"""Comparisons of a training checkpoint with a model folder, such as one of the Hub.
+
+Both are planned as what `from_pretrained` would load (`conversion`): weights alone, in the
+architecture's names, tied ones once, without rows that pad the vocabulary. What would be written of
+the one is then compared with the other, block by block, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Unpack
+
+from reshard.checkpoint.comparison import Comparison, compare
+from reshard.checkpoint.contents import Checkpoint
+from reshard.checkpoint.conversion.conversion import DEFAULT_THREADS, Conversion
+from reshard.checkpoint.files.progress import ProgressFunction
+from reshard.checkpoint.pretrained.conversion import PretrainedArguments, plan_for_pretrained
+
+
+def compare_pretrained(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    model: str | os.PathLike[str] | Checkpoint,
+    *,
+    threads: int = DEFAULT_THREADS,
+    progress: ProgressFunction | None = None,
+    **arguments: Unpack[PretrainedArguments],
+) -> Comparison:
+    """Compare what a training checkpoint is as a model folder with a model folder that is there.
+
+    Args:
+        checkpoint: a checkpoint, or where it is.
+        model: a folder with config.json and whole weights, in the architecture's names.
+        threads: at most so many at a time.
+        progress: called after every block.
+        config, recipe, source_names, dtype, adapters, include, exclude, strip_prefix, rename: for
+            `checkpoint`, as in `plan_for_pretrained`. The config is the model's where none is
+            given.
+
+    Raises:
+        CheckpointError: a checkpoint or a model that cannot be used, or that has not all weights.
+        RecipeError: names that could be meant in several ways, or that do not fit the recipe.
+        UsageError: arguments that cannot be.
+        RunError: a file cannot be read.
+    """
+    place = model.folder if isinstance(model, Checkpoint) else model
+    arguments = {**arguments, "config": arguments.get("config") or place}
+    ours = _plan(checkpoint, arguments)
+    same: PretrainedArguments = {"config": arguments["config"], "recipe": arguments.get("recipe")}
+    return compare(ours, _plan(model, same), threads=threads, progress=progress)
+
+
+def _plan(
+    checkpoint: str | os.PathLike[str] | Checkpoint, arguments: PretrainedArguments
+) -> Conversion:
+    """The conversion to a model folder; it is not run, so that its target is a name alone."""
+    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
+    place = folder.resolve()
+    return plan_for_pretrained(checkpoint, place.with_name(f"{place.name}.compared"), **arguments)
