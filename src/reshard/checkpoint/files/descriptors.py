@@ -32,6 +32,17 @@ def open_direct(path: Path, flags: int) -> int:
         return -1
 
 
+def read_range(descriptor: int, start_bytes: int, size_bytes: int) -> bytes:
+    """Bytes of a file; fewer only where it ends.
+
+    The system may give less than was asked for.
+    """
+    content = b""
+    while more := os.pread(descriptor, size_bytes - len(content), start_bytes + len(content)):
+        content += more
+    return content
+
+
 def close_descriptor(descriptor: int) -> int:
     """Close a descriptor if it is open; returns -1, which stands for closed."""
     if descriptor >= 0:

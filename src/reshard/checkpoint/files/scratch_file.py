@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint.files.aligned_memory import PAGE_BYTES, BufferRegion
-from reshard.checkpoint.files.descriptors import reason
+from reshard.checkpoint.files.descriptors import read_range, reason
 from reshard.checkpoint.files.source_file import Damage, SourceFile
 from reshard.errors import DigestError, FormatError, RunError
 
@@ -112,7 +112,7 @@ class ScratchFile(SourceFile):
 
     def read_back(self, start_bytes: int, size_bytes: int) -> bytes:
         """Bytes that were written."""
-        return os.pread(self._scratch.fileno(), size_bytes, start_bytes)
+        return read_range(self._scratch.fileno(), start_bytes, size_bytes)
 
     def read_packed(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Bytes of the file that parts are made of."""

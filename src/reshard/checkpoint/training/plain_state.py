@@ -13,12 +13,12 @@ Groups of parameters are kept in three ways, and become a list of dicts::
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.checkpoint.contents import Checkpoint, StoredItem
+from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.torch_files.plain_values import plain_attributes
 from reshard.checkpoint.formats.torch_files.saved_files import read_torch_value
 from reshard.checkpoint.training.state import TrainingState, bare_name
@@ -70,7 +70,7 @@ def _decode(
         unread[item.name] = f"more than {LARGEST_ITEM_BYTES} bytes"
         return
     start, size = item.place.start_bytes, item.size_bytes
-    content = os.pread(descriptor, size, start)
+    content = read_range(descriptor, start, size)
 
     def read(offset: int, length: int) -> bytes:
         found = content[offset : offset + length]

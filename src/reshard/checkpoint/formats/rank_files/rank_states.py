@@ -7,13 +7,13 @@ extra_state_...      PATH, or rank_R.PATH           where ranks differ: random s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.binding import View
+from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.rank_files.file_names import EXTRA, OPTIMIZER, RankFile
 from reshard.checkpoint.formats.rank_files.local_parts import LocalPart, PartReader, is_part
 from reshard.checkpoint.formats.rank_files.optimizer_names import OPTIMIZER_PREFIX
@@ -136,6 +136,6 @@ def _read_elements(path: Path, tensor: ArchivedTensor) -> bytes:
     """The storage of a small tensor."""
     try:
         with path.open("rb") as file:
-            return os.pread(file.fileno(), tensor.storage_bytes, tensor.start_bytes)
+            return read_range(file.fileno(), tensor.start_bytes, tensor.storage_bytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -13,7 +13,6 @@ The chunks of a tensor are then bound to its layout, and proven to cover it once
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +20,7 @@ from typing import BinaryIO
 from reshard.binding import Binding, FileRange, View
 from reshard.checkpoint.blocks.strided_spans import is_dense
 from reshard.checkpoint.contents import StoredChecksum, StoredTensor
-from reshard.checkpoint.files.descriptors import Closing
+from reshard.checkpoint.files.descriptors import Closing, read_range
 from reshard.checkpoint.formats.safetensors.sharded import check_disjoint
 from reshard.checkpoint.formats.torch_dcp.metadata import DcpChunk, DcpTensor, StoredBytes
 from reshard.checkpoint.formats.torch_dcp.packed_archives import (
@@ -52,10 +51,7 @@ class _OpenFiles:
                 if len(self._files) >= 64:
                     self._files.pop(next(iter(self._files))).close()
                 file = self._files[name] = path.open("rb", buffering=0)
-            # The system may give less than was asked for; at the end of the file it gives nothing.
-            content = b""
-            while more := os.pread(file.fileno(), size - len(content), offset + len(content)):
-                content += more
+            content = read_range(file.fileno(), offset, size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         if len(content) != size:

@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.files.descriptors import read_range
 from reshard.checkpoint.formats.torch_files.archived_tensors import TYPED_STORAGES, Records
 from reshard.checkpoint.formats.torch_files.pickle_terms import Global, Reference, shortened
 from reshard.checkpoint.formats.torch_files.restricted_pickle import (
@@ -122,7 +123,9 @@ class _WindowReader:
             return self._window[begin : begin + size]
         # Headers of small storages lie near each other; those of large ones do not.
         is_near = 0 <= begin <= 2 * _WINDOW_BYTES
-        content = self._pread(offset, max(size, _WINDOW_BYTES) if is_near else size)
+        content = read_range(
+            self._descriptor, offset, max(size, _WINDOW_BYTES) if is_near else size
+        )
         if len(content) < size:
             raise FormatError(
                 f"{self._path} ends at byte {offset + len(content)}, {size} bytes at {offset} were "
@@ -131,16 +134,6 @@ class _WindowReader:
         self._start = offset
         self._window = content if len(content) <= _WINDOW_BYTES else b""
         return content[:size]
-
-    def _pread(self, offset: int, size: int) -> bytes:
-        content = os.pread(self._descriptor, size, offset)
-        # The system may give less than was asked for; at the end of the file it gives nothing.
-        while len(content) < size:
-            more = os.pread(self._descriptor, size - len(content), offset + len(content))
-            if not more:
-                break
-            content += more
-        return content
 
 
 def _read_zip(read: ReadRange, size_bytes: int, label: str) -> Any:
