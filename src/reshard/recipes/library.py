@@ -45,7 +45,10 @@ def shipped_recipes() -> tuple[str, ...]:
 
 def _list_files(folder: Traversable) -> dict[str, Traversable]:
     """The recipe files of a folder, by the names of the recipes."""
-    files = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    try:
+        files = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipes in {folder}: {error.strerror}") from error
     return {entry.name.removesuffix(".toml"): entry for entry in files}
 
 

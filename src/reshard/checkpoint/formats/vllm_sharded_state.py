@@ -17,6 +17,7 @@ Source: vLLM's `ShardedStateLoader`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_header,
     tensor_size_bytes,
 )
-from reshard.errors import FormatError, UsageError
+from reshard.errors import CheckpointError, FormatError, UsageError
 from reshard.layout import Layout
 
 NAME = "vllm-sharded-state"
@@ -69,7 +70,9 @@ class VllmShardedStateFormat(CheckpointFormat):
         tensors: dict[str, StoredTensor] = {}
         files, metadata = [], dict[str, str]()
         ranks: dict[str, int] = {}
-        for name in sorted(list_files(path), key=_file_key):
+        names = sorted(list_files(path), key=_file_key)
+        _expect_all_parts(path, names)
+        for name in names:
             match = _FILE_NAME.fullmatch(name)
             if match is None:
                 raise FormatError(f"{path / name} is no part of a rank; take it out of the folder")
@@ -137,6 +140,29 @@ def rank_prefix(rank: int, tp: int, pp: int) -> str:
     ('rank-3', 'pp-1-tp-1')
     """
     return f"rank-{rank}" if pp == 1 else f"pp-{rank // tp}-tp-{rank % tp}"
+
+
+def _expect_all_parts(path: Path, names: list[str]) -> None:
+    """Raise CheckpointError for a rank, or a part of one, that is missing before others.
+
+    Whether more would follow, no file says.
+    """
+    parts: dict[tuple[int, ...], set[int]] = {}
+    for name in names:
+        match = _FILE_NAME.fullmatch(name)
+        if match is not None:
+            key = _file_key(name)
+            parts.setdefault(key[:-1], set()).add(key[-1])
+    wanted = itertools.product(*(range(1 + max(each)) for each in zip(*parts, strict=False)))
+    for rank in wanted:
+        own = parts.get(rank, set())
+        missing = min({*range(1 + max(own, default=0))} - own, default=None)
+        if missing is not None:
+            called = f"rank-{rank[0]}" if len(rank) == 1 else f"pp-{rank[0]}-tp-{rank[1]}"
+            raise CheckpointError(
+                f"{path / f'model-{called}-part-{missing}{SUFFIX}'} is missing, and there are "
+                "later ones; the checkpoint is incomplete, fetch it"
+            )
 
 
 def _file_key(name: str) -> tuple[int, ...]:

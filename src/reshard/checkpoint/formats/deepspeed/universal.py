@@ -145,6 +145,7 @@ class _UniversalReader:
                 f"{len(trained)} folders of parameters in all; fetch them, or run ds_to_universal "
                 "again"
             )
+        self._expect_all_states(sorted(trained))
         for name in listed:
             # What no optimizer has, such as a buffer, is there as float32 too; it is the file of
             # weights that says what it is.
@@ -172,6 +173,21 @@ class _UniversalReader:
             folders.sort()
             if Path(parent) != top and any(name.endswith(_SUFFIX) for name in files):
                 yield Path(parent).relative_to(top).as_posix()
+
+    def _expect_all_states(self, trained: list[str]) -> None:
+        """Raise CheckpointError for a parameter that has some of the files of another, not all."""
+        top = self.saved.folder / UNIVERSAL_FOLDER
+        kinds: dict[frozenset[str], str] = {}
+        for name in trained:
+            own = frozenset(one for one in os.listdir(top / name) if one.endswith(_SUFFIX))
+            kinds.setdefault(own, name)
+        for own, name in kinds.items():
+            for more, other in kinds.items():
+                if own < more:
+                    raise CheckpointError(
+                        f"{top / name / min(more - own)} is missing, which {other!r} has; fetch "
+                        "it, or run ds_to_universal again"
+                    )
 
     def _add_parameter(self, name: str, shape: Shape | None, *, is_copy: bool) -> None:
         folder = self.saved.folder / UNIVERSAL_FOLDER / name

@@ -134,3 +134,10 @@ def check_complete(folder: Path, sizes: Parallelism) -> None:
             f"{f', and {len(missing) - 1} more' if missing[1:] else ''}; the arguments say "
             f"tp {sizes.tp}, pp {sizes.pp}, ep {sizes.ep}. Fetch it, the checkpoint is incomplete"
         )
+    names = [sizes.folder_name(one) for one in sizes.places()]
+    without = [name for name in names if not (folder / name / OPTIMIZER_NAME).is_file()]
+    if without and len(without) < len(names):
+        raise CheckpointError(
+            f"{folder / without[0] / OPTIMIZER_NAME} is missing, which {len(names) - len(without)} "
+            "other ranks have; fetch it, or take it out of all of them for the weights alone"
+        )
