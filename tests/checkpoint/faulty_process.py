@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoint.any_conversion import plan_any
+
 WRITING_CALLS = ("pwritev", "pwrite")
 SYNCING_CALLS = ("fdatasync", "fsync")
 OTHER_CALLS = ("rename", "mkdir", "unlink", "rmdir", "ftruncate", "posix_fallocate")
@@ -61,10 +63,10 @@ class FaultyProcesses:
         synced: Path | None = None,
         **options: Any,
     ) -> Outcome:
-        """Run `run_conversion(plan_conversion(source, target, ...))` in a child.
+        """Run `run_conversion(plan_any(source, target, ...))` in a child.
 
-        `options` are those of both; with `deltas`, these are applied. `kill_at` is the number of
-        the call to be killed at, from 0.
+        `options` are those of both, and `block_bytes`. `kill_at` is the number of the call to be
+        killed at, from 0.
         Where `synced` is a folder, every sync puts a copy there of what it made durable, for
         `lose_what_was_not_synced`.
         """
@@ -186,7 +188,8 @@ class _Countdown:
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
-    from reshard.checkpoint import plan_application, plan_conversion, run_conversion
+    import reshard.checkpoint.blocks.grid as blocks
+    from reshard.checkpoint import run_conversion
     from reshard.errors import ReshardError
 
     options = order["options"]
@@ -198,13 +201,8 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     countdown = _Countdown(order["kill_at"], Path(order["synced"]) if order["synced"] else None)
     answer: dict[str, Any] = {"was_killed": False, "calls": countdown.calls}
     try:
-        paths = (order["source"], order["target"])
-        deltas = options.pop("deltas", None)
-        conversion = (
-            plan_conversion(*paths, **options)
-            if deltas is None
-            else plan_application(paths[0], deltas, paths[1], **options)
-        )
+        blocks.BLOCK_BYTES = options.pop("block_bytes", blocks.BLOCK_BYTES)
+        conversion = plan_any(order["source"], order["target"], **options)
         report = run_conversion(conversion, **running)
     except ReshardError as error:
         return {**answer, "error": f"{type(error).__name__}: {error}"}

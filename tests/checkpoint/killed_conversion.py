@@ -15,7 +15,7 @@ from reshard.checkpoint.conversion.staging import staging_folder
 class Case:
     """A conversion of `source` in processes that can be killed, and what it gives undisturbed.
 
-    `options` are those of `plan_conversion`.
+    `options` are those of `plan_any`, and `block_bytes`, `sync_bytes`.
     """
 
     def __init__(
@@ -26,13 +26,15 @@ class Case:
         self.source = source
         self.options = options
         self.undisturbed = self.run(folder / "undisturbed", has_old=False)
-        assert self.undisturbed.error is None
+        assert self.undisturbed.error is None, self.undisturbed.error
         self.expected = contents(folder / "undisturbed")
         self.calls = cache(self._calls)
 
     def run(self, target: Path, has_old: bool, **options: Any) -> Outcome:
         return self.processes.convert(
-            self.source, target, overwrite=has_old, sync_bytes=256 * 1024, **self.options, **options
+            self.source,
+            target,
+            **{"overwrite": has_old, "sync_bytes": 256 * 1024, **self.options, **options},
         )
 
     def _calls(self, has_old: bool, threads: int) -> list[str]:

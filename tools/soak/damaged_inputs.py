@@ -12,7 +12,9 @@ import io
 import resource
 import shutil
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import zstandard
@@ -45,16 +47,18 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
 
 
-def read_damaged_checkpoint(folder: Path, target: Path) -> str:
+def read_damaged_checkpoint(
+    folder: Path, target: Path, opening: Mapping[str, Any] | None = None
+) -> str:
     """Open, and where that succeeds convert; answers how far it came."""
     try:
         with nothing_runs(folder):
-            opened = open_checkpoint(folder)
+            opened = open_checkpoint(folder, **opening or {})
     except ReshardError as error:
         _check_message(error)
         return "refused"
     try:
-        convert(folder, target, to="full", threads=1)
+        convert(opened if opening else folder, target, to="full", threads=1)
     except ReshardError as error:
         _check_message(error)
         return "refused when converted"

@@ -73,7 +73,7 @@ def _corpus(target: str, folder: Path) -> list[bytes]:
     """Inputs that the reader accepts, to begin with."""
     from soak.mutations import an_archive, small_checkpoints
 
-    found = list(small_checkpoints(folder))
+    found = [path for _, path in small_checkpoints(folder)]
     archive, pickle = an_archive()
     if target == "header":
         return [path.read_bytes() for one in found for path in one.glob("*.safetensors")]

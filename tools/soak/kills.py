@@ -1,6 +1,6 @@
 """Conversions killed at random points, or left without power there, and run again.
 
-1. Each worker has a few conversions between formats, all in processes that are killed at a
+1. Each worker has conversions of every kind between formats, all in processes that are killed at a
    given system call that changes something: `tests/checkpoint/faulty_process.py`.
 2. A seed chooses one, the call, whether an old target is replaced, the number of threads, and
    whether the run that goes on is killed too, or all that was not synced is lost.
@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import random
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+from checkpoint.campaigns.small_checkpoints import CONVERSIONS
 from checkpoint.faulty_process import FaultyProcesses
 from checkpoint.killed_conversion import (
     Case,
@@ -23,6 +27,10 @@ from checkpoint.killed_conversion import (
 )
 from checkpoint.model_files import COLUMNS, ROWS, contents, write_model
 from reshard.checkpoint import convert
+from reshard.checkpoint.blocks import grid as blocks
+
+SMALL_BLOCK_BYTES = 512
+_SMALL = {row.name: row for row in CONVERSIONS}
 
 
 class Kills:
@@ -32,6 +40,7 @@ class Kills:
     is_in_memory = False
 
     def __init__(self, folder: Path) -> None:
+        warnings.simplefilter("ignore")
         self._folder = folder
         self._processes = FaultyProcesses()
         whole = write_model(folder / "whole", layers=6)
@@ -39,24 +48,35 @@ class Kills:
         torch = folder / "torch"
         convert(whole, rows, **ROWS)
         convert(whole, torch, format="torch-dcp", **ROWS)
-        self._cases = {
-            "shards to shards": self._case("columns", rows, **COLUMNS),
-            "shards to one file": self._case("one file", rows, to="full"),
-            "shards to torch-dcp": self._case("to torch", rows, format="torch-dcp", **COLUMNS),
-            "torch-dcp to files": self._case(
-                "from torch", torch, to="full", most_file_bytes=2_000_000
-            ),
+        self._large: dict[str, tuple[Path, dict[str, Any]]] = {
+            "shards to shards": (rows, COLUMNS),
+            "shards to one file": (rows, {"to": "full"}),
+            "shards to torch-dcp": (rows, {"format": "torch-dcp", **COLUMNS}),
+            "torch-dcp to files": (torch, {"to": "full", "most_file_bytes": 2_000_000}),
         }
+        self._cases: dict[str, Case] = {}
 
-    def _case(self, name: str, source: Path, **options: object) -> Case:
-        folder = self._folder / name
-        folder.mkdir()
-        return Case(folder, self._processes, source, **options)
+    def _find_case(self, name: str) -> Case:
+        """The conversion of a name; it is made when it is first asked for."""
+        if name not in self._cases:
+            folder = self._folder / name
+            folder.mkdir()
+            if name in self._large:
+                source, options = self._large[name]
+            else:
+                (folder / "made").mkdir()
+                # So that there are several; digests of manifests are those of blocks.
+                with mock.patch.object(blocks, "BLOCK_BYTES", SMALL_BLOCK_BYTES):
+                    source, options = _SMALL[name].make(folder / "made")
+                options |= {"block_bytes": SMALL_BLOCK_BYTES, "sync_bytes": 2 * SMALL_BLOCK_BYTES}
+            self._cases[name] = Case(folder, self._processes, source, **options)
+        return self._cases[name]
 
     def run(self, seed: int) -> Counter[str]:
         choose = random.Random(seed)
-        name = choose.choice(sorted(self._cases))
-        case = self._cases[name]
+        # Half of the kills while large tensors are written.
+        name = choose.choice(sorted(self._large if choose.random() < 0.5 else _SMALL))
+        case = self._find_case(name)
         has_old = choose.random() < 0.5
         threads = choose.choice([1, 2, 4])
         kind = choose.choice(["kill", "kill", "kill while it goes on", "power failure"])

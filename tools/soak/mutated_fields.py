@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickletools
+import random
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +24,15 @@ _NAMES = (
 )
 
 
-def mutated_json(text: bytes) -> Iterator[bytes]:
+def mutated_json(text: bytes, choose: random.Random | None = None) -> Iterator[bytes]:
     """The JSON text with each value replaced, each entry taken out, each key named anew.
 
-    Text that is JSON itself, as in the metadata of shards, is mutated inside too.
+    Text that is JSON itself, as in the metadata of shards, is mutated inside too. With `choose`,
+    it is at one place.
     """
     value = json.loads(text)
-    for path in _paths(value):
+    paths = [*_paths(value)]
+    for path in [choose.choice(paths)] if choose else paths:
         here = _at(value, path)
         for other in _VALUES:
             yield json.dumps(_replaced(value, path, other)).encode()
@@ -40,7 +43,7 @@ def mutated_json(text: bytes) -> Iterator[bytes]:
             for other in (here[::-1], here + here, here[1:]):
                 yield json.dumps(_replaced(value, path, other)).encode()
         if isinstance(here, str) and here[:1] in "[{" and here:
-            for inner in mutated_json(here.encode()):
+            for inner in mutated_json(here.encode(), choose):
                 yield json.dumps(_replaced(value, path, inner.decode("utf-8"))).encode()
         if path:
             parent = copy.deepcopy(value)
@@ -77,11 +80,15 @@ def _replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
     return changed
 
 
-def mutated_pickle(content: bytes) -> Iterator[bytes]:
-    """The pickle with each opcode taken out, doubled, or with another argument."""
+def mutated_pickle(content: bytes, choose: random.Random | None = None) -> Iterator[bytes]:
+    """The pickle with each opcode taken out, doubled, or with another argument.
+
+    With `choose`, it is one opcode.
+    """
     found = list(pickletools.genops(content))
     ends = [at for _, _, at in found[1:]] + [len(content)]
-    for (opcode, argument, at), end in zip(found, ends, strict=True):
+    places = [*zip(found, ends, strict=True)]
+    for (opcode, argument, at), end in [choose.choice(places)] if choose else places:
         before, here, behind = content[:at], content[at:end], content[end:]
         yield before + behind
         yield before + here + here + behind

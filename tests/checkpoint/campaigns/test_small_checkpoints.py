@@ -1,0 +1,49 @@
+"""Every format is in the campaigns, as what is read and as what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint.any_conversion import plan_any
+from checkpoint.campaigns.small_checkpoints import (
+    CONVERSIONS,
+    SOURCES,
+    SmallConversion,
+    Source,
+)
+from reshard.checkpoint import check_digests, open_checkpoint, run_conversion, shipped_formats
+from reshard.checkpoint.formats.registry import written_names
+
+
+def test_no_format_is_missing() -> None:
+    assert {source.format for source in SOURCES} == {one.name for one in shipped_formats()}
+    assert {one.format for one in CONVERSIONS} == {*written_names()}
+    for rows in (SOURCES, CONVERSIONS):
+        assert len({row.name for row in rows}) == len(rows)
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.name)
+def test_a_source_is_what_it_says(source: Source, tmp_path: Path) -> None:
+    opened = source.open(source.make(tmp_path))
+    assert opened.format == source.format
+    assert opened.tensors
+
+
+@pytest.mark.parametrize("row", CONVERSIONS, ids=lambda one: one.name)
+def test_a_conversion_is_to_what_it_says(row: SmallConversion, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    source, options = row.make(tmp_path / "made")
+    conversion = plan_any(source, tmp_path / "target", **options)
+    run_conversion(conversion)
+    opened = open_checkpoint(tmp_path / "target")
+    assert opened.format == row.format
+    assert opened.tensors.keys() == conversion.arrangement.tensors.keys()
+    assert not check_digests(opened).damaged
