@@ -17,6 +17,7 @@ of `"spec"`. Which ranks store a copy of their shard is not written down: the fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -31,7 +32,7 @@ import numpy as np
 from reshard.checkpoint.blocks.grid import DIGEST_BYTES, BlockGrid
 from reshard.checkpoint.blocks.tensor_columns import DigestColumns, TensorColumns
 from reshard.checkpoint.contents import StoredFile, StoredTensor, TensorDigest
-from reshard.checkpoint.files.json_text import parse_json
+from reshard.checkpoint.files.json_text import first_repeated, parse_json
 from reshard.dtypes import DType
 from reshard.dtypes import dtype as as_dtype
 from reshard.errors import CheckpointError, FormatError, ReshardError
@@ -47,7 +48,13 @@ _NO_DIGIT = re.compile("[^0-9a-f]")
 _TOO_LARGE = 2**62
 # What the JSON text has where tensors come: no text in quotes has a line's end in it.
 _TENSORS_PLACE = '\n "tensors": null'
+_BEHIND_TENSORS = '\n },\n "carried"'
 _TENSORS_A_PIECE = 10_000
+_TENSOR = re.compile(
+    r'\n  "([^"\\\x00-\x1f]*)": (\{\n   "dtype": "[^"\\\n]*",\n   "shape": \[[0-9,\s]*\],'
+    r'\n   (?:"spec": "[^"\\\n]*"|"boxes": \[[0-9,\s\[\]]*\]))'
+    r'(?:,\n   "digest": "([0-9a-f]{32})",\n   "block_digests": "([0-9a-f]*)")?\n  \}(,?)'
+)
 # The errors that reading JSON of an unexpected form can raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -270,13 +277,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8 text: {error}") from error
     try:
+        # Written in another way, or wrong: then it is read as JSON, and said what is.
+        with contextlib.suppress(ValueError):
+            begin, end = _find_tensors(text)
+            content = parse_json(f"{text[:begin]}{{}}{text[end:]}")
+            if content.get("tensors") == {}:
+                return _parse(content, _read_entries(text, begin, end))
         content = parse_json(text)
-        version = content["format_version"]
-        if version != FORMAT_VERSION:
-            raise FormatError(
-                f"format version {version!r}; this reshard reads {FORMAT_VERSION}, update it"
-            )
-        return _parse(content)
+        return _parse(content, _list_entries(content["tensors"]))
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except (ReshardError, *_DAMAGE) as error:
@@ -287,7 +295,50 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-def _parse(content: Mapping[str, Any]) -> Manifest:
+# A tensor of a manifest: name, what it has in common with equal ones and a key for that, digests.
+_Entry = tuple[str, str, Mapping[str, Any] | str, tuple[Any, Any] | None]
+
+
+def _find_tensors(text: str) -> tuple[int, int]:
+    """Where the object of the tensors begins and ends in a text as this package writes it.
+
+    Raises ValueError for one that is written in another way, as `_read_entries` does.
+    """
+    begin = text.find(_TENSORS_PLACE.removesuffix("null") + "{\n")
+    end = text.rfind(_BEHIND_TENSORS)
+    if not 0 <= begin < end:
+        raise ValueError("no tensors where they are expected")
+    return begin + len(_TENSORS_PLACE.removesuffix("null")), end + len("\n }")
+
+
+def _read_entries(text: str, begin: int, end: int) -> Iterator[_Entry]:
+    """The tensors, one after the other: all of them as JSON would take 1 KB each."""
+    at, more = begin + 1, ","
+    while more:
+        entry = _TENSOR.match(text, at)
+        if entry is None:
+            raise ValueError("other entries")
+        name, kind, digest, blocks, more = entry.groups()
+        yield name, kind, kind, None if digest is None else (digest, blocks)
+        at = entry.end()
+    if at != end - len("\n }"):
+        raise ValueError("more than entries")
+
+
+def _list_entries(items: Mapping[str, Mapping[str, Any]]) -> Iterator[_Entry]:
+    for name, item in items.items():
+        # Equal texts are equal kinds.
+        key = repr([item.get(part) for part in ("shape", "dtype", "spec", "boxes")])
+        has_digest = "digest" in item
+        yield name, key, item, (item["digest"], item["block_digests"]) if has_digest else None
+
+
+def _parse(content: Mapping[str, Any], entries: Iterable[_Entry]) -> Manifest:
+    version = content["format_version"]
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"format version {version!r}; this reshard reads {FORMAT_VERSION}, update it"
+        )
     mesh = None
     if content["mesh"] is not None:
         fields = content["mesh"]
@@ -312,7 +363,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         _expect_text(content["conversion_id"], "the conversion's identity"),
         mesh,
         tuple(files),
-        _parse_tensors(mesh, files, content["tensors"]),
+        _parse_tensors(mesh, files, entries),
         tuple(_expect_text(name, "a carried file") for name in content["carried"]),
         {
             name: _parse_digests(item, 1, "", name)
@@ -322,40 +373,40 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 
 
 def _parse_tensors(
-    mesh: DeviceMesh | None, files: list[StoredFile], items: Mapping[str, Mapping[str, Any]]
+    mesh: DeviceMesh | None, files: list[StoredFile], entries: Iterable[_Entry]
 ) -> ManifestTensors:
     kinds: list[ManifestKind] = []
     block_counts: list[int] = []
     numbers: dict[str, int] = {}
-    kind, known, first = [], [], [0]
+    names, kind, known, first = [], [], [], [0]
     blocks, whole = bytearray(), bytearray()
-    for name, item in items.items():
-        # Equal texts are equal kinds.
-        key = repr([item.get(part) for part in ("shape", "dtype", "spec", "boxes")])
+    for name, key, item, digests in entries:
         number = numbers.get(key)
         if number is None:
             number = numbers[key] = len(kinds)
-            kinds.append(_parse_kind(mesh, files, name, item))
+            described = parse_json(f"{item}}}") if isinstance(item, str) else item
+            kinds.append(_parse_kind(mesh, files, name, described))
             of = kinds[-1]
             # As many digests as the tensor has blocks, or the comparison later would be off.
             block_counts.append(BlockGrid.of(of.layout.shape, of.dtype.itemsize_bytes).count)
+        names.append(name)
         kind.append(number)
-        known.append("digest" in item)
-        if known[-1]:
-            blocks += _parse_digests(
-                item["block_digests"], block_counts[number], "the blocks of ", name
-            )
-            whole += _parse_digests(item["digest"], 1, "", name)
-        else:
+        known.append(digests is not None)
+        if digests is None:
             whole += bytes(DIGEST_BYTES)
+        else:
+            blocks += _parse_digests(digests[1], block_counts[number], "the blocks of ", name)
+            whole += _parse_digests(digests[0], 1, "", name)
         first.append(len(blocks) // DIGEST_BYTES)
-    digests = DigestColumns(
+    if len(set(names)) != len(names):
+        raise FormatError(f"the key {first_repeated(names)!r} appears twice")
+    columns = DigestColumns(
         np.array(first, dtype=np.int64),
         bytes(blocks),
         bytes(whole),
         None if all(known) else np.array(known, dtype=bool),
     )
-    return ManifestTensors(items, kinds, kind, digests if any(known) else None)
+    return ManifestTensors(names, kinds, kind, columns if any(known) else None)
 
 
 def _parse_kind(

@@ -106,7 +106,10 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
     bytes are not what the format promises.
     """
     label, header_json, file_size_bytes = _read_header_json(path)
-    return parse_header(header_json, file_size_bytes, label)
+    text, data_start_bytes = _decode(header_json, label), LENGTH_BYTES + len(header_json)
+    # It may be long, and the text is as long again.
+    del header_json
+    return _parse_text(text, data_start_bytes, file_size_bytes, label)
 
 
 def _read_header_json(path: str | os.PathLike[str]) -> tuple[str, bytes, int]:
@@ -188,8 +191,11 @@ def parse_header(header_json: bytes, file_size_bytes: int, label: str) -> FileHe
             f"{label}: the header has {len(header_json)} bytes, expected at most "
             f"{LARGEST_HEADER_BYTES} (100 MB)"
         )
-    text = _decode(header_json, label)
     data_start_bytes = LENGTH_BYTES + len(header_json)
+    return _parse_text(_decode(header_json, label), data_start_bytes, file_size_bytes, label)
+
+
+def _parse_text(text: str, data_start_bytes: int, file_size_bytes: int, label: str) -> FileHeader:
     try:
         tensors, metadata = read_columns(text, data_start_bytes)
     except (ValueError, OverflowError, RecursionError):

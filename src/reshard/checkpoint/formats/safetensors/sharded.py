@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,11 @@ from reshard.errors import CheckpointError, CoverageError, FormatError, RecipeEr
 from reshard.layout import Box, Layout
 from reshard.runs import IntArray
 
+# An entry of the sharding information, as PyTorch and this package write it.
+_OFFSETS = re.compile(
+    r'"([^"\\\x00-\x1f]*)": \{"saved_offsets": '
+    r"\[((?:(?:0|[1-9][0-9]{0,18})(?:, (?:0|[1-9][0-9]{0,18}))*)?)\]\}(?:, (?=\")|\}$)"
+)
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
@@ -268,21 +273,14 @@ def _check_shards(
     offsets: Mapping[str, tuple[int, ...]] | None,
 ) -> None:
     """Check the shards of a file, which those in `rows` of the manifest say."""
-    if offsets is None:
-        # Those that are equal on both sides are checked once.
-        pairs = np.stack([shards.kind, described.kind[rows]])
-        _, first = np.unique(pairs, axis=1, return_index=True)
-        chosen = first.tolist()
-    else:
-        pairs = np.stack([shards.kind, described.kind[rows]])
-        seen: set[tuple[int, int, tuple[int, ...]]] = set()
-        chosen = []
-        for at, (pair, name) in enumerate(zip(pairs.T.tolist(), shards.names, strict=True)):
-            key = (pair[0], pair[1], offsets[name])
-            if key not in seen:
-                seen.add(key)
-                chosen.append(at)
-    for at in chosen:
+    # Those that are equal on both sides are checked once.
+    columns = [shards.kind, described.kind[rows]]
+    if offsets is not None:
+        numbers: dict[tuple[int, ...], int] = {}
+        each = (numbers.setdefault(offsets[name], len(numbers)) for name in shards.names)
+        columns.append(np.fromiter(each, np.int64, len(shards.names)))
+    _, first = np.unique(np.stack(columns), axis=1, return_index=True)
+    for at in first.tolist():
         entry = shards[at]
         found = offsets[entry.name] if offsets else None
         _check_shard(path, entry, described[entry.name], rank, found)
@@ -389,8 +387,10 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
             "whole and sharded tensors cannot be in one checkpoint"
         )
     try:
-        info = json.loads(text)
-        offsets = {name: tuple(info[name]["saved_offsets"]) for name in header.columns.names}
+        offsets = _find_offsets(text, header.columns.names)
+        if offsets is None:
+            info = json.loads(text)
+            offsets = {name: tuple(info[name]["saved_offsets"]) for name in header.columns.names}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path}: {SHARDING_INFO_KEY} does not give `saved_offsets` for every tensor of the "
@@ -413,6 +413,27 @@ def _read_offsets(path: Path, header: FileHeader) -> dict[str, tuple[int, ...]]:
             )
         checked.add((found, number))
     return offsets
+
+
+def _find_offsets(text: str, names: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """The offsets of these tensors in text as it is mostly written, of few objects for very many.
+
+    None for text that has others, or another order: it may be right all the same.
+    """
+    offsets: dict[str, tuple[int, ...]] = {}
+    by_text: dict[str, tuple[int, ...]] = {}
+    at = 1 if text.startswith("{") else len(text)
+    for name in names:
+        entry = _OFFSETS.match(text, at)
+        if entry is None or entry[1] != name:
+            return None
+        found = by_text.get(entry[2])
+        if found is None:
+            found = tuple(map(int, entry[2].split(", "))) if entry[2] else ()
+            by_text[entry[2]] = found
+        offsets[name] = found
+        at = entry.end()
+    return offsets if names and at == len(text) and text.endswith("}}") else None
 
 
 def _are_indices(found: tuple[object, ...]) -> bool:
